@@ -1,0 +1,89 @@
+"""Which implementation serves an operation: the only place where a backend is chosen."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+BACKENDS = ("reference", "cpu")
+ENVIRONMENT_VARIABLE = "VIL_BACKEND"
+
+_override: str | None = None
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Serve every operation of this process by the named backend within a ``with`` block.
+
+    Process-wide, not per thread: autograd runs backward passes in threads of its own.
+
+    Args:
+        name: "auto", "reference" or "cpu". Comes before the environment variable VIL_BACKEND.
+
+    Raises:
+        ValueError: No backend has that name.
+    """
+    global _override
+    _checked(name, "use_backend(name)")
+    previous, _override = _override, name
+    try:
+        yield
+    finally:
+        _override = previous
+
+
+def backend_for(device: torch.device) -> ModuleType:
+    """Return the module that implements the operations for tensors on a device.
+
+    Args:
+        device: Where the tensors are.
+
+    Raises:
+        ValueError: VIL_BACKEND holds an unknown name.
+        RuntimeError: The backend asked for by name cannot serve the device or is not installed.
+    """
+    if _override is not None:
+        name, asked_by = _override, "use_backend"
+    else:
+        name, asked_by = os.environ.get(ENVIRONMENT_VARIABLE, "auto"), ENVIRONMENT_VARIABLE
+        _checked(name, ENVIRONMENT_VARIABLE)
+    if name == "auto":
+        name = _automatic(device.type)
+    elif name == "cpu":
+        if device.type != "cpu":
+            raise RuntimeError(
+                f'{asked_by} = "cpu" serves tensors on the cpu, got tensors on {device}; '
+                'use "auto" or "reference"'
+            )
+        if not _numba_installed():
+            raise RuntimeError(
+                f'{asked_by} = "cpu" needs numba, which is not installed: pip install numba'
+            )
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+def _checked(name: str, argument: str) -> None:
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f'{argument} must be one of {("auto", *BACKENDS)}, got "{name}"')
+
+
+@functools.cache
+def _numba_installed() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _automatic(device_type: str) -> str:
+    if device_type == "cpu" and _numba_installed():
+        return "cpu"
+    why = "numba is not installed" if device_type == "cpu" else f"on {device_type}"
+    _logger.warning("scans run through plain PyTorch, which is slow (%s)", why)
+    return "reference"

@@ -1,0 +1,263 @@
+"""Every recurrence of this library, defined once in plain PyTorch.
+
+This is the definition that all faster backends are tested against. It runs on any device, is
+differentiable by autograd, and computes in float64 for float64 inputs and in float32 otherwise.
+Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
+
+Per batch element, channel i, token t and state j, with queries q and keys k shared by all channels:
+
+    longhorn        S_ij <- (1 - eps_i k_j^2) S_ij + eps_i k_j x_i      Longhorn paper, Eq. 7
+    longhorn_exact  S_i  <- S_i + eps_i (x_i - k.S_i) k                 Longhorn paper, Eq. 6
+                    eps = beta / (1 + beta |k|^2),  beta = sigmoid(dt + bias)
+    mamba           S_ij <- exp(dt_i A_ij) S_ij + dt_i k_j x_i          Mamba paper, Algorithm 2
+                    dt = softplus(raw dt + bias),  A < 0,  k is Mamba's B and q its C
+    all             y_i  =  q.S_i + D_i x_i
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _raise_to(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def step_size(dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str) -> Tensor:
+    """Return eps (Longhorn paper, Theorem 3.1) or softplus(dt + bias) (Mamba).
+
+    Args:
+        dt: Raw step size, (..., D).
+        k: Keys, (..., M).
+        bias: Added to dt, (D,) or broadcastable to it.
+        recurrence: One of ``RECURRENCES``.
+
+    Returns:
+        (..., D); for Longhorn in [0, 1).
+    """
+    v = dt if bias is None else dt + bias
+    if recurrence == "mamba":
+        return F.softplus(v)
+    beta = torch.sigmoid(v)
+    return beta / (1 + beta * k.square().sum(-1, keepdim=True))
+
+
+def advance(
+    state: Tensor,
+    x: Tensor,
+    step: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    recurrence: str,
+) -> tuple[Tensor, Tensor]:
+    """Take one token into the state and read it: the three recurrences at the top of this file.
+
+    Args:
+        state: (..., D, M).
+        x: Values of the token, (..., D).
+        step: eps (Longhorn) or dt after its softplus (Mamba), (..., D).
+        A: (..., D, M), for ``mamba`` only.
+        q: Query of the token, (..., M).
+        k: Key of the token, (..., M).
+        recurrence: One of ``RECURRENCES``.
+
+    Returns:
+        The new state (..., D, M) and what the query reads from it (..., D).
+    """
+    q, k, x, step = q.unsqueeze(-2), k.unsqueeze(-2), x.unsqueeze(-1), step.unsqueeze(-1)
+    if recurrence == "longhorn":
+        state = (1 - step * k.square()) * state + step * x * k
+    elif recurrence == "longhorn_exact":
+        state = state + step * (x - (k * state).sum(-1, keepdim=True)) * k
+    else:
+        state = torch.exp(step * A) * state + step * x * k
+    return state, (q * state).sum(-1)
+
+
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scan one direction with any of the recurrences (formulas at the top of this file).
+
+    Args:
+        x: Values, (B, L, D).
+        dt: Raw step size, before bias and sigmoid (Longhorn's beta) or softplus (Mamba), (B, L, D).
+        A: Decay rates, (D, M), all negative; for ``mamba`` only.
+        q: Queries, (B, L, M).
+        k: Keys, (B, L, M).
+        D: Skip weights, (D,).
+        bias: Added to dt, (D,).
+        initial_state: (B, D, M), zeros if None.
+        recurrence: One of ``RECURRENCES``.
+        reverse: Scan from the last token to the first.
+
+    Returns:
+        y (B, L, D) in the dtype of x, and the final state (B, D, M) in the dtype computed in.
+    """
+    out_dtype, dtype = x.dtype, _compute_dtype(x)
+    x, dt, A, q, k, D, bias, state = _raise_to(dtype, x, dt, A, q, k, D, bias, initial_state)
+    step = step_size(dt, k, bias, recurrence)
+    if state is None:
+        state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2])
+    outputs = [x[:, 0]] * x.shape[1]  # every entry is replaced
+    tokens = range(x.shape[1])
+    for t in reversed(tokens) if reverse else tokens:
+        state, outputs[t] = advance(state, x[:, t], step[:, t], A, q[:, t], k[:, t], recurrence)
+    y = torch.stack(outputs, 1)
+    if D is not None:
+        y = y + D * x
+    return y.to(out_dtype), state
+
+
+def bidirectional_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+) -> Tensor:
+    """Scan index 0 forward and index 1 in reverse, average the two and gate: silu(z) (y0 + y1) / 2.
+
+    Vision Mamba's bidirectional composition ("v2" with divided output), any recurrence.
+
+    Args:
+        x: Values of the two directions in the order of the tokens, (2, B, L, D).
+        dt: Raw step sizes, (2, B, L, D).
+        A: Decay rates, (2, D, M); for ``mamba`` only.
+        q: Queries, (2, B, L, M).
+        k: Keys, (2, B, L, M).
+        D: Skip weights, (2, D).
+        bias: Added to dt, (2, D).
+        z: Gate before its SiLU, shared by the directions, (B, L, D).
+        recurrence: One of ``RECURRENCES``.
+
+    Returns:
+        (B, L, D) in the dtype of x.
+    """
+    dtype = _compute_dtype(x)
+    x_c, dt_c, A_c, q_c, k_c, D_c, bias_c, z_c = _raise_to(dtype, x, dt, A, q, k, D, bias, z)
+    y_sum = 0
+    for i, reverse in enumerate((False, True)):
+        A_i = None if A_c is None else A_c[i]
+        y, _ = scan(
+            x_c[i], dt_c[i], A_i, q_c[i], k_c[i], D_c[i], bias_c[i], None, recurrence, reverse
+        )
+        y_sum = y_sum + y
+    return (F.silu(z_c) * y_sum / 2).to(x.dtype)
+
+
+def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Convolve every channel over time, causally (index 0) and anti-causally (index 1), then SiLU.
+
+    Index 1 is the causal convolution of the reversed sequence, reversed back: its tap K - 1 meets
+    token t and tap 0 meets token t + K - 1 (Vision Mamba's ``conv1d`` and ``conv1d_b``).
+
+    Args:
+        x: (B, L, D).
+        weight: Taps of the two directions, (2, D, K).
+        bias: (2, D).
+
+    Returns:
+        (2, B, L, D) in the dtype of x.
+    """
+    dtype = _compute_dtype(x)
+    x_c, weight, bias = _raise_to(dtype, x, weight, bias)
+    length, taps = x.shape[1], weight.shape[-1]
+    padded = F.pad(x_c, (0, 0, taps - 1, taps - 1))
+    out = [bias[0].expand_as(x_c), bias[1].expand_as(x_c)]
+    for tap in range(taps):
+        ahead = 2 * (taps - 1) - tap
+        out[0] = out[0] + weight[0, :, tap] * padded[:, tap : tap + length]
+        out[1] = out[1] + weight[1, :, tap] * padded[:, ahead : ahead + length]
+    return F.silu(torch.stack(out)).to(x.dtype)
+
+
+def _gradients(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: tuple[Tensor | None, ...],
+    grad: Tensor | tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient for each input (None for None), by autograd through ``function``."""
+    given = [i for i, tensor in enumerate(inputs) if tensor is not None]
+
+    def of_given(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        filled = list(inputs)
+        for i, tensor in zip(given, tensors, strict=True):
+            filled[i] = tensor
+        return function(*filled)
+
+    # torch.func, since torch.autograd.grad is off inside the implementation of a custom operator.
+    _, pull_back = torch.func.vjp(of_given, *(inputs[i] for i in given))
+    grads: list[Tensor | None] = [None] * len(inputs)
+    for i, g in zip(given, pull_back(grad), strict=True):
+        grads[i] = (
+            g.clone()
+        )  # may be the incoming gradient itself, which an operator must not return
+    return tuple(grads)
+
+
+def scan_backward(
+    grad_y: Tensor,
+    grad_final_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
+    inputs = (x, dt, A, q, k, D, bias, initial_state)
+    return _gradients(
+        lambda *tensors: scan(*tensors, recurrence, reverse), inputs, (grad_y, grad_final_state)
+    )
+
+
+def bidirectional_scan_backward(
+    grad: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
+    inputs = (x, dt, A, q, k, D, bias, z)
+    return _gradients(lambda *tensors: bidirectional_scan(*tensors, recurrence), inputs, grad)
+
+
+def causal_conv1d_bidirectional_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
+    return _gradients(causal_conv1d_bidirectional, (x, weight, bias), grad)

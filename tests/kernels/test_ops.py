@@ -1,0 +1,226 @@
+"""The operators: gradients, registration, argument checks, choice of backend, FLOP counts."""
+
+import logging
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from vil.kernels import backends, ops, reference
+
+B, L, D, M, K = 2, 5, 3, 4, 4
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def scan_arguments(
+    recurrence: str, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor | None, ...]:
+    """Return x, dt, A, q, k, D, bias and initial_state."""
+    A = -randn(D, M).exp().to(dtype) if recurrence == "mamba" else None
+    x, dt, q, k = randn(B, L, D), randn(B, L, D) + 0.1, randn(B, L, M), randn(B, L, M) - 0.1
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    activations = [tensor.to(dtype) for tensor in (x, dt, q, k)]
+    return (
+        *activations[:2],
+        A,
+        *activations[2:],
+        randn(D, dtype=dtype),
+        randn(D, dtype=dtype) + 0.1,
+        randn(B, D, M, dtype=state_dtype),
+    )
+
+
+def bidirectional_arguments(recurrence: str) -> tuple[Tensor | None, ...]:
+    """Return x, dt, A, q, k, D, bias and z."""
+    *arguments, _ = scan_arguments(recurrence)
+    both = [None if t is None else torch.stack([t, 0.7 * t]) for t in arguments]
+    return (*both, randn(B, L, D))
+
+
+def with_gradient(arguments: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.detach().requires_grad_() for t in arguments)
+
+
+@pytest.fixture(params=ops.BACKENDS)
+def backend(request: pytest.FixtureRequest):
+    if request.param == "cpu":
+        pytest.importorskip("numba")
+    with ops.use_backend(request.param):
+        yield request.param
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scan_gradients(recurrence: str, reverse: bool) -> None:
+    arguments = with_gradient(scan_arguments(recurrence))
+    assert torch.autograd.gradcheck(
+        lambda *a: torch.ops.vil.scan(*a, recurrence, reverse), arguments
+    )
+    torch.library.opcheck(torch.ops.vil.scan, (*arguments, recurrence, reverse))
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_bidirectional_scan_gradients(backend: str, recurrence: str) -> None:
+    arguments = with_gradient(bidirectional_arguments(recurrence))
+    assert torch.autograd.gradcheck(lambda *a: ops.bidirectional_scan(*a, recurrence), arguments)
+    torch.library.opcheck(torch.ops.vil.bidirectional_scan, (*arguments, recurrence))
+    if backend == "reference":
+        return  # opcheck cannot look into torch.func, by which the reference differentiates
+    detached = tuple(None if t is None else t.detach() for t in arguments)
+    torch.library.opcheck(
+        torch.ops.vil.bidirectional_scan_backward, (randn(B, L, D), *detached, recurrence)
+    )
+
+
+@pytest.mark.usefixtures("backend")
+def test_convolution_gradients() -> None:
+    arguments = with_gradient((randn(B, L, D), randn(2, D, K), randn(2, D)))
+    assert torch.autograd.gradcheck(ops.causal_conv1d_bidirectional, arguments)
+    torch.library.opcheck(torch.ops.vil.causal_conv1d_bidirectional, arguments)
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_reference_passes_gradcheck_by_plain_autograd(recurrence: str, reverse: bool) -> None:
+    arguments = with_gradient(scan_arguments(recurrence))
+    assert torch.autograd.gradcheck(lambda *a: reference.scan(*a, recurrence, reverse), arguments)
+
+
+@pytest.mark.usefixtures("backend")
+def test_public_functions_reach_their_recurrence() -> None:
+    x, beta, _, q, k, skip, bias, state = scan_arguments("longhorn")
+    for form, recurrence in (("diagonal", "longhorn"), ("exact", "longhorn_exact")):
+        y, final = ops.longhorn_scan(
+            x,
+            beta,
+            q,
+            k,
+            skip,
+            bias,
+            form=form,
+            reverse=True,
+            initial_state=state,
+            return_final_state=True,
+        )
+        expected = reference.scan(x, beta, None, q, k, skip, bias, state, recurrence, True)
+        torch.testing.assert_close((y, final), expected, rtol=1e-10, atol=1e-12)
+    x, dt, A, q, k, skip, bias, state = scan_arguments("mamba")
+    y = ops.mamba_scan(x, dt, A, q, k)
+    expected, _ = reference.scan(x, dt, A, q, k, None, None, None, "mamba", False)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_takes_float32_parameters(dtype: torch.dtype) -> None:
+    x, dt, A, q, k, skip, bias, state = scan_arguments("mamba", dtype)
+    y, final = torch.ops.vil.scan(
+        x, dt, A.float(), q, k, skip.float(), bias.float(), state, "mamba", False
+    )
+    assert (y.dtype, final.dtype) == (dtype, torch.float32)
+
+
+def replaced(position: int, value: object) -> tuple:
+    arguments = [*bidirectional_arguments("longhorn"), "longhorn"]
+    arguments[position] = value
+    return tuple(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (replaced(0, randn(B, L, D)), r"x must have shape \(2, B, L, D\)"),
+        (replaced(0, randn(3, B, L, D)), r"x must have shape \(2, B, L, D\).*\(3, 2, 5, 3\)"),
+        (replaced(0, torch.ones(2, B, L, D, dtype=torch.int64)), "x must have one of the dtypes"),
+        (replaced(1, randn(2, B, L, D + 1)), r"beta must have shape .*= \(2, 2, 5, 3\), got"),
+        (replaced(1, randn(2, B, L, D).float()), "beta must be torch.float64 .* torch.float32"),
+        (replaced(2, randn(2, D, M)), 'A must be given for recurrence "mamba"'),
+        (replaced(3, randn(2, B, L, M + 1)), r"q must have shape .*= \(2, 2, 5, 4\)"),
+        (replaced(4, randn(2, B, L + 1, M)), r"k must have shape .*= \(2, 2, 5, 4\)"),
+        (replaced(5, randn(D)), r"D must have shape \(2, D\) = \(2, 3\)"),
+        (replaced(6, randn(2, D).float()), "bias must be torch.float64"),
+        (replaced(7, randn(2, B, L, D)), r"z must have shape \(B, L, D\) = \(2, 5, 3\)"),
+        (replaced(7, randn(B, L, D).to("meta")), "z must be on the device of x"),
+        (replaced(8, "Longhorn"), "recurrence must be one of .* got 'Longhorn'"),
+    ],
+)
+def test_bidirectional_scan_names_the_wrong_argument(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.ops.vil.bidirectional_scan(*arguments)
+
+
+def test_scan_and_convolution_name_the_wrong_argument() -> None:
+    x, beta, _, q, k, *_ = scan_arguments("longhorn")
+    with pytest.raises(ValueError, match='form must be "diagonal" or "exact", got \'closed\''):
+        ops.longhorn_scan(x, beta, q, k, form="closed")
+    with pytest.raises(ValueError, match=r"initial_state must have shape \(B, D, M\)"):
+        ops.longhorn_scan(x, beta, q, k, initial_state=randn(B, M, D))
+    with pytest.raises(ValueError, match="L >= 1"):
+        ops.longhorn_scan(x[:, :0], beta[:, :0], q[:, :0], k[:, :0])
+    with pytest.raises(ValueError, match=r"A must have shape \(D, M\) = \(3, 4\)"):
+        ops.mamba_scan(x, beta, randn(M, D), q, k)
+    with pytest.raises(ValueError, match=r"weight must have shape \(2, D, K\)"):
+        ops.causal_conv1d_bidirectional(x, randn(D, K), randn(2, D))
+    with pytest.raises(ValueError, match=r"bias must have shape \(2, D\) = \(2, 3\)"):
+        ops.causal_conv1d_bidirectional(x, randn(2, D, K), randn(2, D, 1))
+
+
+def test_flop_counts_are_the_documented_multiply_adds() -> None:
+    x, beta, _, q, k, skip, bias, _ = scan_arguments("longhorn")
+    with FlopCounterMode(display=False) as counter:
+        ops.longhorn_scan(x, beta, q, k, skip, bias)
+        assert counter.get_total_flops() == 2 * B * L * D * (4 * M + 1)
+    with FlopCounterMode(display=False) as counter:
+        ops.bidirectional_scan(*bidirectional_arguments("longhorn_exact"), "longhorn_exact")
+        assert counter.get_total_flops() == 2 * B * L * D * (2 * (3 * M + 1) + 1)
+    with FlopCounterMode(display=False) as counter:
+        ops.causal_conv1d_bidirectional(x, randn(2, D, K), randn(2, D))
+        assert counter.get_total_flops() == 2 * 2 * B * L * D * K
+
+
+def name_of(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
+
+
+def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "reference")
+    assert name_of(backends.backend_for(cpu)) == "reference"
+    monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "fast")
+    with pytest.raises(ValueError, match=r'VIL_BACKEND must be one of .* got "fast"'):
+        backends.backend_for(cpu)
+    with ops.use_backend("reference"):  # comes before the environment
+        assert name_of(backends.backend_for(cpu)) == "reference"
+    with pytest.raises(ValueError, match="use_backend"), ops.use_backend("fast"):
+        pass
+
+
+def test_explicit_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ops.use_backend("cpu"):
+        with pytest.raises(RuntimeError, match="tensors on cuda"):
+            backends.backend_for(torch.device("cuda"))
+        monkeypatch.setattr(backends, "_numba_installed", lambda: False)
+        with pytest.raises(RuntimeError, match="pip install numba"):
+            backends.backend_for(torch.device("cpu"))
+
+
+def test_without_numba_falls_back_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(backends.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(backends, "_numba_installed", lambda: False)
+    backends._automatic.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger=backends.__name__):
+            for _ in range(3):
+                assert name_of(backends.backend_for(torch.device("cpu"))) == "reference"
+        assert [r.message for r in caplog.records].count(
+            "scans run through plain PyTorch, which is slow (numba is not installed)"
+        ) == 1
+    finally:
+        backends._automatic.cache_clear()
