@@ -1,0 +1,37 @@
+"""What an installed copy contains, and the rule that keeps `kernels` importable for others."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_package_folder_is_listed() -> None:
+    """``packages`` is a list by hand, since setuptools cannot find a package it has to rename."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.findall(r'"([\w.]+)"', re.search(r"^packages = \[(.+)\]", text, re.M).group(1))
+    folders = {p.parent for top in ("vil", "kernels") for p in (ROOT / top).rglob("*.py")}
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert set(listed) == {re.sub(r"^kernels", "vil.kernels", name) for name in names}
+
+
+@pytest.mark.parametrize("folder", ["kernels", "tests", "tests/kernels"])
+def test_kernels_is_no_package_of_its_own(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_import_needs_neither_numba_nor_the_training_packages() -> None:
+    """A backbone's users get no more than torch and timm imported."""
+    forbidden = ("numba", "webdataset", "tyro", "rich", "sklearn", "matplotlib", "yaml.cyaml")
+    code = (
+        "import sys, vil, timm, torch; model = timm.create_model('vil_tiny', device='meta');"
+        f"print([name for name in {forbidden} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,378 @@
+"""The models: sizes, initial values, decay groups, and timm's interface beyond timm's own tests."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import Tensor
+
+import vil
+from vil.complexity import count_macs, count_parameters
+from vil.convert import convert_official_vim
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}
+TINY_MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
+
+PARAMETERS = {
+    "vil_tiny": 6_853_096,
+    "vil_small": 25_206_760,
+    "vil_base": 96_418_792,
+    "vil_tiny_exact": 6_853_096,
+    "vil_small_exact": 25_206_760,
+    "vil_base_exact": 96_418_792,
+    "vim_tiny": 7_148_008,
+    "vim_small": 25_796_584,
+    "vim_base": 97_598_440,
+}
+GMACS = {"vil_tiny": 1.53, "vil_small": 5.33, "vil_base": 19.7, "vim_tiny": 1.53, "vim_small": 5.33}
+
+
+def small(name: str = "vil_tiny", **kwargs) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **(SMALL | kwargs)).eval()
+
+
+def images(height: int = 32, width: int = 32, channels: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, channels, height, width, generator=generator)
+
+
+# ------------------------------------------------------------------------------------------ sizes
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts(name: str) -> None:
+    assert count_parameters(timm.create_model(name, device="meta")) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("vim_tiny", 7_250_344),
+        ("vim_small", 26_001_256),
+        ("vil_tiny", 6_955_432),
+        ("vil_small", 25_411_432),
+    ],
+)
+def test_parameter_counts_at_finer_granularity(name: str, parameters: int) -> None:
+    model = timm.create_model(name, patch_stride=8, device="meta")
+    assert count_parameters(model) == parameters
+    assert model.patch_embed.grid_size == (27, 27)
+    assert model.feature_info[0]["reduction"] == 8
+
+
+@pytest.mark.parametrize("name", GMACS)
+def test_multiply_adds(name: str) -> None:
+    macs = count_macs(timm.create_model(name, device="meta"), (3, 224, 224))
+    assert float(f"{macs / 1e9:.3g}") == GMACS[name]
+
+
+def test_all_models_are_registered_with_the_recipes_data_config() -> None:
+    assert sorted(timm.list_models(["vil_*", "vim_*"])) == sorted(PARAMETERS)
+    config = timm.data.resolve_model_data_config(timm.create_model("vil_tiny", device="meta"))
+    assert (config["crop_pct"], config["interpolation"]) == (0.875, "bicubic")
+    assert config["mean"] == timm.data.IMAGENET_DEFAULT_MEAN
+
+
+# --------------------------------------------------------------------------- initial values, decay
+
+
+def test_initial_values() -> None:
+    """The laws of the official code; bounds and standard deviations of its initial tensors."""
+    torch.manual_seed(0)
+    state = timm.create_model("vim_tiny").state_dict()
+
+    def uniform(tensor: Tensor, bound: float) -> None:
+        assert tensor.abs().max() <= bound * (1 + 1e-6)
+        assert tensor.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+    for i in (0, 23):
+        mixer = {n.split("mixer.")[1]: t for n, t in state.items() if f"blocks.{i}.mixer." in n}
+        uniform(mixer["in_proj.weight"], 192**-0.5)
+        uniform(mixer["out_proj.weight"], (384 * 24) ** -0.5)
+        for d in (0, 1):
+            uniform(mixer["conv_weight"][d], 0.5)
+            uniform(mixer["conv_bias"][d], 0.5)
+            uniform(mixer["x_proj_weight"][d], 384**-0.5)
+            uniform(mixer["dt_weight"][d], 12**-0.5)
+            assert torch.equal(mixer["A_log"][d], torch.arange(1.0, 17).log().expand(384, 16))
+        assert (mixer["D"] == 1).all()
+        assert (mixer["dt_bias"][1] == 0).all()
+        dt = torch.nn.functional.softplus(mixer["dt_bias"][0])
+        assert dt.min() >= 1e-3 * (1 - 1e-4)
+        assert dt.max() <= 1e-1 * (1 + 1e-4)
+        assert dt.log().mean() == pytest.approx(math.log(1e-2), abs=0.2)
+    assert state["patch_embed.proj.weight"].std() == pytest.approx(0.0361, rel=0.02)
+    assert state["pos_embed"].std() == pytest.approx(0.02, rel=0.02)
+    assert state["cls_token"].std() == pytest.approx(0.02, rel=0.2)
+    assert state["head.weight"].std() == pytest.approx(0.02, rel=0.02)
+    assert not state["head.bias"].any()
+    assert not state["patch_embed.proj.bias"].any()
+    assert (state["norm.weight"] == 1).all()
+
+
+def test_longhorn_starts_with_beta_one_half() -> None:
+    state = timm.create_model("vil_tiny", depth=2).state_dict()
+    assert not state["blocks.0.mixer.dt_bias"].any()
+    assert not any("A_log" in name for name in state)
+
+
+def test_weight_decay_groups_are_the_published_ones() -> None:
+    model = timm.create_model("vim_tiny", depth=2, device="meta")
+    kept, decayed = param_groups_weight_decay(
+        model, weight_decay=0.1, no_weight_decay_list=model.no_weight_decay()
+    )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert (kept["weight_decay"], decayed["weight_decay"]) == (0.0, 0.1)
+    mixer = [f"blocks.{i}.mixer." for i in (0, 1)]
+    assert {names[id(p)] for p in kept["params"]} == {
+        "pos_embed", "cls_token", "patch_embed.proj.bias", "norm.weight", "head.bias",
+        *(f"blocks.{i}.norm.weight" for i in (0, 1)),
+        *(m + name for m in mixer for name in ("conv_bias", "dt_bias", "D")),
+    }  # fmt: skip
+    assert {names[id(p)] for p in decayed["params"]} == {
+        "patch_embed.proj.weight", "head.weight",
+        *(
+            m + name
+            for m in mixer
+            for name in (
+                "in_proj.weight", "out_proj.weight", "conv_weight", "x_proj_weight", "dt_weight",
+                "A_log",
+            )
+        ),
+    }  # fmt: skip
+
+
+def test_layer_decay_scales_by_depth() -> None:
+    model = small()
+    groups = param_groups_layer_decay(
+        model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
+    )
+    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    by_name = {name: scale[id(p)] for name, p in model.named_parameters()}
+    assert by_name["head.weight"] == 1
+    assert by_name["blocks.3.mixer.D"] == 2 * by_name["blocks.2.mixer.D"]
+    assert by_name["pos_embed"] == by_name["patch_embed.proj.weight"] == min(scale.values())
+
+
+# ----------------------------------------------------------------------------- tokens and features
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_every_token_sees_every_other(name: str) -> None:
+    """A scan in one direction alone would leave half of these gradients zero."""
+    model = small(name, depth=1)
+    x = images().requires_grad_()
+    tokens = model.forward_features(x)
+    assert tokens.shape == (2, 17, 32)
+    for token in (0, 1, 16):  # class token, first and last patch
+        (gradient,) = torch.autograd.grad(tokens[0, token].sum(), x, retain_graph=True)
+        per_patch = gradient[0].abs().unflatten(1, (4, 8)).unflatten(3, (4, 8)).amax((0, 2, 4))
+        assert (per_patch > 0).all()
+
+
+def test_class_token_stands_in_the_middle_and_is_handed_out_first() -> None:
+    model = small(depth=1, img_size=24)  # 9 patches: 4 before, 5 after
+    with torch.no_grad():
+        model.cls_token.fill_(7.0)
+        model.pos_embed.zero_()
+        inside = model._embed(images(24, 24))
+    assert (inside[:, 4] == 7).all()
+    assert not (inside[:, 3] == 7).any()
+    outside = model._class_token_first(inside)
+    assert torch.equal(outside[:, 0], inside[:, 4])
+    assert torch.equal(outside[:, 1:], torch.cat([inside[:, :4], inside[:, 5:]], 1))
+
+
+def test_intermediates_give_patches_in_place_and_the_class_token_apart() -> None:
+    model = small()
+    final, taps = model.forward_intermediates(images(), indices=[1, 3], return_prefix_tokens=True)
+    assert torch.equal(final, model.forward_features(images()))
+    spatial, prefix = taps[1]
+    assert (spatial.shape, prefix.shape) == ((2, 32, 4, 4), (2, 1, 32))
+    tokens = torch.cat([prefix, spatial.flatten(2).mT], 1)
+    assert torch.allclose(model.norm(tokens), final, atol=1e-6)
+    (layer,) = model.get_intermediate_layers(images(), n=1, norm=True)
+    assert torch.allclose(layer, final[:, 1:], atol=1e-6)
+
+
+def test_residual_stream_is_float32_under_autocast() -> None:
+    model = small()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        taps = model.forward_intermediates(images(), intermediates_only=True)
+        logits = model(images())
+    assert all(tap.dtype == torch.float32 for tap in taps)
+    assert (logits.float() - model(images())).abs().max() < 0.05
+
+
+# ------------------------------------------------------------------------------------- image sizes
+
+
+@pytest.mark.parametrize("size", [48, (32, 64), (64, 24)])
+def test_dynamic_size_equals_a_model_of_that_size(size: int | tuple[int, int]) -> None:
+    height, width = (size, size) if isinstance(size, int) else size
+    dynamic = small(dynamic_img_size=True)
+    resized = copy.deepcopy(small())
+    resized.load_state_dict(dynamic.state_dict())
+    resized.set_input_size((height, width))
+    built = small(img_size=(height, width))
+    built.load_state_dict(dynamic.state_dict())  # resamples on load
+    x = images(height, width)
+    assert torch.allclose(dynamic(x), resized(x), atol=1e-6)
+    assert torch.equal(resized(x), built(x))
+
+
+def test_dynamic_padding_takes_any_size() -> None:
+    model = small(dynamic_img_size=True, dynamic_img_pad=True)
+    features = model.forward_intermediates(images(30, 41), intermediates_only=True)
+    assert features[0].shape[-2:] == (4, 6)
+
+
+def test_overlapping_patches_take_the_weights_of_disjoint_ones() -> None:
+    model = small(patch_stride=4)
+    model.load_state_dict(small().state_dict())
+    assert model.pos_embed.shape == (1, 1 + 49, 32)
+    features = model.forward_intermediates(images(), intermediates_only=True)
+    assert features[0].shape[-2:] == (7, 7)
+    with pytest.raises(ValueError, match="patch_size cannot change"):
+        model.set_input_size(patch_size=16)
+
+
+def test_filter_function_resamples_equal_counts_of_another_grid() -> None:
+    source = small(img_size=(16, 64), patch_size=8)
+    target = small(img_size=32, patch_size=8)
+    target.pretrained_cfg["input_size"] = (3, 16, 64)
+    adapted = vil.backbone.checkpoint_filter_fn(source.state_dict(), target)
+    assert adapted["pos_embed"].shape == source.pos_embed.shape
+    assert not torch.equal(adapted["pos_embed"], source.pos_embed)
+
+
+def test_filter_function_resamples_patches() -> None:
+    target = small(patch_size=16)
+    adapted = vil.backbone.checkpoint_filter_fn({"model": small().state_dict()}, target)
+    target.load_state_dict(adapted)
+    assert adapted["patch_embed.proj.weight"].shape[-2:] == (16, 16)
+
+
+# ------------------------------------------------------------------------- saving, exporting, dtype
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_local_dir_round_trip(name: str, tmp_path: Path) -> None:
+    model = small(name)
+    save_for_hf(model, tmp_path, model_args=SMALL, safe_serialization=True)
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(loaded(images()), model(images()))
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_compiles_without_graph_breaks(name: str) -> None:
+    model = small(name, depth=2).train()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    expected, logits = model(images()), compiled(images())
+    assert torch.allclose(logits, expected, atol=1e-6)
+    expected.square().sum().backward()
+    logits.square().sum().backward()
+    for p, p_compiled in zip(model.parameters(), compiled.parameters(), strict=True):
+        assert torch.allclose(p.grad, p_compiled.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_exports_with_dynamic_batch(name: str, tmp_path: Path) -> None:
+    model = small(name, depth=2)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (images(),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    x = torch.cat([images(), images()])
+    assert torch.allclose(loaded(x), model(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
+    model = small(name, depth=2, scriptable=True)
+    torch.jit.save(torch.jit.script(model), tmp_path / "model.pt")
+    assert torch.allclose(torch.jit.load(tmp_path / "model.pt")(images()), model(images()))
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = small(name, depth=1)
+    exportable = small(name, depth=1, exportable=True)
+    exportable.load_state_dict(model.state_dict())
+    program = torch.onnx.export(exportable, (images(),), dynamo=True, verbose=False)
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (logits,) = session.run(None, {session.get_inputs()[0].name: images().numpy()})
+    assert torch.allclose(torch.from_numpy(logits), model(images()), atol=1e-5)
+
+
+def test_grad_checkpointing_changes_no_gradient() -> None:
+    models = [small().train(), small().train()]
+    models[1].set_grad_checkpointing()
+    for model in models:
+        model(images()).square().sum().backward()
+    for plain, recomputed in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(plain.grad, recomputed.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_of_the_weights_is_kept(dtype: torch.dtype) -> None:
+    model = small("vim_tiny").to(dtype)
+    logits = model(images().to(dtype))
+    assert logits.dtype == dtype
+    assert (logits.float() - small("vim_tiny")(images())).abs().max() < 0.1
+
+
+def test_other_channels_and_no_head() -> None:
+    assert small(in_chans=1)(images(channels=1)).shape == (2, 5)
+    assert small(num_classes=0)(images()).shape == (2, 32)
+    assert small(class_token=False, global_pool="avg")(images()).shape == (2, 5)
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"img_size": 36}, ValueError, r"img_size must be covered by patches of 8 px.*\(36, 36\)"),
+        ({"img_size": 4}, ValueError, "img_size must be covered"),
+        ({"patch_stride": 9}, ValueError, "patch_stride must be 1 to patch_size = 8, got 9"),
+        ({"recurrence": "lstm"}, ValueError, "recurrence must be one of .*'lstm'"),
+        ({"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
+        ({"weight_init": "jax"}, ValueError, "weight_init must be"),
+        ({"global_pool": "map"}, AssertionError, "global_pool must be one of .*'map'"),
+        ({"class_token": False}, AssertionError, 'global_pool="token" needs class_token=True'),
+        ({"num_heads": 3}, TypeError, "num_heads"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        small(**arguments)
+
+
+def test_bad_images_are_named() -> None:
+    with pytest.raises(AssertionError, match=r"Input channels \(4\) don't match model \(3\)"):
+        small()(images(channels=4))
+    with pytest.raises(AssertionError, match=r"Input height \(40\) doesn't match model \(32\)"):
+        small()(images(40))
+    with pytest.raises(AssertionError, match="divisible by patch size"):
+        small(dynamic_img_size=True)(images(36))
+
+
+def test_bad_position_embedding_is_named() -> None:
+    source = small(img_size=(32, 48))
+    with pytest.raises(RuntimeError, match="24 patches, which is no square grid"):
+        small().load_state_dict(source.state_dict())
+
+
+def test_conversion_leaves_other_modules_alone() -> None:
+    state = {"layers.0.mixer.in_proj.weight": torch.zeros(1), "neck.weight": torch.ones(1)}
+    assert convert_official_vim(state, prefix="backbone.") == state

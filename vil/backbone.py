@@ -1,0 +1,766 @@
+"""Vision Longhorn (ViL) and Vision Mamba (ViM): one backbone around a bidirectional scan.
+
+Papers:
+    Longhorn: State Space Models are Amortized Online Learners (ICLR 2025), for the recurrence
+    Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model
+    (ICML 2024), for the architecture, the initial values and the recipe
+
+Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C channels (``embed_dim``).
+"""
+
+import logging
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+from einops import rearrange
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import (
+    DropPath,
+    PatchEmbed,
+    RmsNorm,
+    calculate_drop_path_rates,
+    get_device_dtype,
+    get_norm_layer,
+    global_pool_nlc,
+    lecun_normal_,
+    resample_abs_pos_embed,
+    resample_patch_embed,
+    to_2tuple,
+    trunc_normal_,
+)
+from timm.layers.trace_utils import _assert
+from timm.models import (
+    build_model_with_cfg,
+    checkpoint,
+    checkpoint_seq,
+    generate_default_cfgs,
+    named_apply,
+    register_model,
+)
+from timm.models._features import feature_take_indices
+from timm.models._input import get_pretrained_grid_size, update_model_args, update_model_input_size
+from torch import Tensor, nn
+
+from vil.convert import convert_official_vim, is_official_vim
+from vil.mixer import BidirectionalMixer, Recurrence
+
+__all__ = ["VisionLonghorn"]
+
+_logger = logging.getLogger(__name__)
+
+_POOLS = ("", "avg", "avgmax", "max", "token")
+
+
+class OverlapPatchEmbed(PatchEmbed):
+    """timm's patch embedding with a stride of its own and no silent cropping of odd image sizes."""
+
+    def __init__(
+        self, patch_size: int | tuple[int, int], stride: int | tuple[int, int] | None, **kwargs: Any
+    ) -> None:
+        """Create the embedding.
+
+        Args:
+            patch_size: Height and width of a patch in pixels.
+            stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
+            **kwargs: Of ``timm.layers.PatchEmbed``.
+
+        Raises:
+            ValueError: The image is not covered by whole patches, or the stride leaves gaps.
+        """
+        self.stride = to_2tuple(patch_size if stride is None else stride)  # _init_img_size reads it
+        self.dynamic_img_pad = kwargs.get("dynamic_img_pad", False)  # and this
+        for s, p in zip(self.stride, to_2tuple(patch_size), strict=True):
+            if not 1 <= s <= p:
+                raise ValueError(f"patch_stride must be 1 to patch_size = {p}, got {s}")
+        super().__init__(patch_size=patch_size, **kwargs)
+        self.proj.stride = self.stride
+
+    def _init_img_size(
+        self, img_size: int | tuple[int, int] | None
+    ) -> tuple[tuple[int, int] | None, tuple[int, int] | None, int | None]:
+        if img_size is None:
+            return None, None, None
+        img_size = to_2tuple(img_size)
+        for size, patch, stride in zip(img_size, self.patch_size, self.stride, strict=True):
+            if size < patch or ((size - patch) % stride and not self.dynamic_img_pad):
+                raise ValueError(
+                    f"img_size must be covered by patches of {patch} px every {stride} px, "
+                    f"got {img_size}; with dynamic_img_pad=True images are padded instead"
+                )
+        grid_size = self.dynamic_feat_size(img_size)
+        return img_size, grid_size, grid_size[0] * grid_size[1]
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Change image or patch size as timm does; overlapping patches keep their size.
+
+        Raises:
+            ValueError: ``patch_size`` changes although the patches overlap.
+        """
+        if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
+            if self.stride != self.patch_size:
+                raise ValueError(
+                    f"patch_size cannot change from {self.patch_size} to {patch_size}: the patches "
+                    f"overlap (patch_stride = {self.stride})"
+                )
+            self.stride = to_2tuple(patch_size)
+        super().set_input_size(
+            None if img_size is None else to_2tuple(img_size),
+            None if patch_size is None else to_2tuple(patch_size),
+        )
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """Return the pixels per feature, one number or (height, width)."""
+        return max(self.stride) if as_scalar else self.stride
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the grid (H, W) of an image of (height, width) pixels."""
+        height, width = img_size
+        if self.dynamic_img_pad:
+            height += -height % self.patch_size[0]
+            width += -width % self.patch_size[1]
+        return (
+            (height - self.patch_size[0]) // self.stride[0] + 1,
+            (width - self.patch_size[1]) // self.stride[1] + 1,
+        )
+
+
+class Block(nn.Module):
+    """Pre-norm residual block; Vision Mamba's add, norm, mixer order is the same function."""
+
+    def __init__(
+        self,
+        dim: int,
+        norm_layer: type[nn.Module] | partial,
+        drop_path: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **mixer_args: Any,
+    ) -> None:
+        """Create a block.
+
+        Args:
+            dim: Channels C.
+            norm_layer: Makes the normalisation from the number of channels.
+            drop_path: Probability to drop the mixer's output for a sample while training.
+            device: Where to create the parameters.
+            dtype: Of the parameters.
+            **mixer_args: Of ``BidirectionalMixer``.
+        """
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.norm = norm_layer(dim, **dd)
+        self.mixer = BidirectionalMixer(dim, **mixer_args, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tokens (B, L, C) plus what the mixer makes of them."""
+        return x + self.drop_path(self.mixer(self.norm(x)))
+
+
+class VisionLonghorn(nn.Module):
+    """Image backbone of bidirectional scans with a class token in the middle of the sequence.
+
+    The class token stands in the middle inside the blocks only: every method hands out tokens as
+    timm expects them, class token first.
+    """
+
+    dynamic_img_size: Final[bool]
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        patch_stride: int | tuple[int, int] | None = None,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: Literal["", "avg", "avgmax", "max", "token"] = "token",
+        embed_dim: int = 192,
+        depth: int = 24,
+        recurrence: Recurrence = "longhorn",
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        class_token: bool = True,
+        fc_norm: bool | None = None,
+        dynamic_img_size: bool = False,
+        dynamic_img_pad: bool = False,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        norm_layer: str | type[nn.Module] | None = None,
+        weight_init: Literal["", "skip"] = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create a backbone.
+
+        Args:
+            img_size: Height and width of the images in pixels.
+            patch_size: Height and width of a patch in pixels.
+            patch_stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
+            in_chans: Channels of the images.
+            num_classes: Classes of the head; 0 for none.
+            global_pool: How the head pools tokens.
+            embed_dim: Channels C of the residual stream.
+            depth: Number of blocks.
+            recurrence: "longhorn" (ViL, paper Eq. 7), "longhorn_exact" (Eq. 6) or "mamba" (ViM).
+            d_state: State size per channel.
+            d_conv: Taps of the depthwise convolution.
+            expand: Channels of the scan per channel of the residual stream.
+            dt_rank: Rank of the step size's projection; ceil(embed_dim / 16) if None.
+            class_token: Have one, in the middle of the sequence.
+            fc_norm: Normalise after pooling instead of before; if None, where tokens are averaged.
+            dynamic_img_size: Take images of any size, resampling the position embedding.
+            dynamic_img_pad: With dynamic_img_size, pad images to whole patches.
+            drop_rate: Dropout before the head.
+            pos_drop_rate: Dropout after the position embedding.
+            drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
+            norm_layer: timm's name or class of the normalisation, RMSNorm with eps 1e-5 if None.
+            weight_init: "skip" leaves the parameters as allocated by their modules.
+            device: Where to create the parameters.
+            dtype: Of the parameters.
+
+        Raises:
+            AssertionError: ``global_pool`` is unknown, or "token" without a class token.
+            ValueError: Another argument is out of its range.
+        """
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        if weight_init not in ("", "skip"):
+            raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
+        norm_layer = get_norm_layer(norm_layer) or partial(RmsNorm, eps=1e-5)
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.num_prefix_tokens = 1 if class_token else 0
+        self.has_class_token = class_token
+        self.global_pool = self._checked_pool(global_pool)
+        self.dynamic_img_size = dynamic_img_size
+        self.grad_checkpointing = False
+
+        dynamic = {"strict_img_size": False, "output_fmt": "NHWC"} if dynamic_img_size else {}
+        self.patch_embed = OverlapPatchEmbed(
+            patch_size,
+            patch_stride,
+            img_size=img_size,
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            dynamic_img_pad=dynamic_img_pad,
+            **dynamic,
+            **dd,
+        )
+        num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
+        self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
+        self.pos_drop = nn.Dropout(p=pos_drop_rate)
+        self.blocks = nn.Sequential(
+            *[
+                Block(
+                    embed_dim,
+                    norm_layer,
+                    drop_path=rate,
+                    recurrence=recurrence,
+                    d_state=d_state,
+                    d_conv=d_conv,
+                    expand=expand,
+                    dt_rank=dt_rank,
+                    depth=depth,
+                    **dd,
+                )
+                for rate in calculate_drop_path_rates(drop_path_rate, depth)
+            ]
+        )
+        reduction = self.patch_embed.feat_ratio()
+        self.feature_info = [
+            {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": reduction}
+            for i in range(depth)
+        ]
+        use_fc_norm = global_pool in ("avg", "avgmax", "max") if fc_norm is None else fc_norm
+        self.norm = nn.Identity() if use_fc_norm else norm_layer(embed_dim, **dd)
+        self.fc_norm = norm_layer(embed_dim, **dd) if use_fc_norm else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        if weight_init != "skip":
+            self.init_weights(needs_reset=False)
+
+    def _checked_pool(self, global_pool: str) -> str:
+        assert global_pool in _POOLS, f"global_pool must be one of {_POOLS}, got {global_pool!r}"
+        assert global_pool != "token" or self.has_class_token, (
+            'global_pool="token" needs class_token=True'
+        )
+        return global_pool
+
+    @torch.jit.ignore
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Draw the initial values of Vision Mamba (``segm_init_weights`` and ``_init_weights``).
+
+        Args:
+            mode: Only "", there is one scheme.
+            needs_reset: Also reset the modules that drew theirs when they were made.
+
+        Raises:
+            ValueError: ``mode`` is unknown.
+        """
+        if mode:
+            raise ValueError(f'mode must be "", got {mode!r}')
+
+        def reset(module: nn.Module, name: str) -> None:
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+        if needs_reset:
+            named_apply(reset, self)
+        trunc_normal_(self.pos_embed, std=0.02)
+        if self.cls_token is not None:
+            trunc_normal_(self.cls_token, std=0.02)
+        lecun_normal_(self.patch_embed.proj.weight)
+        nn.init.zeros_(self.patch_embed.proj.bias)
+        if isinstance(self.head, nn.Linear):
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return the patterns of parameters that the published recipe does not decay.
+
+        Vectors per direction are matrices here and would otherwise be decayed. A_log is decayed, as
+        it is in Vision Mamba's training, whose attribute that asks otherwise is read by nothing.
+        """
+        vectors = {f"blocks.*.mixer.{name}" for name in ("conv_bias", "dt_bias", "D")}
+        return {"pos_embed", "cls_token"} | vectors
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the patterns that group parameters by depth, for layer-wise learning rates."""
+        return {
+            "stem": r"^cls_token|pos_embed|patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        """Return the head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one.
+
+        Args:
+            num_classes: Classes of the new head; 0 for none.
+            global_pool: New pooling; None keeps it.
+
+        Raises:
+            AssertionError: ``global_pool`` is unknown, or "token" without a class token.
+        """
+        dd = get_device_dtype(self)
+        if global_pool is not None:
+            self.global_pool = self._checked_pool(global_pool)
+            # Construction derives the norm's place from the pooling: keep it for a rebuild.
+            update_model_args(self, fc_norm=not isinstance(self.fc_norm, nn.Identity))
+        self.num_classes = num_classes
+        self.head = (
+            nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        )
+        if num_classes > 0:
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        self.head.train(self.training)
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Change the size of images or patches, resampling the embeddings.
+
+        Args:
+            img_size: Height and width in pixels; None keeps it.
+            patch_size: Height and width in pixels; None keeps it.
+
+        Raises:
+            ValueError: The image is not covered by whole patches.
+        """
+        previous = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
+        if self.patch_embed.grid_size != previous:
+            resampled = resample_abs_pos_embed(
+                self.pos_embed,
+                new_size=self.patch_embed.grid_size,
+                old_size=previous,
+                num_prefix_tokens=self.num_prefix_tokens,
+                verbose=True,
+            )
+            self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
+        update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # Here rather than in the filter function alone, since timm applies no filter to a
+        # checkpoint_path. load_state_dict passes a copy of the caller's dict.
+        if is_official_vim(state_dict, prefix):
+            converted = convert_official_vim(state_dict, prefix)
+            state_dict.clear()
+            state_dict.update(converted)
+        name = prefix + "pos_embed"
+        if name in state_dict and state_dict[name].shape != self.pos_embed.shape:
+            try:
+                state_dict[name] = _resized_pos_embed(state_dict[name], self, old_size=None)
+            except ValueError as error:
+                error_msgs.append(str(error))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _embed(self, x: Tensor) -> Tensor:
+        """Return the tokens of images (B, in_chans, height, width), class token in the middle."""
+        _assert(
+            x.shape[1] == self.in_chans,
+            f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
+        )
+        x = self.patch_embed(x)
+        pos_embed = self.pos_embed
+        if self.dynamic_img_size:
+            B, H, W, C = x.shape
+            pos_embed = resample_abs_pos_embed(
+                pos_embed,
+                new_size=[H, W],
+                old_size=list(self.patch_embed.grid_size),
+                num_prefix_tokens=self.num_prefix_tokens,
+            )
+            x = x.reshape(B, H * W, C)
+        if self.cls_token is None:
+            return self.pos_drop(x + pos_embed)
+        x = x + pos_embed[:, 1:]
+        class_token = (self.cls_token + pos_embed[:, :1]).expand(x.shape[0], -1, -1)
+        middle = x.shape[1] // 2
+        return self.pos_drop(torch.cat([x[:, :middle], class_token, x[:, middle:]], dim=1))
+
+    def _class_token_first(self, x: Tensor) -> Tensor:
+        if self.cls_token is None:
+            return x
+        middle = (x.shape[1] - 1) // 2
+        return torch.cat([x[:, middle : middle + 1], x[:, :middle], x[:, middle + 1 :]], dim=1)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the normalised tokens (B, L, C) of images, class token first."""
+        x = self._embed(x)
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            x = checkpoint_seq(self.blocks, x)
+        else:
+            x = self.blocks(x)
+        return self.norm(self._class_token_first(x))
+
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+        """Pool tokens (B, L, C) to (B, C), or leave them where pooling is "".
+
+        Args:
+            x: Tokens, class token first.
+            pool_type: Instead of ``global_pool``.
+        """
+        pool_type = self.global_pool if pool_type is None else pool_type
+        return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits (B, num_classes) of tokens (B, L, C), or what the head would get."""
+        x = self.head_drop(self.fc_norm(self.pool(x)))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, num_classes) of images (B, in_chans, height, width)."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
+        """Return the residual stream after chosen blocks, and the final tokens.
+
+        Args:
+            x: Images, (B, in_chans, height, width).
+            indices: The last n blocks if int, those blocks if a list, all if None.
+            return_prefix_tokens: Give each intermediate as (spatial, prefix tokens).
+            norm: Apply the final normalisation to the intermediates.
+            stop_early: Leave out the blocks after the last chosen one.
+            output_fmt: "NCHW" (B, C, H, W) or "NLC" (B, N, C) intermediates.
+            intermediates_only: Return the intermediates alone.
+            output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
+                asked for) and image_features (unless intermediates_only).
+
+        Returns:
+            (final tokens (B, L, C) as of ``forward_features``, intermediates), or as asked for.
+
+        Raises:
+            AssertionError: ``output_fmt`` or an index is unknown.
+        """
+        assert output_fmt in ("NCHW", "NLC"), f"output_fmt must be NCHW or NLC, got {output_fmt!r}"
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        height, width = x.shape[-2:]
+        x = self._embed(x)
+        taps = []
+        for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
+            recompute = self.grad_checkpointing and not torch.jit.is_scripting()
+            x = checkpoint(block, x) if recompute else block(x)
+            if i in take_indices:
+                tap = self._class_token_first(x)
+                taps.append(self.norm(tap) if norm else tap)
+
+        prefix = [tap[:, : self.num_prefix_tokens] for tap in taps]
+        spatial = [tap[:, self.num_prefix_tokens :] for tap in taps]
+        if output_fmt == "NCHW":
+            H, W = self.patch_embed.dynamic_feat_size((height, width))
+            spatial = [
+                rearrange(tap, "b (h w) c -> b c h w", h=H, w=W).contiguous() for tap in spatial
+            ]
+        with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": spatial}
+            if with_prefix:
+                result["image_intermediates_prefix"] = prefix
+            if not intermediates_only:
+                result["image_features"] = self.norm(self._class_token_first(x))
+            return result
+        intermediates = list(zip(spatial, prefix, strict=True)) if with_prefix else spatial
+        if intermediates_only:
+            return intermediates
+        return self.norm(self._class_token_first(x)), intermediates
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | list[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """Return intermediates by DINO's interface: ``forward_intermediates`` with other names.
+
+        Args:
+            x: Images, (B, in_chans, height, width).
+            n: The last n blocks if int, those blocks if a list.
+            reshape: (B, C, H, W) instead of (B, N, C).
+            return_prefix_tokens: Give each intermediate as (spatial, prefix tokens).
+            norm: Apply the final normalisation.
+        """
+        return self.forward_intermediates(
+            x,
+            n,
+            return_prefix_tokens=return_prefix_tokens,
+            norm=norm,
+            output_fmt="NCHW" if reshape else "NLC",
+            intermediates_only=True,
+        )
+
+    def prune_intermediate_layers(
+        self,
+        indices: int | list[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Remove the blocks after the last of ``indices``, and what else is not needed.
+
+        Args:
+            indices: The last n blocks if int, those blocks if a list.
+            prune_norm: Remove the final normalisation.
+            prune_head: Remove pooling and head.
+
+        Returns:
+            The indices as absolute numbers.
+        """
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: max_index + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.fc_norm = nn.Identity()
+            self.reset_classifier(0, "")
+        return take_indices
+
+
+def _resized_pos_embed(
+    pos_embed: Tensor, model: VisionLonghorn, old_size: tuple[int, int] | None
+) -> Tensor:
+    """Resample (1, L, C) to the model's grid; without ``old_size`` the old grid must be square."""
+    patches = pos_embed.shape[1] - model.num_prefix_tokens
+    if old_size is None:
+        side = round(patches**0.5)
+        if side * side != patches:
+            raise ValueError(
+                f"pos_embed has {patches} patches, which is no square grid, and the model has a "
+                f"grid of {model.patch_embed.grid_size}; build the model with the checkpoint's "
+                "img_size, load, then call set_input_size"
+            )
+        old_size = (side, side)
+    return resample_abs_pos_embed(
+        pos_embed,
+        new_size=model.patch_embed.grid_size,
+        old_size=old_size,
+        num_prefix_tokens=model.num_prefix_tokens,
+        verbose=True,
+    )
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> dict[str, Tensor]:
+    """Adapt a checkpoint to a model: official Vision Mamba names, another image or patch size.
+
+    Args:
+        state_dict: Of a model, or a checkpoint that holds it as "model" or "state_dict".
+        model: That is to load it.
+
+    Returns:
+        A state dict with the names and shapes of the model.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    state_dict = state_dict.get("state_dict", state_dict)
+    if is_official_vim(state_dict):
+        state_dict = convert_official_vim(state_dict)
+    adapted = dict(state_dict)
+    weight = state_dict.get("patch_embed.proj.weight")
+    patch_size = model.patch_embed.proj.weight.shape[-2:]
+    if weight is not None and weight.shape[-2:] != patch_size:
+        adapted["patch_embed.proj.weight"] = resample_patch_embed(
+            weight, list(patch_size), verbose=True
+        )
+    pos_embed = state_dict.get("pos_embed")
+    if pos_embed is not None:
+        patches = pos_embed.shape[1] - model.num_prefix_tokens
+        grid = get_pretrained_grid_size(model, weight, patches)
+        if pos_embed.shape != model.pos_embed.shape or grid not in (
+            None,
+            model.patch_embed.grid_size,
+        ):
+            adapted["pos_embed"] = _resized_pos_embed(pos_embed, model, grid)
+    return adapted
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vil_tiny": _cfg(),
+        "vil_small": _cfg(),
+        "vil_base": _cfg(),
+        "vil_tiny_exact": _cfg(),
+        "vil_small_exact": _cfg(),
+        "vil_base_exact": _cfg(),
+        "vim_tiny": _cfg(),
+        "vim_small": _cfg(),
+        "vim_base": _cfg(),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
+    return build_model_with_cfg(
+        VisionLonghorn,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_strict=kwargs.pop("pretrained_strict", True),
+        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+@register_model
+def vil_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViL-T: diagonal Longhorn scan, the paper's; 192 channels, 24 blocks."""
+    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn"}
+    return _create("vil_tiny", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViL-S: diagonal Longhorn scan, the paper's; 384 channels, 24 blocks."""
+    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn"}
+    return _create("vil_small", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViL-B: diagonal Longhorn scan, the paper's; 768 channels, 24 blocks."""
+    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn"}
+    return _create("vil_base", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_tiny_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViL-T with the exact, closed-form Longhorn scan; 192 channels, 24 blocks."""
+    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn_exact"}
+    return _create("vil_tiny_exact", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_small_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViL-S with the exact, closed-form Longhorn scan; 384 channels, 24 blocks."""
+    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn_exact"}
+    return _create("vil_small_exact", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_base_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViL-B with the exact, closed-form Longhorn scan; 768 channels, 24 blocks."""
+    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn_exact"}
+    return _create("vil_base_exact", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vim_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViM-T: Mamba scan, the comparator; 192 channels, 24 blocks."""
+    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "mamba"}
+    return _create("vim_tiny", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vim_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViM-S: Mamba scan, the comparator; 384 channels, 24 blocks."""
+    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "mamba"}
+    return _create("vim_small", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vim_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """ViM-B: Mamba scan, the comparator; 768 channels, 24 blocks."""
+    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "mamba"}
+    return _create("vim_base", pretrained, **(model_args | kwargs))

@@ -1,0 +1,62 @@
+"""Parameters and multiply-adds of the models: ``python -m vil.complexity`` prints the table."""
+
+import timm
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+import vil
+
+
+def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
+    """Count the multiply-adds of one forward pass of one image, scans and convolutions included.
+
+    Matrix products and convolutions as torch's FlopCounterMode counts them, and per direction,
+    token, channel and state 4 for the diagonal Longhorn and the Mamba scan and 3 for the exact
+    Longhorn scan, plus skip and gate. Exponentials, divisions, norms and activations are not
+    counted. Nothing is computed: the model's layers run on shapes alone.
+
+    Args:
+        model: Any image model.
+        input_size: (channels, height, width) of the image.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    dtype = next(model.parameters()).dtype
+    image = torch.empty(1, *input_size, device="meta", dtype=dtype)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            functional_call(model, shapes, (image,))
+    finally:
+        model.train(training)
+    return counter.get_total_flops() // 2
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count the parameters, trainable or not."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def table() -> str:
+    """Return a Markdown table of every model of this package at its default image size."""
+    rows = ["| model | recurrence | channels | parameters | GMACs |", "|---|---|---|---|---|"]
+    for name in timm.list_models(module=vil.backbone.__name__.rpartition(".")[2]):
+        model = timm.create_model(name, device="meta")
+        macs = count_macs(model, model.default_cfg["input_size"])
+        recurrence = model.blocks[0].mixer.recurrence
+        rows.append(
+            f"| `{name}` | {recurrence} | {model.embed_dim} | {count_parameters(model):,} "
+            f"| {macs / 1e9:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+def _main() -> None:
+    print(table())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,140 @@
+"""The token mixer: projections, depthwise convolution, bidirectional scan and gate.
+
+The mixer of Vision Mamba ("bimamba v2" with divided output) around any of the recurrences. The
+parameters of the two directions are stacked on a leading axis of size 2: index 0 scans from the
+first token to the last, index 1 back. Letters: B batch, L tokens, C channels of the block,
+E = expand * C channels of the scan, M state size, R rank of the step size.
+"""
+
+import math
+from typing import Final, Literal
+
+import torch
+from timm.layers import is_exportable
+from torch import Tensor, nn
+
+import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
+from vil.kernels import exportable, reference
+
+Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
+
+
+class BidirectionalMixer(nn.Module):
+    """Mix the tokens of a sequence by a gated scan in both directions."""
+
+    recurrence: Final[str]
+    d_state: Final[int]
+    dt_rank: Final[int]
+    exportable: Final[bool]
+
+    def __init__(
+        self,
+        dim: int,
+        recurrence: Recurrence = "longhorn",
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        depth: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create a mixer with Vision Mamba's initial values.
+
+        Args:
+            dim: Channels C of input and output.
+            recurrence: "longhorn" (paper, Eq. 7), "longhorn_exact" (Eq. 6) or "mamba".
+            d_state: State size M per channel.
+            d_conv: Taps of the depthwise convolution.
+            expand: Channels of the scan per channel of the block.
+            dt_rank: Rank of the projection that gives the step size; ceil(dim / 16) if None.
+            depth: Number of mixers in the residual stack; the output projection starts smaller by
+                its square root, as in GPT-2 and Mamba.
+            device: Where to create the parameters.
+            dtype: Of the parameters.
+
+        Raises:
+            ValueError: ``recurrence`` is unknown, or a size is not positive.
+        """
+        super().__init__()
+        if recurrence not in reference.RECURRENCES:
+            raise ValueError(
+                f"recurrence must be one of {reference.RECURRENCES}, got {recurrence!r}"
+            )
+        dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
+        sizes = {"d_state": d_state, "d_conv": d_conv, "expand": expand, "dt_rank": dt_rank}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        dd = {"device": device, "dtype": dtype}
+        inner = expand * dim
+        self.recurrence = recurrence
+        self.d_state = d_state
+        self.dt_rank = dt_rank
+        self.depth = depth
+        self.exportable = is_exportable()
+
+        self.in_proj = nn.Linear(dim, 2 * inner, bias=False, **dd)
+        self.conv_weight = nn.Parameter(torch.empty(2, inner, d_conv, **dd))
+        self.conv_bias = nn.Parameter(torch.empty(2, inner, **dd))
+        self.x_proj_weight = nn.Parameter(torch.empty(2, dt_rank + 2 * d_state, inner, **dd))
+        self.dt_weight = nn.Parameter(torch.empty(2, inner, dt_rank, **dd))
+        self.dt_bias = nn.Parameter(torch.empty(2, inner, **dd))
+        if recurrence == "mamba":
+            self.A_log = nn.Parameter(torch.empty(2, inner, d_state, **dd))
+        else:
+            self.register_parameter("A_log", None)
+        self.D = nn.Parameter(torch.empty(2, inner, **dd))
+        self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw Vision Mamba's initial values, quirks included.
+
+        Only the forward direction's Mamba step size starts in [0.001, 0.1]; the backward one's bias
+        is zero, as both are for Longhorn.
+        """
+        self.in_proj.reset_parameters()
+        for weight, fan_in in (
+            (self.conv_weight, self.conv_weight.shape[-1]),
+            (self.conv_bias, self.conv_weight.shape[-1]),
+            (self.x_proj_weight, self.x_proj_weight.shape[-1]),
+            (self.dt_weight, self.dt_rank),
+        ):
+            nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5)
+        nn.init.zeros_(self.dt_bias)
+        nn.init.ones_(self.D)
+        if self.A_log is not None:
+            dt = torch.empty_like(self.dt_bias[0], dtype=torch.float32)
+            dt.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+            self.dt_bias[0].copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+            rates = torch.arange(1, self.d_state + 1, device=dt.device, dtype=torch.float32)
+            self.A_log.copy_(rates.log().expand_as(self.A_log))
+        self.out_proj.reset_parameters()
+        self.out_proj.weight.div_(math.sqrt(self.depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix tokens (B, L, C) -> (B, L, C)."""
+        B, L, _ = x.shape
+        x, z = self.in_proj(x).chunk(2, dim=-1)  # (B, L, E) each
+        if self.exportable:
+            x = reference.causal_conv1d_bidirectional(x, self.conv_weight, self.conv_bias)
+        else:
+            x = torch.ops.vil.causal_conv1d_bidirectional(x, self.conv_weight, self.conv_bias)
+
+        projected = torch.bmm(x.flatten(1, 2), self.x_proj_weight.transpose(1, 2))
+        dt, k, q = projected.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        dt = torch.bmm(dt, self.dt_weight.transpose(1, 2)).unflatten(1, (B, L))  # (2, B, L, E)
+        k, q = k.unflatten(1, (B, L)), q.unflatten(1, (B, L))  # (2, B, L, M)
+        A = None if self.A_log is None else -torch.exp(self.A_log)
+
+        if self.exportable:
+            y = exportable.bidirectional_scan(
+                x, dt, A, q, k, self.D, self.dt_bias, z, self.recurrence
+            )
+        else:
+            y = torch.ops.vil.bidirectional_scan(
+                x, dt, A, q, k, self.D, self.dt_bias, z, self.recurrence
+            )
+        return self.out_proj(y)
