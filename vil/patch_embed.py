@@ -1,0 +1,82 @@
+"""Patch embedding with a stride of its own, for Vision Mamba's finer granularity."""
+
+from typing import Any
+
+from timm.layers import PatchEmbed, to_2tuple
+
+
+class OverlapPatchEmbed(PatchEmbed):
+    """timm's patch embedding with a stride of its own and no silent cropping of odd image sizes."""
+
+    def __init__(
+        self, patch_size: int | tuple[int, int], stride: int | tuple[int, int] | None, **kwargs: Any
+    ) -> None:
+        """Create the embedding.
+
+        Args:
+            patch_size: Height and width of a patch in pixels.
+            stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
+            **kwargs: Of ``timm.layers.PatchEmbed``.
+
+        Raises:
+            ValueError: The image is not covered by whole patches, or the stride leaves gaps.
+        """
+        self.stride = to_2tuple(patch_size if stride is None else stride)  # _init_img_size reads it
+        self.dynamic_img_pad = kwargs.get("dynamic_img_pad", False)  # and this
+        for s, p in zip(self.stride, to_2tuple(patch_size), strict=True):
+            if not 1 <= s <= p:
+                raise ValueError(f"patch_stride must be 1 to patch_size = {p}, got {s}")
+        super().__init__(patch_size=patch_size, **kwargs)
+        self.proj.stride = self.stride
+
+    def _init_img_size(
+        self, img_size: int | tuple[int, int] | None
+    ) -> tuple[tuple[int, int] | None, tuple[int, int] | None, int | None]:
+        if img_size is None:
+            return None, None, None
+        img_size = to_2tuple(img_size)
+        for size, patch, stride in zip(img_size, self.patch_size, self.stride, strict=True):
+            if size < patch or ((size - patch) % stride and not self.dynamic_img_pad):
+                raise ValueError(
+                    f"img_size must be covered by patches of {patch} px every {stride} px, "
+                    f"got {img_size}; with dynamic_img_pad=True images are padded instead"
+                )
+        grid_size = self.dynamic_feat_size(img_size)
+        return img_size, grid_size, grid_size[0] * grid_size[1]
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Change image or patch size as timm does; overlapping patches keep their size.
+
+        Raises:
+            ValueError: ``patch_size`` changes although the patches overlap.
+        """
+        if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
+            if self.stride != self.patch_size:
+                raise ValueError(
+                    f"patch_size cannot change from {self.patch_size} to {patch_size}: the patches "
+                    f"overlap (patch_stride = {self.stride})"
+                )
+            self.stride = to_2tuple(patch_size)
+        super().set_input_size(
+            None if img_size is None else to_2tuple(img_size),
+            None if patch_size is None else to_2tuple(patch_size),
+        )
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """Return the pixels per feature, one number or (height, width)."""
+        return max(self.stride) if as_scalar else self.stride
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the grid (H, W) of an image of (height, width) pixels."""
+        height, width = img_size
+        if self.dynamic_img_pad:
+            height += -height % self.patch_size[0]
+            width += -width % self.patch_size[1]
+        return (
+            (height - self.patch_size[0]) // self.stride[0] + 1,
+            (width - self.patch_size[1]) // self.stride[1] + 1,
+        )
