@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
+
 from vil.kernels import reference
 
 

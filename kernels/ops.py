@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
 from vil.kernels.backends import BACKENDS, backend_for, use_backend
 from vil.kernels.reference import RECURRENCES
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+
 from vil.kernels import backends, ops, reference
 
 B, L, D, M, K = 2, 5, 3, 4, 4

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from vil.kernels import reference
 
 B, L, D, M = 2, 7, 5, 4

@@ -1,0 +1,114 @@
+"""A few images, as folders and as shards, a minuscule model, and the scripts run in-process."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+import eval as eval_script
+import train_imagenet
+from vil.training.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from vil.training.errors import run_script
+from vil.training.recipes import to_yaml
+
+CLASSES = ("ash", "birch", "cedar", "dogwood")
+SPLITS = {"train": 8, "val": 3}  # images of a class
+
+
+def make_image(seed: int) -> Image.Image:
+    """Draw an image of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """Four classes in folders, 32 images to train on and 12 held out."""
+    for split, count in SPLITS.items():
+        for label, name in enumerate(CLASSES):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                make_image(1000 * label + number).save(folder / f"{number}.jpg")
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def image_shards(tmp_path: Path, image_folder: Path) -> Path:
+    """The same images in three shards of each split."""
+    root = tmp_path / "shards"
+    root.mkdir()
+    for split in SPLITS:
+        paths = sorted((image_folder / split).glob("*/*.jpg"))
+        for shard in range(3):
+            with webdataset.TarWriter(str(root / f"{split}-{shard}.tar")) as writer:
+                for path in paths[shard::3]:
+                    label = CLASSES.index(path.parent.name)
+                    key = f"{path.parent.name}{path.stem}"
+                    writer.write({"__key__": key, "jpg": path.read_bytes(), "cls": str(label)})
+    return root
+
+
+@pytest.fixture
+def config(image_folder: Path) -> TrainConfig:
+    """Three epochs of a minuscule ViL with everything random switched on."""
+    return TrainConfig(
+        model=ModelConfig(
+            num_classes=4, img_size=16, patch_size=8, embed_dim=16, depth=2, drop_path_rate=0.2
+        ),
+        data=DataConfig(path=str(image_folder), batch_size=8, num_workers=0),
+        optim=OptimConfig(model_ema_decay=0.9),
+        schedule=ScheduleConfig(epochs=3, warmup_epochs=1, warmup_lr=1e-4),
+        run=RunConfig(log_interval=3, device="cpu"),
+    )
+
+
+@pytest.fixture
+def shard_config(config: TrainConfig, image_shards: Path) -> TrainConfig:
+    """The same on shards."""
+    data = dataclasses.replace(
+        config.data,
+        dataset="wds",
+        path=str(image_shards),
+        train_split="train-{0..2}.tar",
+        val_split="val-{0..2}.tar",
+        aug_repeats=0,
+    )
+    return dataclasses.replace(config, data=data)
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Return a function that runs train_imagenet.py on a configuration and gives its exit code."""
+
+    def run(config: TrainConfig, *arguments: str) -> int:
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(to_yaml(config))
+        command = ["train_imagenet.py", "--config", str(recipe), *arguments]
+        monkeypatch.setattr(sys, "argv", command)
+        return run_script(train_imagenet.main)
+
+    return run
+
+
+@pytest.fixture
+def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Return a function that runs eval.py and gives its exit code."""
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *arguments])
+        return run_script(eval_script.main)
+
+    return run

@@ -1,0 +1,1 @@
+"""Training and evaluation on images: configuration, data, loops, checkpoints and reports."""

@@ -1,0 +1,217 @@
+"""The training configuration: typed sections.
+
+Field names are those of timm's trainer. The defaults are what the four published ImageNet recipes
+share; a recipe states what it changes, and the command line overrides the recipe.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model; what is None stays as the named model defines it."""
+
+    name: str = "vil_tiny"
+    """Any name that timm.create_model knows."""
+    num_classes: int = 1000
+    """Number of classes; must equal that of the data."""
+    in_chans: int = 3
+    """Image channels: 3 reads images as RGB, 1 as grey."""
+    img_size: int = 224
+    """Height and width in pixels, in training and in evaluation."""
+    patch_size: int | None = None
+    """Patch height and width in pixels."""
+    embed_dim: int | None = None
+    """Channels of a token."""
+    depth: int | None = None
+    """Number of blocks."""
+    drop_path_rate: float = 0.0
+    """Drop-path rate of the last block; the rate grows linearly from 0 at the first."""
+
+    def __post_init__(self) -> None:
+        if self.in_chans not in (1, 3):
+            raise ValueError(f"model.in_chans must be 1 or 3, got {self.in_chans}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the images come from and how they are resized and normalised."""
+
+    dataset: Literal["digits", "folder", "wds"] = "folder"
+    """scikit-learn's handwritten digits, a folder per class, or webdataset shards."""
+    path: str | None = None
+    """Root folder of the data (folder, wds)."""
+    train_split: str = "train"
+    """Sub-folder (folder), or shards (wds): a split of _info.json, or a brace pattern such as
+    train-{000..511}.tar, with |N behind it for N images; without N they are counted."""
+    val_split: str = "validation"
+    """The same for validation; in a folder `validation` also finds `val`."""
+    batch_size: int = 1024
+    """Images per optimiser step, in total."""
+    validation_batch_size: int | None = None
+    """Images per step in validation; batch_size if None."""
+    aug_repeats: int = 3
+    """Repeated augmentation: draws of each image in a row; 0 or 1 is off."""
+    num_workers: int = 8
+    """Loader processes; 0 loads in the main process."""
+    mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
+    """Mean of each channel, pixels in [0, 1]."""
+    std: tuple[float, ...] = IMAGENET_DEFAULT_STD
+    """Standard deviation of each channel, pixels in [0, 1]."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """Interpolation of every resize."""
+    crop_pct: float = 0.875
+    """Validation resizes to img_size / crop_pct and keeps the centre."""
+
+    def __post_init__(self) -> None:
+        if self.dataset == "wds" and self.aug_repeats > 1:
+            raise ValueError(
+                f"data.aug_repeats must be 0 or 1 for shards, which are read in sequence, "
+                f"got {self.aug_repeats}; pass --data.aug-repeats 0"
+            )
+        for name in ("batch_size", "validation_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """Augmentation of the training images, in the order it is applied."""
+
+    degrees: float = 0.0
+    """Rotation by up to this angle, either way."""
+    translate: float = 0.0
+    """Shift by up to this fraction of the image."""
+    zoom: tuple[float, float] = (1.0, 1.0)
+    """Range of the scale factor about the centre."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Random resized crop: range of the area, as a fraction of the image."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Random resized crop: range of width / height."""
+    hflip: float = 0.5
+    """Probability of a horizontal flip."""
+    aa: str | None = "rand-m9-mstd0.5-inc1"
+    """Auto-augment policy."""
+    reprob: float = 0.25
+    """Probability of random erasing."""
+    remode: Literal["const", "rand", "pixel"] = "pixel"
+    """What random erasing fills in."""
+    recount: int = 1
+    """Most regions that random erasing fills."""
+    mixup: float = 0.8
+    """Alpha of mixup; 0 is off."""
+    cutmix: float = 1.0
+    """Alpha of cutmix; 0 is off."""
+    mixup_prob: float = 1.0
+    """Probability that a batch is mixed at all."""
+    mixup_switch_prob: float = 0.5
+    """Probability of cutmix where both are on."""
+    mixup_mode: Literal["batch", "pair", "elem"] = "batch"
+    """Share mixing parameters over the batch, a pair, or nothing."""
+    smoothing: float = 0.1
+    """Label smoothing."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training mixes images and labels."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimiser and weight average."""
+
+    opt: str = "adamw"
+    """Any optimiser that timm.optim.create_optimizer_v2 knows."""
+    lr: float = 1e-3
+    """Peak rate for batch_size images, not scaled again. DeiT's rule gave the published 1e-3:
+    lr * global batch / 512, that is 5e-4 at 1024 (tiny) and 1e-3 at 512 (small)."""
+    opt_betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the two moments."""
+    opt_eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.05
+    """Decay of matrices; none on vectors nor on what model.no_weight_decay() names."""
+    clip_grad: float | None = None
+    """Largest norm of the gradient; None does not clip."""
+    model_ema_decay: float | None = 0.99996
+    """Decay per step of the averaged weights; None keeps no average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate by epoch. Epoch e trains at the rate of e - 1, as DeiT and Vim did."""
+
+    sched: Literal["cosine", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    epochs: int = 300
+    """Epochs in all, warm-up included."""
+    warmup_epochs: int = 5
+    """Epochs of linear warm-up."""
+    warmup_lr: float = 1e-6
+    """Rate at the start of the warm-up."""
+    min_lr: float = 1e-5
+    """Rate at the end of the cosine."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_epochs <= self.epochs or self.epochs < 1:
+            raise ValueError(
+                f"schedule.warmup_epochs must lie in 0 ... schedule.epochs = {self.epochs} >= 1, "
+                f"got {self.warmup_epochs}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """This run: where it writes, on what it computes."""
+
+    output: str | None = None
+    """Output folder; None makes output/<recipe>-<date>-<time>."""
+    resume: bool = False
+    """Continue from last.pt in the output folder."""
+    seed: int = 0
+    """Seed of the initial weights, the data order and the augmentation."""
+    device: str = "auto"
+    """cpu, cuda, ...; auto takes CUDA where there is one."""
+    amp: bool = False
+    """Autocast to bfloat16."""
+    torchcompile: bool = False
+    """Compile the model."""
+    log_interval: int = 50
+    """Steps between two readings of the loss."""
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise ValueError(f"run.log_interval must be at least 1, got {self.log_interval}")
+        if self.resume and self.output is None:
+            raise ValueError("run.resume needs run.output, the folder to continue in")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a vision model. --config FILE names a YAML recipe, configs/digits.yaml if absent; the
+    options below override it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.augment.mixes and self.data.batch_size % 2:
+            raise ValueError(
+                f"data.batch_size must be even for mixup and cutmix, got {self.data.batch_size}"
+            )
+        for name in ("mean", "std"):
+            values = getattr(self.data, name)
+            if len(values) != self.model.in_chans:
+                raise ValueError(
+                    f"data.{name} must have model.in_chans = {self.model.in_chans} values, "
+                    f"got {values}"
+                )

@@ -1,0 +1,141 @@
+"""Recipes: configurations as YAML files, command lines and plain dictionaries, and back.
+
+One parser serves files and the command line: a file is read as the arguments it stands for.
+"""
+
+import argparse
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any
+
+import tyro
+import yaml
+
+from vil.training.config import TrainConfig
+from vil.training.errors import ConfigError
+
+# What may differ between a run and its continuation, because it does not change the result.
+_FREE_ON_RESUME = ("run.output", "run.resume", "run.device", "run.log_interval")
+
+
+def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig, str]:
+    """Resolve the configuration from a recipe and the command line, which wins.
+
+    Args:
+        arguments: The command line without the program's name.
+        default_recipe: Recipe where no --config is given.
+
+    Returns:
+        The configuration and the recipe's name.
+
+    Raises:
+        ConfigError: the recipe is missing, malformed, or has an unknown key.
+        SystemExit: the command line is wrong; tyro has printed why.
+    """
+    recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    recipe_parser.add_argument("--config", type=Path, default=default_recipe)
+    known, overrides = recipe_parser.parse_known_args(arguments)
+    recipe = read_recipe(known.config)
+    config = tyro.cli(TrainConfig, args=overrides, default=recipe)
+    return config, known.config.stem
+
+
+def read_recipe(path: Path) -> TrainConfig:
+    """Read a YAML recipe on top of the defaults.
+
+    Args:
+        path: The recipe: sections of TrainConfig, each with some of its fields.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, or has an unknown key or a wrong value.
+    """
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    arguments = [word for key, value in _flatten(path, sections) for word in _words(key, value)]
+    try:
+        return tyro.cli(TrainConfig, args=arguments, prog=str(path))
+    except SystemExit as error:
+        raise ConfigError(f"--config {path} has a wrong value, see above") from error
+
+
+def config_from_dict(values: dict[str, Any], origin: str) -> TrainConfig:
+    """Rebuild a configuration from its plain dictionary, as checkpoints store it.
+
+    Args:
+        values: What dataclasses.asdict returned, through any serialisation.
+        origin: Where the values come from, for error messages.
+
+    Raises:
+        ConfigError: a key is unknown to this version.
+    """
+    sections = {}
+    for section in dataclasses.fields(TrainConfig):
+        given = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in values.get(section.name, {}).items()
+        }
+        try:
+            sections[section.name] = section.default_factory(**given)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{origin}: section {section.name}: {error}") from error
+    return TrainConfig(**sections)
+
+
+def flat_dict(config: TrainConfig) -> dict[str, Any]:
+    """Return the configuration as {"section.key": value}."""
+    return {
+        f"{section}.{key}": value
+        for section, fields in dataclasses.asdict(config).items()
+        for key, value in fields.items()
+    }
+
+
+def changed_keys(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """Name the keys, with both values, whose change would make a resumed run another run."""
+    before, after = flat_dict(old), flat_dict(new)
+    return [
+        f"{key} ({before[key]} -> {after[key]})"
+        for key in before
+        if before[key] != after[key] and key not in _FREE_ON_RESUME
+    ]
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """Write the whole configuration as a recipe."""
+    sections = {
+        section: {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        for section, fields in dataclasses.asdict(config).items()
+    }
+    return yaml.safe_dump(sections, sort_keys=False)
+
+
+def _flatten(path: Path, sections: Any) -> list[tuple[str, Any]]:
+    """List the recipe's ("section.key", value) pairs; an unknown one is an error."""
+    known = flat_dict(TrainConfig())
+    if not isinstance(sections, dict):
+        raise ConfigError(f"--config {path} must map sections to keys, got {sections!r}")
+    pairs = []
+    for section, fields in sections.items():
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--config {path}: {section} must be a section, got {fields!r}")
+        pairs += [(f"{section}.{key}", value) for key, value in fields.items()]
+    for key, _ in pairs:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; perhaps you meant {close[0]}" if close else ""
+            raise ConfigError(f"--config {path}: unrecognized key {key}{hint}")
+    return pairs
+
+
+def _words(key: str, value: Any) -> list[str]:
+    """Spell one setting as the command line would."""
+    if isinstance(value, bool):
+        section, name = key.split(".")
+        return [f"--{key}" if value else f"--{section}.no-{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{key}", *map(str, values)]
