@@ -1,0 +1,503 @@
+"""The operations of ``reference.py`` in compiled, vectorised, multi-threaded loops for CPUs.
+
+Same functions, same arguments, same meaning; computed in float64 for float64 inputs and in float32
+otherwise. Work is cut into tasks, one per batch element and vector of channels, which threads take
+in turn. Every task writes only what is its own and sums over tasks are taken in a fixed order, so
+results are the same bits for any number of threads.
+Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
+"""
+
+import array
+import concurrent.futures
+import ctypes
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from numba import types
+from numba.core.ccallback import CFunc
+from torch import Tensor
+
+from vil.kernels import cpu_loops as loops
+
+_RECURRENCES = {
+    "longhorn": loops.LONGHORN,
+    "longhorn_exact": loops.LONGHORN_EXACT,
+    "mamba": loops.MAMBA,
+}
+# A second thread pays from about 0.1 ms of work on.
+_UPDATES_PER_THREAD = 500_000
+# Partial sums for dq and dk, over groups of channels: more are more parallel and take more memory.
+_MOST_GROUPS = 8
+
+
+# ---------------------------------------------------------------------------------------- threads
+
+_forked = False
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    # Starts a thread only when there is work for it; idle ones sleep.
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="vil")
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@functools.cache
+def _openmp() -> Callable[[object, object, int, int], None] | None:
+    """Return the function that runs another on all threads of torch's OpenMP, if there is one."""
+    try:
+        parallel = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return parallel
+
+
+@functools.cache
+def _compiled(kernel: Callable[..., None], dtype: torch.dtype) -> tuple[CFunc, Callable]:
+    """Return a kernel compiled for a dtype, and how to call it without holding the GIL."""
+    function = loops.compiled(kernel, types.float64 if dtype == torch.float64 else types.float32)
+    return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
+
+
+def _run(
+    kernel: Callable[..., None],
+    tasks: int,
+    updates: int,
+    scratch_size: int,
+    dtype: torch.dtype,
+    scalars: tuple[int, ...],
+    *tensors: Tensor | None,
+) -> None:
+    """Run all tasks of a kernel on torch's number of threads.
+
+    These are torch's own OpenMP threads where possible, since after every operation of torch they
+    keep their cores busy for milliseconds, waiting for the next, and threads of ours would wait for
+    them. Not so in a forked process, where OpenMP hangs. Numba's threads are not used: its layers
+    abort on concurrent calls or after a fork.
+
+    Args:
+        kernel: One of those in ``cpu_loops``.
+        tasks: How many tasks there are.
+        updates: Multiply-adds or so of all tasks together, to leave small work to this thread.
+        scratch_size: Values of scratch memory per thread.
+        dtype: Of the scratch memory and all tensors.
+        scalars: As the kernel takes them.
+        *tensors: As the kernel takes them, of four axes.
+    """
+    function, call = _compiled(kernel, dtype)
+    threads = max(1, min(torch.get_num_threads(), tasks, updates // _UPDATES_PER_THREAD))
+    scratch = torch.empty(threads * scratch_size, dtype=dtype)
+    header = (0, 0, tasks, scratch.data_ptr(), scratch_size * dtype.itemsize)
+    filling = (0,) * (loops.SCALARS - len(scalars))
+    views = itertools.chain.from_iterable(map(_view, tensors))
+    table = array.array("q", [*header, *scalars, *filling, *views])
+    address = table.buffer_info()[0]
+    openmp = None if _forked else _openmp()
+    if threads == 1:
+        call(address)
+    elif openmp is not None:
+        openmp(function.address, address, threads, 0)
+    else:
+        helpers = [_pool().submit(call, address) for _ in range(threads - 1)]
+        call(address)
+        # Those at work write to memory that this call owns; those that never started need not.
+        concurrent.futures.wait([helper for helper in helpers if not helper.cancel()])
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _padded(channels: int) -> int:
+    return math.ceil(channels / loops.WIDTH) * loops.WIDTH
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+    """Return the tensor in a dtype, with a contiguous last axis, filled up with zeros to columns."""
+    tensor = tensor.to(dtype)
+    if columns is not None and columns > tensor.shape[-1]:
+        return F.pad(tensor, (0, columns - tensor.shape[-1]))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _view(tensor: Tensor | None) -> tuple[int, int, int, int]:
+    """Return what the loops take of a tensor of four axes: its address and three strides.
+
+    An axis of size 1 gets stride 0: it serves any index.
+    """
+    if tensor is None:
+        return 0, 0, 0, 0
+    sizes, strides = tensor.shape, tensor.stride()
+    return (
+        tensor.data_ptr(),
+        0 if sizes[0] == 1 else strides[0],
+        0 if sizes[1] == 1 else strides[1],
+        0 if sizes[2] == 1 else strides[2],
+    )
+
+
+def _sum(partial: Tensor, axis: int) -> Tensor:
+    # NumPy: its order of summation does not depend on the number of torch's threads.
+    return torch.from_numpy(partial.numpy().sum(axis))
+
+
+def _in_dtypes_of(
+    inputs: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else g.to(t.dtype) for t, g in zip(inputs, grads, strict=True))
+
+
+# ----------------------------------------------------------------------------------------- scans
+
+
+class _Scan:
+    """The inputs of a scan as the loops take them.
+
+    Channels are padded to whole vectors, and every tensor has four axes: the direction, the batch
+    element, the token or state, and last the channel (of q and k, the state).
+
+    Args:
+        x: Values, (directions, B, L, D).
+        dt: Raw step sizes, (directions, B, L, D).
+        A: Decay rates, (directions, D, M), or None.
+        q: Queries, (directions, B, L, M).
+        k: Keys, (directions, B, L, M).
+        D: Skip weights, (directions, D), or None.
+        bias: Added to dt, (directions, D), or None.
+        recurrence: One of ``RECURRENCES``.
+        reverse: Scan a single direction from the last token to the first.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        D: Tensor | None,
+        bias: Tensor | None,
+        recurrence: str,
+        reverse: bool,
+    ):
+        self.dtype = _compute_dtype(x)
+        self.channels = x.shape[-1]
+        self.shape = (*x.shape[:3], _padded(self.channels), k.shape[-1])
+        self.recurrence, self.reverse = _RECURRENCES[recurrence], reverse
+        self.x, self.dt = self.channels_last(x), self.channels_last(dt)
+        self.q, self.k = _rows(q, self.dtype), _rows(k, self.dtype)
+        # The loops take powers of 2.
+        self.A = None if A is None else self.states(A[:, None]) * math.log2(math.e)
+        self.skip, self.bias = (
+            self.zeros(1, 1, 1, self.shape[3])
+            if parameter is None
+            else self.channels_last(parameter[:, None, None])
+            for parameter in (D, bias)
+        )
+
+    def channels_last(self, tensor: Tensor) -> Tensor:
+        """Return a tensor (..., D) as the loops take it."""
+        return _rows(tensor, self.dtype, self.shape[3])
+
+    def states(self, tensor: Tensor) -> Tensor:
+        """Return a tensor (..., D, M) as (..., M, padded D)."""
+        return self.channels_last(tensor.mT)
+
+    def zero_state(self) -> Tensor:
+        directions, B, _, D, M = self.shape
+        return self.zeros(D).expand(directions, B, M, D)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
+    def run(
+        self,
+        kernel: Callable[..., None],
+        groups: int,
+        scratch_size: int,
+        passes: int,
+        *tensors: Tensor | None,
+    ) -> None:
+        """Run a kernel with one task per batch element and group of channels.
+
+        Args:
+            kernel: ``scan_blocks`` or ``scan_blocks_backward``.
+            groups: Into how many the channels are divided.
+            scratch_size: Values of scratch memory that a thread needs.
+            passes: How often the kernel goes over every state, roughly.
+            *tensors: What the kernel takes after the inputs.
+        """
+        inputs = (self.x, self.dt, self.A, self.q, self.k, self.skip, self.bias)
+        _run(
+            kernel,
+            self.shape[1] * groups,
+            passes * math.prod(self.shape),
+            scratch_size,
+            self.dtype,
+            (self.recurrence, int(self.reverse), groups, *self.shape),
+            *inputs,
+            *tensors,
+        )
+
+    def forward(self, initial: Tensor, z: Tensor | None, final: Tensor | None) -> Tensor:
+        """Return y (B, L, D); writes the final state where there is one direction."""
+        _, B, L, D, M = self.shape
+        y = self.empty(B, L, D)
+        self.run(
+            loops.scan_blocks, D // loops.WIDTH, M * loops.WIDTH, 1, initial, z, y[None], final
+        )
+        return y[..., : self.channels]
+
+    def backward(
+        self,
+        initial: Tensor,
+        z: Tensor | None,
+        grad: Tensor,
+        grad_final: Tensor,
+        dinitial: Tensor | None,
+        dz: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients for x, dt, A, q, k, D and bias; writes those for the others."""
+        directions, B, L, D, M = self.shape
+        groups = min(D // loops.WIDTH, _MOST_GROUPS)
+        columns = loops.num_columns(M)
+        dx, ddt = self.empty(directions, B, L, D), self.empty(directions, B, L, D)
+        dA = None if self.A is None else self.zeros(directions, B, M, D)
+        dqk = self.zeros(groups * directions, B, L, columns)
+        dskip, dbias = self.zeros(directions, B, 1, D), self.zeros(directions, B, 1, D)
+        self.run(
+            loops.scan_blocks_backward,
+            groups,
+            loops.backward_scratch_size(L, M),
+            4,
+            *(initial, z, grad, grad_final),
+            *(dx, ddt, dA, dqk, dskip, dbias, dinitial, dz),
+        )
+        dqk = _sum(dqk.view(groups, directions, B, L, columns), 0)
+        return (
+            dx[..., : self.channels],
+            ddt[..., : self.channels],
+            None if dA is None else _sum(dA, 1)[..., : self.channels].mT,
+            dqk[..., :M],
+            dqk[..., M : 2 * M],
+            _sum(dskip, 1)[:, 0, : self.channels],
+            _sum(dbias, 1)[:, 0, : self.channels],
+        )
+
+
+def _single_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[_Scan, Tensor]:
+    tensors = (None if t is None else t[None] for t in (x, dt, A, q, k, D, bias))
+    scan = _Scan(*tensors, recurrence, reverse)
+    initial = scan.zero_state() if initial_state is None else scan.states(initial_state[None])
+    return scan, initial
+
+
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scan one direction with any of the recurrences.
+
+    Args:
+        x: Values, (B, L, D).
+        dt: Raw step size, before bias and sigmoid (Longhorn's beta) or softplus (Mamba), (B, L, D).
+        A: Decay rates, (D, M), all negative; for ``mamba`` only.
+        q: Queries, (B, L, M).
+        k: Keys, (B, L, M).
+        D: Skip weights, (D,).
+        bias: Added to dt, (D,).
+        initial_state: (B, D, M), zeros if None.
+        recurrence: One of ``RECURRENCES``.
+        reverse: Scan from the last token to the first.
+
+    Returns:
+        y (B, L, D) in the dtype of x, and the final state (B, D, M) in the dtype computed in.
+    """
+    s, initial = _single_scan(x, dt, A, q, k, D, bias, initial_state, recurrence, reverse)
+    _, B, _, padded, M = s.shape
+    final = s.empty(1, B, M, padded)
+    y = s.forward(initial, None, final)
+    return y.to(x.dtype), final[0, :, :, : s.channels].mT
+
+
+def scan_backward(
+    grad_y: Tensor,
+    grad_final_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
+    inputs = (x, dt, A, q, k, D, bias, initial_state)
+    s, initial = _single_scan(*inputs, recurrence, reverse)
+    _, B, _, padded, M = s.shape
+    grad, grad_final = s.channels_last(grad_y[None]), s.states(grad_final_state[None])
+    dinitial = s.empty(1, B, M, padded)
+    grads = s.backward(initial, None, grad, grad_final, dinitial, None)
+    grads = (*(None if g is None else g[0] for g in grads), dinitial[0, :, :, : s.channels].mT)
+    return _in_dtypes_of(inputs, grads)
+
+
+def bidirectional_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+) -> Tensor:
+    """Scan index 0 forward and index 1 in reverse, average the two and gate: silu(z) (y0 + y1) / 2.
+
+    Args:
+        x: Values of the two directions in the order of the tokens, (2, B, L, D).
+        dt: Raw step sizes, (2, B, L, D).
+        A: Decay rates, (2, D, M); for ``mamba`` only.
+        q: Queries, (2, B, L, M).
+        k: Keys, (2, B, L, M).
+        D: Skip weights, (2, D).
+        bias: Added to dt, (2, D).
+        z: Gate before its SiLU, shared by the directions, (B, L, D).
+        recurrence: One of ``RECURRENCES``.
+
+    Returns:
+        (B, L, D) in the dtype of x.
+    """
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False)
+    return s.forward(s.zero_state(), s.channels_last(z[None]), None).to(x.dtype)
+
+
+def bidirectional_scan_backward(
+    grad: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False)
+    zero, dz = s.zero_state(), s.empty(1, *s.shape[1:4])
+    z_rows, grad_rows = s.channels_last(z[None]), s.channels_last(grad[None])
+    grads = s.backward(zero, z_rows, grad_rows, zero, None, dz)
+    return _in_dtypes_of((x, dt, A, q, k, D, bias, z), (*grads, dz[0, :, :, : s.channels]))
+
+
+# ------------------------------------------------------------------------------------ convolution
+
+
+def _conv_inputs(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (1, B, L, D), weight (2, 1, K, D) and bias (2, 1, 1, D) with channels padded."""
+    dtype, padded = _compute_dtype(x), _padded(x.shape[-1])
+    tensors = (x[None], weight.mT[:, None], bias[:, None, None])
+    return tuple(_rows(tensor, dtype, padded) for tensor in tensors)
+
+
+def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Convolve every channel over time, causally (index 0) and anti-causally (index 1), then SiLU.
+
+    Args:
+        x: (B, L, D).
+        weight: Taps of the two directions, (2, D, K).
+        bias: (2, D).
+
+    Returns:
+        (2, B, L, D) in the dtype of x.
+    """
+    rows, taps, offset = _conv_inputs(x, weight, bias)
+    (_, B, L, D), K = rows.shape, weight.shape[-1]
+    y = torch.empty((2, B, L, D), dtype=rows.dtype)
+    _run(
+        loops.conv_blocks,
+        B * (D // loops.WIDTH),
+        2 * K * rows.numel(),
+        0,
+        rows.dtype,
+        (D // loops.WIDTH, L, K),
+        *(rows, taps, offset, y),
+    )
+    return y[..., : x.shape[-1]].to(x.dtype)
+
+
+def causal_conv1d_bidirectional_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
+    rows, taps, offset = _conv_inputs(x, weight, bias)
+    (_, B, L, D), K = rows.shape, weight.shape[-1]
+    grad = _rows(grad, rows.dtype, D)
+    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    dweight = torch.zeros((2, B, K, D), dtype=rows.dtype)
+    dbias = torch.zeros((2, B, 1, D), dtype=rows.dtype)
+    _run(
+        loops.conv_blocks_backward,
+        B * (D // loops.WIDTH),
+        6 * K * rows.numel(),
+        L * loops.WIDTH,
+        rows.dtype,
+        (D // loops.WIDTH, L, K),
+        *(rows, taps, offset, grad, dx, dweight, dbias),
+    )
+    channels = x.shape[-1]
+    return _in_dtypes_of(
+        (x, weight, bias),
+        (
+            dx[0, ..., :channels],
+            _sum(dweight, 1)[..., :channels].mT,
+            _sum(dbias, 1)[:, 0, :channels],
+        ),
+    )

@@ -1,0 +1,867 @@
+"""The compiled loops of the CPU backend: explicit vectors over channels, in numba.
+
+A value of type ``Vector`` holds WIDTH neighbouring channels. LLVM splits it into whatever registers
+the machine has (4 of AVX-512, 8 of AVX2, 16 of NEON for WIDTH 64 in float32), so the loops below
+are the formulas of ``reference.py`` with no loop over channels. Letters as there, and i for the
+direction, b for the batch element, c for the first channel of a block, t for the token.
+
+A kernel is a C function of one pointer, to a table of integers: HEADER (``_begin`` tells what), SCALARS
+scalars, and the views of all tensors. A ``view`` is the address and three strides of a tensor's four
+axes, the last axis being contiguous. Several threads call a kernel with the same table; each takes
+the next task until there is none. The pointer's type only says what type all values have, ``like``.
+Inside, ``rows`` are a pair: pointer to the first row, distance between two of them.
+
+Products and sums may be contracted into fused multiply-adds and are otherwise taken in the order
+written: results do not depend on the number of threads, and NaN stays NaN.
+
+All compiled code stands in this one file since numba's disk cache compares only the time stamp of
+the file that a compiled function is in.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core.ccallback import CFunc
+from numba.core.datamodel import models
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import (
+    intrinsic,
+    lower_builtin,
+    lower_cast,
+    overload,
+    register_jitable,
+    register_model,
+)
+
+WIDTH = 64  # channels per vector; the launchers pad channels to a multiple of it
+LANES = 16  # rows and columns of the transposing sum, divides WIDTH
+CHUNK = 16  # tokens between two states kept for the backward pass
+HEADER, SCALARS = 5, 8  # entries of a kernel's table before its views
+LONGHORN, LONGHORN_EXACT, MAMBA = 0, 1, 2
+
+# ----------------------------------------------------------------------------------------- vectors
+
+
+class Vector(types.Type):
+    """The numba type of ``lanes`` floats that are computed with at once."""
+
+    def __init__(self, dtype: types.Float, lanes: int):
+        self.dtype, self.lanes = dtype, lanes
+        super().__init__(f"Vector({dtype}, {lanes})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, vector: Vector):
+        scalar = ir.FloatType() if vector.dtype == types.float32 else ir.DoubleType()
+        super().__init__(manager, vector, ir.VectorType(scalar, vector.lanes))
+
+
+@lower_cast(types.Number, Vector)
+def _splat(context, builder, source, vector, value):
+    scalar = context.cast(builder, value, source, vector.dtype)
+    empty = ir.Constant(context.get_value_type(vector), ir.Undefined)
+    first = builder.insert_element(empty, scalar, ir.IntType(32)(0))
+    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), vector.lanes), None)
+    return builder.shuffle_vector(first, empty, everywhere)
+
+
+def _define_operator(function, instruction: str) -> None:
+    @infer_global(function)
+    class Template(AbstractTemplate):
+        def generic(self, args, kws):
+            vectors = [a for a in args if isinstance(a, Vector)]
+            if vectors and all(a == vectors[0] or isinstance(a, types.Number) for a in args):
+                return signature(vectors[0], vectors[0], vectors[0])
+            return None
+
+    @lower_builtin(function, Vector, Vector)
+    def lower(context, builder, signature, args):
+        return getattr(builder, instruction)(*args, flags=("contract",))
+
+
+for _function, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _define_operator(_function, _instruction)
+
+
+def _as_vector_pointer(context, builder, pointer, vector):
+    return builder.bitcast(pointer, context.get_value_type(vector).as_pointer())
+
+
+@intrinsic
+def pointer(typingctx, address, like):
+    """Return an address as a pointer of the type of ``like``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(like))
+
+    return like(types.intp, like), codegen
+
+
+@intrinsic
+def integers(typingctx, like):
+    """Return a pointer as one to integers."""
+    result = types.CPointer(types.int64)
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], context.get_value_type(result))
+
+    return result(like), codegen
+
+
+@intrinsic
+def take(typingctx, counter):
+    """Return ``counter[0]`` and count on, as one step that no other thread can come between."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter), codegen
+
+
+@intrinsic
+def shift(typingctx, pointer, n):
+    """Return the pointer to ``pointer[n]``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.intp), codegen
+
+
+@intrinsic
+def load(typingctx, pointer):
+    """Return the vector of WIDTH values at a pointer."""
+    vector = Vector(pointer.dtype, WIDTH)
+
+    def codegen(context, builder, signature, args):
+        where = _as_vector_pointer(context, builder, args[0], vector)
+        return builder.load(where, align=pointer.dtype.bitwidth // 8)
+
+    return vector(pointer), codegen
+
+
+@intrinsic
+def store(typingctx, pointer, vector):
+    """Write a vector to where a pointer points."""
+
+    def codegen(context, builder, signature, args):
+        where = _as_vector_pointer(context, builder, args[0], vector)
+        builder.store(args[1], where, align=pointer.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(pointer, vector), codegen
+
+
+@intrinsic
+def zeros(typingctx, like):
+    """Return the vector of WIDTH zeros of the dtype that a pointer points to."""
+    vector = Vector(like.dtype, WIDTH)
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(vector), None)
+
+    return vector(like), codegen
+
+
+def _selector(comparison: str):
+    @intrinsic
+    def select(typingctx, a, b):
+        def codegen(context, builder, signature, args):
+            a, b = args
+            return builder.select(builder.fcmp_ordered(comparison, b, a), b, a)
+
+        return a(a, a), codegen
+
+    return select
+
+
+# Where a is NaN so is the result.
+lesser = _selector("<")
+greater = _selector(">")
+
+
+def _pick(builder, a, b, lanes):
+    """Return the given lanes of two vectors laid end to end."""
+    mask = ir.Constant(
+        ir.VectorType(ir.IntType(32), len(lanes)), [ir.IntType(32)(n) for n in lanes]
+    )
+    return builder.shuffle_vector(a, b, mask)
+
+
+@intrinsic
+def fold(typingctx, vector):
+    """Return LANES partial sums of a vector."""
+    result = Vector(vector.dtype, LANES)
+
+    def codegen(context, builder, signature, args):
+        v = args[0]
+        partial = _pick(builder, v, v, range(LANES))
+        for start in range(LANES, vector.lanes, LANES):
+            part = _pick(builder, v, v, range(start, start + LANES))
+            partial = builder.fadd(partial, part, flags=("contract",))
+        return partial
+
+    return result(vector), codegen
+
+
+@intrinsic
+def total(typingctx, vector):
+    """Return the sum of a vector."""
+
+    def codegen(context, builder, signature, args):
+        v, lanes = args[0], vector.lanes
+        while lanes > 1:
+            lanes //= 2
+            low, high = range(lanes), range(lanes, 2 * lanes)
+            v = builder.fadd(_pick(builder, v, v, low), _pick(builder, v, v, high))
+        return builder.extract_element(v, ir.IntType(32)(0))
+
+    return vector.dtype(vector), codegen
+
+
+@intrinsic
+def add_row_sums(typingctx, rows, sums):
+    """Add the sums of LANES rows of LANES values to ``sums[0]`` ... ``sums[LANES - 1]``.
+
+    Transposes while it adds: each step halves what is left of every row and puts two rows into one
+    vector, in about a third of the instructions that one sum after the other takes.
+    """
+    row = Vector(rows.dtype, LANES)
+    align = rows.dtype.bitwidth // 8
+
+    def codegen(context, builder, signature, args):
+        def row_at(n):
+            start = builder.gep(args[0], [ir.IntType(64)(n * LANES)])
+            return _as_vector_pointer(context, builder, start, row)
+
+        level = [builder.load(row_at(n), align=align) for n in range(LANES)]
+        left = LANES
+        while left > 1:
+            left //= 2
+            starts = range(0, 2 * LANES, 2 * left)
+            low = [start + n for start in starts for n in range(left)]
+            high = [lane + left for lane in low]
+            level = [
+                builder.fadd(_pick(builder, a, b, low), _pick(builder, a, b, high))
+                for a, b in zip(level[::2], level[1::2], strict=True)
+            ]
+        where = _as_vector_pointer(context, builder, args[1], row)
+        builder.store(builder.fadd(builder.load(where, align=align), level[0]), where, align=align)
+        return context.get_dummy_value()
+
+    return types.void(rows, sums), codegen
+
+
+# ----------------------------------------------------------------------------- elementary functions
+
+_LOG2_E, _LN_2 = 1 / float(np.log(2)), float(np.log(2))
+_MANTISSA_BITS = {types.float32: 23, types.float64: 52}
+_LARGEST_EXPONENT = {types.float32: 127, types.float64: 1023}
+
+
+def _polynomial(coefficients: dict):
+    """Return the intrinsic that evaluates a polynomial by Horner's rule."""
+
+    @intrinsic
+    def evaluate(typingctx, x):
+        def codegen(context, builder, signature, args):
+            *rest, result = (
+                _splat(context, builder, types.float64, x, ir.DoubleType()(c))
+                for c in coefficients[x.dtype]
+            )
+            for c in reversed(rest):
+                result = builder.fmul(result, args[0], flags=("contract",))
+                result = builder.fadd(result, c, flags=("contract",))
+            return result
+
+        return x(x), codegen
+
+    return evaluate
+
+
+def _exp2_coefficients(degree: int) -> list[float]:
+    """Return a polynomial of even degree for 2^f on [-1/2, 1/2].
+
+    It is exact at 0, so that the decays close to 1 of slow channels are as exact as floats can be.
+    """
+
+    def quotient(f: np.ndarray) -> np.ndarray:
+        return np.expm1(f * _LN_2) / f  # an even number of nodes, none of which is 0
+
+    fit = np.polynomial.Chebyshev.interpolate(quotient, degree - 1, domain=[-0.5, 0.5])
+    return [1.0, *fit.convert(kind=np.polynomial.Polynomial).coef.tolist()]
+
+
+_exp2_of_fraction = _polynomial(
+    {types.float32: _exp2_coefficients(6), types.float64: _exp2_coefficients(12)}
+)
+# 2 atanh(s) / s as a polynomial in s^2 <= 1/9
+_atanh_series = _polynomial(
+    {
+        types.float32: [2 / (2 * n + 1) for n in range(8)],
+        types.float64: [2 / (2 * n + 1) for n in range(17)],
+    }
+)
+
+
+@intrinsic
+def _power_of_2(typingctx, shifted):
+    """Return 2^n, given n + 1.5 * 2^mantissa_bits, which holds the integer n in its lowest bits."""
+
+    def codegen(context, builder, signature, args):
+        integers = ir.VectorType(ir.IntType(shifted.dtype.bitwidth), shifted.lanes)
+        mantissa = _MANTISSA_BITS[shifted.dtype]
+        one = _LARGEST_EXPONENT[shifted.dtype] << mantissa
+        exponent = builder.shl(
+            builder.bitcast(args[0], integers), ir.Constant(integers, [mantissa] * shifted.lanes)
+        )
+        bits = builder.add(exponent, ir.Constant(integers, [one] * shifted.lanes))
+        return builder.bitcast(bits, args[0].type)
+
+    return shifted(shifted), codegen
+
+
+def exp2(t):
+    """Return 2^t, with t clamped so that the result is a normal number, to 1 ulp or so."""
+
+
+@overload(exp2)
+def _exp2(t):
+    largest, rounder = _LARGEST_EXPONENT[t.dtype], 1.5 * 2.0 ** _MANTISSA_BITS[t.dtype]
+
+    def implementation(t):
+        t = lesser(greater(t, 1 - largest), largest)
+        shifted = t + rounder  # the addition rounds t to an integer
+        return _exp2_of_fraction(t - (shifted - rounder)) * _power_of_2(shifted)
+
+    return implementation
+
+
+@njit
+def exp_minus(v):
+    """Return exp(-v), finite for any v but NaN."""
+    return exp2(v * -_LOG2_E)
+
+
+@njit
+def softplus(v):
+    """Return log(1 + exp(v)) = max(v, 0) + log1p(exp(-|v|))."""
+    e = exp_minus(greater(v, 0 - v))
+    s = e / (2 + e)
+    return greater(v, 0) + s * _atanh_series(s * s)
+
+
+@njit
+def sigmoid(v):
+    return 1 / (1 + exp_minus(v))
+
+
+@njit
+def silu(v):
+    return v * sigmoid(v)
+
+
+@njit
+def silu_gradient(v):
+    s = sigmoid(v)
+    return s * (1 + v * (1 - s))
+
+
+# ------------------------------------------------------------------------------------ recurrences
+
+
+def compiled(kernel: Callable[..., None], dtype: types.Float) -> CFunc:
+    """Compile a kernel for values of a type, or find it on disk, and return it."""
+    signature = types.void(types.CPointer(dtype))
+    try:
+        function = cfunc(signature, cache=True, error_model="numpy")(kernel)
+    except RuntimeError:  # neither this folder nor the user's cache can be written to
+        function = cfunc(signature, error_model="numpy")(kernel)
+    return function
+
+
+@njit
+def _begin(like):
+    """Return the table, the next task's counter, the number of tasks and this thread's scratch memory.
+
+    Counters of threads and tasks, number of tasks, scratch memory and its bytes per thread are what
+    a table starts with.
+    """
+    table = integers(like)
+    thread = take(table)
+    scratch = pointer(table[3] + thread * table[4], like)
+    return table, shift(table, 1), table[2], scratch
+
+
+@njit
+def scalar(table, n):
+    return table[HEADER + n]
+
+
+@njit
+def view(table, n):
+    return shift(table, HEADER + SCALARS + 4 * n)
+
+
+@njit
+def rows_of(view, like, i, b, c):
+    """Return the rows that start at channel c of batch element b and direction i."""
+    return shift(pointer(view[0], like), i * view[1] + b * view[2] + c), view[3]
+
+
+@njit
+def at(rows, n):
+    return shift(rows[0], n * rows[1])
+
+
+@njit
+def rows_after(start, n):
+    """Return the rows of WIDTH values that begin n such rows after a pointer."""
+    return shift(start, n * WIDTH), WIDTH
+
+
+@njit
+def state_at(states, n, M):
+    """Return the n-th of a series of states, as rows."""
+    return at(states, n * M), WIDTH
+
+
+@register_jitable
+def num_chunks(L: int) -> int:
+    """Return how many states are kept of a scan of L tokens."""
+    return (L - 1) // CHUNK + 1
+
+
+@register_jitable
+def num_columns(M: int) -> int:
+    """Return the columns of dqk: M for q, M for k, filled up to whole vectors of LANES."""
+    return (2 * M + LANES - 1) // LANES * LANES
+
+
+@njit
+def token(n, L, backwards):
+    """Return the token that is scanned in the n-th place."""
+    return L - 1 - n if backwards else n
+
+
+@njit
+def copy(source, target, count):
+    for n in range(count):
+        store(at(target, n), load(at(source, n)))
+
+
+@njit
+def step_size(recurrence, M, v, k):
+    """Return eps (Longhorn) or softplus(v) (Mamba); v is dt + bias."""
+    if recurrence == MAMBA:
+        return softplus(v)
+    kappa = k[0] * k[0]
+    for j in range(1, M):
+        kappa += k[j] * k[j]
+    return 1 / (1 + kappa + exp_minus(v))
+
+
+@njit
+def step_size_gradient(recurrence, v, step):
+    """Return the derivative of the step size by v."""
+    if recurrence == MAMBA:
+        return sigmoid(v)
+    # Not step^2 exp(-v): where exp(-v) is huge, step^2 underflows.
+    return step * (step * exp_minus(v))
+
+
+@njit
+def recall(M, state, k):
+    """Return k.S, in two sums since the additions of one would wait for each other."""
+    even, odd = zeros(state[0]), zeros(state[0])
+    for j in range(0, M - 1, 2):
+        even = even + k[j] * load(at(state, j))
+        odd = odd + k[j + 1] * load(at(state, j + 1))
+    if M % 2 == 1:
+        even = even + k[M - 1] * load(at(state, M - 1))
+    return even + odd
+
+
+@njit
+def advance(recurrence, M, before, after, x, step, A, k, q):
+    """Take one token into the state (rows before -> rows after) and return what the query reads."""
+    y = zeros(before[0])
+    if recurrence == LONGHORN:
+        for j in range(M):
+            s = load(at(before, j))
+            s = s + (step * k[j]) * (x - k[j] * s)
+            store(at(after, j), s)
+            y = y + q[j] * s
+    elif recurrence == LONGHORN_EXACT:
+        correction = step * (x - recall(M, before, k))
+        for j in range(M):
+            s = load(at(before, j)) + correction * k[j]
+            store(at(after, j), s)
+            y = y + q[j] * s
+    else:
+        write = step * x
+        for j in range(M):
+            s = exp2(step * load(at(A, j))) * load(at(before, j)) + write * k[j]
+            store(at(after, j), s)
+            y = y + q[j] * s
+    return y
+
+
+@njit
+def retreat(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, dA):
+    """Take one token back: ``adjoint`` is the gradient for the state after it, then before it.
+
+    g is the gradient for y. Leaves LANES partial sums of the gradients for q and k in dq and dk, all
+    but the part of k that passes through the step size, and adds to dA.
+
+    Returns:
+        The gradients for x, but for the skip, and for the step size.
+    """
+    dx, dstep = zeros(before[0]), zeros(before[0])
+    if recurrence == LONGHORN:
+        for j in range(M):
+            G = load(at(adjoint, j)) + g * q[j]
+            error = x - k[j] * load(at(before, j))
+            step_G = step * G
+            dx = dx + step_G * k[j]
+            dstep = dstep + (G * k[j]) * error
+            store(at(dq, j), fold(g * load(at(after, j))))
+            store(at(dk, j), fold(step_G * (error + (error - x))))
+            store(at(adjoint, j), G - step_G * (k[j] * k[j]))
+    elif recurrence == LONGHORN_EXACT:
+        k_G = zeros(before[0])
+        for j in range(M):
+            G = load(at(adjoint, j)) + g * q[j]
+            k_G = k_G + G * k[j]
+            store(at(adjoint, j), G)
+            store(at(dq, j), fold(g * load(at(after, j))))
+        error = x - recall(M, before, k)
+        dx, dstep, correction = step * k_G, error * k_G, step * error
+        for j in range(M):
+            G = load(at(adjoint, j))
+            store(at(dk, j), fold(correction * G - dx * load(at(before, j))))
+            store(at(adjoint, j), G - dx * k[j])
+    else:
+        write, k_G = step * x, zeros(before[0])
+        for j in range(M):
+            A_j = load(at(A, j))
+            G = load(at(adjoint, j)) + g * q[j]
+            k_G = k_G + G * k[j]
+            store(at(dq, j), fold(g * load(at(after, j))))
+            store(at(dk, j), fold(G * write))
+            G = exp2(step * A_j) * G
+            store(at(adjoint, j), G)
+            G_s = G * load(at(before, j))
+            dstep = dstep + G_s * A_j
+            store(at(dA, j), load(at(dA, j)) + G_s * step)
+        dx, dstep = step * k_G, dstep * _LN_2 + x * k_G
+    return dx, dstep
+
+
+# ------------------------------------------------------------------------------------------- scans
+
+
+class Direction(NamedTuple):
+    """The inputs of a scan for one direction, batch element and vector of channels, all of it rows."""
+
+    x: tuple
+    dt: tuple
+    A: tuple  # decay rates times log2(e), a row per state
+    q: tuple
+    k: tuple
+    skip: tuple
+    bias: tuple
+
+
+@njit
+def direction_of(table, like, i, b, c):
+    return Direction(
+        rows_of(view(table, 0), like, i, b, c),
+        rows_of(view(table, 1), like, i, b, c),
+        rows_of(view(table, 2), like, i, b, c),
+        rows_of(view(table, 3), like, i, b, 0),
+        rows_of(view(table, 4), like, i, b, 0),
+        rows_of(view(table, 5), like, i, b, c),
+        rows_of(view(table, 6), like, i, b, c),
+    )
+
+
+@njit
+def scan_direction(recurrence, M, L, backwards, inputs, state, y, add, steps, checkpoints, keep):
+    """Scan; ``state`` becomes the final state, and outputs are written to y or added to it.
+
+    With ``keep`` also leave every step size in ``steps`` and the state before every CHUNK-th token
+    in ``checkpoints``.
+    """
+    skip, bias = load(inputs.skip[0]), load(inputs.bias[0])
+    for n in range(L):
+        t = token(n, L, backwards)
+        x, k, q = load(at(inputs.x, t)), at(inputs.k, t), at(inputs.q, t)
+        step = step_size(recurrence, M, load(at(inputs.dt, t)) + bias, k)
+        if keep:
+            store(at(steps, t), step)
+            if n % CHUNK == 0:
+                copy(state, state_at(checkpoints, n // CHUNK, M), M)
+        y_t = advance(recurrence, M, state, state, x, step, inputs.A, k, q) + skip * x
+        if add:
+            y_t = y_t + load(at(y, t))
+        store(at(y, t), y_t)
+
+
+def scan_blocks(like):
+    """Scan, with all directions of one vector of channels as a task.
+
+    Two directions are averaged and gated by z; one has no gate but a final state. Scalars:
+    recurrence, reverse, vectors of channels, directions, B, L, D, M. Views: those of ``Direction``,
+    initial state, z, y, final state.
+    """
+    table, counter, tasks, scratch = _begin(like)
+    recurrence, reverse, blocks = scalar(table, 0), scalar(table, 1), scalar(table, 2)
+    directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
+    initial, z, y, final = view(table, 7), view(table, 8), view(table, 9), view(table, 10)
+    state = scratch, WIDTH
+    task = take(counter)
+    while task < tasks:
+        b, c = task // blocks, task % blocks * WIDTH
+        y_rows, z_rows = rows_of(y, like, 0, b, c), rows_of(z, like, 0, b, c)
+        for i in range(directions):
+            copy(rows_of(initial, like, i, b, c), state, M)
+            inputs = direction_of(table, like, i, b, c)
+            backwards = reverse == 1 or i == 1
+            scan_direction(
+                recurrence, M, L, backwards, inputs, state, y_rows, i == 1, y_rows, state, False
+            )
+        if directions == 1:
+            copy(state, rows_of(final, like, 0, b, c), M)
+        else:
+            for t in range(L):
+                gate = silu(load(at(z_rows, t))) * 0.5
+                store(at(y_rows, t), load(at(y_rows, t)) * gate)
+        task = take(counter)
+
+
+@register_jitable
+def backward_scratch_rows(L: int, M: int) -> int:
+    """Return the rows of WIDTH values before the sums in the memory of ``scan_block_backward``."""
+    return 3 * L + (num_chunks(L) + CHUNK + 2) * M
+
+
+def backward_scratch_size(L: int, M: int) -> int:
+    """Return how many values of scratch memory ``scan_blocks_backward`` needs per thread."""
+    return backward_scratch_rows(L, M) * WIDTH + num_columns(M) * LANES
+
+
+@njit
+def scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoint, gradients):
+    """Take the gradients g (L rows) back through a scan that left its steps and checkpoints.
+
+    ``adjoint`` is the gradient for the final state and becomes that for the initial state. Writes
+    the gradients for x and dt; adds to all others, those for q and k being the 2 M first columns of
+    one tensor.
+    """
+    dx, ddt, dA, dqk, dskip, dbias = gradients
+    steps, checkpoints, states, sums = kept
+    dq, dk = (sums, LANES), (shift(sums, M * LANES), LANES)
+    skip, bias = load(inputs.skip[0]), load(inputs.bias[0])
+    for chunk in range((L - 1) // CHUNK, -1, -1):
+        begin, end = chunk * CHUNK, min(chunk * CHUNK + CHUNK, L)
+        copy(state_at(checkpoints, chunk, M), states, M)
+        for n in range(begin, end):
+            t = token(n, L, backwards)
+            before, after = state_at(states, n - begin, M), state_at(states, n - begin + 1, M)
+            x, step = load(at(inputs.x, t)), load(at(steps, t))
+            k, q = at(inputs.k, t), at(inputs.q, t)
+            advance(recurrence, M, before, after, x, step, inputs.A, k, q)
+        for n in range(end - 1, begin - 1, -1):
+            t = token(n, L, backwards)
+            before, after = state_at(states, n - begin, M), state_at(states, n - begin + 1, M)
+            x, step, g_t = load(at(inputs.x, t)), load(at(steps, t)), load(at(g, t))
+            k, q = at(inputs.k, t), at(inputs.q, t)
+            dx_t, dstep = retreat(
+                recurrence, M, before, after, adjoint, x, step, g_t, inputs.A, k, q, dq, dk, dA
+            )
+            v = load(at(inputs.dt, t)) + bias
+            dv = dstep * step_size_gradient(recurrence, v, step)
+            store(at(dx, t), dx_t + skip * g_t)
+            store(at(ddt, t), dv)
+            store(dskip[0], load(dskip[0]) + g_t * x)
+            store(dbias[0], load(dbias[0]) + dv)
+            add_sums_over_channels(recurrence, M, sums, step * step * dstep, k, dqk, t)
+
+
+@njit
+def add_sums_over_channels(recurrence, M, sums, minus_dkappa, k, dqk, t):
+    """Add to dqk what one vector of channels contributes at token t."""
+    dqk_t = at(dqk, t)
+    for row in range(0, num_columns(M), LANES):
+        add_row_sums(shift(sums, row * LANES), shift(dqk_t, row))
+    if recurrence != MAMBA:
+        through_kappa = 2 * total(minus_dkappa)
+        for j in range(M):
+            dqk_t[M + j] -= through_kappa * k[j]
+
+
+@njit
+def scan_block_backward(like, table, scratch, group, b, c):
+    """Take all directions of the vector of channels from c on back; see ``scan_blocks_backward``."""
+    recurrence, reverse = scalar(table, 0), scalar(table, 1)
+    directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
+    g, y, steps = rows_after(scratch, 0), rows_after(scratch, L), rows_after(scratch, 2 * L)
+    checkpoints = rows_after(scratch, 3 * L)
+    states = rows_after(scratch, 3 * L + num_chunks(L) * M)
+    adjoint = state_at(states, CHUNK + 1, M)
+    sums = at(adjoint, M)
+    z, grad = rows_of(view(table, 8), like, 0, b, c), rows_of(view(table, 9), like, 0, b, c)
+    gate_gradients(directions, L, grad, z, g)
+    for i in range(directions):
+        backwards = reverse == 1 or i == 1
+        inputs = direction_of(table, like, i, b, c)
+        copy(rows_of(view(table, 7), like, i, b, c), adjoint, M)
+        scan_direction(
+            recurrence, M, L, backwards, inputs, adjoint, y, i == 1, steps, checkpoints, True
+        )
+        copy(rows_of(view(table, 10), like, i, b, c), adjoint, M)
+        gradients = (
+            rows_of(view(table, 11), like, i, b, c),
+            rows_of(view(table, 12), like, i, b, c),
+            rows_of(view(table, 13), like, i, b, c),
+            rows_of(view(table, 14), like, group * directions + i, b, 0),
+            rows_of(view(table, 15), like, i, b, c),
+            rows_of(view(table, 16), like, i, b, c),
+        )
+        kept = steps, checkpoints, states, sums
+        scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoint, gradients)
+    if directions == 1:
+        copy(adjoint, rows_of(view(table, 17), like, 0, b, c), M)
+    else:
+        dz = rows_of(view(table, 18), like, 0, b, c)
+        for t in range(L):
+            dgate = load(at(grad, t)) * load(at(y, t)) * 0.5
+            store(at(dz, t), dgate * silu_gradient(load(at(z, t))))
+
+
+def scan_blocks_backward(like):
+    """Take a scan back, with all directions of a group of vectors of channels as a task.
+
+    Scalars: recurrence, reverse, groups, directions, B, L, D, M. Views: those of ``Direction``,
+    initial state, z, gradients for y and the final state; then the gradients for x, dt, A, (q, k),
+    skip, bias, initial state and z. The gradients that are sums (A, skip, bias) are per batch
+    element; those for q and k are per group, with group * directions + direction on the leading
+    axis. All of these are zero at the start.
+    """
+    table, counter, tasks, scratch = _begin(like)
+    groups, L, M = scalar(table, 2), scalar(table, 5), scalar(table, 7)
+    blocks = scalar(table, 6) // WIDTH
+    sums = rows_after(scratch, backward_scratch_rows(L, M))[0]
+    for n in range(num_columns(M) * LANES):
+        sums[n] = 0  # the columns after those of q and k stay 0
+    task = take(counter)
+    while task < tasks:
+        b, group = task // groups, task % groups
+        for block in range(blocks * group // groups, blocks * (group + 1) // groups):
+            scan_block_backward(like, table, scratch, group, b, block * WIDTH)
+        task = take(counter)
+
+
+@njit
+def gate_gradients(directions, L, grad, z, g):
+    """Write to g the gradient for the output of every direction."""
+    for t in range(L):
+        g_t = load(at(grad, t))
+        if directions == 2:
+            g_t = g_t * (silu(load(at(z, t))) * 0.5)
+        store(at(g, t), g_t)
+
+
+# ------------------------------------------------------------------------------------ convolution
+
+
+@njit
+def before_activation(i, t, L, K, x, weight, bias):
+    """Return the convolution of direction i at token t: tap K - 1 meets t, tap 0 the farthest."""
+    result = bias
+    reach = min(K - 1, L - 1 - t if i == 1 else t)
+    for back in range(reach + 1):
+        x_t = load(at(x, t + back if i == 1 else t - back))
+        result = result + load(at(weight, K - 1 - back)) * x_t
+    return result
+
+
+def conv_blocks(like):
+    """Convolve, with both directions of one vector of channels as a task.
+
+    Scalars: vectors of channels, L, K. Views: x, weight, bias, y.
+    """
+    table, counter, tasks, _ = _begin(like)
+    blocks, L, K = scalar(table, 0), scalar(table, 1), scalar(table, 2)
+    task = take(counter)
+    while task < tasks:
+        b, c = task // blocks, task % blocks * WIDTH
+        x = rows_of(view(table, 0), like, 0, b, c)
+        for i in range(2):
+            weight = rows_of(view(table, 1), like, i, b, c)
+            bias = load(rows_of(view(table, 2), like, i, b, c)[0])
+            y = rows_of(view(table, 3), like, i, b, c)
+            for t in range(L):
+                store(at(y, t), silu(before_activation(i, t, L, K, x, weight, bias)))
+        task = take(counter)
+
+
+@njit
+def conv_weight_gradient(i, L, K, x, dv, dweight):
+    """Write the gradient for the taps, given that before the activation, dv."""
+    for back in range(min(K, L)):
+        tap = zeros(dv[0])
+        for n in range(L - back):
+            t, source = (n, n + back) if i == 1 else (n + back, n)  # t reads the token ``source``
+            tap = tap + load(at(dv, t)) * load(at(x, source))
+        store(at(dweight, K - 1 - back), tap)
+
+
+@njit
+def conv_input_gradient(i, L, K, weight, dv, dx):
+    """Write the gradient for x (direction 0) or add to it (direction 1)."""
+    for t in range(L):
+        dx_t = load(at(dx, t)) if i == 1 else zeros(dv[0])
+        for back in range(min(K - 1, t if i == 1 else L - 1 - t) + 1):
+            dv_t = load(at(dv, t - back if i == 1 else t + back))
+            dx_t = dx_t + load(at(weight, K - 1 - back)) * dv_t
+        store(at(dx, t), dx_t)
+
+
+def conv_blocks_backward(like):
+    """Take the convolution back, with both directions of one vector of channels as a task.
+
+    Scalars: vectors of channels, L, K. Views: x, weight, bias, gradient for y; then the gradients
+    for x, weight and bias, the latter two per batch element and zero at the start.
+    """
+    table, counter, tasks, scratch = _begin(like)
+    blocks, L, K = scalar(table, 0), scalar(table, 1), scalar(table, 2)
+    dv = scratch, WIDTH
+    task = take(counter)
+    while task < tasks:
+        b, c = task // blocks, task % blocks * WIDTH
+        x, dx = rows_of(view(table, 0), like, 0, b, c), rows_of(view(table, 4), like, 0, b, c)
+        for i in range(2):
+            weight = rows_of(view(table, 1), like, i, b, c)
+            bias = load(rows_of(view(table, 2), like, i, b, c)[0])
+            grad, dbias = rows_of(view(table, 3), like, i, b, c), zeros(like)
+            for t in range(L):
+                v = before_activation(i, t, L, K, x, weight, bias)
+                dv_t = load(at(grad, t)) * silu_gradient(v)
+                store(at(dv, t), dv_t)
+                dbias = dbias + dv_t
+            conv_weight_gradient(i, L, K, x, dv, rows_of(view(table, 5), like, i, b, c))
+            conv_input_gradient(i, L, K, weight, dv, dx)
+            store(rows_of(view(table, 6), like, i, b, c)[0], dbias)
+        task = take(counter)
