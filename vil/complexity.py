@@ -6,7 +6,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-import vil
+import vil  # noqa: F401  (registers the models)
+
+_PATTERNS = ("vil_*", "vim_*")
 
 
 def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
@@ -42,16 +44,17 @@ def count_parameters(model: nn.Module) -> int:
 
 def table() -> str:
     """Return a Markdown table of every model of this package at its default image size."""
-    rows = ["| model | recurrence | channels | parameters | GMACs |", "|---|---|---|---|---|"]
-    for name in timm.list_models(module=vil.backbone.__name__.rpartition(".")[2]):
-        model = timm.create_model(name, device="meta")
-        macs = count_macs(model, model.default_cfg["input_size"])
+    models = {name: timm.create_model(name, device="meta") for name in timm.list_models(_PATTERNS)}
+    rows = []
+    for name, model in sorted(models.items(), key=lambda item: item[1].embed_dim):
         recurrence = model.blocks[0].mixer.recurrence
+        macs = count_macs(model, model.default_cfg["input_size"])
         rows.append(
             f"| `{name}` | {recurrence} | {model.embed_dim} | {count_parameters(model):,} "
             f"| {macs / 1e9:.2f} |"
         )
-    return "\n".join(rows)
+    head = ["| model | recurrence | channels | parameters | GMACs |", "|---|---|---|---|---|"]
+    return "\n".join(head + rows)
 
 
 def _main() -> None:
