@@ -194,6 +194,8 @@ class Suite:
 
 
 def run_pytest(job_file):
+    # Started as a script, so its own folder comes first: tests/vil would hide the package.
+    sys.path.remove(str(Path(__file__).resolve().parent))
     with open(job_file) as f:
         job = json.load(f)
     import pytest
