@@ -343,23 +343,7 @@ def scan(
     recurrence: str,
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Scan one direction with any of the recurrences.
-
-    Args:
-        x: Values, (B, L, D).
-        dt: Raw step size, before bias and sigmoid (Longhorn's beta) or softplus (Mamba), (B, L, D).
-        A: Decay rates, (D, M), all negative; for ``mamba`` only.
-        q: Queries, (B, L, M).
-        k: Keys, (B, L, M).
-        D: Skip weights, (D,).
-        bias: Added to dt, (D,).
-        initial_state: (B, D, M), zeros if None.
-        recurrence: One of ``RECURRENCES``.
-        reverse: Scan from the last token to the first.
-
-    Returns:
-        y (B, L, D) in the dtype of x, and the final state (B, D, M) in the dtype computed in.
-    """
+    """Scan one direction; arguments and results as of ``reference.scan``."""
     s, initial = _single_scan(x, dt, A, q, k, D, bias, initial_state, recurrence, reverse)
     _, B, _, padded, M = s.shape
     final = s.empty(1, B, M, padded)
@@ -403,22 +387,7 @@ def bidirectional_scan(
     z: Tensor,
     recurrence: str,
 ) -> Tensor:
-    """Scan index 0 forward and index 1 in reverse, average the two and gate: silu(z) (y0 + y1) / 2.
-
-    Args:
-        x: Values of the two directions in the order of the tokens, (2, B, L, D).
-        dt: Raw step sizes, (2, B, L, D).
-        A: Decay rates, (2, D, M); for ``mamba`` only.
-        q: Queries, (2, B, L, M).
-        k: Keys, (2, B, L, M).
-        D: Skip weights, (2, D).
-        bias: Added to dt, (2, D).
-        z: Gate before its SiLU, shared by the directions, (B, L, D).
-        recurrence: One of ``RECURRENCES``.
-
-    Returns:
-        (B, L, D) in the dtype of x.
-    """
+    """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
     s = _Scan(x, dt, A, q, k, D, bias, recurrence, False)
     return s.forward(s.zero_state(), s.channels_last(z[None]), None).to(x.dtype)
 
@@ -454,16 +423,7 @@ def _conv_inputs(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
 
 
 def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Convolve every channel over time, causally (index 0) and anti-causally (index 1), then SiLU.
-
-    Args:
-        x: (B, L, D).
-        weight: Taps of the two directions, (2, D, K).
-        bias: (2, D).
-
-    Returns:
-        (2, B, L, D) in the dtype of x.
-    """
+    """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
     rows, taps, offset = _conv_inputs(x, weight, bias)
     (_, B, L, D), K = rows.shape, weight.shape[-1]
     y = torch.empty((2, B, L, D), dtype=rows.dtype)

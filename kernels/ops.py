@@ -289,6 +289,10 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def _empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    return tuple(inputs[0].new_empty(0) if t is None else _empty(t) for t in inputs)
+
+
 def _to_operator(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """Replace None, which an operator cannot return, by an empty tensor."""
     return tuple(like.new_empty(0) if g is None else g.contiguous() for g in grads)
@@ -321,19 +325,8 @@ def _scan(
 
 
 @_scan.register_fake
-def _(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
-    _check_single(x, dt, A, q, k, D, bias, initial_state, recurrence)
+def _(x: Tensor, dt: Tensor, A: Tensor | None, q: Tensor, k: Tensor, *rest) -> tuple:
+    _check_single(x, dt, A, q, k, *rest[:-1])
     state = x.new_empty((x.shape[0], x.shape[2], k.shape[2]), dtype=_state_dtype(x))
     return _empty(x), state
 
@@ -361,22 +354,8 @@ def _scan_backward(
 
 
 @_scan_backward.register_fake
-def _(
-    grad_y: Tensor,
-    grad_final_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (x, dt, A, q, k, D, bias, initial_state)
-    return tuple(x.new_empty(0) if t is None else _empty(t) for t in inputs)
+def _(grad_y: Tensor, grad_final_state: Tensor, *inputs) -> tuple[Tensor, ...]:
+    return _empty_gradients(inputs[:-2])
 
 
 def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -413,19 +392,9 @@ def _bidirectional_scan(
 
 
 @_bidirectional_scan.register_fake
-def _(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-) -> Tensor:
-    _check_bidirectional(x, dt, A, q, k, D, bias, z, recurrence)
-    return _empty(z)
+def _(*inputs) -> Tensor:
+    _check_bidirectional(*inputs)
+    return _empty(inputs[-2])  # like z
 
 
 @torch.library.custom_op("vil::bidirectional_scan_backward", mutates_args=())
@@ -447,20 +416,8 @@ def _bidirectional_scan_backward(
 
 
 @_bidirectional_scan_backward.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (x, dt, A, q, k, D, bias, z)
-    return tuple(x.new_empty(0) if t is None else _empty(t) for t in inputs)
+def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
+    return _empty_gradients(inputs[:-1])
 
 
 def _bidirectional_setup(ctx, inputs: tuple, output: Tensor) -> None:
