@@ -10,8 +10,6 @@ Exit codes: see vil/training/errors.py.
 
 import sys
 
-import tyro
-
 from vil.training.errors import run_script
 from vil.training.evaluation import (
     EvalConfig,
@@ -21,12 +19,13 @@ from vil.training.evaluation import (
     run_evaluation,
     write_result,
 )
+from vil.training.recipes import parse_arguments
 from vil.training.report import new_console
 
 
 def main() -> None:
     """Evaluate as the command line says."""
-    options = tyro.cli(EvalConfig, args=sys.argv[1:])
+    options = parse_arguments(EvalConfig, sys.argv[1:])
     path = json_path(options)
     subject = load_subject(options)
     result = run_evaluation(subject, options)

@@ -227,11 +227,16 @@ def test_missing_recipe_is_refused(tmp_path: Path) -> None:
         load_config(["--config", str(tmp_path / "none.yaml")], CONFIGS / "digits.yaml")
 
 
-def test_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
+def test_unknown_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"argument --optim.lrr; perhaps you meant --optim.lr$"):
         load_config(["--optim.lrr", "1"], CONFIGS / "digits.yaml")
+
+
+def test_wrong_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        load_config(["--optim.lr", "fast"], CONFIGS / "digits.yaml")
     assert exit_info.value.code == 2
-    assert "--optim.lrr" in capsys.readouterr().err
+    assert "--optim.lr" in capsys.readouterr().err
 
 
 def test_resolved_config_survives_yaml_and_dict(tmp_path: Path) -> None:

@@ -6,14 +6,17 @@ One parser serves files and the command line: a file is read as the arguments it
 import argparse
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 import yaml
 
 from vil.training.config import TrainConfig
 from vil.training.errors import ConfigError
+
+_Config = TypeVar("_Config")
 
 # What may differ between a run and its continuation, because it does not change the result.
 _FREE_ON_RESUME = ("run.output", "run.resume", "run.device", "run.log_interval")
@@ -30,15 +33,36 @@ def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig
         The configuration and the recipe's name.
 
     Raises:
-        ConfigError: the recipe is missing, malformed, or has an unknown key.
-        SystemExit: the command line is wrong; tyro has printed why.
+        ConfigError: the recipe is missing or malformed, or a key is unknown.
+        SystemExit: a value on the command line is wrong; tyro has printed why.
     """
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--config", type=Path, default=default_recipe)
     known, overrides = recipe_parser.parse_known_args(arguments)
     recipe = read_recipe(known.config)
-    config = tyro.cli(TrainConfig, args=overrides, default=recipe)
-    return config, known.config.stem
+    return parse_arguments(TrainConfig, overrides, recipe), known.config.stem
+
+
+def parse_arguments(
+    kind: type[_Config], arguments: list[str], default: _Config | None = None
+) -> _Config:
+    """Parse a command line.
+
+    Args:
+        kind: What it describes, a dataclass.
+        arguments: The command line without the program's name.
+        default: Values of what it leaves out; those of the class if None.
+
+    Raises:
+        ConfigError: an argument is unknown.
+        SystemExit: a value is wrong; tyro has printed why.
+    """
+    config, unknown = tyro.cli(kind, args=arguments, default=default, return_unknown_args=True)
+    if unknown:
+        given = unknown[0].partition("=")[0]
+        known = [f"--{key}".replace("_", "-") for key in flat_dict(config)]
+        raise ConfigError(f"unrecognized argument {given}{_hint(given.replace('_', '-'), known)}")
+    return config
 
 
 def read_recipe(path: Path) -> TrainConfig:
@@ -86,13 +110,15 @@ def config_from_dict(values: dict[str, Any], origin: str) -> TrainConfig:
     return TrainConfig(**sections)
 
 
-def flat_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as {"section.key": value}."""
-    return {
-        f"{section}.{key}": value
-        for section, fields in dataclasses.asdict(config).items()
-        for key, value in fields.items()
-    }
+def flat_dict(config: Any) -> dict[str, Any]:
+    """Return a dataclass of settings and of sections of settings as {"section.key": value}."""
+    flat = {}
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": setting for key, setting in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def changed_keys(old: TrainConfig, new: TrainConfig) -> list[str]:
@@ -126,10 +152,13 @@ def _flatten(path: Path, sections: Any) -> list[tuple[str, Any]]:
         pairs += [(f"{section}.{key}", value) for key, value in fields.items()]
     for key, _ in pairs:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; perhaps you meant {close[0]}" if close else ""
-            raise ConfigError(f"--config {path}: unrecognized key {key}{hint}")
+            raise ConfigError(f"--config {path}: unrecognized key {key}{_hint(key, known)}")
     return pairs
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; perhaps you meant {close[0]}" if close else ""
 
 
 def _words(key: str, value: Any) -> list[str]:
