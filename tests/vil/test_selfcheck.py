@@ -1,0 +1,47 @@
+"""The self check passes here, and fails where a backend is wrong."""
+
+import pytest
+import torch
+
+from vil import selfcheck
+
+cpu = pytest.importorskip("vil.kernels.cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "SHAPES", ((2, 9, 10, 4),))
+    monkeypatch.setattr(selfcheck, "available_backends", lambda: {"cpu": "cpu"})
+
+
+def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert selfcheck.main() == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed.splitlines()[0]
+    # 4 dtypes of a convolution and, for each of 3 recurrences, one scan both ways and two one way
+    assert printed.splitlines()[-1] == "40 passed, 0 failed"
+
+
+@pytest.mark.parametrize("wrong", [2.0, float("nan")])
+def test_fails_on_a_wrong_gradient(
+    wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = cpu.bidirectional_scan_backward
+
+    def backward(*arguments: object) -> tuple:
+        *grads, dz = right(*arguments)
+        return (*grads, dz * wrong)
+
+    monkeypatch.setattr(cpu, "bidirectional_scan_backward", backward)
+    assert selfcheck.main() == 1
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == "28 passed, 12 failed"
+    assert "FAIL  bfloat16  cpu bidirectional_scan mamba" in printed
+
+
+def test_nothing_to_check_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(selfcheck, "available_backends", dict)
+    assert selfcheck.main() == 1
+    assert "no backend but the reference" in capsys.readouterr().out

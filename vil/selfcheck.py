@@ -1,0 +1,168 @@
+"""Compare every backend of this machine with the reference: ``python -m vil.selfcheck``.
+
+Compilers and drivers have shipped that computed wrong gradients on some hardware. This runs every
+operation, forward and backward, in every dtype, on the machine it is started on, and compares with
+the reference in float64 on the CPU. Exit status 0 if all agree, else 1.
+"""
+
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import vil
+from vil.kernels import ops, reference
+
+SHAPES = ((2, 33, 40, 16), (1, 197, 192, 16))  # B, L, D, M
+WIDTH = 4  # taps of the convolution
+
+# Largest error allowed, relative to the largest value; rounding the result once makes eps / 2.
+TOLERANCES = {
+    torch.float64: 1e-11,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps,
+    torch.float16: 4 * torch.finfo(torch.float16).eps,
+}
+
+
+# Positions of weights, skips and states among an operation's tensors.
+_PARAMETERS = {
+    "causal_conv1d_bidirectional": {1, 2},
+    "bidirectional_scan": {2, 5, 6},
+    "scan": {2, 5, 6, 7},
+}
+
+
+class Case(NamedTuple):
+    """One operation to compare; ``tensors`` are in float64 on the CPU, None where not given."""
+
+    name: str
+    tensors: tuple[Tensor | None, ...]
+    options: tuple
+
+
+def available_backends() -> dict[str, str]:
+    """Return the backends of this machine, each with the type of device it serves."""
+    backends = {}
+    if importlib.util.find_spec("numba") is not None:
+        backends["cpu"] = "cpu"
+    if torch.cuda.is_available() and "triton" in ops.BACKENDS:
+        backends["triton"] = "cuda"
+    return backends
+
+
+def cases() -> Iterator[Case]:
+    """Yield every operation at every shape."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    for B, L, D, M in SHAPES:
+        conv = (randn(B, L, D), randn(2, D, WIDTH), randn(2, D))
+        yield Case("causal_conv1d_bidirectional", conv, ())
+        for recurrence in ops.RECURRENCES:
+            A = -randn(2, D, M).exp() if recurrence == "mamba" else None
+            x, dt = randn(2, B, L, D), randn(2, B, L, D)
+            q, k = randn(2, B, L, M), randn(2, B, L, M)
+            both = (x, dt, A, q, k, randn(2, D), randn(2, D))
+            yield Case("bidirectional_scan", (*both, randn(B, L, D)), (recurrence,))
+            one = tuple(None if tensor is None else tensor[0] for tensor in both)
+            for reverse in (False, True):
+                yield Case("scan", (*one, randn(B, D, M)), (recurrence, reverse))
+
+
+def outcomes(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    tensors: tuple[Tensor | None, ...],
+    options: tuple,
+) -> tuple[Tensor, ...]:
+    """Return the outputs of an operation and the gradients of a fixed weighting of them."""
+    inputs = tuple(None if t is None else t.detach().requires_grad_() for t in tensors)
+    outputs = function(*inputs, *options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = sum(
+        (out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype))
+        .to(torch.float64 if out.dtype == torch.float64 else torch.float32)
+        .sum()
+        for out in outputs
+    )
+    gradients = torch.autograd.grad(loss, [t for t in inputs if t is not None])
+    return (*(out.detach() for out in outputs), *gradients)
+
+
+def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
+    """Return the largest error of a case on a device, relative to the largest value of each result.
+
+    Args:
+        case: What to compute; the reference gets the same rounded inputs.
+        dtype: Of the activations; parameters and states stay in float32 where it is a lower one.
+        device: Type of the device.
+    """
+    low = dtype in (torch.bfloat16, torch.float16)
+    parameters = _PARAMETERS[case.name]
+    tensors = tuple(
+        None if tensor is None else tensor.to(torch.float32 if low and i in parameters else dtype)
+        for i, tensor in enumerate(case.tensors)
+    )
+    exact = tuple(None if tensor is None else tensor.double() for tensor in tensors)
+    truth = outcomes(getattr(reference, case.name), exact, case.options)
+    operator = getattr(torch.ops.vil, case.name)
+    moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
+    results = outcomes(operator, moved, case.options)
+    errors = []
+    for result, exact in zip(results, truth, strict=True):
+        scale = exact.abs().max().clamp(min=1e-30)
+        error = ((result.cpu().double() - exact).abs().max() / scale).item()
+        errors.append(error if error == error else float("inf"))  # NaN is the largest error of all
+    return max(errors)
+
+
+def check(backend: str, device: str) -> tuple[int, int]:
+    """Compare one backend with the reference, print a line per case, and count passed and failed."""
+    counts = [0, 0]
+    for dtype, tolerance in TOLERANCES.items():
+        if dtype == torch.float64 and device != "cpu":
+            continue  # kernels compute in float32
+        for case in cases():
+            label = " ".join(map(str, case.options))
+            shape = "x".join(map(str, case.tensors[0].shape))
+            with ops.use_backend(backend):
+                try:
+                    error = largest_error(case, dtype, device)
+                except NotImplementedError:
+                    continue  # says so to whoever asks for it
+            passed = error <= tolerance
+            counts[not passed] += 1
+            verdict = "pass" if passed else "FAIL"
+            name = f"{backend} {case.name} {label}".strip()
+            print(f"{verdict}  {str(dtype)[6:]:9} {name:48} {shape:14} error {error:.1e}")
+    return counts[0], counts[1]
+
+
+def main() -> int:
+    """Check every backend and return the exit status."""
+    packages = {"vil": vil.__version__, "torch": torch.__version__}
+    for name in ("triton", "numba"):
+        if importlib.util.find_spec(name) is not None:
+            packages[name] = importlib.metadata.version(name)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    print(f"{platform.machine()}, {device}; python {platform.python_version()}, {versions}")
+    backends = available_backends()
+    if not backends:
+        print("no backend but the reference is available: pip install numba for CPUs")
+        return 1
+    totals = [check(backend, device) for backend, device in backends.items()]
+    passed, failed = (sum(counts) for counts in zip(*totals, strict=True))
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
