@@ -13,8 +13,10 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT_VARIABLE = "VIL_BACKEND"
+
+_MODULES = {"reference": "reference", "cpu": "cpu", "triton": "gpu"}
 
 _override: str | None = None
 
@@ -26,7 +28,7 @@ def use_backend(name: str) -> Iterator[None]:
     Process-wide, not per thread: autograd runs backward passes in threads of its own.
 
     Args:
-        name: "auto", "reference" or "cpu". Comes before the environment variable VIL_BACKEND.
+        name: "auto", "reference", "cpu" or "triton". Comes before the environment variable VIL_BACKEND.
 
     Raises:
         ValueError: No backend has that name.
@@ -57,17 +59,9 @@ def backend_for(device: torch.device) -> ModuleType:
         _checked(name, ENVIRONMENT_VARIABLE)
     if name == "auto":
         name = _automatic(device.type)
-    elif name == "cpu":
-        if device.type != "cpu":
-            raise RuntimeError(
-                f'{asked_by} = "cpu" serves tensors on the cpu, got tensors on {device}; '
-                'use "auto" or "reference"'
-            )
-        if not _numba_installed():
-            raise RuntimeError(
-                f'{asked_by} = "cpu" needs numba, which is not installed: pip install numba'
-            )
-    return importlib.import_module(f"{__package__}.{name}")
+    elif name != "reference":
+        _check_serves(name, device, asked_by)
+    return importlib.import_module(f"{__package__}.{_MODULES[name]}")
 
 
 def _checked(name: str, argument: str) -> None:
@@ -75,14 +69,31 @@ def _checked(name: str, argument: str) -> None:
         raise ValueError(f'{argument} must be one of {("auto", *BACKENDS)}, got "{name}"')
 
 
+def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
+    package = {"cpu": "numba", "triton": "triton"}[name]
+    # Triton's interpreter runs on the CPU.
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    served = "cpu" if name == "cpu" or interpreted else "cuda"
+    if device.type != served:
+        raise RuntimeError(
+            f'{asked_by} = "{name}" serves tensors on {served}, got tensors on {device}; '
+            'use "auto" or "reference"'
+        )
+    if not _installed(package):
+        raise RuntimeError(
+            f'{asked_by} = "{name}" needs {package}, which is not installed: pip install {package}'
+        )
+
+
 @functools.cache
-def _numba_installed() -> bool:
-    return importlib.util.find_spec("numba") is not None
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @functools.cache
 def _automatic(device_type: str) -> str:
-    if device_type == "cpu" and _numba_installed():
+    # Not "triton" on GPUs, until its kernels have been run and timed on one.
+    if device_type == "cpu" and _installed("numba"):
         return "cpu"
     why = "numba is not installed" if device_type == "cpu" else f"on {device_type}"
     _logger.warning("scans run through plain PyTorch, which is slow (%s)", why)

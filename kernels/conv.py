@@ -1,0 +1,341 @@
+"""The bidirectional depthwise convolution with its SiLU in Triton: one kernel forward, one backward.
+
+Computes what ``reference.causal_conv1d_bidirectional`` defines, in float32 whatever the inputs are.
+Both directions come from one pass over x, and the backward pass recomputes the pre-activations
+rather than reading them.
+
+Letters: B batch, L tokens, D channels, K taps. A tile is BLOCK_L tokens of BLOCK_D channels. Its
+tokens are unrolled and its channels lie across the lanes, so that a row of x, once loaded, serves
+all 2K taps from registers. With the K - 1 rows on either side, which belong to its neighbours or are
+zeros beyond the ends of the sequence, ``x[r]`` is token first + r - (K - 1) throughout.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+BLOCK_L = 16
+# Two channels per lane: their loads are vectors, and even with K = 8 the backward pass still fits in
+# the registers.
+BLOCK_D = 64
+NUM_WARPS = 1
+# Programs of the backward pass, each with sums of its own of the parameters' gradients: eight for
+# every multiprocessor of a large GPU, all resident at once. A constant, so that every device adds
+# up in the same order.
+BACKWARD_PROGRAMS = 1024
+
+
+@triton.jit
+def _sigmoid(v, FAST: tl.constexpr):
+    """Return 1 / (1 + exp(-v)).
+
+    FAST takes denormal numbers for zeros. Handling them would cost 10 instructions per element of x
+    in the forward pass and 14 in the backward pass, of 37 and 66 (benchmarks/static_cost.py, sm_90).
+    """
+    if FAST:
+        return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-v))
+    return 1.0 / (1.0 + tl.exp(-v))
+
+
+@triton.jit
+def _load_rows(
+    row_ptr,
+    stride_l,
+    first,
+    L,
+    channel,
+    D: tl.constexpr,
+    BEFORE: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+):
+    """Return rows [BLOCK_D] in float32, NUM_ROWS of them, of which BEFORE precede token ``first``.
+
+    ``row_ptr`` points at the channels of token ``first``. Rows outside the sequence are zeros.
+    """
+    rows = ()
+    for row in tl.static_range(NUM_ROWS):
+        # ``first`` is in the sequence, so a row can leave it on one side only.
+        if row < BEFORE:
+            inside = first + (row - BEFORE) >= 0
+        else:
+            inside = first + (row - BEFORE) < L
+        tile_row = tl.load(
+            row_ptr + (row - BEFORE) * stride_l,
+            mask=channel < tl.where(inside, D, 0),
+            other=0.0,
+        )
+        rows += (tile_row.to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def _load_taps(weight_ptr, channel, D: tl.constexpr, K: tl.constexpr):
+    """Return the K taps of a direction, each [BLOCK_D] in float32, from (D, K).
+
+    Loaded as one tile, so that the taps of a channel come in one access: one access per tap would
+    touch the same cache lines K times, which costs more than the rows of x do.
+    """
+    column = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    mask = (channel[:, None] < D) & (column < K)
+    tile = tl.load(weight_ptr + channel[:, None] * K + column, mask=mask, other=0.0)
+    taps = ()
+    for tap in tl.static_range(K):
+        taps += (tl.sum(tl.where(column == tap, tile, 0.0).to(tl.float32), 1),)
+    return taps
+
+
+@triton.jit
+def _load_parameters(weight_ptr, bias_ptr, channel, D: tl.constexpr, K: tl.constexpr):
+    """Return the taps and the bias of the causal direction, then those of the anti-causal one."""
+    taps_0 = _load_taps(weight_ptr, channel, D, K)
+    taps_1 = _load_taps(weight_ptr + D * K, channel, D, K)
+    bias_0 = tl.load(bias_ptr + channel, mask=channel < D, other=0.0).to(tl.float32)
+    bias_1 = tl.load(bias_ptr + D + channel, mask=channel < D, other=0.0).to(tl.float32)
+    return taps_0, bias_0, taps_1, bias_1
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    B,
+    L,
+    x_stride_b,
+    x_stride_l,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Convolve one tile of (B, L, D) into (2, B, L, D)."""
+    NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    tile = tl.program_id(0) // NUM_BLOCKS
+    tiles_per_sequence = tl.cdiv(L, BLOCK_L)
+    batch = (tile // tiles_per_sequence).to(tl.int64)
+    first = (tile % tiles_per_sequence) * BLOCK_L
+    channel = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+
+    taps_0, bias_0, taps_1, bias_1 = _load_parameters(weight_ptr, bias_ptr, channel, D, K)
+    x_row = x_ptr + batch * x_stride_b + first.to(tl.int64) * x_stride_l + channel
+    x = _load_rows(x_row, x_stride_l, first, L, channel, D, K - 1, BLOCK_L + 2 * (K - 1))
+
+    out_row_0 = out_ptr + (batch * L + first) * D + channel
+    out_row_1 = out_row_0 + tl.cast(B, tl.int64) * L * D
+    for row in tl.static_range(BLOCK_L):
+        v_0 = bias_0
+        v_1 = bias_1
+        for tap in tl.static_range(K):
+            v_0 += taps_0[tap] * x[row + tap]
+            v_1 += taps_1[tap] * x[row + 2 * (K - 1) - tap]
+        mask = channel < tl.where(first + row < L, D, 0)
+        tl.store(out_row_0 + row * D, v_0 * _sigmoid(v_0, FAST), mask=mask)
+        tl.store(out_row_1 + row * D, v_1 * _sigmoid(v_1, FAST), mask=mask)
+
+
+@triton.jit
+def _through_silu(grad, v, FAST: tl.constexpr):
+    """Return the gradient of v from that of silu(v)."""
+    s = _sigmoid(v, FAST)
+    return grad * (s * (1.0 + v * (1.0 - s)))
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    B,
+    L,
+    x_stride_b,
+    x_stride_l,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Write dx and each program's sums of the parameters' gradients.
+
+    grad is (2, B, L, D), dx (B, L, D), dweight (programs, 2, K, D) and dbias (programs, 2, D), these
+    two in float32. Program p of P takes tiles p, p + P, p + 2P, ... of its channels.
+
+    A tile of dx needs the gradients dv of the pre-activations of K - 1 more tokens: those after it
+    in the causal direction, those before it in the other. The same K rows of x make one of each:
+    rows i to i + K - 1 give dv_0[i] of token first + i and dv_1[i] of token first + i - (K - 1).
+    """
+    NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    HALO: tl.constexpr = K - 1
+    program = tl.program_id(0) // NUM_BLOCKS
+    num_programs = tl.num_programs(0) // NUM_BLOCKS
+    channel = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+    taps_0, bias_0, taps_1, bias_1 = _load_parameters(weight_ptr, bias_ptr, channel, D, K)
+
+    zero = tl.zeros([BLOCK_D], tl.float32)
+    dtaps_0 = ()
+    dtaps_1 = ()
+    for _ in tl.static_range(K):
+        dtaps_0 += (zero,)
+        dtaps_1 += (zero,)
+    dbias_0 = zero
+    dbias_1 = zero
+
+    direction = tl.cast(B, tl.int64) * L * D
+    tiles_per_sequence = tl.cdiv(L, BLOCK_L)
+    for tile in range(program, B * tiles_per_sequence, num_programs):
+        batch = (tile // tiles_per_sequence).to(tl.int64)
+        first = (tile % tiles_per_sequence) * BLOCK_L
+        x_row = x_ptr + batch * x_stride_b + first.to(tl.int64) * x_stride_l + channel
+        x = _load_rows(x_row, x_stride_l, first, L, channel, D, HALO, BLOCK_L + 2 * HALO)
+        offset = (batch * L + first) * D + channel
+        grad_0 = _load_rows(grad_ptr + offset, D, first, L, channel, D, 0, BLOCK_L + HALO)
+        grad_row = grad_ptr + direction + offset
+        grad_1 = _load_rows(grad_row, D, first, L, channel, D, HALO, BLOCK_L + HALO)
+
+        dv_0 = ()
+        dv_1 = ()
+        for i in tl.static_range(BLOCK_L + HALO):
+            v_0 = bias_0
+            v_1 = bias_1
+            for tap in tl.static_range(K):
+                v_0 += taps_0[tap] * x[i + tap]
+                v_1 += taps_1[tap] * x[i + HALO - tap]
+            dv_0 += (_through_silu(grad_0[i], v_0, FAST),)
+            dv_1 += (_through_silu(grad_1[i], v_1, FAST),)
+            # The parameters' gradients take the tile's own tokens only: its neighbours count theirs.
+            sums_0 = ()
+            sums_1 = ()
+            for tap in tl.static_range(K):
+                sum_0 = dtaps_0[tap]
+                sum_1 = dtaps_1[tap]
+                if i < BLOCK_L:
+                    sum_0 += dv_0[i] * x[i + tap]
+                if i >= HALO:
+                    sum_1 += dv_1[i] * x[i + HALO - tap]
+                sums_0 += (sum_0,)
+                sums_1 += (sum_1,)
+            dtaps_0 = sums_0
+            dtaps_1 = sums_1
+            if i < BLOCK_L:
+                dbias_0 += dv_0[i]
+            if i >= HALO:
+                dbias_1 += dv_1[i]
+                dx = zero
+                for tap in tl.static_range(K):
+                    dx += taps_0[tap] * dv_0[i - tap]
+                    dx += taps_1[tap] * dv_1[i - HALO + tap]
+                row = i - HALO
+                mask = channel < tl.where(first + row < L, D, 0)
+                tl.store(dx_ptr + offset + row * D, dx, mask=mask)
+
+    mask = channel < D
+    dweight_row = dweight_ptr + program.to(tl.int64) * 2 * K * D + channel
+    dbias_row = dbias_ptr + program.to(tl.int64) * 2 * D + channel
+    for tap in tl.static_range(K):
+        tl.store(dweight_row + tap * D, dtaps_0[tap], mask=mask)
+        tl.store(dweight_row + (K + tap) * D, dtaps_1[tap], mask=mask)
+    tl.store(dbias_row, dbias_0, mask=mask)
+    tl.store(dbias_row + D, dbias_1, mask=mask)
+
+
+_LAUNCH_OPTIONS = {
+    "BLOCK_L": BLOCK_L,
+    "BLOCK_D": BLOCK_D,
+    # Triton's interpreter, whose kernels are of another class, has no fast functions.
+    "FAST": isinstance(_forward_kernel, triton.JITFunction),
+    "num_warps": NUM_WARPS,
+    "num_stages": 1,
+    "enable_fp_fusion": True,
+}
+
+
+def _unit_last_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute ``reference.causal_conv1d_bidirectional``.
+
+    Args:
+        x: (B, L, D), float32, bfloat16 or float16; read in place if its last stride is 1.
+        weight: Taps of the two directions, (2, D, K), dtype of x or float32.
+        bias: (2, D), dtype of x or float32.
+
+    Returns:
+        (2, B, L, D), contiguous, in the dtype of x.
+    """
+    B, L, D = x.shape
+    x, weight, bias = _unit_last_stride(x), weight.contiguous(), bias.contiguous()
+    out = torch.empty((2, B, L, D), dtype=x.dtype, device=x.device)
+    grid = (B * triton.cdiv(L, BLOCK_L) * triton.cdiv(D, BLOCK_D),)
+    with torch.cuda.device_of(x):
+        _forward_kernel[grid](
+            x,
+            weight,
+            bias,
+            out,
+            B,
+            L,
+            x.stride(0),
+            x.stride(1),
+            D=D,
+            K=weight.shape[2],
+            **_LAUNCH_OPTIONS,
+        )
+    return out
+
+
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``forward`` for x, weight and bias, the same in every run.
+
+    Args:
+        grad: Gradient of the output, (2, B, L, D), any strides.
+        x: As in ``forward``.
+        weight: As in ``forward``.
+        bias: As in ``forward``.
+
+    Returns:
+        dx (B, L, D), dweight (2, D, K) and dbias (2, D), contiguous, each in the dtype of its
+        tensor.
+    """
+    B, L, D = x.shape
+    K = weight.shape[2]
+    grad, x = grad.contiguous(), _unit_last_stride(x)
+    weight, bias = weight.contiguous(), bias.contiguous()
+    num_blocks = triton.cdiv(D, BLOCK_D)
+    num_programs = min(
+        B * triton.cdiv(L, BLOCK_L), triton.cdiv(BACKWARD_PROGRAMS, max(num_blocks, 1))
+    )
+    dx = torch.empty((B, L, D), dtype=x.dtype, device=x.device)
+    # One sum per program, added up below: atomics would add in another order every time.
+    dweight = torch.empty((num_programs, 2, K, D), dtype=torch.float32, device=x.device)
+    dbias = torch.empty((num_programs, 2, D), dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        _backward_kernel[(num_programs * num_blocks,)](
+            grad,
+            x,
+            weight,
+            bias,
+            dx,
+            dweight,
+            dbias,
+            B,
+            L,
+            x.stride(0),
+            x.stride(1),
+            D=D,
+            K=K,
+            **_LAUNCH_OPTIONS,
+        )
+    dweight = dweight.sum(0).transpose(1, 2)  # (2, D, K)
+    return dx, dweight.to(weight.dtype).contiguous(), dbias.sum(0).to(bias.dtype)

@@ -1,0 +1,149 @@
+"""The Triton convolution gives what the reference gives in float64, whatever it is handed.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+pytest.importorskip("triton")
+
+from vil.kernels import conv, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Relative to the largest value. Below float32 this is the rounding of the results themselves, to 8
+# and 11 bits: half a unit of the last one, but a whole unit in the interpreter's bfloat16, which
+# truncates.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every element that a kernel leaves unwritten fail the comparison."""
+
+    def full_of_nan(*args, **kwargs) -> Tensor:
+        return torch.full(*args, fill_value=float("nan"), **kwargs)
+
+    monkeypatch.setattr(torch, "empty", full_of_nan)
+
+
+def conv_inputs(
+    B: int,
+    L: int,
+    D: int,
+    K: int,
+    dtype: torch.dtype = torch.float32,
+    parameter_dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return random arguments of ``backward``; x is half of a projection, as in the mixer.
+
+    Args:
+        B: Batch.
+        L: Tokens.
+        D: Channels.
+        K: Taps.
+        dtype: Of the activations.
+        parameter_dtype: Of the weight and the bias.
+        scale: Standard deviation of x.
+
+    Returns:
+        grad (2, B, L, D), x (B, L, D) with a row stride of 2D, weight (2, D, K) and bias (2, D).
+    """
+    generator = torch.Generator().manual_seed(L * D + K)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(DEVICE)
+
+    x = (scale * normal(B, L, 2 * D)).to(dtype)[..., :D]
+    weight, bias = normal(2, D, K).to(parameter_dtype), normal(2, D).to(parameter_dtype)
+    return normal(2, B, L, D).to(dtype), x, weight, bias
+
+
+def assert_matches_reference(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Compare values and gradients with the reference's in float64, dtypes and layout too."""
+    inputs = (x, weight, bias)
+    exact = tuple(t.double() for t in inputs)
+    out = reference.causal_conv1d_bidirectional(*exact)
+    grads = reference.causal_conv1d_bidirectional_backward(grad.double(), *exact)
+    actual = (conv.forward(*inputs), *conv.backward(grad, *inputs))
+    for name, ours, expected, like in zip(
+        ("out", "dx", "dweight", "dbias"), actual, (out, *grads), (x, *inputs), strict=True
+    ):
+        assert ours.dtype == like.dtype, name
+        assert ours.shape == expected.shape, name
+        assert ours.is_contiguous(), name
+        error = (ours.double() - expected).abs().max() / expected.abs().max()
+        assert error <= TOLERANCE[like.dtype], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("K", [1, 4])
+@pytest.mark.parametrize("L", [1, 3, 17, 70])
+def test_matches_reference(L: int, K: int) -> None:
+    """One token, fewer tokens than taps, one more than a tile, several tiles; channels to mask."""
+    assert_matches_reference(*conv_inputs(2, L, conv.BLOCK_D + 6, K))
+
+
+@pytest.mark.parametrize("K", [2, 3, 8])
+def test_any_number_of_taps(K: int) -> None:
+    """Taps that are no power of two, and more of them than tokens."""
+    assert_matches_reference(*conv_inputs(1, 5, 3, K))
+
+
+@pytest.mark.parametrize("parameter_dtype", [torch.float32, None], ids=["float32", "same"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision(dtype: torch.dtype, parameter_dtype: torch.dtype | None) -> None:
+    """Only the results are rounded; sums of float32 parameters' gradients are not."""
+    assert_matches_reference(*conv_inputs(2, 17, 16, 4, dtype, parameter_dtype or dtype))
+
+
+def test_large_inputs() -> None:
+    """The SiLU saturates on both sides without overflow.
+
+    Of whole numbers, whose products add up exactly: near its zero, the SiLU would show their
+    rounding otherwise.
+    """
+    grad, x, weight, bias = conv_inputs(1, 17, 16, 4, scale=1e3)
+    assert_matches_reference(grad, x.round(), (4 * weight).round(), bias.round())
+
+
+def test_any_strides() -> None:
+    """Arguments that are views of any kind."""
+    grad, x, weight, bias = conv_inputs(2, 17, 6, 4)
+    grad = grad[:, :, :1].expand_as(grad)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    weight = weight.transpose(0, 1).contiguous().transpose(0, 1)
+    bias = bias.t().contiguous().t()
+    assert_matches_reference(grad, x, weight, bias)
+
+
+def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over tiles, whose number no number of programs need divide."""
+    monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
+    assert_matches_reference(*conv_inputs(3, 35, conv.BLOCK_D + 6, 4))
+
+
+def test_directions_mirror_each_other() -> None:
+    """The anti-causal direction is the causal one of the reversed sequence, to the last bit."""
+    _, x, weight, bias = conv_inputs(2, 33, 16, 4)
+    causal, anti_causal = conv.forward(x, weight, bias)
+    mirrored = conv.forward(x.flip(1), weight.flip(0), bias.flip(0)).flip(0, 2)
+    torch.testing.assert_close(mirrored[0], causal, rtol=0, atol=0)
+    torch.testing.assert_close(mirrored[1], anti_causal, rtol=0, atol=0)
+
+
+def test_no_batch() -> None:
+    """An empty batch has empty outputs, and parameters with zero gradients."""
+    grad, x, weight, bias = conv_inputs(0, 5, 6, 4)
+    assert conv.forward(x, weight, bias).shape == (2, 0, 5, 6)
+    dx, dweight, dbias = conv.backward(grad, x, weight, bias)
+    assert dx.shape == x.shape
+    assert not dweight.any()
+    assert not dbias.any()
