@@ -35,7 +35,7 @@ from vil.kernels.tiles import (
 def _gram_kernel(
     q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
-    M: tl.constexpr, BLOCK_M: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pack one chunk of keys and queries in the order of the scan, with their Gram matrices.
 
@@ -48,8 +48,7 @@ def _gram_kernel(
     chunks = tl.num_programs(0)
     t, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
     position = n * T + t
-    # Index 1 of two directions is scanned in reverse, or the only one if REVERSE.
-    token = tl.where((direction == 1) | REVERSE, L - 1 - position, position)
+    token = tl.where(direction == 1, L - 1 - position, position)
     mask = (position < L)[:, None] & (m < M)[None, :]
     k_row = k_ptr + direction * k_stride_dir + b * k_stride_b + token[:, None] * k_stride_l
     q_row = q_ptr + direction * q_stride_dir + b * q_stride_b + token[:, None] * q_stride_l
@@ -109,29 +108,23 @@ def _backward_substitution(dc, eps, gram_ptr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _forward_direction(
-    x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, initial_ptr,
-    y_ptr, out_ptr, states_ptr, final_ptr, B, L, b, d,
+    x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+    y_ptr, out_ptr, states_ptr, B, L, b, d,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
     z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    REVERSE: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, INITIAL: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan one direction of one batch element and block of channels.
 
-    OUTPUT "y" stores y alone and the final state; "sum" stores y as a partial sum; "gate" adds that
-    partial sum, gates and stores the result, and the sum too if SAVE.
+    Direction 0 leaves y as a partial sum; direction 1, in reverse, adds its own to that, gates and
+    stores the result, and the sum too if SAVE.
     """
     T: tl.constexpr = 16
-    sign: tl.constexpr = -1 if REVERSE else 1
+    sign: tl.constexpr = -1 if direction == 1 else 1
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
     chunks = tl.cdiv(L, T)
-    lane = (direction * B + b) * D + d
-    state_tile = lane[:, None] * BLOCK_M + m[None, :]
-    if INITIAL:
-        state = load_states(initial_ptr + state_tile, d, D, BLOCK_D)
-    else:
-        state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
     bias = load_row(bias_ptr + direction * D + d, d < D)
     skip = load_row(skip_ptr + direction * D + d, d < D)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
@@ -147,7 +140,7 @@ def _forward_direction(
                 states_ptr + saved[:, None] * BLOCK_M + m[None, :], state, mask=(d < D)[:, None]
             )
         recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        first = tl.cast((L - 1 - n * T) if REVERSE else n * T, tl.int64)
+        first = tl.cast((L - 1 - n * T) if direction == 1 else n * T, tl.int64)
         live = L - n * T
         eps, x, rest = (), (), ()
         kappa = ()
@@ -169,9 +162,7 @@ def _forward_direction(
             mask = alive_row(t, live, d, D, BLOCK_D)
             y_t = y[t] + skip * x[t]
             row = (b * L + first) * D + sign * t * D + d
-            if OUTPUT == "y":
-                tl.store(out_ptr + row, y_t.to(out_ptr.dtype.element_ty), mask=mask)
-            elif OUTPUT == "sum":
+            if direction == 0:
                 tl.store(y_ptr + row, y_t, mask=mask)
             else:
                 y_t += tl.load(y_ptr + row, mask=mask, other=0.0)
@@ -182,36 +173,28 @@ def _forward_direction(
                     tl.store(y_ptr + row, y_t, mask=mask)
                 gated = y_t * half_silu(z_t, FAST)
                 tl.store(out_ptr + row, gated.to(out_ptr.dtype.element_ty), mask=mask)
-    if OUTPUT == "y":
-        tl.store(final_ptr + state_tile, state, mask=(d < D)[:, None])
 
 
 @triton.jit
 def _backward_direction(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, dfinal_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    states_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr,
     B, L, b, d, block, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
     z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, GATE: tl.constexpr, STATE: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one direction of one batch element and block of channels back.
 
-    GATE: dout is the gradient of silu(z) (y_0 + y_1) / 2, else that of y. STATE: the final state has
-    a gradient, and the initial one gets one. Gradients of keys and queries are partial sums over
-    the block's channels, (blocks, directions, B, L, 2 BLOCK_M).
+    Gradients of keys and queries are partial sums over the block's channels, (blocks, 2, B, L,
+    2 BLOCK_M). Direction 0 also writes the gradient of the gate.
     """
     T: tl.constexpr = 16
-    sign: tl.constexpr = -1 if REVERSE else 1
+    sign: tl.constexpr = -1 if direction == 1 else 1
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
     chunks = tl.cdiv(L, T)
     lane = (direction * B + b) * D + d
-    state_tile = lane[:, None] * BLOCK_M + m[None, :]
-    if STATE:
-        dstate = load_states(dfinal_ptr + state_tile, d, D, BLOCK_D)
-    else:
-        dstate = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    dstate = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
     bias = load_row(bias_ptr + direction * D + d, d < D)
     skip = load_row(skip_ptr + direction * D + d, d < D)
     dbias, dskip = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
@@ -228,7 +211,7 @@ def _backward_direction(
         state_row = states_ptr + saved[:, None] * BLOCK_M + m[None, :]
         state = load_states(state_row, d, D, BLOCK_D)
         recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        first = tl.cast((L - 1 - n * T) if REVERSE else n * T, tl.int64)
+        first = tl.cast((L - 1 - n * T) if direction == 1 else n * T, tl.int64)
         live = L - n * T
         eps, dy, rest, kappa = (), (), (), ()
         for t in tl.static_range(T):
@@ -239,17 +222,16 @@ def _backward_direction(
             v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
             row = (b * L + first) * D + sign * t * D + d
             dy_t = load_row(dout_ptr + row, mask)
-            if GATE:
-                z_row = b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d
-                z_t = load_row(z_ptr + z_row, mask)
-                if direction == 0:  # silu'(z) = s + silu(z) (1 - s)
-                    s = half_sigmoid(z_t, FAST)
-                    slope = s * (1.0 + z_t * (1.0 - 2.0 * s))
-                    dz_t = dy_t * load_row(y_ptr + row, mask) * slope
-                    tl.store(dz_ptr + row, dz_t.to(dz_ptr.dtype.element_ty), mask=mask)
-                    dy_t = dy_t * z_t * s
-                else:
-                    dy_t = dy_t * half_silu(z_t, FAST)
+            z_row = b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d
+            z_t = load_row(z_ptr + z_row, mask)
+            if direction == 0:  # silu'(z) = s + silu(z) (1 - s)
+                s = half_sigmoid(z_t, FAST)
+                slope = s * (1.0 + z_t * (1.0 - 2.0 * s))
+                dz_t = dy_t * load_row(y_ptr + row, mask) * slope
+                tl.store(dz_ptr + row, dz_t.to(dz_ptr.dtype.element_ty), mask=mask)
+                dy_t = dy_t * z_t * s
+            else:
+                dy_t = dy_t * half_silu(z_t, FAST)
             eps = eps + (longhorn_eps(v, kappa[t], FAST),)
             dskip += dy_t * x_t
             dy = dy + (dy_t,)
@@ -285,17 +267,15 @@ def _backward_direction(
         dk = tl.dot(dread, q, dk, input_precision=PRECISION)
         dk -= tl.dot(dgram + tl.trans(dgram), k, input_precision=PRECISION)
         token = first + sign * t16
-        partial = ((block * DIRECTIONS + direction) * B + b) * L + token
+        partial = ((block * 2 + direction) * B + b) * L + token
         partial = dkeys_ptr + partial[:, None] * (2 * BLOCK_M) + m[None, :]
-        alive = (t16 < live)[:, None] & (m < BLOCK_M)[None, :]
+        alive = (t16 < live)[:, None]
         tl.store(partial, dk, mask=alive)
         tl.store(partial + BLOCK_M, dq, mask=alive)
         dstate = tl.dot(dy_tile, q, dstate, input_precision=PRECISION)
         dstate -= tl.dot(w_tile, k, input_precision=PRECISION)
     tl.store(dskip_ptr + lane, dskip, mask=d < D)
     tl.store(dbias_ptr + lane, dbias, mask=d < D)
-    if STATE:
-        tl.store(dinitial_ptr + state_tile, dstate, mask=(d < D)[:, None])
 
 
 @triton.jit
@@ -310,19 +290,19 @@ def _bidirectional_forward_kernel(
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     b = tl.program_id(1).to(tl.int64)
     _forward_direction(
-        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, skip_ptr,
-        y_ptr, out_ptr, states_ptr, y_ptr, B, L, b, d,
+        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+        y_ptr, out_ptr, states_ptr, B, L, b, d,
         x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
         0, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        False, "sum", SAVE, False, FAST, PRECISION,
+        SAVE, FAST, PRECISION,
     )  # fmt: skip
     tl.debug_barrier()  # a lane reads the sum that it wrote itself; this makes it so for any layout
     _forward_direction(
-        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, skip_ptr,
-        y_ptr, out_ptr, states_ptr, y_ptr, B, L, b, d,
+        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+        y_ptr, out_ptr, states_ptr, B, L, b, d,
         x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
         1, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        True, "gate", SAVE, False, FAST, PRECISION,
+        SAVE, FAST, PRECISION,
     )  # fmt: skip
 
 
@@ -341,17 +321,17 @@ def _bidirectional_backward_kernel(
     b = tl.program_id(1).to(tl.int64)
     _backward_direction(
         x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-        states_ptr, skip_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, dbias_ptr,
+        states_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr,
         B, L, b, d, block.to(tl.int64), x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
         z_stride_b, 0, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        2, False, True, False, FAST, PRECISION,
+        FAST, PRECISION,
     )  # fmt: skip
     _backward_direction(
         x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-        states_ptr, skip_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, dbias_ptr,
+        states_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr,
         B, L, b, d, block.to(tl.int64), x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
         z_stride_b, 1, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        2, True, True, False, FAST, PRECISION,
+        FAST, PRECISION,
     )  # fmt: skip
 
 
@@ -376,7 +356,7 @@ class _Chunks:
         q, k = _row_major(q), _row_major(k)
         _gram_kernel[(count, B, directions)](
             q, k, self.keys, self.gram, self.kappa, B, L, *q.stride()[:3], *k.stride()[:3],
-            M=self.M, BLOCK_M=self.block_m, REVERSE=False,
+            M=self.M, BLOCK_M=self.block_m,
             PRECISION=tuning.dot_precision(k.dtype),
             num_warps=1, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip

@@ -97,8 +97,8 @@ def longhorn_eps(v, kappa_1, FAST: tl.constexpr):
 def log_eps_slope(v, eps, FAST: tl.constexpr):
     """Return the derivative of log(eps) by v, eps exp(-v).
 
-    The equal 1 - eps (1 + |k|^2) loses every digit to cancellation where keys are long. The bound
-    keeps the exponential finite; where it acts eps is below 1e-34.
+    The equal 1 - eps (1 + |k|^2) cancels where keys are long: in float32 its error is 1 % at |k| 400
+    and 30 % at 4,000. The bound keeps the exponential finite; where it acts eps is below 1e-34.
     """
     if FAST:
         return tl.inline_asm_elementwise(

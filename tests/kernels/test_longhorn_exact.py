@@ -90,12 +90,15 @@ def test_extreme_inputs_stay_finite_and_right(raw: float, key_norm: float) -> No
     dout = torch.ones_like(z)
     truth, gradients = expected(inputs, dout)
     out, *kept = longhorn_exact.bidirectional_forward(*inputs, save=True)
-    assert error(out, truth) < 2e-5
+    tolerance = 2e-6 if DEVICE == "cpu" else 1e-5
+    assert error(out, truth) < tolerance
     results = longhorn_exact.bidirectional_backward(dout, *inputs, *kept)
     for name, result, gradient in zip(NAMES, results, gradients, strict=True):
         assert torch.isfinite(result).all(), name
-        if gradient.abs().max() > 1e-20:  # float32 cannot tell less from nothing
-            assert error(result, gradient) < 2e-3, name
+        if gradient.abs().max() > 1e-20:
+            assert error(result, gradient) < tolerance, name
+        else:  # too small for float32's products: nothing must come of it
+            assert result.abs().max() < 1e-18, name
 
 
 def test_gradients_are_the_same_bits_twice() -> None:

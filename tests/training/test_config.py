@@ -8,7 +8,7 @@ import torch
 import yaml
 
 import vil  # noqa: F401  registers the models
-from vil.training.config import OptimConfig, TrainConfig
+from vil.training.config import OptimConfig, RunConfig, TrainConfig
 from vil.training.data import train_transform, val_transform
 from vil.training.errors import ConfigError
 from vil.training.recipes import (
@@ -19,7 +19,7 @@ from vil.training.recipes import (
     read_recipe,
     to_yaml,
 )
-from vil.training.setup import build_model, build_optimizer, build_training
+from vil.training.setup import build_model, build_optimizer, build_training, resolve_device
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 IMAGENET_RECIPES = ("vil_tiny", "vil_small", "vim_tiny", "vim_small")
@@ -281,3 +281,16 @@ def test_impossible_model_is_refused(field: str, value: object, message: str) ->
 def test_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot create optimizer sgdd"):
         build_optimizer(torch.nn.Linear(2, 2), OptimConfig(opt="sgdd"))
+
+
+def test_number_of_threads_is_set_and_checked() -> None:
+    before = torch.get_num_threads()
+    try:
+        resolve_device(RunConfig(device="cpu", num_threads=2))
+        assert torch.get_num_threads() == 2
+        resolve_device(RunConfig(device="cpu"))  # None changes nothing
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match=r"run.num_threads must be at least 1, got 0"):
+        RunConfig(num_threads=0)

@@ -181,10 +181,14 @@ class RunConfig:
     """Autocast to bfloat16."""
     torchcompile: bool = False
     """Compile the model."""
+    num_threads: int | None = None
+    """Threads of operations on the CPU; None leaves it to torch."""
     log_interval: int = 50
     """Steps between two readings of the loss."""
 
     def __post_init__(self) -> None:
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"run.num_threads must be at least 1, got {self.num_threads}")
         if self.log_interval < 1:
             raise ValueError(f"run.log_interval must be at least 1, got {self.log_interval}")
         if self.resume and self.output is None:

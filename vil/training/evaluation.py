@@ -99,7 +99,7 @@ def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
         What is printed and written as JSON.
     """
     config = subject.config
-    device = resolve_device(config.run.device)
+    device = resolve_device(config.run)
     model = subject.model.to(device)
     data = ValData(config, device)
     score = evaluate(model, data, device, config.run.amp)
@@ -243,6 +243,6 @@ def _with_options(subject: Subject, options: EvalConfig) -> Subject:
         config,
         model=sizes,
         data=dataclasses.replace(config.data, **chosen),
-        run=RunConfig(device=options.device, amp=amp),
+        run=RunConfig(device=options.device, amp=amp, num_threads=config.run.num_threads),
     )
     return dataclasses.replace(subject, config=config)

@@ -14,7 +14,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 import vil
-from vil.training.config import AugmentConfig, ModelConfig, OptimConfig, TrainConfig
+from vil.training.config import AugmentConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from vil.training.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ def build_training(config: TrainConfig) -> Training:
     Raises:
         ConfigError: a name or a value is not one that timm or the model accepts.
     """
-    device = resolve_device(config.run.device)
+    device = resolve_device(config.run)
     model = build_model(config.model).to(device)
     optimizer = build_optimizer(model, config.optim)
     schedule = config.schedule
@@ -105,12 +105,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         raise ConfigError(f"cannot create optimizer {config.opt}: {error}") from error
 
 
-def resolve_device(name: str) -> torch.device:
-    """Turn a device's name into the device; "auto" takes CUDA where there is one.
+def resolve_device(run: RunConfig) -> torch.device:
+    """Return the device to compute on and set the number of threads.
+
+    "auto" takes CUDA where there is one.
 
     Raises:
         ConfigError: there is no such device here.
     """
+    if run.num_threads is not None:
+        torch.set_num_threads(run.num_threads)
+    name = run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
