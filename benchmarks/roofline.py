@@ -1,0 +1,86 @@
+"""The least time a bidirectional scan can take on a GPU, by what its kernels move and issue.
+
+With N = B L D token-channels, U = 2 N M updates of a state in both directions
+and R lane-instructions per second (multiprocessors x 4 schedulers x 32 lanes x the highest clock),
+
+    time = max(bytes per token-channel x N / bandwidth, instructions x N / R)
+
+where bandwidth is that of a large copy on the device, measured in the same run, reads and writes
+counted. Training is the sum of its forward and its backward. The table is ``COSTS``.
+
+Letters: B batch, L tokens, D channels of the scan, M states per channel.
+"""
+
+from dataclasses import dataclass
+
+PASSES = ("inference", "training forward", "forward + backward")
+M = 16
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one token-channel, both directions together, by pass."""
+
+    inference: float
+    forward: float  # which saves what the backward pass needs
+    backward: float
+
+
+# Instructions that a lane issues, M = 16: counted in machine code compiled for sm_90.
+# Diagonal: per update; exact: per token-channel and direction, whatever M is. Mamba: a bound, not a
+# count: one exponential per update, at an eighth of the rate of other instructions.
+COSTS = {
+    "longhorn": Cost(7.3 * 2 * M, 7.3 * 2 * M, 24 * 2 * M),
+    "longhorn_exact": Cost(52 * 2, 60 * 2, 100 * 2),
+    "mamba": Cost(8 * 2 * M, 8 * 2 * M, 8 * 2 * M),
+}
+
+# Inference: x, dt of both directions, z, out. Training: the sum of the scans and float32 states saved
+# every 16 tokens; backward those again, the gradients, and partial sums of those of q and k.
+BYTES = Cost(12, 22, 44)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the roofline needs to know of a GPU.
+
+    Attributes:
+        name: As the driver names it.
+        multiprocessors: Each with 4 schedulers of 32 lanes.
+        clock_hz: The highest of the multiprocessors, as the driver reports it.
+        bandwidth: Bytes per second of a large copy, reads and writes counted.
+    """
+
+    name: str
+    multiprocessors: int
+    clock_hz: float
+    bandwidth: float
+
+    @property
+    def lane_instructions(self) -> float:
+        """Instructions per second of all lanes together."""
+        return self.multiprocessors * 4 * 32 * self.clock_hz
+
+
+def roofline_ms(task: str, pass_name: str, shape: tuple[int, int, int], device: Device) -> float:
+    """Return the least time of a pass in ms, by the design's roofline.
+
+    Args:
+        task: A recurrence.
+        pass_name: One of ``PASSES``.
+        shape: (B, L, D).
+        device: Its rates.
+    """
+    B, L, D = shape
+    N, cost = B * L * D, COSTS[task]
+
+    def bound(instructions: float, bytes_moved: float) -> float:
+        issue = instructions * N / device.lane_instructions
+        return 1e3 * max(issue, bytes_moved * N / device.bandwidth)
+
+    if pass_name == "inference":
+        return bound(cost.inference, BYTES.inference)
+    forward = bound(cost.forward, BYTES.forward)
+    if pass_name == "training forward":
+        return forward
+    return forward + bound(cost.backward, BYTES.backward)

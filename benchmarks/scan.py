@@ -1,0 +1,447 @@
+"""Time the bidirectional scans of this library on a CUDA GPU against what else does the job.
+
+    python benchmarks/scan.py [--shapes 128,197,384 ...] [--repetitions 50] [--output FILE.json]
+
+Contestants and the task they share: ``contestants.py``. Before anything is timed, each one's output
+(with and without autograd) and all gradients are compared with the reference in float64 at the full
+shape. One that disagrees is not timed, is named in every output, and makes the exit status 1.
+
+Time: of the GPU, between two CUDA events, the median over repetitions. Before each, the GPU waits for
+as long as the CPU takes to submit the work, so that launch overhead, which a network hides behind
+the layers before, is not in it, and a buffer of at least twice the L2 cache is read, so that inputs
+come from memory. Contestants take turns, so that a drift of the clock hits all alike; a ratio is the
+median of the ratios turn by turn.
+
+Ratios to the design's roofline: ``roofline.py``.
+
+mamba-ssm is optional. Its scan is compiled from its source package: on a machine with a network and
+torch (setup.py imports it), then on the one with the GPU, which needs nvcc, ninja and wheel but no
+network:
+
+    MAMBA_SKIP_CUDA_BUILD=TRUE pip download --no-deps --no-binary :all: --no-build-isolation \\
+        mamba-ssm==2.3.2.post1
+
+    tar xzf mamba_ssm-2.3.2.post1.tar.gz && cd mamba_ssm-2.3.2.post1
+    sed -i '/append("-gencode")/d; s/cc_flag.append("arch=.*")/pass/' setup.py
+    MAMBA_FORCE_BUILD=TRUE MAMBA_KEEP_CUDA_BUILD=TRUE TORCH_CUDA_ARCH_LIST=9.0 MAX_JOBS=10 \\
+        pip install --no-build-isolation --no-deps .
+
+setup.py compiles for nine architectures whatever TORCH_CUDA_ARCH_LIST says; the sed leaves the choice
+to that variable. FORCE_BUILD keeps it from looking for a wheel on the network, and versions after
+this one build nothing without KEEP_CUDA_BUILD. From torch 2.13 on, add ``s/c++17/c++20/``.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vil
+from contestants import (
+    HEAD,
+    MAMBA_SSM,
+    Contestant,
+    contestants,
+    make_inputs,
+    tensors_of,
+    truth,
+)
+from cpu import revision
+from roofline import PASSES, Device, M, roofline_ms
+from scan_results import aims_table, draw, judge, refused, table
+from vil.kernels import ops
+from vil.kernels.reference import RECURRENCES
+from vil.training.files import write_text
+
+SHAPES = ((128, 197, 384), (64, 197, 768), (8, 6085, 384), (1, 6085, 384))
+
+# Largest error allowed, as measured by ``worst_error``: twice the spacing of bfloat16 numbers, as
+# python -m vil.selfcheck allows. Attention also rounds its L x L weights to bfloat16.
+_EPS = torch.finfo(torch.bfloat16).eps
+TOLERANCES = dict.fromkeys(RECURRENCES, 2 * _EPS) | {"attention": 4 * _EPS}
+
+LIMIT_S = 240  # for one contestant to compile, per shape
+
+
+# --------------------------------------------------------------------------------- correctness gate
+
+
+class TimeLimitError(Exception):
+    """A contestant took too long to compile."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitError within the block once ``seconds`` have passed; for the main thread."""
+
+    def stop(*_: object) -> None:
+        raise TimeLimitError(f"not compiled within {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def worst_error(results: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[str, float]:
+    """Return the result furthest from the exact one, and its error.
+
+    The error is the larger of two: the largest one relative to the largest value, and the root mean
+    square relative to that of the values. It is infinite for NaN and for a wrong shape.
+    """
+    errors = {}
+    for name, expected in exact.items():
+        if results[name].shape != expected.shape:
+            return name, float("inf")
+        difference = results[name].double() - expected
+        largest = difference.abs().max() / expected.abs().max().clamp(min=1e-30)
+        typical = difference.norm() / expected.norm().clamp(min=1e-30)
+        error = torch.maximum(largest, typical).item()
+        errors[name] = error if error == error else float("inf")
+    name = max(errors, key=errors.__getitem__)
+    return name, errors[name]
+
+
+@dataclass
+class Entry:
+    """A contestant at one shape.
+
+    Attributes:
+        contestant: Which.
+        status: "ok", or why it is not timed.
+        disagrees: Whether that is a wrong result.
+        error: Its worst error against the reference, None if it gave no results.
+        passes: What is to be timed, by name; empty unless ok.
+    """
+
+    contestant: Contestant
+    status: str
+    disagrees: bool = False
+    error: float | None = None
+    passes: dict[str, Callable[[], object]] = field(default_factory=dict)
+
+
+def admit(
+    contestant: Contestant, inputs: dict[str, Tensor], exact: dict[str, Tensor], limit_s: float
+) -> Entry:
+    """Let a contestant compute everything once, compare it with the truth, and admit or refuse it.
+
+    Args:
+        contestant: Who.
+        inputs: As of ``make_inputs``.
+        exact: As of ``truth`` for its task.
+        limit_s: Seconds it may take, compilation included.
+    """
+    if contestant.missing:
+        return Entry(contestant, contestant.missing)
+    tensors = tensors_of(contestant.task, inputs)
+    own = tuple(t.detach().requires_grad_() for t in contestant.arrange(tensors))
+    grad = contestant.turn(inputs["grad"])
+
+    def inference() -> Tensor:
+        with torch.no_grad():
+            return contestant.run(*own)
+
+    def forward() -> Tensor:
+        return contestant.run(*own)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), own, grad)
+
+    # Of one thread, so that the limit also interrupts the compilation of a backward pass.
+    try:
+        with time_limit(limit_s), torch.autograd.set_multithreading_enabled(False):
+            results = {
+                "inference": contestant.turn(inference()),
+                "output": contestant.turn(forward().detach()),
+                **contestant.restore(both(), tuple(tensors)),
+            }
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return Entry(contestant, f"failed: {type(error).__name__}: {lines[0]}")
+    name, error = worst_error(results, exact)
+    tolerance = TOLERANCES[contestant.task]
+    if not error <= tolerance:
+        what = name if name in ("inference", "output") else f"gradient of {name}"
+        status = f"disagrees with the reference ({what}: error {error:.2g} > {tolerance:.2g})"
+        return Entry(contestant, status, disagrees=True, error=error)
+    passes = dict(zip(PASSES, (inference, forward, both), strict=True))
+    return Entry(contestant, "ok", error=error, passes=passes)
+
+
+# ----------------------------------------------------------------------------------------- timing
+
+
+class CudaClock:
+    """CUDA events around work that is already submitted, the L2 cache full of something else."""
+
+    def __init__(self, clock_hz: float) -> None:
+        l2 = torch.cuda.get_device_properties().L2_cache_size
+        self._other = torch.zeros(max(1 << 26, l2 // 2), device="cuda")  # twice the L2 or more
+        self._clock_hz = clock_hz
+
+    def warm_up(self, run: Callable[[], object]) -> float:
+        """Run it several times; return the seconds the CPU took to submit it the last time."""
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            submitted = time.perf_counter()
+        torch.cuda.synchronize()
+        return submitted - start
+
+    def time(self, run: Callable[[], object], submission_s: float) -> float:
+        """Run it once; return the milliseconds the GPU took."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int((2 * submission_s + 2e-4) * self._clock_hz))
+        self._other.sum()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """Run it once; return the most memory it held at a time, results included."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def measure(
+    entries: list[Entry], pass_name: str, repetitions: int, clock: CudaClock
+) -> dict[str, Any]:
+    """Time one pass of all admitted contestants in turns.
+
+    Returns:
+        For each, by name: "ms" of every repetition, "submission_s" and "peak_bytes".
+    """
+    runs = {e.contestant.name: e.passes[pass_name] for e in entries if e.passes}
+    measured = {
+        name: {"ms": [], "submission_s": clock.warm_up(run), "peak_bytes": clock.peak_bytes(run)}
+        for name, run in runs.items()
+    }
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            of_it = measured[name]
+            of_it["ms"].append(clock.time(run, of_it["submission_s"]))
+    return measured
+
+
+def rows_of(
+    shape: tuple[int, int, int],
+    pass_name: str,
+    entries: list[Entry],
+    measured: dict[str, Any],
+    device: Device,
+) -> list[dict[str, Any]]:
+    """Return a row of the results for each contestant, timed or not."""
+    rows = []
+    peer = measured.get(MAMBA_SSM, {}).get("ms")
+    for entry in entries:
+        contestant = entry.contestant
+        row = {
+            "shape": list(shape),
+            "pass": pass_name,
+            "contestant": contestant.name,
+            "ours": contestant.ours,
+            "status": entry.status,
+            "disagrees": entry.disagrees,
+            "error": entry.error if entry.error != float("inf") else "not finite",
+        }
+        rows.append(row)
+        if contestant.name not in measured:
+            continue
+        of_it = measured[contestant.name]
+        times = of_it["ms"]
+        quartiles = statistics.quantiles(times, n=4, method="inclusive")
+        row["ms"] = statistics.median(times)
+        row["iqr_ms"] = quartiles[2] - quartiles[0]
+        row["submission_ms"] = 1e3 * of_it["submission_s"]
+        row["peak_mib"] = of_it["peak_bytes"] / 2**20
+        if contestant.ours:
+            row["roofline_ms"] = roofline_ms(contestant.task, pass_name, shape, device)
+            row["of_roofline"] = row["ms"] / row["roofline_ms"]
+        if peer:
+            row["faster_than_mamba_ssm"] = statistics.median(
+                other / own for own, other in zip(times, peer, strict=True)
+            )
+    return rows
+
+
+def run_shape(
+    shape: tuple[int, int, int],
+    players: list[Contestant],
+    device: Device,
+    clock: CudaClock,
+    repetitions: int,
+    place: str = "cuda",
+) -> list[dict[str, Any]]:
+    """Check all contestants at one shape, time those that are right, and return the rows.
+
+    Args:
+        shape: (B, L, D).
+        players: The contestants.
+        device: Rates for the roofline.
+        clock: How to time.
+        repetitions: Per contestant and pass.
+        place: Type of the torch device.
+    """
+    inputs = make_inputs(shape, place)
+    entries: dict[str, Entry] = {}
+    for task in dict.fromkeys(player.task for player in players):
+        exact = truth(task, inputs)
+        for player in players:
+            if player.task == task:
+                if place == "cuda":
+                    _poison()
+                entries[player.name] = admit(player, inputs, exact, LIMIT_S)
+                # Compilers are silent for minutes.
+                print(f"{shape} {player.name}: {entries[player.name].status}", file=sys.stderr)
+    in_order = [entries[player.name] for player in players]
+    rows = []
+    for pass_name in PASSES:
+        measured = measure(in_order, pass_name, repetitions, clock)
+        rows += rows_of(shape, pass_name, in_order, measured, device)
+    return rows
+
+
+def _poison() -> None:
+    """Leave NaN in the memory handed out next, where a result that is not written shows."""
+    torch.full((1 << 28,), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+# -------------------------------------------------------------------------------------------- main
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def driver_version() -> str:
+    """Return the version of the GPU's driver, or "unknown"."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.partition("\n")[0].strip()
+
+
+def probe() -> Device:
+    """Read the GPU's clock from the driver and measure its bandwidth."""
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    # In kHz.
+    clock_hz = 1e3 * driver.active.utils.get_device_properties(index)["sm_clock_rate"]
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    clock = CudaClock(clock_hz)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    submission_s = clock.warm_up(copy)
+    seconds = statistics.median(clock.time(copy, submission_s) for _ in range(20)) / 1e3
+    moved = 2 * source.numel() * source.element_size()
+    return Device(
+        properties.name, properties.multi_processor_count, clock_hz, bandwidth=moved / seconds
+    )
+
+
+def environment(device: Device) -> dict[str, Any]:
+    """Return what the times depend on."""
+    return {
+        **asdict(device),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "mamba-ssm": version_of("mamba-ssm"),
+        "vil": vil.__version__,
+        "commit": revision(),
+    }
+
+
+def shape_of(text: str) -> tuple[int, int, int]:
+    """Parse "B,L,D"."""
+    sizes = tuple(map(int, text.split(",")))
+    if len(sizes) != 3 or min(sizes) < 1 or sizes[2] % HEAD:
+        raise argparse.ArgumentTypeError(f"B,L,D with D a multiple of {HEAD} expected, got {text}")
+    return sizes
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    default = Path(__file__).parent / "results" / "scan.json"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="B,L,D", help="default: all"
+    )
+    parser.add_argument("--repetitions", type=int, default=50, help="at least 2")
+    parser.add_argument(
+        "--output", type=Path, default=default, help="results, JSON; the picture is put beside it"
+    )
+    args = parser.parse_args(arguments)
+    if args.repetitions < 2:
+        parser.error(f"--repetitions must be at least 2, got {args.repetitions}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, time, print a table, write results and picture; return the exit status."""
+    args = parse(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks/scan.py times GPU kernels: it needs a CUDA GPU", file=sys.stderr)
+        return 2
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    device = probe()
+    about = environment(device)
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    players = contestants()
+    clock = CudaClock(device.clock_hz)
+    rows: list[dict[str, Any]] = []
+    title = f"Bidirectional scans, bfloat16, M = {M}, {device.name}"
+    for shape in args.shapes:
+        torch.compiler.reset()  # every shape is compiled for itself; torch keeps only a few
+        torch.cuda.empty_cache()
+        with ops.use_backend("triton"):
+            new = run_shape(shape, players, device, clock, args.repetitions)
+        rows += new
+        print(table(new), flush=True)
+        aims = judge(rows, device.name)
+        # After every shape, so that a run cut short leaves what it has.
+        result = {"environment": about, "tolerances": TOLERANCES, "rows": rows, "aims": aims}
+        write_text(args.output, json.dumps(result, indent=1))
+        draw(args.output.with_suffix(".png"), rows, title)
+    print(aims_table(aims))
+    complaint = refused(rows)
+    print(complaint, end="\n" if complaint else "", file=sys.stderr)
+    return int(bool(complaint))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
