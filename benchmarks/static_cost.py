@@ -5,8 +5,8 @@
 Compiles the kernels ahead of time and prints a Markdown table. For NVIDIA it reads the machine code
 with the disassembler that Triton ships; for AMD it reads what the compiler says of it.
 
-A loop is what lies between a label and the last branch back to it: an outer loop counts an inner
-one's instructions once, and code out of line that returns to the main path looks like a loop too.
+A loop is what lies between a label and the last branch back to it, if no other loop lies there too;
+code out of line that returns to the main path looks like one.
 Latencies and cache misses are not modelled: these numbers bound a kernel's speed and show when it
 gets worse, but do not replace a measurement.
 """
@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import triton
@@ -28,37 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from vil.kernels import conv, longhorn_exact, tuning
+from kernel_variants import VARIANTS, Variant
 
 ARCHITECTURES = ("80", "90", "100", "120", "gfx942")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A kernel with everything that is fixed when it is compiled.
-
-    Attributes:
-        name: Selects it on the command line, unique.
-        kernel: The function under ``triton.jit``.
-        signature: Triton type of every run-time argument, ":16" after it for multiples of 16, which
-            is what launches infer of aligned pointers and of sizes.
-        constexprs: Values of the compile-time arguments.
-        num_warps: Warps of a program.
-        unit: What ``units`` counts.
-        units: Units that one lane does in one iteration of the loop, or in all if there is no loop.
-        on_amd: Compile-time arguments that are others on AMD.
-        loops: How many of the largest loops are meant, one per direction; their mean is counted.
-    """
-
-    name: str
-    kernel: JITFunction
-    signature: dict[str, str]
-    constexprs: dict[str, int | bool | str]
-    num_warps: int
-    unit: str
-    units: int
-    on_amd: dict[str, int | bool | str] = field(default_factory=dict)
-    loops: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +42,7 @@ class Cost:
         spills: Instructions that access spilled registers (NVIDIA) or spilled registers (AMD).
         shared: Bytes of shared memory of a program.
         instructions: Of the whole kernel; None for AMD.
-        loops: Instructions of every loop, largest first; None for AMD.
+        loops: Instructions of every loop around no other, longest first; None for AMD.
         per_unit: Instructions of the variant's loops, or of the whole kernel if it has none, for
             each of its units; None for AMD.
     """
@@ -81,98 +53,6 @@ class Cost:
     instructions: int | None = None
     loops: tuple[int, ...] | None = None
     per_unit: float | None = None
-
-
-_CONV_CONSTEXPRS = {"D": 384, "K": 4, "BLOCK_L": conv.BLOCK_L, "BLOCK_D": conv.BLOCK_D}
-_CONV_SIZES = {"B": "i32:16", "L": "i32", "x_stride_b": "i32:16", "x_stride_l": "i32:16"}
-_CONV_INPUTS = {"x_ptr": "*bf16:16", "weight_ptr": "*fp32:16", "bias_ptr": "*fp32:16"}
-_CONV_UNITS = conv.BLOCK_L * conv.BLOCK_D // (32 * conv.NUM_WARPS)
-
-_EXACT_INPUTS = {
-    **dict.fromkeys(("x_ptr", "dt_ptr", "z_ptr"), "*bf16:16"),
-    **dict.fromkeys(
-        ("keys_ptr", "gram_ptr", "kappa_ptr", "skip_ptr", "bias_ptr", "y_ptr", "states_ptr"),
-        "*fp32:16",
-    ),
-    "B": "i32:16",
-    "L": "i32",
-    **dict.fromkeys(
-        ("x_stride_dir", "x_stride_b", "dt_stride_dir", "dt_stride_b", "z_stride_b"), "i32:16"
-    ),
-}
-_EXACT_CONSTEXPRS = {
-    "x_stride_l": 384,
-    "dt_stride_l": 384,
-    "z_stride_l": 768,
-    "D": 384,
-    "BLOCK_M": 16,
-    "FAST": True,
-    "PRECISION": "tf32",
-}
-
-
-def _exact_forward(save: bool) -> Variant:
-    block_d, warps = tuning.blocks("exact_forward", 384)
-    return Variant(
-        name="exact_forward_saving" if save else "exact_forward",
-        kernel=longhorn_exact._bidirectional_forward_kernel,
-        signature={**_EXACT_INPUTS, "out_ptr": "*bf16:16"},
-        constexprs={**_EXACT_CONSTEXPRS, "BLOCK_D": block_d, "SAVE": save},
-        num_warps=warps,
-        unit="token-channel and direction",
-        units=tuning.CHUNK,
-        on_amd={"FAST": False, "PRECISION": "ieee"},
-        loops=2,
-    )
-
-
-def _exact_backward() -> Variant:
-    block_d, warps = tuning.blocks("exact_backward", 384)
-    outputs = dict.fromkeys(("dx_ptr", "ddt_ptr", "dz_ptr"), "*bf16:16")
-    sums = dict.fromkeys(("dkeys_ptr", "dskip_ptr", "dbias_ptr"), "*fp32:16")
-    return Variant(
-        name="exact_backward",
-        kernel=longhorn_exact._bidirectional_backward_kernel,
-        signature={**_EXACT_INPUTS, "dout_ptr": "*bf16:16", **outputs, **sums},
-        constexprs={**_EXACT_CONSTEXPRS, "BLOCK_D": block_d},
-        num_warps=warps,
-        unit="token-channel and direction",
-        units=tuning.CHUNK,
-        on_amd={"FAST": False, "PRECISION": "ieee"},
-        loops=2,
-    )
-
-
-VARIANTS = (
-    _exact_forward(save=False),
-    _exact_forward(save=True),
-    _exact_backward(),
-    Variant(
-        name="conv_forward",
-        kernel=conv._forward_kernel,
-        signature={**_CONV_INPUTS, "out_ptr": "*bf16:16", **_CONV_SIZES},
-        constexprs={**_CONV_CONSTEXPRS, "FAST": True},
-        num_warps=conv.NUM_WARPS,
-        unit="element of x",
-        units=_CONV_UNITS,
-    ),
-    Variant(
-        name="conv_backward",
-        kernel=conv._backward_kernel,
-        signature={
-            "grad_ptr": "*bf16:16",
-            **_CONV_INPUTS,
-            "dx_ptr": "*bf16:16",
-            "dweight_ptr": "*fp32:16",
-            "dbias_ptr": "*fp32:16",
-            **_CONV_SIZES,
-        },
-        constexprs={**_CONV_CONSTEXPRS, "FAST": True},
-        num_warps=conv.NUM_WARPS,
-        unit="element of x",
-        units=_CONV_UNITS,
-    ),
-)
 
 
 def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
@@ -194,6 +74,7 @@ def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
         )
     amd = arch.startswith("gfx")
     constexprs = variant.constexprs | (variant.on_amd if amd else {})
+    num_warps = constexprs.pop("num_warps", variant.num_warps)
     given = {**variant.signature, **constexprs}
     if set(given) != set(kernel.arg_names):
         wrong = sorted(set(given) ^ set(kernel.arg_names))
@@ -210,7 +91,9 @@ def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
             attributes[(i,)] = [["tt.divisibility", int(divisor)]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
-    options = {"num_warps": variant.num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    if variant.max_registers is not None and not amd:
+        options["maxnreg"] = variant.max_registers
     return triton.compile(source, target=target, options=options)
 
 
@@ -230,7 +113,7 @@ def cost(variant: Variant, arch: str) -> Cost:
         )
     registers, listing = _disassemble(compiled.asm["cubin"])
     opcodes, loops = _parse(listing)
-    counted = sum(loops[: variant.loops]) / variant.loops if loops else len(opcodes)
+    counted = sum(loops[: variant.loops]) if loops else len(opcodes)
     spills = sum(opcode in ("LDL", "STL") for opcode in opcodes)
     return Cost(registers, spills, shared, len(opcodes), loops, counted / variant.units)
 
@@ -254,10 +137,10 @@ def _disassemble(cubin: bytes) -> tuple[int, str]:
 
 
 def _parse(listing: str) -> tuple[list[str], tuple[int, ...]]:
-    """Return the opcode of every instruction, without modifiers, and the lengths of the loops."""
+    """Return the opcode of every instruction, without modifiers, and the lengths of inner loops."""
     labels: dict[str, int] = {}
     opcodes: list[str] = []
-    lengths: dict[int, int] = {}  # by first instruction
+    ends: dict[int, int] = {}  # of loops, by first instruction
     for line in listing.splitlines():
         if label := re.match(r"(\.L\w+):", line):
             labels[label[1]] = len(opcodes)
@@ -266,11 +149,16 @@ def _parse(listing: str) -> tuple[list[str], tuple[int, ...]]:
             start = labels.get(branch[1]) if branch else None
             # A branch to itself is the trap behind every kernel's end; only padding follows it.
             if start is not None and start < len(opcodes):
-                lengths[start] = len(opcodes) - start + 1
+                ends[start] = len(opcodes) + 1
             opcodes.append(instruction[1])
     while opcodes[-1] == "NOP":
         opcodes.pop()
-    return opcodes, tuple(sorted(lengths.values(), reverse=True))
+    loops = [
+        end - start
+        for start, end in ends.items()
+        if not any(start <= s and e <= end for s, e in ends.items() if s != start)
+    ]
+    return opcodes, tuple(sorted(loops, reverse=True))
 
 
 def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:

@@ -42,11 +42,12 @@ def use_backend(name: str) -> Iterator[None]:
         _override = previous
 
 
-def backend_for(device: torch.device) -> ModuleType:
+def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """Return the module that implements the operations for tensors on a device.
 
     Args:
         device: Where the tensors are.
+        dtype: Of the activations.
 
     Raises:
         ValueError: VIL_BACKEND holds an unknown name.
@@ -58,7 +59,7 @@ def backend_for(device: torch.device) -> ModuleType:
         name, asked_by = os.environ.get(ENVIRONMENT_VARIABLE, "auto"), ENVIRONMENT_VARIABLE
         _checked(name, ENVIRONMENT_VARIABLE)
     if name == "auto":
-        name = _automatic(device.type)
+        name = _automatic(device.type, dtype == torch.float64)
     elif name != "reference":
         _check_serves(name, device, asked_by)
     return importlib.import_module(f"{__package__}.{_MODULES[name]}")
@@ -91,10 +92,16 @@ def _installed(package: str) -> bool:
 
 
 @functools.cache
-def _automatic(device_type: str) -> str:
-    # Not "triton" on GPUs, until its kernels have been run and timed on one.
+def _automatic(device_type: str, double: bool) -> str:
     if device_type == "cpu" and _installed("numba"):
         return "cpu"
-    why = "numba is not installed" if device_type == "cpu" else f"on {device_type}"
+    if device_type == "cuda" and _installed("triton") and not double:
+        return "triton"
+    if device_type == "cpu":
+        why = "numba is not installed"
+    elif device_type == "cuda":
+        why = "float64 on a GPU" if double else "triton is not installed"
+    else:
+        why = f"on {device_type}"
     _logger.warning("scans run through plain PyTorch, which is slow (%s)", why)
     return "reference"

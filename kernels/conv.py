@@ -16,11 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from vil.kernels import tuning
+
 BLOCK_L = 16
-# Two channels per lane: their loads are vectors, and even with K = 8 the backward pass still fits in
-# the registers.
-BLOCK_D = 64
-NUM_WARPS = 1
 # Programs of the backward pass, each with sums of its own of the parameters' gradients: eight for
 # every multiprocessor of a large GPU, all resident at once. A constant, so that every device adds
 # up in the same order.
@@ -248,10 +246,8 @@ def _backward_kernel(
 
 _LAUNCH_OPTIONS = {
     "BLOCK_L": BLOCK_L,
-    "BLOCK_D": BLOCK_D,
     # Triton's interpreter, whose kernels are of another class, has no fast functions.
     "FAST": isinstance(_forward_kernel, triton.JITFunction),
-    "num_warps": NUM_WARPS,
     "num_stages": 1,
     "enable_fp_fusion": True,
 }
@@ -275,7 +271,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     B, L, D = x.shape
     x, weight, bias = _unit_last_stride(x), weight.contiguous(), bias.contiguous()
     out = torch.empty((2, B, L, D), dtype=x.dtype, device=x.device)
-    grid = (B * triton.cdiv(L, BLOCK_L) * triton.cdiv(D, BLOCK_D),)
+    block_d, warps = tuning.blocks("conv", D, x.device)
+    grid = (B * triton.cdiv(L, BLOCK_L) * triton.cdiv(D, block_d),)
     with torch.cuda.device_of(x):
         _forward_kernel[grid](
             x,
@@ -288,6 +285,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             x.stride(1),
             D=D,
             K=weight.shape[2],
+            BLOCK_D=block_d,
+            num_warps=warps,
             **_LAUNCH_OPTIONS,
         )
     return out
@@ -312,7 +311,8 @@ def backward(
     K = weight.shape[2]
     grad, x = grad.contiguous(), _unit_last_stride(x)
     weight, bias = weight.contiguous(), bias.contiguous()
-    num_blocks = triton.cdiv(D, BLOCK_D)
+    block_d, warps = tuning.blocks("conv", D, x.device)
+    num_blocks = triton.cdiv(D, block_d)
     num_programs = min(
         B * triton.cdiv(L, BLOCK_L), triton.cdiv(BACKWARD_PROGRAMS, max(num_blocks, 1))
     )
@@ -335,6 +335,8 @@ def backward(
             x.stride(1),
             D=D,
             K=K,
+            BLOCK_D=block_d,
+            num_warps=warps,
             **_LAUNCH_OPTIONS,
         )
     dweight = dweight.sum(0).transpose(1, 2)  # (2, D, K)

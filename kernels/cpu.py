@@ -376,6 +376,10 @@ def scan_backward(
     return _in_dtypes_of(inputs, grads)
 
 
+def saved_shapes(x: Tensor, k: Tensor, recurrence: str) -> None:
+    """Return None: nothing is saved, the backward pass scans again."""
+
+
 def bidirectional_scan(
     x: Tensor,
     dt: Tensor,

@@ -5,11 +5,11 @@ error.
 """
 
 import torch
+import triton
 from torch import Tensor
 
-from vil.kernels import conv, longhorn_diagonal, longhorn_exact, mamba
-
-_LONGHORN = {"longhorn": longhorn_diagonal, "longhorn_exact": longhorn_exact}
+from vil.kernels import conv, longhorn_exact, sequential
+from vil.kernels.tuning import CHUNK
 
 
 def _check_dtype(x: Tensor) -> None:
@@ -19,19 +19,102 @@ def _check_dtype(x: Tensor) -> None:
         )
 
 
-def scan(*arguments: object) -> tuple[Tensor, Tensor]:
-    """Refuse: there is no kernel for a single direction.
+def _forward(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    *rest: Tensor | bool | None,
+    recurrence: str,
+) -> tuple[Tensor | None, ...]:
+    _check_dtype(x)
+    if recurrence == "longhorn_exact":
+        return longhorn_exact.forward(x, dt, *rest)
+    return sequential.forward(x, dt, A, *rest)
 
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(
-        'the backend "triton" serves bidirectional_scan and causal_conv1d_bidirectional; '
-        'use "reference" for a scan in one direction'
-    )
+
+def _backward(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    *rest: Tensor | bool | None,
+    recurrence: str,
+) -> tuple[Tensor | None, ...]:
+    if recurrence == "longhorn_exact":
+        dx, ddt, *others = longhorn_exact.backward(dout, dfinal, x, dt, *rest)
+        return dx, ddt, None, *others
+    return sequential.backward(dout, dfinal, x, dt, A, *rest)
 
 
-scan_backward = scan
+def _as_one_direction(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the arguments with a leading axis of one direction, and zeros for absent weights."""
+    zero = x.new_zeros(x.shape[-1], dtype=torch.float32)
+    D, bias = zero if D is None else D, zero if bias is None else bias
+    return tuple(None if t is None else t.unsqueeze(0) for t in (x, dt, A, q, k, D, bias))
+
+
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scan one direction; arguments and results as of ``reference.scan``."""
+    inputs = _as_one_direction(x, dt, A, q, k, D, bias)
+    y, _, _, final = _forward(*inputs, None, initial_state, reverse, False, recurrence=recurrence)
+    return y, final
+
+
+def scan_backward(
+    grad_y: Tensor,
+    grad_final_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
+    inputs = _as_one_direction(x, dt, A, q, k, D, bias)
+    *grads, _, dinitial = _backward(
+        grad_y, grad_final_state, *inputs, None, initial_state, None, None, reverse,
+        recurrence=recurrence,
+    )  # fmt: skip
+    dx, ddt, dA, dq, dk, dD, dbias = (None if g is None else g.squeeze(0) for g in grads)
+    return (
+        dx, ddt, dA, dq, dk, None if D is None else dD, None if bias is None else dbias, dinitial
+    )  # fmt: skip
+
+
+def saved_shapes(x: Tensor, k: Tensor, recurrence: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of y_sum and states, which ``bidirectional_scan_saving`` saves."""
+    _, B, L, channels = x.shape
+    chunks, states = triton.cdiv(L, CHUNK), k.shape[-1]
+    if recurrence == "longhorn_exact":
+        shape = (2, B, chunks, channels, longhorn_exact.padded_states(states))
+    else:
+        shape = (2, B, chunks, sequential.padded_states(states), channels)
+    return (B, L, channels), shape
 
 
 def bidirectional_scan(
@@ -46,13 +129,26 @@ def bidirectional_scan(
     recurrence: str,
 ) -> Tensor:
     """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
-    _check_dtype(x)
-    if recurrence == "mamba":
-        out, *_ = mamba.bidirectional_forward(x, dt, A, q, k, D, bias, z, save=False)
-    else:
-        kernel = _LONGHORN[recurrence]
-        out, *_ = kernel.bidirectional_forward(x, dt, q, k, D, bias, z, save=False)
+    out, *_ = _forward(x, dt, A, q, k, D, bias, z, None, False, False, recurrence=recurrence)
     return out
+
+
+def bidirectional_scan_saving(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what ``bidirectional_scan`` does, and return y_sum and states for the backward pass too."""
+    out, y_sum, states, _ = _forward(
+        x, dt, A, q, k, D, bias, z, None, False, True, recurrence=recurrence
+    )
+    return out, y_sum, states
 
 
 def bidirectional_scan_backward(
@@ -66,13 +162,16 @@ def bidirectional_scan_backward(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    saved: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
-    if recurrence == "mamba":
-        return mamba.bidirectional_backward(grad, x, dt, A, q, k, D, bias, z, None, None)
-    kernel = _LONGHORN[recurrence]
-    dx, ddt, *rest = kernel.bidirectional_backward(grad, x, dt, q, k, D, bias, z, None, None)
-    return dx, ddt, None, *rest
+    """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z.
+
+    ``saved`` is y_sum and states of ``bidirectional_scan_saving``; without them it scans again.
+    """
+    *grads, _ = _backward(
+        grad, None, x, dt, A, q, k, D, bias, z, None, *saved, False, recurrence=recurrence
+    )
+    return tuple(grads)
 
 
 def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -8,10 +8,20 @@ Within a chunk, E = eps, S0 the state at its start, tokens in the order of the s
 The Gram matrices K K' and tril(Q K') are shared by all channels. The backward pass is the same
 with the substitution transposed; every sum over channels is a matrix product, so there are no
 atomics and gradients are the same bits from run to run. Derivation: kernels/README.md.
-Letters: B batch, L tokens, D channels, M state size, N chunks.
+
+Chunk n holds tokens 16 n to 16 n + 15 in either direction; within it rows are in the order of the
+scan, so that in reverse a ragged chunk comes first and begins with its dead rows, whose keys are
+zero and leave the state alone. Sequences too few to fill the device are cut in segments of whole
+chunks that run side by side: the scan is linear in its state, so a summary of every segment gives
+the states that the segments start from.
+Letters: N directions, B batch, L tokens, S segments, D channels, M state size.
 """
 
+import math
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,26 +45,25 @@ from vil.kernels.tiles import (
 def _gram_kernel(
     q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
-    M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pack one chunk of keys and queries in the order of the scan, with their Gram matrices.
 
-    keys (directions, B, N, 16, 2 BLOCK_M): k then q, float32, zero beyond L and M.
-    gram (directions, B, N, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0.
-    kappa (directions, B, N, 16): 1 + |k|^2.
+    keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero beyond L and M.
+    gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0.
+    kappa (N, B, chunks, 16): 1 + |k|^2.
     """
     T: tl.constexpr = 16
-    n, b, direction = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    chunks = tl.num_programs(0)
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
+    n, b, direction = chunk % chunks, chunk // chunks % B, chunk // chunks // B
     t, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
-    position = n * T + t
-    token = tl.where(direction == 1, L - 1 - position, position)
-    mask = (position < L)[:, None] & (m < M)[None, :]
+    reverse = direction == 1 or REVERSE
+    token = n * T + tl.where(reverse, T - 1 - t, t)
+    mask = (token < L)[:, None] & (m < M)[None, :]
     k_row = k_ptr + direction * k_stride_dir + b * k_stride_b + token[:, None] * k_stride_l
     q_row = q_ptr + direction * q_stride_dir + b * q_stride_b + token[:, None] * q_stride_l
     k = tl.load(k_row + m[None, :], mask=mask, other=0.0).to(tl.float32)
     q = tl.load(q_row + m[None, :], mask=mask, other=0.0).to(tl.float32)
-    chunk = (direction * B + b) * chunks + n
     keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
     tl.store(keys, k)
     tl.store(keys + BLOCK_M, q)
@@ -107,45 +116,77 @@ def _backward_substitution(dc, eps, gram_ptr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _alive(t, live, d, REVERSE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask [BLOCK_D] of row t of a chunk of which the first ``live`` tokens exist."""
+    return alive_row((15 - t) if REVERSE else t, live, d, D, BLOCK_D)
+
+
+@triton.jit
+def _place(segments, DIRECTIONS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return batch element, segment, direction and block of this program, blocks fastest."""
+    rest = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) - rest * BLOCKS
+    direction, rest = rest % DIRECTIONS, rest // DIRECTIONS
+    return (rest // segments).to(tl.int64), rest % segments, direction, block
+
+
+@triton.jit
+def _entry_state(entry_ptr, lane, d, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Load the state [BLOCK_D, BLOCK_M] that a segment starts from, zeros if none is given."""
+    if entry_ptr is None:
+        return tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    else:
+        row = entry_ptr + lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        return load_states(row, d, D, BLOCK_D)
+
+
+@triton.jit
+def _store_states(pointer, lane, state, d, limit, BLOCK_M: tl.constexpr):
+    """Store the states [BLOCK_D, BLOCK_M] of the channels below a limit."""
+    row = pointer + lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    tl.store(row, state, mask=(d < limit)[:, None])
+
+
+@triton.jit
 def _forward_direction(
     x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    y_ptr, out_ptr, states_ptr, B, L, b, d,
+    y_ptr, out_ptr, states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-    direction: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
-    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    SAVE: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    direction: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan one direction of one batch element and block of channels.
+    """Scan one direction of one segment of one batch element and block of channels.
 
-    Direction 0 leaves y as a partial sum; direction 1, in reverse, adds its own to that, gates and
-    stores the result, and the sum too if SAVE.
+    A single direction (no z) stores y. Of two, direction 0 leaves y as a partial sum; direction 1
+    adds its own to that, gates and stores the result, and the sum too if states are saved.
     """
     T: tl.constexpr = 16
-    sign: tl.constexpr = -1 if direction == 1 else 1
+    sign: tl.constexpr = -1 if REVERSE else 1
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
-    chunks = tl.cdiv(L, T)
-    state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    chunks, begin = tl.cdiv(L, T), segment * segment_chunks
+    end = tl.minimum(begin + segment_chunks, chunks)
+    lane = ((direction * B + b) * segments + segment) * D + d
+    state = _entry_state(entry_ptr, lane, d, D, BLOCK_D, BLOCK_M)
     bias = load_row(bias_ptr + direction * D + d, d < D)
     skip = load_row(skip_ptr + direction * D + d, d < D)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
-    for n in range(chunks):
+    for i in range(begin, end):
+        n = (begin + end - 1 - i) if REVERSE else i
         chunk = (direction * B + b) * chunks + n
         keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
         k, q = tl.load(keys), tl.load(keys + BLOCK_M)
         gram = gram_ptr + chunk * (2 * T * T)
-        if SAVE:
-            saved = ((direction * B + b) * chunks + n) * D + d
-            tl.store(
-                states_ptr + saved[:, None] * BLOCK_M + m[None, :], state, mask=(d < D)[:, None]
-            )
+        if states_ptr is not None:
+            _store_states(states_ptr, chunk * D + d, state, d, D, BLOCK_M)
         recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        first = tl.cast((L - 1 - n * T) if direction == 1 else n * T, tl.int64)
+        first = tl.cast(n * T + ((T - 1) if REVERSE else 0), tl.int64)
         live = L - n * T
         eps, x, rest = (), (), ()
         kappa = ()
         for t in tl.static_range(T):
-            mask = alive_row(t, live, d, D, BLOCK_D)
+            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
             if t % 4 == 0:
                 kappa = kappa + four_scalars(kappa_ptr + chunk * T + t, BLOCK_D)
             x_t = load_row(x_row + first * x_stride_l + sign * t * x_stride_l, mask)
@@ -159,49 +200,57 @@ def _forward_direction(
         y = columns(tl.dot(c, read, y, input_precision=PRECISION), BLOCK_D)
         state = tl.dot(c, k, state, input_precision=PRECISION)
         for t in tl.static_range(T):
-            mask = alive_row(t, live, d, D, BLOCK_D)
+            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
             y_t = y[t] + skip * x[t]
             row = (b * L + first) * D + sign * t * D + d
-            if direction == 0:
+            if z_ptr is None:
+                tl.store(out_ptr + row, y_t.to(out_ptr.dtype.element_ty), mask=mask)
+            elif direction == 0:
                 tl.store(y_ptr + row, y_t, mask=mask)
             else:
                 y_t += tl.load(y_ptr + row, mask=mask, other=0.0)
                 z_t = load_row(
                     z_ptr + b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d, mask
                 )
-                if SAVE:
+                if states_ptr is not None:
                     tl.store(y_ptr + row, y_t, mask=mask)
                 gated = y_t * half_silu(z_t, FAST)
                 tl.store(out_ptr + row, gated.to(out_ptr.dtype.element_ty), mask=mask)
+    if final_ptr is not None:
+        left = begin if REVERSE else chunks - end
+        _store_states(final_ptr, b * D + d, state, d, tl.where(left == 0, D, 0), BLOCK_M)
 
 
 @triton.jit
 def _backward_direction(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr,
-    B, L, b, d, block, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-    direction: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
-    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    B, L, b, segment, segments, segment_chunks, d, block,
+    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+    direction: tl.constexpr, DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr,
+    x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one direction of one batch element and block of channels back.
+    """Take one direction of one segment of one batch element and block of channels back.
 
-    Gradients of keys and queries are partial sums over the block's channels, (blocks, 2, B, L,
-    2 BLOCK_M). Direction 0 also writes the gradient of the gate.
+    Gradients of keys and queries are partial sums over the block's channels, (blocks, N, B, L,
+    2 BLOCK_M). Of two directions, direction 0 also writes the gradient of the gate.
     """
     T: tl.constexpr = 16
-    sign: tl.constexpr = -1 if direction == 1 else 1
+    sign: tl.constexpr = -1 if REVERSE else 1
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
-    chunks = tl.cdiv(L, T)
-    lane = (direction * B + b) * D + d
-    dstate = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    chunks, begin = tl.cdiv(L, T), segment * segment_chunks
+    end = tl.minimum(begin + segment_chunks, chunks)
+    lane = ((direction * B + b) * segments + segment) * D + d
+    dstate = _entry_state(entry_ptr, lane, d, D, BLOCK_D, BLOCK_M)
     bias = load_row(bias_ptr + direction * D + d, d < D)
     skip = load_row(skip_ptr + direction * D + d, d < D)
     dbias, dskip = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
-    for i in range(chunks):
-        n = chunks - 1 - i
+    for i in range(begin, end):
+        n = i if REVERSE else (begin + end - 1 - i)
         chunk = (direction * B + b) * chunks + n
         keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
         k, q = tl.load(keys), tl.load(keys + BLOCK_M)
@@ -211,27 +260,28 @@ def _backward_direction(
         state_row = states_ptr + saved[:, None] * BLOCK_M + m[None, :]
         state = load_states(state_row, d, D, BLOCK_D)
         recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        first = tl.cast((L - 1 - n * T) if direction == 1 else n * T, tl.int64)
+        first = tl.cast(n * T + ((T - 1) if REVERSE else 0), tl.int64)
         live = L - n * T
         eps, dy, rest, kappa = (), (), (), ()
         for t in tl.static_range(T):
-            mask = alive_row(t, live, d, D, BLOCK_D)
+            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
             if t % 4 == 0:
                 kappa = kappa + four_scalars(kappa_ptr + chunk * T + t, BLOCK_D)
             x_t = load_row(x_row + first * x_stride_l + sign * t * x_stride_l, mask)
             v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
             row = (b * L + first) * D + sign * t * D + d
             dy_t = load_row(dout_ptr + row, mask)
-            z_row = b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d
-            z_t = load_row(z_ptr + z_row, mask)
-            if direction == 0:  # silu'(z) = s + silu(z) (1 - s)
-                s = half_sigmoid(z_t, FAST)
-                slope = s * (1.0 + z_t * (1.0 - 2.0 * s))
-                dz_t = dy_t * load_row(y_ptr + row, mask) * slope
-                tl.store(dz_ptr + row, dz_t.to(dz_ptr.dtype.element_ty), mask=mask)
-                dy_t = dy_t * z_t * s
-            else:
-                dy_t = dy_t * half_silu(z_t, FAST)
+            if z_ptr is not None:
+                z_row = b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d
+                z_t = load_row(z_ptr + z_row, mask)
+                if direction == 0:  # silu'(z) = s + silu(z) (1 - s)
+                    s = half_sigmoid(z_t, FAST)
+                    slope = s * (1.0 + z_t * (1.0 - 2.0 * s))
+                    dz_t = dy_t * load_row(y_ptr + row, mask) * slope
+                    tl.store(dz_ptr + row, dz_t.to(dz_ptr.dtype.element_ty), mask=mask)
+                    dy_t = dy_t * z_t * s
+                else:
+                    dy_t = dy_t * half_silu(z_t, FAST)
             eps = eps + (longhorn_eps(v, kappa[t], FAST),)
             dskip += dy_t * x_t
             dy = dy + (dy_t,)
@@ -243,7 +293,7 @@ def _backward_direction(
         w = _backward_substitution(columns(dc, BLOCK_D), eps, gram, BLOCK_D)
         scaled = ()
         for t in tl.static_range(T):
-            mask = alive_row(t, live, d, D, BLOCK_D)
+            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
             scaled = scaled + (eps[t] * w[t],)
             row = ((direction * B + b) * L + first) * D + sign * t * D + d
             dx_t = scaled[t] + skip * dy[t]
@@ -267,201 +317,457 @@ def _backward_direction(
         dk = tl.dot(dread, q, dk, input_precision=PRECISION)
         dk -= tl.dot(dgram + tl.trans(dgram), k, input_precision=PRECISION)
         token = first + sign * t16
-        partial = ((block * 2 + direction) * B + b) * L + token
+        partial = ((block.to(tl.int64) * DIRECTIONS + direction) * B + b) * L + token
         partial = dkeys_ptr + partial[:, None] * (2 * BLOCK_M) + m[None, :]
-        alive = (t16 < live)[:, None]
+        alive = (token < L)[:, None]
         tl.store(partial, dk, mask=alive)
         tl.store(partial + BLOCK_M, dq, mask=alive)
         dstate = tl.dot(dy_tile, q, dstate, input_precision=PRECISION)
         dstate -= tl.dot(w_tile, k, input_precision=PRECISION)
     tl.store(dskip_ptr + lane, dskip, mask=d < D)
     tl.store(dbias_ptr + lane, dbias, mask=d < D)
+    if dinitial_ptr is not None:
+        left = chunks - end if REVERSE else begin
+        _store_states(dinitial_ptr, b * D + d, dstate, d, tl.where(left == 0, D, 0), BLOCK_M)
 
 
 @triton.jit
-def _bidirectional_forward_kernel(
+def _summary_direction(
+    x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
+    B, L, b, segment, segments, segment_chunks, d, j,
+    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+    direction: tl.constexpr, REVERSE: tl.constexpr, OWN: tl.constexpr, x_stride_l: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take unit state j, or if OWN zeros under the inputs given, through one segment.
+
+    With dout given, what is taken through is the gradient of the state, against the scan.
+    """
+    T: tl.constexpr = 16
+    sign: tl.constexpr = -1 if REVERSE else 1
+    DESCENDING: tl.constexpr = (dout_ptr is not None) != REVERSE
+    t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
+    state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+    if not OWN:
+        state += tl.where(m == j, 1.0, 0.0)[None, :]
+    segment += 1 if DESCENDING else 0  # the last one on the way needs no summary
+    chunks, begin = tl.cdiv(L, T), segment * segment_chunks
+    end = tl.minimum(begin + segment_chunks, chunks)
+    bias = load_row(bias_ptr + direction * D + d, d < D)
+    x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
+    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
+    for i in range(begin, end):
+        n = (begin + end - 1 - i) if DESCENDING else i
+        chunk = (direction * B + b) * chunks + n
+        keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
+        k = tl.load(keys)
+        gram = gram_ptr + chunk * (2 * T * T)
+        first = tl.cast(n * T + ((T - 1) if REVERSE else 0), tl.int64)
+        live = L - n * T
+        eps, given, kappa = (), (), ()
+        for t in tl.static_range(T):
+            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
+            if t % 4 == 0:
+                kappa = kappa + four_scalars(kappa_ptr + chunk * T + t, BLOCK_D)
+            v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
+            eps = eps + (longhorn_eps(v, kappa[t], FAST),)
+            if OWN and dout_ptr is None:
+                given_t = load_row(x_row + first * x_stride_l + sign * t * x_stride_l, mask)
+                given = given + (given_t,)
+            elif OWN:
+                given_t = load_row(dout_ptr + (b * L + first) * D + sign * t * D + d, mask)
+                if z_ptr is not None:
+                    z_row = b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d
+                    given_t = given_t * half_silu(load_row(z_ptr + z_row, mask), FAST)
+                given = given + (given_t,)
+        recalled = tl.dot(state, tl.trans(k), input_precision=PRECISION)
+        taken = ()
+        if dout_ptr is None:
+            recalled, rest = columns(recalled, BLOCK_D), ()
+            for t in tl.static_range(T):
+                rest = rest + ((given[t] - recalled[t]) if OWN else -recalled[t],)
+            taken = _forward_substitution(rest, eps, gram, BLOCK_D)
+        else:
+            if OWN:
+                read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
+                dy = from_columns(given, BLOCK_D)
+                recalled = tl.dot(dy, tl.trans(read), recalled, input_precision=PRECISION)
+                state = tl.dot(dy, tl.load(keys + BLOCK_M), state, input_precision=PRECISION)
+            w = _backward_substitution(columns(recalled, BLOCK_D), eps, gram, BLOCK_D)
+            for t in tl.static_range(T):
+                taken = taken + (-eps[t] * w[t],)
+        state = tl.dot(from_columns(taken, BLOCK_D), k, state, input_precision=PRECISION)
+    lane = (((direction * B + b) * segments + segment) * (M + 1) + j) * D + d
+    _store_states(summary_ptr, lane, state, d, D, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["segment_chunks"])
+def _forward_kernel(
     x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr, out_ptr,
-    states_ptr, B, L, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-    x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SAVE: tl.constexpr,
+    states_ptr, entry_ptr, final_ptr, B, L, segments, segment_chunks,
+    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+    REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
+    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan both directions, the second one adding to, gating and storing what the first left."""
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    b = tl.program_id(1).to(tl.int64)
+    """Scan one direction, or both: the second adds to, gates and stores what the first left."""
+    b, segment, _, block = _place(segments, 1, (D + BLOCK_D - 1) // BLOCK_D)
+    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     _forward_direction(
-        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-        y_ptr, out_ptr, states_ptr, B, L, b, d,
+        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr, out_ptr,
+        states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
         x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-        0, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        SAVE, FAST, PRECISION,
+        0, REVERSE, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
     )  # fmt: skip
-    tl.debug_barrier()  # a lane reads the sum that it wrote itself; this makes it so for any layout
-    _forward_direction(
-        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-        y_ptr, out_ptr, states_ptr, B, L, b, d,
-        x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-        1, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        SAVE, FAST, PRECISION,
-    )  # fmt: skip
+    if z_ptr is not None:
+        # A lane reads the sum that it wrote itself; this makes it so for any layout.
+        tl.debug_barrier()
+        _forward_direction(
+            x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr, out_ptr,
+            states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
+            x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+            1, True, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["segment_chunks"])
+def _backward_kernel(
+    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    B, L, segments, segment_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
+    z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
+    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take one of the directions back."""
+    DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
+    b, segment, own, block = _place(segments, DIRECTIONS, (D + BLOCK_D - 1) // BLOCK_D)
+    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    for direction in tl.static_range(DIRECTIONS):
+        if direction == own:
+            _backward_direction(
+                x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr,
+                bias_ptr, states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr,
+                dbias_ptr, dinitial_ptr, B, L, b, segment, segments, segment_chunks, d, block,
+                x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b, direction,
+                DIRECTIONS, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l,
+                D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["segment_chunks"])
+def _summary_kernel(
+    x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
+    B, L, segments, segment_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
+    z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
+    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Summarise what a segment does to a state, or against the scan to a gradient of one.
+
+    summary (N, B, S, M + 1, D, BLOCK_M): j < M is where unit state j ends if nothing is given, M
+    where zeros end under what is given: x, or the gradient of y.
+    """
+    DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    b, segment, place, block = _place(segments - 1, DIRECTIONS, (M + 1) * BLOCKS)
+    j = block // BLOCKS
+    d = (block - j * BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+    for direction in tl.static_range(DIRECTIONS):
+        for own in tl.static_range(2):
+            if place == direction and (j == M) == (own == 1):
+                _summary_direction(
+                    x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr,
+                    summary_ptr, B, L, b, segment, segments, segment_chunks, d, j,
+                    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+                    direction, REVERSE or direction == 1, own == 1, x_stride_l, dt_stride_l,
+                    z_stride_l, D, BLOCK_D, M, BLOCK_M, FAST, PRECISION,
+                )  # fmt: skip
 
 
 @triton.jit
-def _bidirectional_backward_kernel(
-    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, B, L,
-    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-    x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _carry_kernel(
+    summary_ptr, start_ptr, entry_ptr, B, segments,
+    DESCENDING: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Take both directions back; the first one also writes the gradient of the gate."""
-    block = tl.program_id(0)
-    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    b = tl.program_id(1).to(tl.int64)
-    _backward_direction(
-        x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-        states_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr,
-        B, L, b, d, block.to(tl.int64), x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
-        z_stride_b, 0, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        FAST, PRECISION,
-    )  # fmt: skip
-    _backward_direction(
-        x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-        states_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr,
-        B, L, b, d, block.to(tl.int64), x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
-        z_stride_b, 1, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M,
-        FAST, PRECISION,
-    )  # fmt: skip
+    """Carry the state of one channel over the segments: entry (N, B, S, D, BLOCK_M).
+
+    DESCENDING is the way of direction 0; direction 1 goes the other way.
+    """
+    j = tl.arange(0, BLOCK_M)
+    d, rest = tl.program_id(0) % D, (tl.program_id(0) // D).to(tl.int64)
+    b, direction = rest % B, rest // B
+    if start_ptr is None:
+        state = tl.zeros((BLOCK_M,), tl.float32)
+    else:
+        state = tl.load(start_ptr + (b * D + d) * BLOCK_M + j)
+    descending = direction == (0 if DESCENDING else 1)
+    # A step is short: load three segments ahead, as far as shared memory holds them.
+    for i in tl.range(segments - 1, num_stages=4 if BLOCK_M <= 32 else 1):
+        place = rest * segments + tl.where(descending, segments - 1 - i, i)
+        summary = summary_ptr + (place * ((M + 1) * D) + d) * BLOCK_M + j
+        unit = summary[None, :] + j[:, None] * (D * BLOCK_M)
+        transition = tl.load(unit, mask=(j < M)[:, None], other=0.0)
+        own = tl.load(summary + M * D * BLOCK_M)
+        tl.store(entry_ptr + (place * D + d) * BLOCK_M + j, state)
+        state = own + tl.sum(transition * state[:, None], 0)
+    place = rest * segments + tl.where(descending, 0, segments - 1)
+    tl.store(entry_ptr + (place * D + d) * BLOCK_M + j, state)
 
 
 # -------------------------------------------------------------------------------------- launchers
+
+# Every state of a channel costs the summary this share of what the channel costs the kernel.
+_SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.25}
+
+
+def padded_states(states: int) -> int:
+    """Return M as the kernels see it: what a matrix product takes."""
+    return max(16, triton.next_power_of_2(states))
 
 
 def _row_major(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-class _Chunks:
-    """Keys, queries and Gram matrices of q, k (2, B, L, M), packed by chunk in scan order."""
+def _launch(
+    kernel: triton.JITFunction, x: Tensor, programs: int, num_warps: int, **arguments: Any
+) -> None:
+    with torch.cuda.device_of(x):
+        kernel[(programs,)](**arguments, num_warps=num_warps, num_stages=1, enable_fp_fusion=True)
 
-    def __init__(self, q: Tensor, k: Tensor) -> None:
-        directions, B, L, self.M = k.shape
-        self.block_m = max(16, triton.next_power_of_2(self.M))
-        count = triton.cdiv(L, tuning.CHUNK)
-        lead, T = (directions, B, count), tuning.CHUNK
-        self.keys = torch.empty(*lead, T, 2 * self.block_m, device=k.device)
-        self.gram = torch.empty(*lead, 2, T, T, device=k.device)
-        self.kappa = torch.empty(*lead, T, device=k.device)
-        q, k = _row_major(q), _row_major(k)
-        _gram_kernel[(count, B, directions)](
-            q, k, self.keys, self.gram, self.kappa, B, L, *q.stride()[:3], *k.stride()[:3],
-            M=self.M, BLOCK_M=self.block_m,
-            PRECISION=tuning.dot_precision(k.dtype),
-            num_warps=1, num_stages=1, enable_fp_fusion=True,
+
+def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor]:
+    """Return keys, queries and Gram matrices by chunk: what the Gram kernel writes."""
+    (directions, B, L, M), T = k.shape, tuning.CHUNK
+    q, k = _row_major(q), _row_major(k)
+    lead = (directions, B, triton.cdiv(L, T))
+    packed = {
+        "keys_ptr": torch.empty(*lead, T, 2 * block_m, device=k.device),
+        "gram_ptr": torch.empty(*lead, 2, T, T, device=k.device),
+        "kappa_ptr": torch.empty(*lead, T, device=k.device),
+    }
+    strides = {
+        f"{name}_stride_{axis}": stride
+        for name, tensor in (("q", q), ("k", k))
+        for axis, stride in zip(("dir", "b", "l"), tensor.stride(), strict=False)
+    }
+    _launch(
+        _gram_kernel, k, math.prod(lead), 1, q_ptr=q, k_ptr=k, **packed, B=B, L=L, **strides,
+        REVERSE=reverse, M=M, BLOCK_M=block_m, PRECISION=tuning.dot_precision(k.dtype),
+    )  # fmt: skip
+    return packed
+
+
+class _Scan:
+    """One call: how it is spread over the device, and what all its kernels over segments take.
+
+    Args:
+        kernel: Name of the main kernel in ``tuning``.
+        rows: Programs that it has for a block of channels, if sequences are not cut.
+        x: Values, (N, B, L, D).
+        dt: Raw step sizes, (N, B, L, D).
+        q: Queries, (N, B, L, M).
+        k: Keys, (N, B, L, M).
+        bias: Added to dt, (N, D).
+        z: Gate before its SiLU, (B, L, D), of two directions.
+        reverse: Which way a single direction goes.
+
+    Attributes:
+        block_m: States of a channel as the kernels see them, a power of two.
+        segments: S.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        rows: int,
+        x: Tensor,
+        dt: Tensor,
+        q: Tensor,
+        k: Tensor,
+        bias: Tensor,
+        z: Tensor | None,
+        reverse: bool,
+    ) -> None:
+        _, B, L, channels = x.shape
+        self.x, dt = _row_major(x), _row_major(dt)
+        z = None if z is None else _row_major(z)
+        self.M, self.block_m = k.shape[3], padded_states(k.shape[3])
+        self.reverse = reverse and z is None
+
+        self.block_d, self.num_warps = tuning.blocks(kernel, channels, x.device)
+        programs = rows * triton.cdiv(channels, self.block_d)
+        self.segments, segment_chunks = tuning.segments(
+            programs * self.num_warps,
+            triton.cdiv(L, tuning.CHUNK),
+            x.device,
+            overhead=1 + _SUMMARY_SHARE[kernel] * (self.M + 1),
+        )
+        self.programs = programs * self.segments
+        self.arguments = {
+            "x_ptr": self.x, "dt_ptr": dt, "z_ptr": z, "bias_ptr": bias.contiguous(),
+            **_pack(q, k, self.block_m, self.reverse),
+            "B": B, "L": L, "segments": self.segments, "segment_chunks": segment_chunks,
+            "x_stride_dir": self.x.stride(0), "x_stride_b": self.x.stride(1),
+            "x_stride_l": self.x.stride(2),
+            "dt_stride_dir": dt.stride(0), "dt_stride_b": dt.stride(1), "dt_stride_l": dt.stride(2),
+            "z_stride_b": 0 if z is None else z.stride(0),
+            "z_stride_l": 0 if z is None else z.stride(1),
+            "REVERSE": self.reverse, "D": channels, "BLOCK_M": self.block_m,
+            "FAST": tuning.compiles_for_nvidia(), "PRECISION": tuning.dot_precision(x.dtype),
+        }  # fmt: skip
+
+    def run(self, kernel: triton.JITFunction, **arguments: Tensor | None) -> None:
+        """Run the main kernel."""
+        arguments |= self.arguments
+        _launch(kernel, self.x, self.programs, self.num_warps, **arguments, BLOCK_D=self.block_d)
+
+    def entries(self, start: Tensor | None, dout: Tensor | None) -> Tensor | None:
+        """Return the state before every segment, (N, B, S, D, BLOCK_M), None for a zero state.
+
+        With dout (B, L, D), that is the gradient of the state after every segment.
+
+        Args:
+            start: State (or its gradient) before the first segment on the way, (B, D, M).
+            dout: Gradient of the output.
+        """
+        if start is not None:
+            start = F.pad(start, (0, self.block_m - self.M)).contiguous()
+        if self.segments == 1:
+            return start
+        directions, B, _, channels = self.x.shape
+        lead, starts = (directions, B, self.segments), self.M + 1
+        summary = torch.empty(*lead, starts, channels, self.block_m, device=self.x.device)
+        block, num_warps = tuning.blocks("exact_summary", channels, self.x.device)
+        programs = directions * B * (self.segments - 1) * starts * triton.cdiv(channels, block)
+        _launch(
+            _summary_kernel, self.x, programs, num_warps, **self.arguments, dout_ptr=dout,
+            summary_ptr=summary, M=self.M, BLOCK_D=block,
         )  # fmt: skip
+        entry = torch.empty(*lead, channels, self.block_m, device=self.x.device)
+        _launch(
+            _carry_kernel, self.x, directions * B * channels, self.block_m // 16,
+            summary_ptr=summary, start_ptr=start, entry_ptr=entry, B=B, segments=self.segments,
+            DESCENDING=self.reverse != (dout is not None), D=channels, M=self.M,
+            BLOCK_M=self.block_m,
+        )  # fmt: skip
+        return entry
+
+    def unpad(self, state: Tensor | None) -> Tensor | None:
+        """Return (B, D, M) of (B, D, BLOCK_M)."""
+        return None if state is None else state[..., : self.M].contiguous()
 
 
-def bidirectional_forward(
+def forward(
     x: Tensor,
     dt: Tensor,
     q: Tensor,
     k: Tensor,
     D: Tensor,
     bias: Tensor,
-    z: Tensor,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    reverse: bool,
     save: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scan both directions, average and gate.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Scan both directions, average and gate; or scan a single direction.
 
     Args:
-        x: Values, (2, B, L, D).
-        dt: Raw step sizes, (2, B, L, D).
-        q: Queries, (2, B, L, M).
-        k: Keys, (2, B, L, M).
-        D: Skip weights, (2, D).
-        bias: Added to dt, (2, D).
-        z: Gate before its SiLU, (B, L, D).
+        x: Values, (N, B, L, D), N = 2 for both directions and 1 for one.
+        dt: Raw step sizes, (N, B, L, D).
+        q: Queries, (N, B, L, M).
+        k: Keys, (N, B, L, M).
+        D: Skip weights, (N, D).
+        bias: Added to dt, (N, D).
+        z: Gate before its SiLU, (B, L, D), if N = 2, else None.
+        initial_state: (B, D, M) float32 or None for zeros, if N = 1, else None.
+        reverse: Scan from the last token to the first, if N = 1.
         save: Also return what the backward pass needs.
 
     Returns:
-        out (B, L, D) in the dtype of x; with ``save`` the sum of both directions before the gate,
-        (B, L, D) float32, and the state before every chunk, (2, B, N, D, M) float32.
+        out (B, L, D) in the dtype of x; the sum of both directions before the gate, (B, L, D)
+        float32, with ``save`` if N = 2; the state before every chunk, (N, B, chunks, D, BLOCK_M)
+        float32, with ``save``; the final state, (B, D, M) float32, if N = 1. None for the others.
     """
     _, B, L, channels = x.shape
-    chunks = _Chunks(q, k)
-    x, dt, z = _row_major(x), _row_major(dt), _row_major(z)
-    block_d, warps = tuning.blocks("exact_forward", channels)
-    out = x.new_empty(B, L, channels)
-    y_sum = torch.empty(B, L, channels, device=x.device)
-    count = chunks.kappa.shape[2]
-    shape = (2, B, count, channels, chunks.block_m) if save else (1,)
-    states = torch.empty(shape, device=x.device)
-    _bidirectional_forward_kernel[(triton.cdiv(channels, block_d), B)](
-        x, dt, z, chunks.keys, chunks.gram, chunks.kappa, D, bias, y_sum, out, states, B, L,
-        *x.stride()[:2], *dt.stride()[:2], z.stride(0),
-        x_stride_l=x.stride(2), dt_stride_l=dt.stride(2), z_stride_l=z.stride(1),
-        D=channels, BLOCK_D=block_d, BLOCK_M=chunks.block_m, SAVE=save,
-        FAST=tuning.compiles_for_nvidia(), PRECISION=tuning.dot_precision(x.dtype),
-        num_warps=warps, num_stages=1, enable_fp_fusion=True,
+    both = z is not None
+    scan = _Scan("exact_forward", B, x, dt, q, k, bias, z, reverse)
+    out, y_sum, states, final_state = x.new_empty(B, L, channels), None, None, None
+    if both:
+        y_sum = torch.empty(B, L, channels, device=x.device)
+    else:
+        final_state = torch.empty(B, channels, scan.block_m, device=x.device)
+    if save:
+        chunks = triton.cdiv(L, tuning.CHUNK)
+        states = torch.empty(*x.shape[:2], chunks, channels, scan.block_m, device=x.device)
+    scan.run(
+        _forward_kernel, skip_ptr=D.contiguous(), y_ptr=y_sum, out_ptr=out, states_ptr=states,
+        entry_ptr=scan.entries(initial_state, None), final_ptr=final_state,
     )  # fmt: skip
-    return (out, y_sum, states) if save else (out, None, None)
+    return out, y_sum if save else None, states, scan.unpad(final_state)
 
 
-def bidirectional_backward(
+def backward(
     dout: Tensor,
+    dfinal: Tensor | None,
     x: Tensor,
     dt: Tensor,
     q: Tensor,
     k: Tensor,
     D: Tensor,
     bias: Tensor,
-    z: Tensor,
+    z: Tensor | None,
+    initial_state: Tensor | None,
     y_sum: Tensor | None,
     states: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Return the gradients for x, dt, q, k, D, bias and z, each in its input's dtype.
+    reverse: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients for x, dt, q, k, D, bias, z and the initial state, in their dtypes.
 
     Args:
         dout: Gradient of the output, (B, L, D).
-        x: Values, (2, B, L, D).
-        dt: Raw step sizes, (2, B, L, D).
-        q: Queries, (2, B, L, M).
-        k: Keys, (2, B, L, M).
-        D: Skip weights, (2, D).
-        bias: Added to dt, (2, D).
-        z: Gate before its SiLU, (B, L, D).
-        y_sum: As saved by the forward pass, or None to scan again.
+        dfinal: Gradient of the final state, (B, D, M) float32 or None for zeros, if N = 1.
+        x: Values, (N, B, L, D).
+        dt: Raw step sizes, (N, B, L, D).
+        q: Queries, (N, B, L, M).
+        k: Keys, (N, B, L, M).
+        D: Skip weights, (N, D).
+        bias: Added to dt, (N, D).
+        z: Gate before its SiLU, (B, L, D), if N = 2, else None.
+        initial_state: As given to the forward pass.
+        y_sum: As saved by the forward pass.
         states: As saved by the forward pass, or None to scan again.
+        reverse: As given to the forward pass.
     """
-    if y_sum is None or states is None:
-        _, y_sum, states = bidirectional_forward(x, dt, q, k, D, bias, z, save=True)
-    _, B, L, channels = x.shape
-    chunks = _Chunks(q, k)
-    x, dt, z, dout = _row_major(x), _row_major(dt), _row_major(z), dout.contiguous()
-    block_d, warps = tuning.blocks("exact_backward", channels)
-    num_blocks = triton.cdiv(channels, block_d)
+    if states is None:
+        _, y_sum, states, _ = forward(x, dt, q, k, D, bias, z, initial_state, reverse, save=True)
+    directions, B, L, channels = x.shape
+    scan = _Scan("exact_backward", directions * B, x, dt, q, k, bias, z, reverse)
+    dout = dout.contiguous()
     dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
-    dz = z.new_empty(z.shape)
-    dkeys = torch.empty(num_blocks, 2, B, L, 2 * chunks.block_m, device=x.device)
-    dskip, dbias = torch.empty(2, 2, B, channels, device=x.device)
-    _bidirectional_backward_kernel[(num_blocks, B)](
-        x, dt, z, dout, y_sum, chunks.keys, chunks.gram, chunks.kappa, D, bias, states,
-        dx, ddt, dz, dkeys, dskip, dbias, B, L,
-        *x.stride()[:2], *dt.stride()[:2], z.stride(0),
-        x_stride_l=x.stride(2), dt_stride_l=dt.stride(2), z_stride_l=z.stride(1),
-        D=channels, BLOCK_D=block_d, BLOCK_M=chunks.block_m,
-        FAST=tuning.compiles_for_nvidia(), PRECISION=tuning.dot_precision(x.dtype),
-        num_warps=warps, num_stages=1, enable_fp_fusion=True,
+    dz = None if z is None else z.new_empty(z.shape)
+    dinitial = None
+    if initial_state is not None:
+        dinitial = torch.empty(B, channels, scan.block_m, device=x.device)
+    num_blocks = triton.cdiv(channels, scan.block_d)
+    dkeys = torch.empty(num_blocks, directions, B, L, 2 * scan.block_m, device=x.device)
+    dskip, dbias = torch.empty(2, directions, B, scan.segments, channels, device=x.device)
+    scan.run(
+        _backward_kernel, dout_ptr=dout, y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states,
+        entry_ptr=scan.entries(dfinal, dout), dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz,
+        dkeys_ptr=dkeys, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
     )  # fmt: skip
     dkeys = dkeys.sum(0)  # in a fixed order: the same bits from run to run
-    dk, dq = dkeys[..., : chunks.M], dkeys[..., chunks.block_m : chunks.block_m + chunks.M]
+    dk, dq = dkeys[..., : scan.M], dkeys[..., scan.block_m : scan.block_m + scan.M]
     return (
         dx,
         ddt,
         dq.to(q.dtype),
         dk.to(k.dtype),
-        dskip.sum(1).to(D.dtype),
-        dbias.sum(1).to(bias.dtype),
+        dskip.sum((1, 2)).to(D.dtype),
+        dbias.sum((1, 2)).to(bias.dtype),
         dz,
+        scan.unpad(dinitial),
     )

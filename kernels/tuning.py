@@ -1,7 +1,7 @@
-"""Block sizes and warps of the Triton kernels: the only home of such numbers.
+"""Block sizes, warps and segments of the Triton kernels: the only home of such numbers.
 
 Chosen by counting machine instructions ahead of time, not by timing at run time: the same on every
-rank and in every run. One channel per lane, so BLOCK_D is 32 times the number of warps.
+rank and in every run.
 """
 
 import functools
@@ -9,26 +9,92 @@ import os
 
 import torch
 
-CHUNK = 16  # tokens per chunk of the exact form: the least that a matrix product takes
+CHUNK = 16  # tokens per chunk of a scan: the least that a matrix product takes
 
-# Kernel -> (BLOCK_D, num_warps)
-_BLOCKS = {
-    "exact_forward": (128, 4),  # matrix products of 64 rows and more become wgmma
-    "exact_backward": (32, 1),  # the leanest: no barriers, the fewest shared-memory round trips
+# Architecture -> kernel -> (channels of a program, warps). One channel per lane in the scans, whose
+# warps have 32 lanes on NVIDIA GPUs and 64 on AMD's gfx9. An architecture that is not named takes
+# the first row; benchmarks/tune.py prints a row for the GPU that it runs on.
+BLOCKS = {
+    "default": {
+        "exact_forward": (128, 4),  # matrix products of 64 rows and more become wgmma
+        "exact_backward": (32, 1),  # the leanest: no barriers, the fewest shared-memory round trips
+        "exact_summary": (128, 4),
+        "sequential_forward": (128, 4),
+        "sequential_backward": (64, 2),
+        # Two channels per lane: their loads are vectors, and even with 8 taps the backward pass still
+        # fits in the registers.
+        "conv": (64, 1),
+    },
+    "gfx942": {
+        "exact_forward": (128, 2),
+        "exact_backward": (64, 1),
+        "exact_summary": (128, 2),
+        "sequential_forward": (128, 2),
+        "sequential_backward": (64, 1),
+        "conv": (128, 1),
+    },
 }
 
+_WARPS_PER_PROCESSOR = 8  # that keep a multiprocessor busy: two for each of its schedulers
+SHORTEST_SEGMENT = 4  # chunks
 
-def blocks(kernel: str, channels: int) -> tuple[int, int]:
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """Return the name of a GPU's architecture, as in "sm_90" or "gfx942", or "cpu"."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def blocks(kernel: str, channels: int, device: torch.device) -> tuple[int, int]:
     """Return (BLOCK_D, num_warps) of a kernel.
 
     Args:
         kernel: Its name in the table above.
         channels: Channels D of the scan; narrower blocks serve what a wide one would waste on.
+        device: Where it runs.
     """
-    block, warps = _BLOCKS[kernel]
-    while block > 32 and block // 2 >= channels:
+    return blocks_for(architecture(device), kernel, channels)
+
+
+def blocks_for(arch: str, kernel: str, channels: int) -> tuple[int, int]:
+    """Return (BLOCK_D, num_warps) of a kernel on an architecture, which need not be at hand."""
+    block, warps = BLOCKS.get(arch, BLOCKS["default"])[kernel]
+    while warps > 1 and block // 2 >= channels:
         block, warps = block // 2, warps // 2
     return block, warps
+
+
+def segments(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
+    """Return into how many segments to cut a sequence, and how many chunks are in each.
+
+    Args:
+        warps: Warps of the scan in one piece.
+        chunks: Chunks of the sequence.
+        device: Where it runs.
+        overhead: How many times the work a scan in segments takes.
+    """
+    if device.type != "cuda":
+        return 1, chunks
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return segments_for(processors, warps, chunks, overhead)
+
+
+def segments_for(processors: int, warps: int, chunks: int, overhead: float) -> tuple[int, int]:
+    """Return what ``segments`` does for a GPU of so many multiprocessors.
+
+    A scan in one piece takes the same time however few its warps are, up to what fills the GPU. In
+    segments it takes ``overhead`` times the work, which pays if at least twice that would fit.
+    """
+    fitting = _WARPS_PER_PROCESSOR * processors / max(warps, 1)  # an empty batch has none
+    count = min(int(fitting), chunks // SHORTEST_SEGMENT)
+    if count < 2 * overhead:
+        return 1, chunks
+    length = -(-chunks // count)
+    return -(-chunks // length), length
 
 
 @functools.cache

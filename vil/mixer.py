@@ -116,25 +116,33 @@ class BidirectionalMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C)."""
-        B, L, _ = x.shape
-        x, z = self.in_proj(x).chunk(2, dim=-1)  # (B, L, E) each
+        xz = self.in_proj(x)  # (B, L, 2E)
+        A = None if self.A_log is None else -torch.exp(self.A_log)
         if self.exportable:
-            x = reference.causal_conv1d_bidirectional(x, self.conv_weight, self.conv_bias)
-        else:
-            x = torch.ops.vil.causal_conv1d_bidirectional(x, self.conv_weight, self.conv_bias)
+            return self.out_proj(self._plain(xz, A))
+        y = torch.ops.vil.mixer(
+            xz,
+            self.conv_weight,
+            self.conv_bias,
+            self.x_proj_weight,
+            self.dt_weight,
+            self.dt_bias,
+            A,
+            self.D,
+            self.recurrence,
+            self.training,  # evaluation keeps nothing; a backward pass then computes it again
+        )[0]
+        return self.out_proj(y)
 
+    def _plain(self, xz: Tensor, A: Tensor | None) -> Tensor:
+        """Compute ``vil::mixer`` in operations that ONNX knows: (B, L, 2E) -> (B, L, E)."""
+        B, L, _ = xz.shape
+        x, z = xz.chunk(2, dim=-1)
+        x = reference.causal_conv1d_bidirectional(x, self.conv_weight, self.conv_bias)
         projected = torch.bmm(x.flatten(1, 2), self.x_proj_weight.transpose(1, 2))
         dt, k, q = projected.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt = torch.bmm(dt, self.dt_weight.transpose(1, 2)).unflatten(1, (B, L))  # (2, B, L, E)
         k, q = k.unflatten(1, (B, L)), q.unflatten(1, (B, L))  # (2, B, L, M)
-        A = None if self.A_log is None else -torch.exp(self.A_log)
-
-        if self.exportable:
-            y = exportable.bidirectional_scan(
-                x, dt, A, q, k, self.D, self.dt_bias, z, self.recurrence
-            )
-        else:
-            y = torch.ops.vil.bidirectional_scan(
-                x, dt, A, q, k, self.D, self.dt_bias, z, self.recurrence
-            )
-        return self.out_proj(y)
+        return exportable.bidirectional_scan(
+            x, dt, A, q, k, self.D, self.dt_bias, z, self.recurrence
+        )

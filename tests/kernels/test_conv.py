@@ -88,7 +88,7 @@ def assert_matches_reference(grad: Tensor, x: Tensor, weight: Tensor, bias: Tens
 @pytest.mark.parametrize("L", [1, 3, 17, 70])
 def test_matches_reference(L: int, K: int) -> None:
     """One token, fewer tokens than taps, one more than a tile, several tiles; channels to mask."""
-    assert_matches_reference(*conv_inputs(2, L, conv.BLOCK_D + 6, K))
+    assert_matches_reference(*conv_inputs(2, L, 70, K))
 
 
 @pytest.mark.parametrize("K", [2, 3, 8])
@@ -127,7 +127,7 @@ def test_any_strides() -> None:
 def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop over tiles, whose number no number of programs need divide."""
     monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
-    assert_matches_reference(*conv_inputs(3, 35, conv.BLOCK_D + 6, 4))
+    assert_matches_reference(*conv_inputs(3, 35, 70, 4))
 
 
 def test_directions_mirror_each_other() -> None:

@@ -32,11 +32,54 @@ def test_model_equals_the_reference(name: str) -> None:
         assert error < 2e-5, result_name
 
 
-def test_what_no_kernel_serves_is_refused() -> None:
-    x, q = torch.randn(1, 4, 8, device=DEVICE), torch.randn(1, 4, 4, device=DEVICE)
-    taps = torch.randn(2, 8, 4, device=DEVICE).double()
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_operators_equal_the_reference(recurrence: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    def outcomes(backend: str, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+        given = [None if t is None else t.clone().requires_grad_() for t in tensors]
+        with ops.use_backend(backend):
+            both = ops.bidirectional_scan(*given[:8], recurrence)
+            one = [None if t is None else t[0] for t in given[:5]]
+            y, state = torch.ops.vil.scan(*one, None, None, given[8], recurrence, True)
+            loss = both.square().sum() + y.square().sum() + state.square().sum()
+            gradients = torch.autograd.grad(loss, [t for t in given if t is not None])
+        return [both, y, state, *gradients]
+
+    A = -randn(2, 8, 4).exp() if recurrence == "mamba" else None
+    tensors = (
+        randn(2, 1, 5, 8), randn(2, 1, 5, 8), A, randn(2, 1, 5, 4), randn(2, 1, 5, 4),
+        randn(2, 8), randn(2, 8), randn(1, 5, 8), randn(1, 8, 4),
+    )  # fmt: skip
+    results = outcomes("triton", *tensors)
+    for result, truth in zip(results, outcomes("reference", *tensors), strict=True):
+        torch.testing.assert_close(result, truth, rtol=2e-5, atol=2e-5 * float(truth.detach().abs().max()))
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_backward_from_saved_states_gives_the_same_bits(recurrence: str) -> None:
+    torch.manual_seed(0)
+    A = -torch.rand(2, 8, 4, device=DEVICE) if recurrence == "mamba" else None
+    x, q = torch.randn(2, 1, 18, 8, device=DEVICE), torch.randn(2, 1, 18, 4, device=DEVICE)
+    tensors = (x, x + 1, A, q, q + 1, x[:, 0, 0], x[:, 0, 1], x[0])
+    gradients = []
     with ops.use_backend("triton"):
-        with pytest.raises(NotImplementedError, match="bidirectional_scan"):
+        for save in (True, False):
+            given = [None if t is None else t.clone().requires_grad_() for t in tensors]
+            out, y_sum, states = torch.ops.vil.bidirectional_scan(*given, recurrence, save)
+            assert bool(states.numel()) == bool(y_sum.numel()) == save
+            gradients.append(torch.autograd.grad(out.sum(), [t for t in given if t is not None]))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_float64_is_refused() -> None:
+    x, taps = torch.randn(1, 4, 8, device=DEVICE).double(), torch.randn(2, 8, 4, device=DEVICE)
+    q = torch.randn(1, 4, 4, device=DEVICE).double()
+    with ops.use_backend("triton"):
+        with pytest.raises(NotImplementedError, match=r"x is torch\.float64"):
             ops.longhorn_scan(x, x, q, q)
         with pytest.raises(NotImplementedError, match=r"x is torch\.float64"):
-            ops.causal_conv1d_bidirectional(x.double(), taps, taps[..., 0])
+            ops.causal_conv1d_bidirectional(x, taps.double(), taps[..., 0].double())

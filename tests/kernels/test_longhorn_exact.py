@@ -12,32 +12,77 @@ from vil.kernels import reference
 longhorn_exact = pytest.importorskip("vil.kernels.longhorn_exact")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("x", "dt", "q", "k", "D", "bias", "z")
+TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5
+NAMES = ("x", "dt", "q", "k", "D", "bias", "z", "initial_state")
 
 
-def arguments(B: int, L: int, D: int, M: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return x, dt, q, k, D, bias and z, strided as in the backbone."""
+def arguments(
+    N: int, B: int, L: int, D: int, M: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor | None]:
+    """Return x, dt, q, k, D, bias, z and initial state, strided as in the backbone.
+
+    There is a z for two directions and an initial state for one.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(DEVICE)
 
-    x, z = randn(2, B, L, D).to(dtype), randn(B, L, 2 * D).to(dtype)[..., D:]
-    projected = randn(2, B, L, 3 + 2 * M).to(dtype)
+    x, z = randn(N, B, L, D).to(dtype), randn(B, L, 2 * D).to(dtype)[..., D:]
+    projected = randn(N, B, L, 3 + 2 * M).to(dtype)
     k, q = projected[..., 3 : 3 + M], projected[..., 3 + M :]
-    return [x, randn(2, B, L, D).to(dtype), q, k, randn(2, D), randn(2, D), z]
+    values = [x, randn(N, B, L, D).to(dtype), q, k, randn(N, D), randn(N, D)]
+    return [*values, z, None] if N == 2 else [*values, None, randn(B, D, M)]
 
 
-def expected(inputs: list[Tensor], dout: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return output and gradients of the reference in float64."""
-    x, dt, *rest = (tensor.detach().double().requires_grad_() for tensor in inputs)
-    out = reference.bidirectional_scan(x, dt, None, *rest, recurrence="longhorn_exact")
-    return out.detach(), torch.autograd.grad(out, (x, dt, *rest), dout.double())
+def given_gradients(inputs: list[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Return gradients of the output and, of a single direction, of the final state."""
+    generator = torch.Generator().manual_seed(1)
+    x, k = inputs[0], inputs[3]
+    dout = torch.randn(x.shape[1:], generator=generator).to(x)
+    if x.shape[0] == 2:
+        return dout, None
+    shape = (*k.shape[1:2], x.shape[3], k.shape[3])
+    return dout, torch.randn(shape, generator=generator).to(DEVICE)
+
+
+def expected(
+    inputs: list[Tensor | None], dout: Tensor, dfinal: Tensor | None, reverse: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return output and final state, then the gradients of what is given: float64 reference."""
+    leaves = [None if t is None else t.double().requires_grad_() for t in inputs]
+    x, dt, q, k, D, bias, z, initial_state = leaves
+    if z is not None:
+        recurrence = "longhorn_exact"
+        outputs = [reference.bidirectional_scan(x, dt, None, q, k, D, bias, z, recurrence)]
+    else:
+        single = (x[0], dt[0], None, q[0], k[0], D[0], bias[0], initial_state)
+        outputs = list(reference.scan(*single, "longhorn_exact", reverse))
+    grads = [g.double() for g in (dout, dfinal) if g is not None]
+    gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], grads)
+    return [out.detach() for out in outputs], list(gradients)
 
 
 def error(result: Tensor, truth: Tensor) -> float:
+    assert result.shape == truth.shape
     assert torch.isfinite(result).all()
     return float((result.double() - truth).abs().max() / truth.abs().max().clamp(min=1e-30))
+
+
+def check(inputs: list[Tensor | None], reverse: bool = False, save: bool = True) -> None:
+    """Compare values and every gradient with the reference."""
+    dout, dfinal = given_gradients(inputs)
+    truths, gradients = expected(inputs, dout, dfinal, reverse)
+    out, y_sum, states, final_state = longhorn_exact.forward(*inputs, reverse=reverse, save=save)
+    outputs = [out] if final_state is None else [out, final_state]
+    for result, truth in zip(outputs, truths, strict=True):
+        assert error(result, truth) < TOLERANCE
+    results = longhorn_exact.backward(dout, dfinal, *inputs, y_sum, states, reverse)
+    for name, given, result in zip(NAMES, inputs, results, strict=True):
+        if given is None:
+            assert result is None, name
+        else:
+            assert error(result, gradients.pop(0)) < TOLERANCE, name
 
 
 @pytest.fixture(autouse=True)
@@ -53,57 +98,85 @@ def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("B", "L", "D", "M"), [(1, 1, 8, 5), (2, 17, 40, 16), (1, 33, 32, 4), (1, 16, 32, 32)]
+    ("B", "L", "D", "M", "save"),
+    [(1, 1, 8, 5, True), (2, 17, 40, 16, True), (1, 33, 32, 4, False), (1, 16, 32, 32, True)],
 )
-@pytest.mark.parametrize("saved", [True, False])
-def test_values_and_gradients(B: int, L: int, D: int, M: int, saved: bool) -> None:
-    inputs = arguments(B, L, D, M)
-    dout = torch.randn(B, L, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    truth, gradients = expected(inputs, dout)
-    out, *kept = longhorn_exact.bidirectional_forward(*inputs, save=saved)
-    tolerance = 2e-6 if DEVICE == "cpu" else 1e-5
-    assert error(out, truth) < tolerance
-    results = longhorn_exact.bidirectional_backward(dout, *inputs, *kept)
-    for name, result, gradient in zip(NAMES, results, gradients, strict=True):
-        assert error(result, gradient) < tolerance, name
+def test_both_directions(B: int, L: int, D: int, M: int, save: bool) -> None:
+    check(arguments(2, B, L, D, M), save=save)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("B", "L", "D", "M", "save"), [(2, 1, 8, 5, False), (1, 18, 40, 16, True)])
+def test_one_direction(B: int, L: int, D: int, M: int, save: bool, reverse: bool) -> None:
+    check(arguments(1, B, L, D, M), reverse, save)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_one_direction_from_a_zero_state(reverse: bool) -> None:
+    *inputs, _ = arguments(1, 1, 18, 8, 4)
+    check([*inputs, None], reverse)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+def test_segments_of_one_direction(
+    reverse: bool, started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(longhorn_exact.tuning, "segments", lambda *a, **k: (3, 2))
+    *inputs, initial_state = arguments(1, 1, 66, 7, 2)  # 5 chunks, the last of 2 tokens
+    check([*inputs, initial_state if started else None], reverse)
+
+
+def test_segments_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longhorn_exact.tuning, "segments", lambda *a, **k: (3, 1))
+    check(arguments(2, 2, 34, 7, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    inputs = arguments(1, 20, 32, 16, dtype)
-    dout = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    truth, gradients = expected(inputs, dout)
-    out, *kept = longhorn_exact.bidirectional_forward(*inputs, save=True)
-    results = longhorn_exact.bidirectional_backward(dout, *inputs, *kept)
+@pytest.mark.parametrize("N", [1, 2])
+def test_low_precision_is_rounded_once(N: int, dtype: torch.dtype) -> None:
+    inputs = arguments(N, 1, 20, 32, 16, dtype)
+    dout, dfinal = given_gradients(inputs)
+    truths, gradients = expected(inputs, dout, dfinal)
+    out, y_sum, states, _ = longhorn_exact.forward(*inputs, reverse=False, save=True)
+    results = longhorn_exact.backward(dout, dfinal, *inputs, y_sum, states, reverse=False)
     assert out.dtype == dtype
-    assert error(out, truth) < 2 * torch.finfo(dtype).eps
-    for given, result, gradient in zip(inputs, results, gradients, strict=True):
-        assert result.dtype == given.dtype
-        assert error(result, gradient) < 2 * torch.finfo(dtype).eps
+    assert error(out, truths[0]) < 2 * torch.finfo(dtype).eps
+    for given, result in zip(inputs, results, strict=True):
+        if given is not None:
+            assert result.dtype == given.dtype
+            assert error(result, gradients.pop(0)) < 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("raw", [-60.0, 0.0, 60.0])
 @pytest.mark.parametrize("key_norm", [0.0, 1e3])
 def test_extreme_inputs_stay_finite_and_right(raw: float, key_norm: float) -> None:
-    x, dt, q, k, skip, bias, z = arguments(1, 18, 32, 16)
-    inputs = [x, torch.full_like(dt, raw), q, k * key_norm, skip, bias, z]
+    x, dt, q, k, skip, bias, z, _ = arguments(2, 1, 18, 32, 16)
+    inputs = [x, torch.full_like(dt, raw), q, k * key_norm, skip, bias, z, None]
     dout = torch.ones_like(z)
-    truth, gradients = expected(inputs, dout)
-    out, *kept = longhorn_exact.bidirectional_forward(*inputs, save=True)
-    tolerance = 2e-6 if DEVICE == "cpu" else 1e-5
-    assert error(out, truth) < tolerance
-    results = longhorn_exact.bidirectional_backward(dout, *inputs, *kept)
-    for name, result, gradient in zip(NAMES, results, gradients, strict=True):
+    (truth,), gradients = expected(inputs, dout, None)
+    out, *kept, _ = longhorn_exact.forward(*inputs, reverse=False, save=True)
+    assert error(out, truth) < TOLERANCE
+    *results, _ = longhorn_exact.backward(dout, None, *inputs, *kept, reverse=False)
+    for name, result, gradient in zip(NAMES, results, gradients, strict=False):
         assert torch.isfinite(result).all(), name
         if gradient.abs().max() > 1e-20:
-            assert error(result, gradient) < tolerance, name
+            assert error(result, gradient) < TOLERANCE, name
         else:  # too small for float32's products: nothing must come of it
             assert result.abs().max() < 1e-18, name
 
 
+def test_no_gradient_of_the_final_state_is_one_of_zeros() -> None:
+    inputs = arguments(1, 1, 9, 8, 4)
+    dout, dfinal = given_gradients(inputs)
+    none = longhorn_exact.backward(dout, None, *inputs, None, None, False)
+    zeros = longhorn_exact.backward(dout, torch.zeros_like(dfinal), *inputs, None, None, False)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(none, zeros, strict=True))
+
+
 def test_gradients_are_the_same_bits_twice() -> None:
-    inputs = arguments(1, 19, 32, 16)
-    dout = torch.ones_like(inputs[-1])
-    first = longhorn_exact.bidirectional_backward(dout, *inputs, None, None)
-    second = longhorn_exact.bidirectional_backward(dout, *inputs, None, None)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    inputs = arguments(1, 1, 19, 32, 16)
+    dout, dfinal = given_gradients(inputs)
+    given = (dout, dfinal, *inputs, None, None, False)
+    first, second = longhorn_exact.backward(*given), longhorn_exact.backward(*given)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))

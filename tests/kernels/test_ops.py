@@ -1,6 +1,7 @@
 """The operators: gradients, registration, argument checks, choice of backend, FLOP counts."""
 
 import logging
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -70,12 +71,14 @@ def test_scan_gradients(recurrence: str, reverse: bool) -> None:
 def test_bidirectional_scan_gradients(backend: str, recurrence: str) -> None:
     arguments = with_gradient(bidirectional_arguments(recurrence))
     assert torch.autograd.gradcheck(lambda *a: ops.bidirectional_scan(*a, recurrence), arguments)
-    torch.library.opcheck(torch.ops.vil.bidirectional_scan, (*arguments, recurrence))
+    torch.library.opcheck(torch.ops.vil.bidirectional_scan, (*arguments, recurrence, True))
     if backend == "reference":
         return  # opcheck cannot look into torch.func, by which the reference differentiates
     detached = tuple(None if t is None else t.detach() for t in arguments)
+    nothing = torch.empty(0, dtype=torch.float64)
     torch.library.opcheck(
-        torch.ops.vil.bidirectional_scan_backward, (randn(B, L, D), *detached, recurrence)
+        torch.ops.vil.bidirectional_scan_backward,
+        (randn(B, L, D), *detached, nothing, nothing, recurrence),
     )
 
 
@@ -127,7 +130,7 @@ def test_low_precision_takes_float32_parameters(dtype: torch.dtype) -> None:
 
 
 def replaced(position: int, value: object) -> tuple:
-    arguments = [*bidirectional_arguments("longhorn"), "longhorn"]
+    arguments = [*bidirectional_arguments("longhorn"), "longhorn", False]
     arguments[position] = value
     return tuple(arguments)
 
@@ -171,17 +174,25 @@ def test_scan_and_convolution_name_the_wrong_argument() -> None:
         ops.causal_conv1d_bidirectional(x, randn(2, D, K), randn(2, D, 1))
 
 
+def flops(function: Callable[..., object], *arguments: object) -> tuple[int, int]:
+    """Return the FLOPs of a function and of its backward pass."""
+    with FlopCounterMode(display=False) as counter:
+        out = function(*(a.requires_grad_() if isinstance(a, Tensor) else a for a in arguments))
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    return forward, counter.get_total_flops() - forward
+
+
 def test_flop_counts_are_the_documented_multiply_adds() -> None:
     x, beta, _, q, k, skip, bias, _ = scan_arguments("longhorn")
-    with FlopCounterMode(display=False) as counter:
-        ops.longhorn_scan(x, beta, q, k, skip, bias)
-        assert counter.get_total_flops() == 2 * B * L * D * (4 * M + 1)
-    with FlopCounterMode(display=False) as counter:
-        ops.bidirectional_scan(*bidirectional_arguments("longhorn_exact"), "longhorn_exact")
-        assert counter.get_total_flops() == 2 * B * L * D * (2 * (3 * M + 1) + 1)
-    with FlopCounterMode(display=False) as counter:
-        ops.causal_conv1d_bidirectional(x, randn(2, D, K), randn(2, D))
-        assert counter.get_total_flops() == 2 * 2 * B * L * D * K
+    scan = 2 * B * L * D * (4 * M + 1)
+    assert flops(ops.longhorn_scan, x, beta, q, k, skip, bias) == (scan, 3 * scan)
+    both = 2 * B * L * D * (2 * (3 * M + 1) + 1)
+    arguments = bidirectional_arguments("longhorn_exact")
+    assert flops(ops.bidirectional_scan, *arguments, "longhorn_exact") == (both, 3 * both)
+    conv = 2 * 2 * B * L * D * K
+    arguments = (x.detach(), randn(2, D, K), randn(2, D))
+    assert flops(ops.causal_conv1d_bidirectional, *arguments) == (conv, 3 * conv)
 
 
 def name_of(module: ModuleType) -> str:
@@ -191,12 +202,12 @@ def name_of(module: ModuleType) -> str:
 def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "reference")
-    assert name_of(backends.backend_for(cpu)) == "reference"
+    assert name_of(backends.backend_for(cpu, torch.float32)) == "reference"
     monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "fast")
     with pytest.raises(ValueError, match=r'VIL_BACKEND must be one of .* got "fast"'):
-        backends.backend_for(cpu)
+        backends.backend_for(cpu, torch.float32)
     with ops.use_backend("reference"):  # comes before the environment
-        assert name_of(backends.backend_for(cpu)) == "reference"
+        assert name_of(backends.backend_for(cpu, torch.float32)) == "reference"
     with pytest.raises(ValueError, match="use_backend"), ops.use_backend("fast"):
         pass
 
@@ -204,13 +215,39 @@ def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> 
 def test_explicit_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with ops.use_backend("triton"), pytest.raises(RuntimeError, match="got tensors on cpu"):
-        backends.backend_for(torch.device("cpu"))
+        backends.backend_for(torch.device("cpu"), torch.float32)
     with ops.use_backend("cpu"):
         with pytest.raises(RuntimeError, match="got tensors on cuda"):
-            backends.backend_for(torch.device("cuda"))
+            backends.backend_for(torch.device("cuda"), torch.float32)
         monkeypatch.setattr(backends, "_installed", lambda package: False)
         with pytest.raises(RuntimeError, match="pip install numba"):
-            backends.backend_for(torch.device("cpu"))
+            backends.backend_for(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_activations_and_not_parameters(dtype: torch.dtype) -> None:
+    given = [None if t is None else t.float() for t in bidirectional_arguments("mamba")]
+    low = [t if i in (2, 5, 6) else t.to(dtype) for i, t in enumerate(given)]
+    x, weight, bias = randn(B, L, D).float(), randn(2, D, K).float(), randn(2, D).float()
+    with torch.autocast("cpu", dtype=dtype):
+        out = ops.bidirectional_scan(*given, "mamba")
+        y = ops.mamba_scan(*(t[0] for t in given[:-1]))
+        convolved = ops.causal_conv1d_bidirectional(x, weight, bias)
+        in_double = ops.longhorn_scan(*(t for t in scan_arguments("longhorn")[:5] if t is not None))
+    assert torch.equal(out, ops.bidirectional_scan(*low, "mamba"))
+    assert torch.equal(y, ops.mamba_scan(*(t[0] for t in low[:-1])))
+    assert torch.equal(convolved, ops.causal_conv1d_bidirectional(x.to(dtype), weight, bias))
+    assert in_double.dtype == torch.float64  # autocast leaves it alone
+
+
+def test_automatic_choice(caplog: pytest.LogCaptureFixture) -> None:
+    backends._automatic.cache_clear()
+    with ops.use_backend("auto"):
+        cuda = torch.device("cuda")
+        assert name_of(backends.backend_for(cuda, torch.bfloat16)) == "gpu"
+        assert not caplog.records
+        assert name_of(backends.backend_for(cuda, torch.float64)) == "reference"
+    assert "float64 on a GPU" in caplog.text
 
 
 def test_without_numba_falls_back_and_says_so_once(
@@ -222,7 +259,9 @@ def test_without_numba_falls_back_and_says_so_once(
     try:
         with caplog.at_level(logging.WARNING, logger=backends.__name__):
             for _ in range(3):
-                assert name_of(backends.backend_for(torch.device("cpu"))) == "reference"
+                assert (
+                    name_of(backends.backend_for(torch.device("cpu"), torch.float32)) == "reference"
+                )
         assert [r.message for r in caplog.records].count(
             "scans run through plain PyTorch, which is slow (numba is not installed)"
         ) == 1

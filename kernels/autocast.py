@@ -1,0 +1,44 @@
+"""What automatic mixed precision does with the operators: activations are cast, parameters are not.
+
+Rates, biases, skips and taps stay as they are: the kernels compute in float32 and read few of them.
+torch.library.register_autocast would cast every tensor, to one dtype chosen in advance.
+"""
+
+import torch
+from torch import Tensor
+
+from vil.kernels import fused_mixer, operators  # noqa: F401  (defines the operators)
+
+# Operator -> positions of its activations
+_ACTIVATIONS = {
+    "scan": (0, 1, 3, 4),
+    "bidirectional_scan": (0, 1, 3, 4, 7),
+    "causal_conv1d_bidirectional": (0,),
+    "mixer": (0,),
+}
+_DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+_library = torch.library.Library("vil", "FRAGMENT")
+
+
+def _register(name: str, activations: tuple[int, ...], device: str, key: str) -> None:
+    operator = getattr(torch.ops.vil, name).default
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(value: object) -> object:
+        castable = isinstance(value, Tensor) and value.is_floating_point()
+        if not castable or value.device.type != device or value.dtype == torch.float64:
+            return value
+        return value.to(torch.get_autocast_dtype(device))
+
+    def rule(*arguments: object) -> object:
+        arguments = tuple(cast(a) if i in activations else a for i, a in enumerate(arguments))
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return operator(*arguments)
+
+    _library.impl(name, rule, key)
+
+
+for _name, _positions in _ACTIVATIONS.items():
+    for _device, _key in _DEVICES.items():
+        _register(_name, _positions, _device, _key)

@@ -1,0 +1,166 @@
+"""Argument checks of the operators: every error names the argument, what it was and must be."""
+
+import torch
+from torch import Tensor
+
+from vil.kernels.reference import RECURRENCES
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def state_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of states and sums for activations of the dtype of x."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check_activation(x: Tensor, name: str, letters: str) -> None:
+    if x.ndim != len(letters.split()):
+        raise ValueError(f"{name} must have shape ({letters}), got {tuple(x.shape)}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{name} must have one of the dtypes {_DTYPES}, got {x.dtype}")
+
+
+def _check(
+    tensor: Tensor, name: str, letters: str, shape: tuple[int, ...], dtypes: tuple, like: Tensor
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape ({letters}) = {shape}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+        raise ValueError(f"{name} must be {allowed} where x is {like.dtype}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on the device of x, {like.device}, got {tensor.device}")
+
+
+def _parameter_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
+    return (x.dtype,) if x.dtype == torch.float64 else (x.dtype, torch.float32)
+
+
+def check_recurrence(recurrence: str, A: Tensor | None) -> None:
+    """Check that the recurrence is known and that it alone that needs A has it."""
+    if recurrence not in RECURRENCES:
+        raise ValueError(f"recurrence must be one of {RECURRENCES}, got {recurrence!r}")
+    if (A is not None) != (recurrence == "mamba"):
+        raise ValueError(
+            f'A must be given for recurrence "mamba" and None otherwise, got '
+            f'{"None" if A is None else "a tensor"} for "{recurrence}"'
+        )
+
+
+def _check_taps(
+    weight: Tensor, name: str, channels: int, dtypes: tuple[torch.dtype, ...], like: Tensor
+) -> None:
+    if weight.ndim != 3 or weight.shape[-1] < 1:
+        raise ValueError(f"{name} must have shape (2, D, K), got {tuple(weight.shape)}")
+    _check(weight, name, "2, D, K", (2, channels, weight.shape[2]), dtypes, like)
+
+
+def _check_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    recurrence: str,
+    directions: bool,
+) -> None:
+    check_recurrence(recurrence, A)
+    lead, shape = ("2, ", (2,)) if directions else ("", ())
+    _check_activation(x, "x", f"{lead}B, L, D")
+    if x.shape[-2] < 1 or (directions and x.shape[0] != 2):
+        raise ValueError(f"x must have shape ({lead}B, L, D) with L >= 1, got {tuple(x.shape)}")
+    _check_activation(k, "k", f"{lead}B, L, M")
+    channels, states, same, parameter = x.shape[-1], k.shape[-1], (x.dtype,), _parameter_dtypes(x)
+    step = "dt" if recurrence == "mamba" else "beta"
+    _check(dt, step, f"{lead}B, L, D", tuple(x.shape), same, x)
+    _check(k, "k", f"{lead}B, L, M", (*x.shape[:-1], states), same, x)
+    _check(q, "q", f"{lead}B, L, M", (*x.shape[:-1], states), same, x)
+    if A is not None:
+        _check(A, "A", f"{lead}D, M", (*shape, channels, states), parameter, x)
+    for name, tensor in (("D", D), ("bias", bias)):
+        if tensor is not None:
+            _check(tensor, name, f"{lead}D", (*shape, channels), parameter, x)
+
+
+def check_single(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+) -> None:
+    """Check the arguments of ``longhorn_scan`` and ``mamba_scan``."""
+    _check_scan(x, dt, A, q, k, D, bias, recurrence, directions=False)
+    if initial_state is not None:
+        shape = (x.shape[0], x.shape[2], k.shape[2])
+        _check(initial_state, "initial_state", "B, D, M", shape, (state_dtype(x),), x)
+
+
+def check_bidirectional(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+) -> None:
+    """Check the arguments of ``bidirectional_scan``."""
+    _check_scan(x, dt, A, q, k, D, bias, recurrence, directions=True)
+    _check(z, "z", "B, L, D", tuple(x.shape[1:]), (x.dtype,), x)
+
+
+def check_conv(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Check the arguments of ``causal_conv1d_bidirectional``."""
+    _check_activation(x, "x", "B, L, D")
+    if x.shape[1] < 1:
+        raise ValueError(f"x must have shape (B, L, D) with L >= 1, got {tuple(x.shape)}")
+    dtypes = _parameter_dtypes(x)
+    _check_taps(weight, "weight", x.shape[2], dtypes, x)
+    _check(bias, "bias", "2, D", (2, x.shape[2]), dtypes, x)
+
+
+def check_mixer(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj_weight: Tensor,
+    dt_weight: Tensor,
+    dt_bias: Tensor,
+    A: Tensor | None,
+    D: Tensor,
+    recurrence: str,
+) -> None:
+    """Check the arguments of ``vil::mixer``."""
+    check_recurrence(recurrence, A)
+    _check_activation(xz, "xz", "B, L, 2E")
+    if xz.shape[1] < 1 or xz.shape[2] % 2:
+        raise ValueError(f"xz must have shape (B, L, 2E) with L >= 1, got {tuple(xz.shape)}")
+    inner, dtypes = xz.shape[2] // 2, _parameter_dtypes(xz)
+    for name, weight in (("x_proj_weight", x_proj_weight), ("dt_weight", dt_weight)):
+        if weight.ndim != 3:
+            raise ValueError(f"{name} must have 3 axes, got shape {tuple(weight.shape)}")
+    rank = dt_weight.shape[2]
+    columns = x_proj_weight.shape[1]
+    if columns <= rank or (columns - rank) % 2:
+        raise ValueError(
+            f"x_proj_weight must have shape (2, R + 2 M, E) where dt_weight is (2, E, R) with R = "
+            f"{rank}, got {tuple(x_proj_weight.shape)}"
+        )
+    states = (columns - rank) // 2
+    _check_taps(conv_weight, "conv_weight", inner, dtypes, xz)
+    _check(conv_bias, "conv_bias", "2, E", (2, inner), dtypes, xz)
+    _check(x_proj_weight, "x_proj_weight", "2, R + 2 M, E", (2, columns, inner), dtypes, xz)
+    _check(dt_weight, "dt_weight", "2, E, R", (2, inner, rank), dtypes, xz)
+    _check(dt_bias, "dt_bias", "2, E", (2, inner), dtypes, xz)
+    if A is not None:
+        _check(A, "A", "2, E, M", (2, inner, states), dtypes, xz)
+    _check(D, "D", "2, E", (2, inner), dtypes, xz)

@@ -1,0 +1,89 @@
+"""FLOP counts of the operators for torch.utils.flop_counter, two per multiply-add.
+
+Per token, channel and state, the diagonal and the Mamba scan take 4 multiply-adds (decay times
+state, the write and its product, the read by q), the exact scan 3 (recall k.S, write, read).
+Exponentials and divisions, one per state for Mamba and one per channel for Longhorn, are not counted.
+A backward pass takes twice its forward pass, as torch counts matrix products, and the forward pass
+again where it is computed again: scans, convolution and step sizes.
+"""
+
+import math
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from vil.kernels import fused_mixer, operators  # noqa: F401  (defines the operators)
+
+_MACS_PER_STATE = {"longhorn": 4, "longhorn_exact": 3, "mamba": 4}
+
+Shape = tuple[int, ...]
+
+
+def _scan_macs(x: Shape, states: int, skip: bool, recurrence: str) -> int:
+    return math.prod(x) * (_MACS_PER_STATE[recurrence] * states + skip)
+
+
+def _bidirectional_macs(x: Shape, states: int, recurrence: str) -> int:
+    return _scan_macs(x, states, True, recurrence) + math.prod(x[1:])  # the gate
+
+
+def _mixer_macs(
+    xz: Shape, conv_weight: Shape, x_proj_weight: Shape, dt_weight: Shape, recurrence: str
+) -> tuple[int, int]:
+    """Return the multiply-adds that the backward pass takes again, and those that it does not."""
+    B, L, _ = xz
+    _, columns, inner = x_proj_weight
+    rank = dt_weight[-1]
+    tokens = 2 * B * L * inner
+    scan = _bidirectional_macs((2, B, L, inner), (columns - rank) // 2, recurrence)
+    return tokens * (conv_weight[-1] + rank) + scan, tokens * columns
+
+
+@register_flop_formula(torch.ops.vil.scan)
+def _scan(x, dt, A, q, k, D, bias, initial_state, recurrence, *args, **kwargs) -> int:
+    return 2 * _scan_macs(x, q[-1], D is not None, recurrence)
+
+
+@register_flop_formula(torch.ops.vil.scan_backward)
+def _scan_backward(
+    grad_y, grad_state, x, dt, A, q, k, D, bias, initial_state, recurrence, *args, **kwargs
+) -> int:
+    return 6 * _scan_macs(x, q[-1], D is not None, recurrence)
+
+
+@register_flop_formula(torch.ops.vil.bidirectional_scan)
+def _bidirectional(x, dt, A, q, k, D, bias, z, recurrence, *args, **kwargs) -> int:
+    return 2 * _bidirectional_macs(x, q[-1], recurrence)
+
+
+@register_flop_formula(torch.ops.vil.bidirectional_scan_backward)
+def _bidirectional_backward(
+    grad, x, dt, A, q, k, D, bias, z, y_sum, states, recurrence, *args, **kwargs
+) -> int:
+    return 6 * _bidirectional_macs(x, q[-1], recurrence)
+
+
+@register_flop_formula(torch.ops.vil.causal_conv1d_bidirectional)
+def _conv(x, weight, *args, **kwargs) -> int:
+    return 2 * 2 * math.prod(x) * weight[-1]
+
+
+@register_flop_formula(torch.ops.vil.causal_conv1d_bidirectional_backward)
+def _conv_backward(grad, x, weight, *args, **kwargs) -> int:
+    return 6 * 2 * math.prod(x) * weight[-1]
+
+
+@register_flop_formula(torch.ops.vil.mixer)
+def _mixer(
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, *args, **kwargs
+) -> int:
+    return 2 * sum(_mixer_macs(xz, conv_weight, x_proj_weight, dt_weight, recurrence))
+
+
+@register_flop_formula(torch.ops.vil.mixer_backward)
+def _mixer_backward(
+    grad, xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, projected, y_sum,
+    states, recurrence, *args, **kwargs,
+) -> int:  # fmt: skip
+    again, once = _mixer_macs(xz, conv_weight, x_proj_weight, dt_weight, recurrence)
+    return 6 * again + 4 * once

@@ -1,0 +1,259 @@
+"""The operations as torch.library operators: registration, autograd, dispatch to a backend.
+
+FX, TorchScript, torch.export and torch.compile see one opaque node instead of a loop over tokens. The
+checks run inside the operator and its fake implementation alike: whoever calls it, by whatever route,
+gets them. What the backward pass needs of the forward pass are further outputs of the operator.
+Letters as in ``ops.py``.
+"""
+
+import torch
+from torch import Tensor
+
+from vil.kernels.backends import backend_for
+from vil.kernels.checks import check_bidirectional, check_conv, check_single, state_dtype
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Return tensors of the shapes of gradients, empty for None."""
+    return tuple(inputs[0].new_empty(0) if t is None else _empty(t) for t in inputs)
+
+
+def to_operator(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    """Replace None, which an operator cannot return, by an empty tensor."""
+    return tuple(like.new_empty(0) if g is None else g.contiguous() for g in grads)
+
+
+def from_operator(
+    grads: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Undo ``to_operator`` for the gradients of ``inputs``."""
+    return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
+
+
+def scan_saving(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a backend's ``bidirectional_scan`` and what it saves for the backward pass.
+
+    That is y_sum and states if ``save`` and the backend saves anything, else empty tensors.
+    """
+    backend, inputs = backend_for(x.device, x.dtype), (x, dt, A, q, k, D, bias, z, recurrence)
+    if save and backend.saved_shapes(x, k, recurrence) is not None:
+        return backend.bidirectional_scan_saving(*inputs)
+    out = backend.bidirectional_scan(*inputs).contiguous()
+    return out, *empty_saved(x, k, recurrence, save=False)
+
+
+def empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes that ``scan_saving`` gives for y_sum and states."""
+    shapes = None
+    if save:
+        shapes = backend_for(x.device, x.dtype).saved_shapes(x, k, recurrence)
+    y_sum, states = ((0,), (0,)) if shapes is None else shapes
+    dtype = state_dtype(x)
+    return x.new_empty(y_sum, dtype=dtype), x.new_empty(states, dtype=dtype)
+
+
+def scan_backward(
+    grad: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    y_sum: Tensor,
+    states: Tensor,
+    recurrence: str,
+) -> tuple[Tensor | None, ...]:
+    """Return a backend's gradients of ``bidirectional_scan``, from what was saved if anything was."""
+    backend, inputs = backend_for(x.device, x.dtype), (x, dt, A, q, k, D, bias, z)
+    if states.numel():
+        return backend.bidirectional_scan_backward(grad, *inputs, recurrence, (y_sum, states))
+    return backend.bidirectional_scan_backward(grad, *inputs, recurrence)
+
+
+@torch.library.custom_op("vil::scan", mutates_args=())
+def _scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor]:
+    check_single(x, dt, A, q, k, D, bias, initial_state, recurrence)
+    y, state = backend_for(x.device, x.dtype).scan(
+        x, dt, A, q, k, D, bias, initial_state, recurrence, reverse
+    )
+    return y.contiguous(), state.contiguous()
+
+
+@_scan.register_fake
+def _(x: Tensor, dt: Tensor, A: Tensor | None, q: Tensor, k: Tensor, *rest) -> tuple:
+    check_single(x, dt, A, q, k, *rest[:-1])
+    state = x.new_empty((x.shape[0], x.shape[2], k.shape[2]), dtype=state_dtype(x))
+    return _empty(x), state
+
+
+@torch.library.custom_op("vil::scan_backward", mutates_args=())
+def _scan_backward(
+    grad_y: Tensor,
+    grad_final_state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor | None,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    recurrence: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (x, dt, A, q, k, D, bias, initial_state)
+    grads = backend_for(x.device, x.dtype).scan_backward(
+        grad_y, grad_final_state, *inputs, recurrence, reverse
+    )
+    return to_operator(grads, x)
+
+
+@_scan_backward.register_fake
+def _(grad_y: Tensor, grad_final_state: Tensor, *inputs) -> tuple[Tensor, ...]:
+    return empty_gradients(inputs[:-2])
+
+
+def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.recurrence, ctx.reverse = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _scan_autograd(ctx, grad_y: Tensor, grad_final_state: Tensor) -> tuple:
+    inputs = ctx.saved_tensors
+    grads = torch.ops.vil.scan_backward(
+        grad_y, grad_final_state, *inputs, ctx.recurrence, ctx.reverse
+    )
+    return (*from_operator(grads, inputs), None, None)
+
+
+_scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
+
+
+@torch.library.custom_op("vil::bidirectional_scan", mutates_args=())
+def _bidirectional_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    recurrence: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_bidirectional(x, dt, A, q, k, D, bias, z, recurrence)
+    return scan_saving(x, dt, A, q, k, D, bias, z, recurrence, save)
+
+
+@_bidirectional_scan.register_fake
+def _(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    x, _, _, _, k, *_, z, recurrence, save = inputs
+    check_bidirectional(*inputs[:-1])
+    return _empty(z), *empty_saved(x, k, recurrence, save)
+
+
+@torch.library.custom_op("vil::bidirectional_scan_backward", mutates_args=())
+def _bidirectional_scan_backward(
+    grad: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    y_sum: Tensor,
+    states: Tensor,
+    recurrence: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (x, dt, A, q, k, D, bias, z)
+    return to_operator(scan_backward(grad, *inputs, y_sum, states, recurrence), x)
+
+
+@_bidirectional_scan_backward.register_fake
+def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
+    return empty_gradients(inputs[:-3])
+
+
+def _bidirectional_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.recurrence, _ = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _bidirectional_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
+    if grad is None:
+        return (None,) * 10
+    *inputs, y_sum, states = ctx.saved_tensors
+    grads = torch.ops.vil.bidirectional_scan_backward(grad, *inputs, y_sum, states, ctx.recurrence)
+    return (*from_operator(grads, tuple(inputs)), None, None)
+
+
+_bidirectional_scan.register_autograd(_bidirectional_autograd, setup_context=_bidirectional_setup)
+
+
+@torch.library.custom_op("vil::causal_conv1d_bidirectional", mutates_args=())
+def _conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    check_conv(x, weight, bias)
+    return backend_for(x.device, x.dtype).causal_conv1d_bidirectional(x, weight, bias).contiguous()
+
+
+@_conv.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    check_conv(x, weight, bias)
+    return x.new_empty((2, *x.shape))
+
+
+@torch.library.custom_op("vil::causal_conv1d_bidirectional_backward", mutates_args=())
+def _conv_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    backend = backend_for(x.device, x.dtype)
+    return to_operator(backend.causal_conv1d_bidirectional_backward(grad, x, weight, bias), x)
+
+
+@_conv_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(x), _empty(weight), _empty(bias)
+
+
+def _conv_setup(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.ops.vil.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors))
+
+
+_conv.register_autograd(_conv_autograd, setup_context=_conv_setup)

@@ -1,0 +1,162 @@
+"""The whole mixer as one operator: equal to its parts, whatever the backend and what is saved."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from vil.kernels import ops
+from vil.mixer import BidirectionalMixer, Recurrence
+
+B, L, C, M, K = 2, 6, 4, 4, 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["reference", "cpu", "triton"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest):
+    if request.param == "cpu" and DEVICE == "cpu":
+        pytest.importorskip("numba")
+    elif request.param == "triton":
+        pytest.importorskip("triton")
+    elif request.param == "cpu":
+        pytest.skip("the tensors are on a GPU")
+    with ops.use_backend(request.param):
+        yield request.param
+
+
+def mixer_of(recurrence: Recurrence, dtype: torch.dtype) -> BidirectionalMixer:
+    torch.manual_seed(0)
+    mixer = BidirectionalMixer(C, recurrence, d_state=M, device=DEVICE, dtype=dtype)
+    with torch.no_grad():
+        mixer.dt_bias.normal_()
+        mixer.D.normal_()
+    return mixer
+
+
+def arguments(recurrence: Recurrence, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Return the tensors of ``vil::mixer``, each a leaf that requires gradients."""
+    m = mixer_of(recurrence, dtype)
+    xz = torch.randn(B, L, 4 * C, device=DEVICE, dtype=dtype)
+    A = None if m.A_log is None else -m.A_log.exp()
+    given = (xz, m.conv_weight, m.conv_bias, m.x_proj_weight, m.dt_weight, m.dt_bias, A, m.D)
+    return tuple(None if t is None else t.detach().clone().requires_grad_() for t in given)
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("training", [True, False])
+def test_equals_its_parts(backend: str, recurrence: Recurrence, training: bool) -> None:
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    mixer = mixer_of(recurrence, dtype).train(training)
+    x = torch.randn(B, L, C, device=DEVICE, dtype=dtype)
+    results = []
+    for whole in (True, False):
+        mixer.exportable = not whole
+        if not whole:
+            mixer.double()
+        mixer.zero_grad()
+        leaf = x.detach().clone().to(mixer.D.dtype).requires_grad_()
+        out = mixer(leaf)
+        out.square().sum().backward()
+        gradients = {name: p.grad.double() for name, p in mixer.named_parameters()}
+        results.append({"out": out.detach().double(), "x": leaf.grad.double(), **gradients})
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    for name, expected in results[1].items():
+        error = (results[0][name] - expected).abs().max() / expected.abs().max()
+        assert error < tolerance, name
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_gradients_and_registration(name: str, recurrence: Recurrence) -> None:
+    if name == "cpu":
+        pytest.importorskip("numba")
+    given = [None if t is None else t.detach().cpu() for t in arguments(recurrence, torch.float64)]
+    given = [None if t is None else t.requires_grad_() for t in given]
+    with ops.use_backend(name):
+        torch.library.opcheck(torch.ops.vil.mixer, (*given, recurrence, True))
+        assert torch.autograd.gradcheck(
+            lambda *t: torch.ops.vil.mixer(*t, recurrence, True)[0], given
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("save", [True, False])
+def test_registration_of_the_triton_backend(recurrence: Recurrence, save: bool) -> None:
+    pytest.importorskip("triton")
+    given = arguments(recurrence, torch.float32)
+    with ops.use_backend("triton"):
+        torch.library.opcheck(torch.ops.vil.mixer, (*given, recurrence, save))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_compiles_whole_and_exports(recurrence: Recurrence) -> None:
+    mixer = mixer_of(recurrence, torch.float32)
+    x = torch.randn(B, L, C, device=DEVICE)
+    expected = mixer(x)
+    expected.sum().backward()
+    gradient = mixer.dt_weight.grad.clone()
+    mixer.zero_grad()
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    out = compiled(x)
+    out.sum().backward()
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mixer.dt_weight.grad, gradient, rtol=1e-6, atol=1e-6)
+    exported = torch.export.export(mixer.eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_the_input_only(dtype: torch.dtype) -> None:
+    given = [None if t is None else t.detach() for t in arguments("mamba", torch.float32)]
+    with torch.autocast(DEVICE, dtype=dtype):
+        out = torch.ops.vil.mixer(*given, "mamba", False)[0]
+    given[0] = given[0].to(dtype)
+    assert torch.equal(out, torch.ops.vil.mixer(*given, "mamba", False)[0])
+
+
+def test_saves_the_projections_and_not_the_convolution() -> None:
+    given = arguments("longhorn", torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.ops.vil.mixer(*given, "longhorn", True)
+    kept = [t.shape for t in saved if all(t is not g for g in given)]
+    rank = given[4].shape[-1]
+    assert kept[0] == (2, B, L, rank + 2 * M)
+    assert (2, B, L, 2 * C) not in kept
+
+
+def test_flops() -> None:
+    given = arguments("longhorn", torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        out = torch.ops.vil.mixer(*given, "longhorn", True)[0]
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    inner, rank = 2 * C, given[4].shape[-1]
+    per_channel = K + rank + (4 * M + 1)
+    again = 2 * B * L * inner * per_channel + B * L * inner  # and the gate
+    once = 2 * B * L * inner * (rank + 2 * M)
+    assert forward == 2 * (again + once)
+    assert counter.get_total_flops() - forward == 6 * again + 4 * once
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, torch.randn(B, L, 4 * C + 1), r"xz must have shape \(B, L, 2E\)"),
+        (1, torch.randn(2, 3, K), r"conv_weight must have shape \(2, D, K\) = \(2, 8, 4\)"),
+        (3, torch.randn(2, 8, 2 * C), r"x_proj_weight must have shape \(2, R \+ 2 M, E\)"),
+        (4, torch.randn(2, 2 * C), r"dt_weight must have 3 axes, got shape \(2, 8\)"),
+        (6, torch.randn(2, 2 * C, M), 'A must be given for recurrence "mamba"'),
+        (7, torch.randn(2 * C), r"D must have shape \(2, E\) = \(2, 8\)"),
+        (8, "Longhorn", "recurrence must be one of"),
+    ],
+)
+def test_names_the_wrong_argument(position: int, value: object, message: str) -> None:
+    given = [None if t is None else t.detach().cpu() for t in arguments("longhorn", torch.float32)]
+    given += ["longhorn", False]
+    given[position] = value
+    with pytest.raises(ValueError, match=message):
+        torch.ops.vil.mixer(*given)
