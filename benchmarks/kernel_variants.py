@@ -73,7 +73,8 @@ _EXACT_CONSTEXPRS = {
 }
 # What launches pass for sequences of both directions that are not cut, and for one direction.
 _WHOLE = {"segments": 1, "entry_ptr": None}
-_ONE = {"z_ptr": None, "z_stride_l": 0, "y_ptr": None}
+_ONE_WAY = {"z_ptr": None, "z_stride_l": 0}
+_ONE = {**_ONE_WAY, "y_ptr": None}
 
 
 def _amd_blocks(table: str) -> dict[str, int]:
@@ -280,8 +281,8 @@ VARIANTS = (
     _exact_forward("exact_forward_one", **_ONE),
     _exact_backward("exact_backward", **_WHOLE, dinitial_ptr=None),
     _exact_backward("exact_backward_one", **_ONE, dz_ptr=None),
-    _exact_summary("exact_summary", dout_ptr=None),
-    _exact_summary("exact_summary_adjoint"),
+    _exact_summary("exact_summary", **_ONE_WAY, dout_ptr=None),
+    _exact_summary("exact_summary_adjoint", **_ONE_WAY),
     Variant(
         name="exact_carry",
         kernel=longhorn_exact._carry_kernel,

@@ -1,6 +1,6 @@
 """Count what every Triton kernel costs, without a GPU: registers, spills, instructions.
 
-    python benchmarks/static_cost.py [--arch 90 gfx942] [--kernel NAME]
+    python benchmarks/static_cost.py [--arch 90 gfx942] [--kernel NAME ...]
 
 Compiles the kernels ahead of time and prints a Markdown table. For NVIDIA it reads the machine code
 with the disassembler that Triton ships; for AMD it reads what the compiler says of it.
@@ -186,9 +186,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="default: all it knows")
-    parser.add_argument("--kernel", choices=[v.name for v in VARIANTS], help="default: all")
+    names = [v.name for v in VARIANTS]
+    parser.add_argument("--kernel", nargs="+", choices=names, default=names, help="default: all")
     args = parser.parse_args()
-    variants = [v for v in VARIANTS if args.kernel in (None, v.name)]
+    variants = [v for v in VARIANTS if v.name in args.kernel]
     print(table((v, arch, cost(v, arch)) for v in variants for arch in args.arch))
 
 

@@ -194,10 +194,11 @@ def _place(segments, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
     All in one dimension of the grid: the others end at 65,535.
     """
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    block = tl.program_id(0) % blocks
     rest = tl.program_id(0) // blocks
     sequence = rest // segments
-    return block, rest % segments, sequence // B, (sequence % B).to(tl.int64)
+    direction = sequence // B
+    block, segment = tl.program_id(0) - rest * blocks, rest - sequence * segments
+    return block, segment, direction, (sequence - direction * B).to(tl.int64)
 
 
 # ------------------------------------------------------------------------------- between segments

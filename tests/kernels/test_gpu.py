@@ -56,7 +56,9 @@ def test_operators_equal_the_reference(recurrence: str) -> None:
     )  # fmt: skip
     results = outcomes("triton", *tensors)
     for result, truth in zip(results, outcomes("reference", *tensors), strict=True):
-        torch.testing.assert_close(result, truth, rtol=2e-5, atol=2e-5 * float(truth.detach().abs().max()))
+        torch.testing.assert_close(
+            result, truth, rtol=2e-5, atol=2e-5 * float(truth.detach().abs().max())
+        )
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)

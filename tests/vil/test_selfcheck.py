@@ -10,7 +10,8 @@ cpu = pytest.importorskip("vil.kernels.cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "SHAPES", ((2, 9, 10, 4),))
+    monkeypatch.setattr(selfcheck, "SMALL", (2, 9, 10, 4))
+    monkeypatch.setattr(selfcheck, "MODEL", (1, 11, 12, 4))
     monkeypatch.setattr(selfcheck, "available_backends", lambda: {"cpu": "cpu"})
 
 
@@ -18,8 +19,9 @@ def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> Non
     assert selfcheck.main() == 0
     printed = capsys.readouterr().out
     assert torch.__version__ in printed.splitlines()[0]
-    # 4 dtypes of a convolution and, for each of 3 recurrences, one scan both ways and two one way
-    assert printed.splitlines()[-1] == "40 passed, 0 failed"
+    # In 4 dtypes a convolution and 3 scans both ways; in 2 of them also at the small size, and there
+    # each scan twice one way.
+    assert printed.splitlines()[-1] == "36 passed, 0 failed"
 
 
 @pytest.mark.parametrize("wrong", [2.0, float("nan")])
@@ -35,7 +37,7 @@ def test_fails_on_a_wrong_gradient(
     monkeypatch.setattr(cpu, "bidirectional_scan_backward", backward)
     assert selfcheck.main() == 1
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-1] == "28 passed, 12 failed"
+    assert printed.splitlines()[-1] == "18 passed, 18 failed"
     assert "FAIL  bfloat16  cpu bidirectional_scan mamba" in printed
 
 

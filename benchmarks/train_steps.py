@@ -1,0 +1,138 @@
+"""Train the tiny models for many mixed-precision steps on a GPU: is the loss finite, and how fast?
+
+    python benchmarks/train_steps.py [--models ...] [--steps 1000] [--batch-size 128]
+
+Every model gets the same random images, a fixed set small enough to be learned by heart, so that a
+wrong gradient shows as a loss that does not fall. AdamW, learning rate 1e-3 after 100 steps of
+warm-up, weight decay 0.05, gradients clipped to 1, bfloat16 autocast, float32 parameters. Throughput
+is by CUDA events, the median over the last half of the steps. Exit status 1 if a loss was not finite
+or did not fall below half of its start.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+
+import vil
+from cpu import revision
+from vil.training.files import write_text
+
+MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")
+WARMUP, LEARNING_RATE, SEEN, CLASSES = 100, 1e-3, 8, 10
+
+
+@dataclass
+class Row:
+    """What became of one model."""
+
+    model: str
+    first_loss: float
+    last_loss: float
+    finite_steps: int
+    images_per_s: float | None
+    peak_gib: float | None
+
+    def passed(self, steps: int) -> bool:
+        """Tell whether every loss was finite and the last ones under half of the first."""
+        return self.finite_steps == steps and self.last_loss < self.first_loss / 2
+
+
+def train(name: str, steps: int, batch: int, size: int, device: torch.device) -> Row:
+    """Train one model and return what became of it; stops at the first loss that is not finite."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=size, num_classes=CLASSES).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.05)
+    images = torch.randn(SEEN, batch, 3, size, size).to(device)
+    labels = torch.randint(CLASSES, (SEEN, batch)).to(device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    losses, events = [], []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / WARMUP)
+        if on_gpu:
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(model(images[step % SEEN]), labels[step % SEEN])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+        if step % 50 == 49 and not math.isfinite(losses[-1].item()):
+            break
+    values = torch.stack(losses).float().tolist()
+    finite = next((i for i, value in enumerate(values) if not math.isfinite(value)), len(values))
+    speed = peak = None
+    if on_gpu and len(events) > 3:
+        torch.cuda.synchronize()
+        half = events[len(events) // 2 :]
+        times = [a.elapsed_time(b) for a, b in itertools.pairwise(half)]
+        speed = 1e3 * batch / statistics.median(times)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    return Row(name, values[0], statistics.mean(values[-SEEN:]), finite, speed, peak)
+
+
+def table(rows: list[Row], steps: int) -> str:
+    """Return the rows as a Markdown table, speeds relative to the first model's."""
+    lines = [
+        "| model | first loss | last loss | finite steps | images/s | ratio | peak GiB | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        speed = ratio = peak = "-"
+        if row.images_per_s is not None:
+            speed, peak = f"{row.images_per_s:.0f}", f"{row.peak_gib:.2f}"
+            ratio = f"{row.images_per_s / rows[0].images_per_s:.2f}"
+        verdict = "passed" if row.passed(steps) else "FAILED"
+        lines.append(
+            f"| {row.model} | {row.first_loss:.3f} | {row.last_loss:.3f} "
+            f"| {row.finite_steps} of {steps} | {speed} | {ratio} | {peak} | {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Train every model, print a table, write the results, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--output", type=Path, help="write the figures there, as JSON")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    environment = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "vil": vil.__version__,
+        "commit": revision(),
+        "batch_size": args.batch_size,
+        "img_size": args.img_size,
+        "steps": args.steps,
+    }
+    print(", ".join(f"{name} {value}" for name, value in environment.items()), flush=True)
+    rows = []
+    for name in args.models:
+        rows.append(train(name, args.steps, args.batch_size, args.img_size, device))
+        print(table(rows, args.steps).splitlines()[-1], flush=True)
+        if args.output:
+            results = {"environment": environment, "rows": [asdict(row) for row in rows]}
+            write_text(args.output, json.dumps(results, indent=1) + "\n")
+    print(table(rows, args.steps))
+    return 0 if all(row.passed(args.steps) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
