@@ -23,11 +23,11 @@ class Variant:
             is what launches infer of aligned pointers and of sizes.
         constexprs: Values of the compile-time arguments, and of what a launch fixes: a pointer that
             is None, a size that is 1.
-        num_warps: Warps of a program.
+        blocks: Kernel of ``tuning`` whose BLOCK_D and warps it takes, or warps of a program.
         unit: What ``units`` counts.
         units: Units that one lane does in one iteration of each of the loops, or in all if there is
             no loop.
-        on_amd: Compile-time arguments, or ``num_warps``, that are others on AMD.
+        on_amd: Compile-time arguments that are others on AMD.
         loops: How many of the longest innermost loops are counted.
         max_registers: Limit that launches set, if any.
     """
@@ -36,7 +36,7 @@ class Variant:
     kernel: JITFunction
     signature: dict[str, str]
     constexprs: dict[str, int | bool | str | None]
-    num_warps: int
+    blocks: str | int
     unit: str
     units: int
     on_amd: dict[str, int | bool | str] = field(default_factory=dict)
@@ -44,8 +44,10 @@ class Variant:
     max_registers: int | None = None
 
 
-_CONV_BLOCK, _CONV_WARPS = tuning.blocks_for("sm_90", "conv", 384)
-_CONV_CONSTEXPRS = {"D": 384, "K": 4, "BLOCK_L": conv.BLOCK_L, "BLOCK_D": _CONV_BLOCK}
+D = 384  # vil_tiny's
+
+_CONV_BLOCK, _CONV_WARPS = tuning.blocks_for("sm_90", "conv", D)
+_CONV_CONSTEXPRS = {"D": D, "K": 4, "BLOCK_L": conv.BLOCK_L}
 _CONV_SIZES = {"B": "i32:16", "L": "i32", "x_stride_b": "i32:16", "x_stride_l": "i32:16"}
 _CONV_INPUTS = {"x_ptr": "*bf16:16", "weight_ptr": "*fp32:16", "bias_ptr": "*fp32:16"}
 _CONV_UNITS = conv.BLOCK_L * _CONV_BLOCK // (32 * _CONV_WARPS)
@@ -66,7 +68,7 @@ _EXACT_CONSTEXPRS = {
     "x_stride_l": 384,
     "dt_stride_l": 384,
     "z_stride_l": 768,
-    "D": 384,
+    "D": D,
     "BLOCK_M": 16,
     "FAST": True,
     "PRECISION": "tf32",
@@ -75,11 +77,6 @@ _EXACT_CONSTEXPRS = {
 _WHOLE = {"segments": 1, "entry_ptr": None}
 _ONE_WAY = {"z_ptr": None, "z_stride_l": 0}
 _ONE = {**_ONE_WAY, "y_ptr": None}
-
-
-def _amd_blocks(table: str) -> dict[str, int]:
-    block_d, warps = tuning.blocks_for("gfx942", table, 384)
-    return {"BLOCK_D": block_d, "num_warps": warps}
 
 
 def _exact(
@@ -103,18 +100,17 @@ def _exact(
         bodies: Loops of a direction.
     """
     table = next(f"exact_{part}" for part in ("forward", "backward", "summary") if part in name)
-    block_d, warps = tuning.blocks_for("sm_90", table, 384)
     loops = bodies if "z_ptr" in fixed else 2 * bodies
     pointers = {**dict.fromkeys(bf16, "*bf16:16"), **dict.fromkeys(fp32, "*fp32:16")}
     return Variant(
         name=name,
         kernel=kernel,
         signature={**_EXACT_INPUTS, **pointers},
-        constexprs={**_EXACT_CONSTEXPRS, "BLOCK_D": block_d, **fixed},
-        num_warps=warps,
+        constexprs={**_EXACT_CONSTEXPRS, **fixed},
+        blocks=table,
         unit=unit,
         units=tuning.CHUNK * loops,
-        on_amd={"FAST": False, "PRECISION": "ieee", **_amd_blocks(table)},
+        on_amd={"FAST": False, "PRECISION": "ieee"},
         loops=loops,
     )
 
@@ -125,7 +121,7 @@ def _exact_forward(name: str, **fixed: int | bool | str | None) -> Variant:
 
 
 def _exact_backward(name: str, **fixed: int | bool | str | None) -> Variant:
-    outputs = ("dkeys_ptr", "dskip_ptr", "dbias_ptr", "dinitial_ptr")
+    outputs = ("sums_ptr", "dskip_ptr", "dbias_ptr", "dinitial_ptr")
     return _exact(
         name,
         longhorn_exact._backward_kernel,
@@ -149,7 +145,7 @@ _SEQUENTIAL_TYPES = {"B": "i32", "L": "i32", "segments": "i32"} | {
     f"{name}_ptr": "*fp32:16" for name in _SEQUENTIAL_FP32
 }
 _SEQUENTIAL_CONSTEXPRS = {
-    "N": 2, "REVERSE": 0, "D": 384, "M": 16, "INTERVAL": tuning.CHUNK, "FAST": True,
+    "N": 2, "REVERSE": 0, "D": D, "M": 16, "INTERVAL": tuning.CHUNK, "FAST": True,
 }  # fmt: skip
 _BOTH = {"entry_ptr": None, "ENTRY": False, "final_ptr": None, "segments": 1}
 _BOTH_BACK = {
@@ -179,12 +175,11 @@ def _sequential(
         max_registers: As of ``Variant``.
         **fixed: What is fixed when this variant is compiled, None for a pointer that is not given.
     """
-    block_d, warps = tuning.blocks_for("sm_90", table, 384)
-    fixed = {**_SEQUENTIAL_CONSTEXPRS, "BLOCK_D": block_d, **fixed}
-    on_amd = {"FAST": False, **_amd_blocks(table)}
+    fixed = {**_SEQUENTIAL_CONSTEXPRS, **fixed}
+    on_amd = {"FAST": False}
     if "PRECISION" in fixed:
         on_amd["PRECISION"] = "ieee"
-    run_time = [argument for argument in kernel.arg_names if argument not in fixed]
+    run_time = [a for a in kernel.arg_names if a not in fixed and a != "BLOCK_D"]
     return Variant(
         name=name,
         kernel=kernel,
@@ -193,7 +188,7 @@ def _sequential(
             for a in run_time
         },
         constexprs=fixed,
-        num_warps=warps,
+        blocks=table,
         unit="update",
         units=updates,
         on_amd=on_amd,
@@ -250,7 +245,7 @@ VARIANTS = (
             "SIZE": 16 * 384,
             "BLOCK": 256,
         },
-        num_warps=4,
+        blocks=4,
         unit="segment and state of a channel",
         units=2,
     ),
@@ -272,7 +267,7 @@ VARIANTS = (
             "BLOCK_M": 16,
             "TOKENS": 16,
         },
-        num_warps=4,
+        blocks=4,
         unit="token and direction",
         units=16,
     ),
@@ -291,10 +286,25 @@ VARIANTS = (
             "B": "i32:16",
             "segments": "i32",
         },
-        constexprs={"DESCENDING": False, "D": 384, "M": 16, "BLOCK_M": 16},
-        num_warps=1,
+        constexprs={"DESCENDING": False, "D": D, "M": 16, "BLOCK_M": 16},
+        blocks=1,
         unit="segment of a channel",
         units=1,
+    ),
+    Variant(
+        name="exact_keys",
+        kernel=longhorn_exact._keys_kernel,
+        signature={
+            **dict.fromkeys(("keys_ptr", "sums_ptr"), "*fp32:16"),
+            **dict.fromkeys(("dq_ptr", "dk_ptr"), "*bf16:16"),
+            "B": "i32:16",
+            **dict.fromkeys(("L", "blocks"), "i32"),
+        },
+        constexprs={"REVERSE": False, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
+        blocks=1,
+        unit="token, direction and block of channels",
+        units=tuning.CHUNK,
+        on_amd={"PRECISION": "ieee"},
     ),
     Variant(
         name="exact_gram",
@@ -306,8 +316,8 @@ VARIANTS = (
             "L": "i32",
             **{f"{name}_stride_{axis}": "i32" for name in "qk" for axis in ("dir", "b", "l")},
         },
-        constexprs={"REVERSE": False, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
-        num_warps=1,
+        constexprs={"REVERSE": False, "WHOLE": True, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
+        blocks=1,
         unit="token and direction",
         units=tuning.CHUNK,
         on_amd={"PRECISION": "ieee"},
@@ -317,10 +327,9 @@ VARIANTS = (
         kernel=conv._forward_kernel,
         signature={**_CONV_INPUTS, "out_ptr": "*bf16:16", **_CONV_SIZES},
         constexprs={**_CONV_CONSTEXPRS, "FAST": True},
-        num_warps=_CONV_WARPS,
+        blocks="conv",
         unit="element of x",
         units=_CONV_UNITS,
-        on_amd=_amd_blocks("conv"),
     ),
     Variant(
         name="conv_backward",
@@ -334,9 +343,8 @@ VARIANTS = (
             **_CONV_SIZES,
         },
         constexprs={**_CONV_CONSTEXPRS, "FAST": True},
-        num_warps=_CONV_WARPS,
+        blocks="conv",
         unit="element of x",
         units=_CONV_UNITS,
-        on_amd=_amd_blocks("conv"),
     ),
 )

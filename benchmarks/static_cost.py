@@ -28,7 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from kernel_variants import VARIANTS, Variant
+from kernel_variants import VARIANTS, D, Variant
+from vil.kernels import tuning
 
 ARCHITECTURES = ("80", "90", "100", "120", "gfx942")
 
@@ -38,6 +39,7 @@ class Cost:
     """What a variant costs on one architecture.
 
     Attributes:
+        warps: Of a program.
         registers: Vector registers of a lane.
         spills: Instructions that access spilled registers (NVIDIA) or spilled registers (AMD).
         shared: Bytes of shared memory of a program.
@@ -47,6 +49,7 @@ class Cost:
             each of its units; None for AMD.
     """
 
+    warps: int
     registers: int
     spills: int
     shared: int
@@ -74,7 +77,10 @@ def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
         )
     amd = arch.startswith("gfx")
     constexprs = variant.constexprs | (variant.on_amd if amd else {})
-    num_warps = constexprs.pop("num_warps", variant.num_warps)
+    num_warps = variant.blocks
+    if isinstance(num_warps, str):
+        block_d, num_warps = blocks_on(arch, num_warps)
+        constexprs["BLOCK_D"] = block_d
     given = {**variant.signature, **constexprs}
     if set(given) != set(kernel.arg_names):
         wrong = sorted(set(given) ^ set(kernel.arg_names))
@@ -97,6 +103,12 @@ def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
     return triton.compile(source, target=target, options=options)
 
 
+def blocks_on(arch: str, kernel: str) -> tuple[int, int]:
+    """Return (BLOCK_D, num_warps) of a kernel on an architecture."""
+    name = arch if arch.startswith("gfx") else f"sm_{arch}"
+    return tuning.blocks_for(name, kernel, D)
+
+
 def cost(variant: Variant, arch: str) -> Cost:
     """Compile a variant and count.
 
@@ -108,14 +120,16 @@ def cost(variant: Variant, arch: str) -> Cost:
     shared = compiled.metadata.shared
     if "amdgcn" in compiled.asm:
         listing = compiled.asm["amdgcn"]
-        return Cost(
-            _amd_field("vgpr_count", listing), _amd_field("vgpr_spill_count", listing), shared
+        registers, spills = (
+            _amd_field(f"vgpr_{name}", listing) for name in ("count", "spill_count")
         )
+        return Cost(compiled.metadata.num_warps, registers, spills, shared)
     registers, listing = _disassemble(compiled.asm["cubin"])
     opcodes, loops = _parse(listing)
     counted = sum(loops[: variant.loops]) if loops else len(opcodes)
     spills = sum(opcode in ("LDL", "STL") for opcode in opcodes)
-    return Cost(registers, spills, shared, len(opcodes), loops, counted / variant.units)
+    warps = compiled.metadata.num_warps
+    return Cost(warps, registers, spills, shared, len(opcodes), loops, counted / variant.units)
 
 
 def _amd_field(name: str, listing: str) -> int:
@@ -174,7 +188,7 @@ def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:
             loops = ", ".join(map(str, c.loops)) or "none"
             code = f"{c.instructions} | {loops} | {c.per_unit:.2f} per {variant.unit}"
         lines.append(
-            f"| {variant.name} | {arch} | {variant.num_warps} | {c.registers} | {c.spills} "
+            f"| {variant.name} | {arch} | {c.warps} | {c.registers} | {c.spills} "
             f"| {c.shared} | {code} |"
         )
     return "\n".join(lines)

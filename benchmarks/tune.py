@@ -21,6 +21,7 @@ _SCAN = ((1, 1), (2, 2), (4, 4), (8, 8))  # (warps' worth of channels, warps)
 _CANDIDATES = {
     "exact_forward": _SCAN,
     "exact_backward": _SCAN,
+    "exact_backward_float32": _SCAN,
     "sequential_forward": _SCAN,
     "sequential_backward": _SCAN,
     "conv": ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)),
@@ -56,8 +57,9 @@ def steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callab
     q, k = randn(2, B, L, _D_STATE), randn(2, B, L, _D_STATE)
     skip, bias, taps = randn(2, D), randn(2, D), randn(2, D, 4)
 
-    def scan(recurrence: str) -> Tensor:
-        return ops.bidirectional_scan(x, dt, None, q, k, skip, bias, z, recurrence)
+    def scan(recurrence: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        tensors = (t.to(dtype) for t in (q, k, skip, bias, z))
+        return ops.bidirectional_scan(x.to(dtype), dt.to(dtype), None, *tensors, recurrence)
 
     def without_gradient(recurrence: str) -> None:
         with torch.no_grad():
@@ -66,6 +68,9 @@ def steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callab
     return {
         "exact_forward": lambda: without_gradient("longhorn_exact"),
         "exact_backward": lambda: torch.autograd.grad(scan("longhorn_exact").sum(), (x, q)),
+        "exact_backward_float32": lambda: torch.autograd.grad(
+            scan("longhorn_exact", torch.float32).sum(), (x, q)
+        ),
         "sequential_forward": lambda: without_gradient("longhorn"),
         "sequential_backward": lambda: torch.autograd.grad(scan("longhorn").sum(), (x, q)),
         "conv": lambda: torch.autograd.grad(

@@ -2,7 +2,8 @@
 
 The same recurrence as everywhere (``reference.advance``) driven by the higher-order op ``scan``,
 which an exporter keeps as one loop node instead of L copies of the step. Both directions share one
-loop: the second is flipped and stacked on the batch.
+loop: the second is flipped and stacked on the batch. For inference: torch 2.11 differentiates that op
+wrongly.
 """
 
 import torch

@@ -30,14 +30,15 @@ from vil.kernels import tuning
 from vil.kernels.tiles import (
     alive_row,
     columns,
+    decay_and_eps,
     four_scalars,
     from_columns,
-    half_sigmoid,
+    gate_sigmoid,
     half_silu,
     load_row,
     load_states,
-    log_eps_slope,
     longhorn_eps,
+    opaque,
 )
 
 
@@ -45,21 +46,28 @@ from vil.kernels.tiles import (
 def _gram_kernel(
     q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
-    REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pack one chunk of keys and queries in the order of the scan, with their Gram matrices.
 
-    keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero beyond L and M.
+    A short last chunk has dead rows: tokens beyond L or, with WHOLE, the last ones of the chunk
+    before it, so that all of its rows can be read. Either kind adds nothing and takes nothing.
+
+    keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero if dead and beyond M.
     gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0.
-    kappa (N, B, chunks, 16): 1 + |k|^2.
+    kappa (N, B, chunks, 2, 16): 1 + |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
+    dead, so large that the quotient is nothing.
     """
     T: tl.constexpr = 16
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
     n, b, direction = chunk % chunks, chunk // chunks % B, chunk // chunks // B
     t, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
     reverse = direction == 1 or REVERSE
-    token = n * T + tl.where(reverse, T - 1 - t, t)
-    mask = (token < L)[:, None] & (m < M)[None, :]
+    start = tl.minimum(n * T, L - T) if WHOLE else n * T
+    token = start + tl.where(reverse, T - 1 - t, t)
+    alive = (token >= n * T) & (token < L)
+    mask = alive[:, None] & (m < M)[None, :]
     k_row = k_ptr + direction * k_stride_dir + b * k_stride_b + token[:, None] * k_stride_l
     q_row = q_ptr + direction * q_stride_dir + b * q_stride_b + token[:, None] * q_stride_l
     k = tl.load(k_row + m[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -67,7 +75,9 @@ def _gram_kernel(
     keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
     tl.store(keys, k)
     tl.store(keys + BLOCK_M, q)
-    tl.store(kappa_ptr + chunk * T + t, 1.0 + tl.sum(k * k, 1))
+    kappa = kappa_ptr + chunk * (2 * T) + t
+    tl.store(kappa, tl.where(alive, 1.0 + tl.sum(k * k, 1), float("inf")))
+    tl.store(kappa + T, tl.where(alive, 2.0, 1e30))
     gram = gram_ptr + chunk * (2 * T * T) + t[:, None] * T + t[None, :]
     tl.store(gram, tl.dot(k, tl.trans(k), input_precision=PRECISION))
     read = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -95,12 +105,11 @@ def _forward_substitution(rest, eps, gram_ptr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _backward_substitution(dc, eps, gram_ptr, BLOCK_D: tl.constexpr):
-    """Return W, the gradient of rest: W_t = dC_t less eps_s W_s k_s.k_t of every later s."""
+    """Return eps W, W the gradient of rest: W_t = dC_t less eps_s W_s k_s.k_t of every later s."""
     w = ()
     for i in tl.static_range(16):
-        w_t = dc[15 - i]
-        w = (w_t,) + w
-        scaled = eps[15 - i] * w_t
+        scaled = eps[15 - i] * dc[15 - i]
+        w = (scaled,) + w
         updated = ()
         for s in tl.static_range(0, 16, 4):
             if s < 15 - i:
@@ -188,7 +197,7 @@ def _forward_direction(
         for t in tl.static_range(T):
             mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
             if t % 4 == 0:
-                kappa = kappa + four_scalars(kappa_ptr + chunk * T + t, BLOCK_D)
+                kappa = kappa + four_scalars(kappa_ptr + chunk * (2 * T) + t, BLOCK_D)
             x_t = load_row(x_row + first * x_stride_l + sign * t * x_stride_l, mask)
             v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
             eps = eps + (longhorn_eps(v, kappa[t], FAST),)
@@ -224,7 +233,7 @@ def _forward_direction(
 @triton.jit
 def _backward_direction(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
     B, L, b, segment, segments, segment_chunks, d, block,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr,
@@ -234,8 +243,11 @@ def _backward_direction(
 ):  # fmt: skip
     """Take one direction of one segment of one batch element and block of channels back.
 
-    Gradients of keys and queries are partial sums over the block's channels, (blocks, N, B, L,
-    2 BLOCK_M). Of two directions, direction 0 also writes the gradient of the gate.
+    L must be 16 or more and the chunks packed WHOLE: then rows are read without a mask, one
+    predicate for each load fewer. Of two directions, direction 0 also writes the gradient of the
+    gate. For ``_keys_kernel`` it leaves the sums over the block's channels of
+
+        [dY | eps W] by [S0 | C] and of C by dS,    (blocks, N, B, chunks, 16 (3 BLOCK_M + 32)).
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
@@ -243,12 +255,15 @@ def _backward_direction(
     chunks, begin = tl.cdiv(L, T), segment * segment_chunks
     end = tl.minimum(begin + segment_chunks, chunks)
     lane = ((direction * B + b) * segments + segment) * D + d
+    mask = alive_row(0, 1, d, D, BLOCK_D)
     dstate = _entry_state(entry_ptr, lane, d, D, BLOCK_D, BLOCK_M)
-    bias = load_row(bias_ptr + direction * D + d, d < D)
-    skip = load_row(skip_ptr + direction * D + d, d < D)
+    bias = load_row(bias_ptr + direction * D + d, mask)
+    if FAST:
+        bias *= -1.4426950408889634
+    skip = load_row(skip_ptr + direction * D + d, mask)
     dbias, dskip = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
-    x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
-    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
+    x_ptr += direction * x_stride_dir + b * x_stride_b
+    dt_ptr += direction * dt_stride_dir + b * dt_stride_b
     for i in range(begin, end):
         n = i if REVERSE else (begin + end - 1 - i)
         chunk = (direction * B + b) * chunks + n
@@ -256,79 +271,128 @@ def _backward_direction(
         k, q = tl.load(keys), tl.load(keys + BLOCK_M)
         gram = gram_ptr + chunk * (2 * T * T)
         read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
-        saved = chunk * D + d
-        state_row = states_ptr + saved[:, None] * BLOCK_M + m[None, :]
+        state_row = states_ptr + chunk * (D * BLOCK_M) + (d[:, None] * BLOCK_M + m[None, :])
         state = load_states(state_row, d, D, BLOCK_D)
-        recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        first = tl.cast(n * T + ((T - 1) if REVERSE else 0), tl.int64)
-        live = L - n * T
-        eps, dy, rest, kappa = (), (), (), ()
+        start, live = tl.minimum(n * T, L - T), L - n * T
+        first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
+        token = (b * L + first) * D
+        x_row, dt_row = x_ptr + first * x_stride_l + d, dt_ptr + first * dt_stride_l + d
+        dout_row = dout_ptr + token + d
+        if z_ptr is not None:
+            z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
+            y_row, dz_row = y_ptr + token + d, dz_ptr + token + d
+        dy, divisor = (), ()
         for t in tl.static_range(T):
-            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
             if t % 4 == 0:
-                kappa = kappa + four_scalars(kappa_ptr + chunk * T + t, BLOCK_D)
-            x_t = load_row(x_row + first * x_stride_l + sign * t * x_stride_l, mask)
-            v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
-            row = (b * L + first) * D + sign * t * D + d
-            dy_t = load_row(dout_ptr + row, mask)
-            if z_ptr is not None:
-                z_row = b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d
-                z_t = load_row(z_ptr + z_row, mask)
+                divisor = divisor + four_scalars(kappa_ptr + chunk * (2 * T) + T + t, BLOCK_D)
+            alive = _alive(t, live, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
+            row = sign * t * D
+            if z_ptr is None:
+                dy = dy + (load_row(dout_row + row, alive),)
+            else:
+                z_t = load_row(z_row + sign * t * z_stride_l, mask)
+                s = gate_sigmoid(z_t, divisor[t], FAST)
+                dy_t = load_row(dout_row + row, mask) * s
                 if direction == 0:  # silu'(z) = s + silu(z) (1 - s)
-                    s = half_sigmoid(z_t, FAST)
-                    slope = s * (1.0 + z_t * (1.0 - 2.0 * s))
-                    dz_t = dy_t * load_row(y_ptr + row, mask) * slope
-                    tl.store(dz_ptr + row, dz_t.to(dz_ptr.dtype.element_ty), mask=mask)
-                    dy_t = dy_t * z_t * s
-                else:
-                    dy_t = dy_t * half_silu(z_t, FAST)
-            eps = eps + (longhorn_eps(v, kappa[t], FAST),)
-            dskip += dy_t * x_t
-            dy = dy + (dy_t,)
+                    dz_t = dy_t * load_row(y_row + row, mask) * (1.0 + z_t * (1.0 - 2.0 * s))
+                    tl.store(dz_row + row, dz_t.to(dz_ptr.dtype.element_ty), mask=alive)
+                dy = dy + (dy_t * z_t,)
+        recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
+        eps, decay, rest, kappa = (), (), (), ()
+        for t in tl.static_range(T):
+            if t % 4 == 0:
+                kappa = kappa + four_scalars(kappa_ptr + chunk * (2 * T) + t, BLOCK_D)
+            x_t = load_row(x_row + sign * t * x_stride_l, mask)
+            dt_t = load_row(dt_row + sign * t * dt_stride_l, mask)
+            decay_t, eps_t = decay_and_eps(dt_t, bias, kappa[t], FAST)
+            eps, decay = eps + (eps_t,), decay + (decay_t,)
+            dskip += dy[t] * x_t
             rest = rest + (x_t - recalled[t],)
         c = _forward_substitution(rest, eps, gram, BLOCK_D)
-        c_tile, dy_tile = from_columns(c, BLOCK_D), from_columns(dy, BLOCK_D)
+        tl.debug_barrier()  # what is loaded for later is not moved up before: fewer spills
+        dy_tile, c_tile = from_columns(dy, BLOCK_D), from_columns(c, BLOCK_D)
         dc = tl.dot(dstate, tl.trans(k), input_precision=PRECISION)
         dc = tl.dot(dy_tile, tl.trans(read), dc, input_precision=PRECISION)
-        w = _backward_substitution(columns(dc, BLOCK_D), eps, gram, BLOCK_D)
-        scaled = ()
-        for t in tl.static_range(T):
-            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
-            scaled = scaled + (eps[t] * w[t],)
-            row = ((direction * B + b) * L + first) * D + sign * t * D + d
-            dx_t = scaled[t] + skip * dy[t]
-            tl.store(dx_ptr + row, dx_t.to(dx_ptr.dtype.element_ty), mask=mask)
-            # Loaded again rather than kept in 16 registers.
-            v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
-            dv = w[t] * c[t] * log_eps_slope(v, eps[t], FAST)
-            tl.store(ddt_ptr + row, dv.to(ddt_ptr.dtype.element_ty), mask=mask)
-            dbias += dv
-        w_tile = from_columns(scaled, BLOCK_D)
-
-        # Sums over channels, then what follows for keys and queries through the Gram matrices.
-        dq = tl.dot(tl.trans(dy_tile), state, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(c_tile), dstate, input_precision=PRECISION)
-        dk -= tl.dot(tl.trans(w_tile), state, input_precision=PRECISION)
-        dread = tl.dot(tl.trans(c_tile), dy_tile, input_precision=PRECISION)
-        dread = tl.where(t16[:, None] <= t16[None, :], dread, 0.0)
-        dgram = tl.dot(tl.trans(w_tile), c_tile, input_precision=PRECISION)
-        dgram = tl.where(t16[:, None] >= t16[None, :], dgram, 0.0)
-        dq = tl.dot(tl.trans(dread), k, dq, input_precision=PRECISION)
-        dk = tl.dot(dread, q, dk, input_precision=PRECISION)
-        dk -= tl.dot(dgram + tl.trans(dgram), k, input_precision=PRECISION)
-        token = first + sign * t16
-        partial = ((block.to(tl.int64) * DIRECTIONS + direction) * B + b) * L + token
-        partial = dkeys_ptr + partial[:, None] * (2 * BLOCK_M) + m[None, :]
-        alive = (token < L)[:, None]
-        tl.store(partial, dk, mask=alive)
-        tl.store(partial + BLOCK_M, dq, mask=alive)
+        later = dstate
         dstate = tl.dot(dy_tile, q, dstate, input_precision=PRECISION)
-        dstate -= tl.dot(w_tile, k, input_precision=PRECISION)
+        token = ((direction * B + b) * L + first) * D
+        dx_row, ddt_row = dx_ptr + token + d, ddt_ptr + token + d
+        w = _backward_substitution(columns(dc, BLOCK_D), eps, gram, BLOCK_D)
+        for t in tl.static_range(T):
+            alive = _alive(t, live, d, not REVERSE, D, BLOCK_D)
+            dx_t = w[t] + skip * dy[t]
+            tl.store(dx_row + sign * t * D, dx_t.to(dx_ptr.dtype.element_ty), mask=alive)
+            dv = w[t] * (c[t] * decay[t])
+            tl.store(ddt_row + sign * t * D, dv.to(ddt_ptr.dtype.element_ty), mask=alive)
+            dbias += dv
+        w_tile = from_columns(w, BLOCK_D)
+        dstate = tl.dot(w_tile, -k, dstate, input_precision=PRECISION)
+        # Tensor cores take 64 rows at least: the last 16 are nothing.
+        zero = tl.zeros((BLOCK_D, T), tl.float32)
+        rows = tl.join(tl.join(dy_tile, w_tile), tl.join(c_tile, zero))
+        rows = tl.reshape(tl.permute(rows, (3, 2, 1, 0)), (4 * T, BLOCK_D))
+        state = load_states(state_row, d, D, BLOCK_D)  # again, rather than kept in registers
+        row = tl.arange(0, 4 * T)[:, None]
+        part = ((block.to(tl.int64) * DIRECTIONS + direction) * B + b) * chunks + n
+        part = sums_ptr + part * (T * (3 * BLOCK_M + 2 * T))
+        both = part + row * (BLOCK_M + T)
+        if BLOCK_M == T:  # side by side in one product
+            by = tl.reshape(tl.permute(tl.join(state, c_tile), (0, 2, 1)), (BLOCK_D, 2 * T))
+            by = tl.dot(rows, opaque(by, FAST), input_precision=PRECISION)
+            tl.store(both + tl.arange(0, 2 * T)[None, :], by, mask=row < 2 * T)
+        else:
+            by_state = tl.dot(rows, state, input_precision=PRECISION)
+            by_c = tl.dot(rows, opaque(c_tile, FAST), input_precision=PRECISION)
+            tl.store(both + m[None, :], by_state, mask=row < 2 * T)
+            tl.store(both + BLOCK_M + t16[None, :], by_c, mask=row < 2 * T)
+        by_dstate = tl.dot(rows, later, input_precision=PRECISION)
+        tl.store(part + T * (2 * T) + row * BLOCK_M + m[None, :], by_dstate, mask=row // T == 2)
     tl.store(dskip_ptr + lane, dskip, mask=d < D)
     tl.store(dbias_ptr + lane, dbias, mask=d < D)
     if dinitial_ptr is not None:
         left = chunks - end if REVERSE else begin
         _store_states(dinitial_ptr, b * D + d, dstate, d, tl.where(left == 0, D, 0), BLOCK_M)
+
+
+@triton.jit
+def _keys_kernel(
+    keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks,
+    REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add up one chunk's sums over channels and take them back to its queries and keys.
+
+    The blocks are added in order: the same bits from run to run. dq, dk (N, B, L, M).
+    """
+    T: tl.constexpr = 16
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
+    n, sequence = chunk % chunks, chunk // chunks
+    t, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
+    wide = t[:, None] * (BLOCK_M + T) + m[None, :]
+    square = t[:, None] * (BLOCK_M + T) + BLOCK_M + t[None, :]
+    dq, dk = tl.zeros((T, BLOCK_M), tl.float32), tl.zeros((T, BLOCK_M), tl.float32)
+    dread, dgram = tl.zeros((T, T), tl.float32), tl.zeros((T, T), tl.float32)
+    for block in range(blocks):
+        part = sums_ptr + (block * tl.num_programs(0) + chunk) * (T * (3 * BLOCK_M + 2 * T))
+        dq += tl.load(part + wide)
+        dread += tl.load(part + square)
+        part += T * (BLOCK_M + T)
+        dk -= tl.load(part + wide)
+        dgram -= tl.load(part + square)
+        part += T * (BLOCK_M + T)
+        dk += tl.load(part + t[:, None] * BLOCK_M + m[None, :])
+    dread = tl.where(t[:, None] >= t[None, :], dread, 0.0)  # rows are queries, columns keys
+    dgram = tl.where(t[:, None] >= t[None, :], dgram, 0.0)
+    keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
+    k, q = tl.load(keys), tl.load(keys + BLOCK_M)
+    dq = tl.dot(dread, k, dq, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(dread), q, dk, input_precision=PRECISION)
+    dk = tl.dot(dgram + tl.trans(dgram), k, dk, input_precision=PRECISION)
+    reverse = sequence // B == 1 or REVERSE
+    token = tl.minimum(n * T, L - T) + tl.where(reverse, T - 1 - t, t)
+    mask = (token >= n * T)[:, None] & (m < M)[None, :]
+    row = (sequence * L + token)[:, None] * M + m[None, :]
+    tl.store(dq_ptr + row, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+    tl.store(dk_ptr + row, dk.to(dk_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -369,7 +433,7 @@ def _summary_direction(
         for t in tl.static_range(T):
             mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
             if t % 4 == 0:
-                kappa = kappa + four_scalars(kappa_ptr + chunk * T + t, BLOCK_D)
+                kappa = kappa + four_scalars(kappa_ptr + chunk * (2 * T) + t, BLOCK_D)
             v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
             eps = eps + (longhorn_eps(v, kappa[t], FAST),)
             if OWN and dout_ptr is None:
@@ -396,7 +460,7 @@ def _summary_direction(
                 state = tl.dot(dy, tl.load(keys + BLOCK_M), state, input_precision=PRECISION)
             w = _backward_substitution(columns(recalled, BLOCK_D), eps, gram, BLOCK_D)
             for t in tl.static_range(T):
-                taken = taken + (-eps[t] * w[t],)
+                taken = taken + (-w[t],)
         state = tl.dot(from_columns(taken, BLOCK_D), k, state, input_precision=PRECISION)
     lane = (((direction * B + b) * segments + segment) * (M + 1) + j) * D + d
     _store_states(summary_ptr, lane, state, d, D, BLOCK_M)
@@ -434,7 +498,7 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["segment_chunks"])
 def _backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
     B, L, segments, segment_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
     z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
     z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -448,7 +512,7 @@ def _backward_kernel(
         if direction == own:
             _backward_direction(
                 x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr,
-                bias_ptr, states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, dkeys_ptr, dskip_ptr,
+                bias_ptr, states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr,
                 dbias_ptr, dinitial_ptr, B, L, b, segment, segments, segment_chunks, d, block,
                 x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b, direction,
                 DIRECTIONS, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l,
@@ -518,8 +582,8 @@ def _carry_kernel(
 
 # -------------------------------------------------------------------------------------- launchers
 
-# Every state of a channel costs the summary this share of what the channel costs the kernel.
-_SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.25}
+# What the summary takes for each state started from, as a share of what the kernel takes.
+_SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
 
 
 def padded_states(states: int) -> int:
@@ -538,7 +602,7 @@ def _launch(
         kernel[(programs,)](**arguments, num_warps=num_warps, num_stages=1, enable_fp_fusion=True)
 
 
-def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor]:
+def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool, whole: bool) -> dict[str, Tensor]:
     """Return keys, queries and Gram matrices by chunk: what the Gram kernel writes."""
     (directions, B, L, M), T = k.shape, tuning.CHUNK
     q, k = _row_major(q), _row_major(k)
@@ -546,7 +610,7 @@ def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor
     packed = {
         "keys_ptr": torch.empty(*lead, T, 2 * block_m, device=k.device),
         "gram_ptr": torch.empty(*lead, 2, T, T, device=k.device),
-        "kappa_ptr": torch.empty(*lead, T, device=k.device),
+        "kappa_ptr": torch.empty(*lead, 2, T, device=k.device),
     }
     strides = {
         f"{name}_stride_{axis}": stride
@@ -555,7 +619,8 @@ def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor
     }
     _launch(
         _gram_kernel, k, math.prod(lead), 1, q_ptr=q, k_ptr=k, **packed, B=B, L=L, **strides,
-        REVERSE=reverse, M=M, BLOCK_M=block_m, PRECISION=tuning.dot_precision(k.dtype),
+        REVERSE=reverse, WHOLE=whole, M=M, BLOCK_M=block_m,
+        PRECISION=tuning.dot_precision(k.dtype),
     )  # fmt: skip
     return packed
 
@@ -573,9 +638,11 @@ class _Scan:
         bias: Added to dt, (N, D).
         z: Gate before its SiLU, (B, L, D), of two directions.
         reverse: Which way a single direction goes.
+        whole: Whether the main kernel takes chunks packed WHOLE; what finds entries does not.
 
     Attributes:
         block_m: States of a channel as the kernels see them, a power of two.
+        blocks: Blocks of channels.
         segments: S.
     """
 
@@ -590,6 +657,7 @@ class _Scan:
         bias: Tensor,
         z: Tensor | None,
         reverse: bool,
+        whole: bool,
     ) -> None:
         _, B, L, channels = x.shape
         self.x, dt = _row_major(x), _row_major(dt)
@@ -598,7 +666,8 @@ class _Scan:
         self.reverse = reverse and z is None
 
         self.block_d, self.num_warps = tuning.blocks(kernel, channels, x.device)
-        programs = rows * triton.cdiv(channels, self.block_d)
+        self.blocks = triton.cdiv(channels, self.block_d)
+        programs = rows * self.blocks
         self.segments, segment_chunks = tuning.segments(
             programs * self.num_warps,
             triton.cdiv(L, tuning.CHUNK),
@@ -608,7 +677,7 @@ class _Scan:
         self.programs = programs * self.segments
         self.arguments = {
             "x_ptr": self.x, "dt_ptr": dt, "z_ptr": z, "bias_ptr": bias.contiguous(),
-            **_pack(q, k, self.block_m, self.reverse),
+            **_pack(q, k, self.block_m, self.reverse, whole and self.segments == 1),
             "B": B, "L": L, "segments": self.segments, "segment_chunks": segment_chunks,
             "x_stride_dir": self.x.stride(0), "x_stride_b": self.x.stride(1),
             "x_stride_l": self.x.stride(2),
@@ -693,7 +762,7 @@ def forward(
     """
     _, B, L, channels = x.shape
     both = z is not None
-    scan = _Scan("exact_forward", B, x, dt, q, k, bias, z, reverse)
+    scan = _Scan("exact_forward", B, x, dt, q, k, bias, z, reverse, whole=False)
     out, y_sum, states, final_state = x.new_empty(B, L, channels), None, None, None
     if both:
         y_sum = torch.empty(B, L, channels, device=x.device)
@@ -743,29 +812,50 @@ def backward(
     """
     if states is None:
         _, y_sum, states, _ = forward(x, dt, q, k, D, bias, z, initial_state, reverse, save=True)
+    length, T = x.shape[2], tuning.CHUNK
+    if length < T:  # the kernel takes no less; tokens of zeros at the end change nothing
+        x, dt, q, k, z, dout, y_sum = (
+            None if t is None else F.pad(t, (0, 0, 0, T - length))
+            for t in (x, dt, q, k, z, dout, y_sum)
+        )
     directions, B, L, channels = x.shape
-    scan = _Scan("exact_backward", directions * B, x, dt, q, k, bias, z, reverse)
+    precise = tuning.dot_precision(x.dtype) == "tf32x3"
+    kernel = "exact_backward_float32" if precise else "exact_backward"
+    scan = _Scan(kernel, directions * B, x, dt, q, k, bias, z, reverse, whole=True)
     dout = dout.contiguous()
     dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
     dz = None if z is None else z.new_empty(z.shape)
     dinitial = None
     if initial_state is not None:
         dinitial = torch.empty(B, channels, scan.block_m, device=x.device)
-    num_blocks = triton.cdiv(channels, scan.block_d)
-    dkeys = torch.empty(num_blocks, directions, B, L, 2 * scan.block_m, device=x.device)
+    sums = torch.empty(
+        scan.blocks, directions, B, triton.cdiv(L, T), T * (3 * scan.block_m + 2 * T),
+        device=x.device,
+    )  # fmt: skip
     dskip, dbias = torch.empty(2, directions, B, scan.segments, channels, device=x.device)
+    entries = scan.entries(dfinal, dout)
+    if scan.segments > 1:
+        scan.arguments |= _pack(q, k, scan.block_m, scan.reverse, whole=True)
     scan.run(
         _backward_kernel, dout_ptr=dout, y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states,
-        entry_ptr=scan.entries(dfinal, dout), dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz,
-        dkeys_ptr=dkeys, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
+        entry_ptr=entries, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz,
+        sums_ptr=sums, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
     )  # fmt: skip
-    dkeys = dkeys.sum(0)  # in a fixed order: the same bits from run to run
-    dk, dq = dkeys[..., : scan.M], dkeys[..., scan.block_m : scan.block_m + scan.M]
+    dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
+    _launch(
+        _keys_kernel, x, directions * B * triton.cdiv(L, T), 1,
+        keys_ptr=scan.arguments["keys_ptr"], sums_ptr=sums, dq_ptr=dq, dk_ptr=dk, B=B, L=L,
+        blocks=scan.blocks, REVERSE=scan.reverse, M=scan.M, BLOCK_M=scan.block_m,
+        PRECISION=tuning.dot_precision(x.dtype),
+    )  # fmt: skip
+    dx, ddt, dq, dk, dz = (
+        t if t is None or length == L else t[..., :length, :] for t in (dx, ddt, dq, dk, dz)
+    )
     return (
         dx,
         ddt,
-        dq.to(q.dtype),
-        dk.to(k.dtype),
+        dq,
+        dk,
         dskip.sum((1, 2)).to(D.dtype),
         dbias.sum((1, 2)).to(bias.dtype),
         dz,

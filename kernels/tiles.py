@@ -119,6 +119,34 @@ def log_eps_slope(v, eps, FAST: tl.constexpr):
 
 
 @triton.jit
+def decay_and_eps(dt, bias, kappa_1, FAST: tl.constexpr):
+    """Return exp(-v) and eps = 1 / (kappa_1 + exp(-v)), v = dt + bias; FAST takes -bias log2(e).
+
+    Their product is the derivative of log(eps) by v. The equal 1 - eps kappa_1 cancels where keys
+    are long: in float32 its error is 1 % at |k| 400 and 30 % at 4,000. The exponential is bounded so
+    that the product is finite; where that acts eps is below 1e-34.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 t;
+            fma.rn.f32 t, $2, 0fBFB8AA3B, $3;
+            min.f32 t, t, 0f42E60000;
+            ex2.approx.ftz.f32 $0, t;
+            add.f32 t, $0, $4;
+            rcp.approx.ftz.f32 $1, t;
+            }""",
+            "=&f,=&f,f,f,f",
+            [dt, bias, kappa_1],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    decay = tl.exp(tl.minimum(-(dt + bias), 80.0))
+    return decay, 1.0 / (kappa_1 + decay)
+
+
+@triton.jit
 def half_silu(z, FAST: tl.constexpr):
     """Return silu(z) / 2 = z / (2 + 2 exp(-z))."""
     if FAST:
@@ -159,3 +187,38 @@ def half_sigmoid(z, FAST: tl.constexpr):
             pack=1,
         )
     return 1.0 / (2.0 + 2.0 * tl.exp(-z))
+
+
+@triton.jit
+def gate_sigmoid(z, divisor, FAST: tl.constexpr):
+    """Return sigmoid(z) / divisor."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 t;
+            mul.f32 t, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 t, t;
+            fma.rn.f32 t, t, $2, $2;
+            rcp.approx.ftz.f32 $0, t;
+            }""",
+            "=f,f,f",
+            [z, divisor],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return 1.0 / (divisor + divisor * tl.exp(-z))
+
+
+@triton.jit
+def opaque(tile, FAST: tl.constexpr):
+    """Return the tile through a move, which hides from the compiler how it was put together.
+
+    Triton 3.9 aborts on a joined and reshaped tile as second operand of a product ("Illegal shared
+    layout", in TritonGPUOptimizeDotOperands). The move is no instruction in the end.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [tile], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tile

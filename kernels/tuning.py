@@ -14,20 +14,28 @@ CHUNK = 16  # tokens per chunk of a scan: the least that a matrix product takes
 # Architecture -> kernel -> (channels of a program, warps). One channel per lane in the scans, whose
 # warps have 32 lanes on NVIDIA GPUs and 64 on AMD's gfx9. An architecture that is not named takes
 # the first row; benchmarks/tune.py prints a row for the GPU that it runs on.
+_DEFAULT = {
+    "exact_forward": (128, 4),
+    "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
+    "exact_backward_float32": (32, 1),  # products in three parts: more would spill
+    "exact_summary": (128, 4),
+    "sequential_forward": (128, 4),
+    "sequential_backward": (64, 2),
+    # Two channels per lane: their loads are vectors, and even with 8 taps the backward pass still
+    # fits in the registers.
+    "conv": (64, 1),
+}
+# Products of 64 rows and more become those of whole warp groups: 99 instructions instead of 122 per
+# token, channel and direction on sm_90.
+_WARP_GROUPS = {**_DEFAULT, "exact_backward": (128, 4)}
 BLOCKS = {
-    "default": {
-        "exact_forward": (128, 4),  # matrix products of 64 rows and more become wgmma
-        "exact_backward": (32, 1),  # the leanest: no barriers, the fewest shared-memory round trips
-        "exact_summary": (128, 4),
-        "sequential_forward": (128, 4),
-        "sequential_backward": (64, 2),
-        # Two channels per lane: their loads are vectors, and even with 8 taps the backward pass still
-        # fits in the registers.
-        "conv": (64, 1),
-    },
+    "default": _DEFAULT,
+    "sm_90": _WARP_GROUPS,
+    "sm_100": _WARP_GROUPS,
     "gfx942": {
         "exact_forward": (128, 2),
         "exact_backward": (64, 1),
+        "exact_backward_float32": (64, 1),
         "exact_summary": (128, 2),
         "sequential_forward": (128, 2),
         "sequential_backward": (64, 1),

@@ -28,12 +28,13 @@ BUDGETS = {
     "exact_forward": (160, 0, 50),
     "exact_forward_saving": (160, 0, 55),
     "exact_forward_one": (160, 0, 50),
-    "exact_backward": (255, 165, 142),
-    "exact_backward_one": (255, 80, 122),
+    "exact_backward": (255, 60, 102),
+    "exact_backward_one": (255, 24, 92),
     "exact_summary": (120, 0, 32),
     "exact_summary_adjoint": (144, 0, 35),
     "exact_carry": (64, 0, 105),
-    "exact_gram": (72, 0, 25),
+    "exact_keys": (80, 0, 4.8),
+    "exact_gram": (72, 0, 27),
     "conv_forward": (96, 0, 40),
     "conv_backward": (168, 0, 72),
 }
@@ -52,13 +53,14 @@ EVERY_KERNEL = (
     "exact_backward_one",
     "exact_summary_adjoint",
     "exact_carry",
+    "exact_keys",
     "exact_gram",
     "conv_forward",
     "conv_backward",
 )
 OTHER_ARCHITECTURES = ("80", "100", "120", "gfx942")
-# Not the architecture that the kernels are written for: a few spills are let pass.
-FEW_SPILLS = 16
+# Not the architecture that the kernels are written for: some spills are let pass.
+SOME_SPILLS = 64
 
 
 def costs(*arguments: str) -> dict[tuple[str, str], list[str]]:
@@ -114,4 +116,4 @@ def test_cost_on_sm_90_stays_within_budget(
 def test_compiles_for_every_architecture(
     kernel: str, arch: str, elsewhere: dict[tuple[str, str], list[str]]
 ) -> None:
-    assert int(elsewhere[kernel, arch][4]) <= FEW_SPILLS
+    assert int(elsewhere[kernel, arch][4]) <= SOME_SPILLS

@@ -99,7 +99,13 @@ def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("B", "L", "D", "M", "save"),
-    [(1, 1, 8, 5, True), (2, 17, 40, 16, True), (1, 33, 32, 4, False), (1, 16, 32, 32, True)],
+    [
+        (1, 1, 8, 5, True),
+        (2, 17, 40, 16, True),
+        (1, 33, 32, 4, False),
+        (1, 16, 32, 32, True),
+        (1, 18, 8, 64, True),
+    ],
 )
 def test_both_directions(B: int, L: int, D: int, M: int, save: bool) -> None:
     check(arguments(2, B, L, D, M), save=save)

@@ -17,7 +17,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5
 # (B, L, D, M): one token; a group and a chunk that are not full; channels short of a block and over
 # one; a state size that is no power of two.
-SHAPES = [(2, 1, 40, 4), (1, 2, 8, 16), (1, 17, 140, 4), (1, 33, 64, 16), (1, 50, 8, 5)]
+SHAPES = [
+    (2, 1, 40, 4),
+    (1, 2, 8, 16),
+    (1, 17, 140, 4),
+    (1, 33, 64, 16),
+    (1, 50, 8, 5),
+    (1, 5, 8, 64),
+]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
