@@ -15,6 +15,7 @@ _logger = logging.getLogger(__name__)
 
 BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT_VARIABLE = "VIL_BACKEND"
+OLDEST_TRITON = (3, 6)
 
 _MODULES = {"reference": "reference", "cpu": "cpu", "triton": "gpu"}
 
@@ -51,7 +52,8 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
     Raises:
         ValueError: VIL_BACKEND holds an unknown name.
-        RuntimeError: The backend asked for by name cannot serve the device or is not installed.
+        RuntimeError: The backend asked for by name cannot serve the device, is not installed or is
+            too old.
     """
     if _override is not None:
         name, asked_by = _override, "use_backend"
@@ -59,7 +61,7 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
         name, asked_by = os.environ.get(ENVIRONMENT_VARIABLE, "auto"), ENVIRONMENT_VARIABLE
         _checked(name, ENVIRONMENT_VARIABLE)
     if name == "auto":
-        name = _automatic(device.type, dtype == torch.float64)
+        name = automatic_backend(device.type, dtype == torch.float64)
     elif name != "reference":
         _check_serves(name, device, asked_by)
     return importlib.import_module(f"{__package__}.{_MODULES[name]}")
@@ -84,6 +86,11 @@ def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
         raise RuntimeError(
             f'{asked_by} = "{name}" needs {package}, which is not installed: pip install {package}'
         )
+    if name == "triton" and (version := _old_triton()):
+        raise RuntimeError(
+            f'{asked_by} = "triton" needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, '
+            f"which comes with torch 2.11, got {version}"
+        )
 
 
 @functools.cache
@@ -91,16 +98,29 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def _old_triton() -> str | None:
+    """Return the version of the installed Triton if it is older than the kernels were tried with."""
+    version = importlib.import_module("triton").__version__
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return version if (major, minor) < OLDEST_TRITON else None
+
+
 @functools.cache
-def _automatic(device_type: str, double: bool) -> str:
-    if device_type == "cpu" and _installed("numba"):
-        return "cpu"
-    if device_type == "cuda" and _installed("triton") and not double:
-        return "triton"
+def automatic_backend(device_type: str, double: bool) -> str:
+    """Return the name of the fastest backend for a type of device, warning once if that is slow."""
     if device_type == "cpu":
+        if _installed("numba"):
+            return "cpu"
         why = "numba is not installed"
     elif device_type == "cuda":
-        why = "float64 on a GPU" if double else "triton is not installed"
+        if double:
+            why = "float64 on a GPU"
+        elif not _installed("triton"):
+            why = "triton is not installed"
+        elif version := _old_triton():
+            why = f"triton {version} is too old"
+        else:
+            return "triton"
     else:
         why = f"on {device_type}"
     _logger.warning("scans run through plain PyTorch, which is slow (%s)", why)

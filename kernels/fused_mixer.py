@@ -1,9 +1,9 @@
 """The whole token mixer between its two outer projections as one operator, ``vil::mixer``.
 
-Convolution, projections of step size, keys and queries, scan and gate. One operator, because what
-its backward pass needs is more than what it is cheapest to keep: of the ten tensors in between, the
-input, the small projections and the states are saved; the convolution and the step sizes, as large
-as the input twice over, are computed again, as Mamba's fused block does.
+Convolution, projections to step sizes, keys and queries, scan and gate. One operator, because what
+its backward pass needs is more than what it is cheapest to keep: the input, the small projections and
+the states of the scan are saved; the convolution and the step sizes, each as large as the input, are
+computed again, as in Mamba's fused block.
 
 Letters: B batch, L tokens, E channels of the scan, M state size, R rank of the step size, K width of
 the convolution.
@@ -15,11 +15,11 @@ from torch import Tensor
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer
 from vil.kernels.operators import (
+    bidirectional_scan_backward,
+    bidirectional_scan_saving,
     empty_gradients,
     empty_saved,
     from_operator,
-    scan_backward,
-    scan_saving,
     to_operator,
 )
 
@@ -59,7 +59,9 @@ def _mixer(
         x = backend.causal_conv1d_bidirectional(x, conv_weight, conv_bias)
         projected = _project(x, x_proj_weight)
         _, dt, q, k = _split(projected, dt_weight)
-        out, y_sum, states = scan_saving(x, dt, A, q, k, D, dt_bias, z, recurrence, save)
+        out, y_sum, states = bidirectional_scan_saving(
+            x, dt, A, q, k, D, dt_bias, z, recurrence, save
+        )
     return out, projected if save else x.new_empty(0), y_sum, states
 
 
@@ -98,7 +100,7 @@ def _mixer_backward(
         if not projected.numel():
             projected = _project(convolved, x_proj_weight)
         low, dt, q, k = _split(projected, dt_weight)
-        dx, ddt, dA, dq, dk, dD, dbias, dz = scan_backward(
+        dx, ddt, dA, dq, dk, dD, dbias, dz = bidirectional_scan_backward(
             grad, convolved, dt, A, q, k, D, dt_bias, z, y_sum, states, recurrence
         )
         ddt, low = ddt.flatten(1, 2), low.flatten(1, 2)

@@ -108,6 +108,8 @@ def _backward_substitution(dc, eps, gram_ptr, BLOCK_D: tl.constexpr):
     """Return eps W, W the gradient of rest: W_t = dC_t less eps_s W_s k_s.k_t of every later s."""
     w = ()
     for i in tl.static_range(16):
+        if i == 8:
+            tl.debug_barrier()  # keeps the later Gram rows from being loaded early: fewer spills
         scaled = eps[15 - i] * dc[15 - i]
         w = (scaled,) + w
         updated = ()
@@ -309,7 +311,7 @@ def _backward_direction(
             dskip += dy[t] * x_t
             rest = rest + (x_t - recalled[t],)
         c = _forward_substitution(rest, eps, gram, BLOCK_D)
-        tl.debug_barrier()  # what is loaded for later is not moved up before: fewer spills
+        tl.debug_barrier()  # keeps what comes later from being loaded early: fewer spills
         dy_tile, c_tile = from_columns(dy, BLOCK_D), from_columns(c, BLOCK_D)
         dc = tl.dot(dstate, tl.trans(k), input_precision=PRECISION)
         dc = tl.dot(dy_tile, tl.trans(read), dc, input_precision=PRECISION)

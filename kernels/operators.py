@@ -34,7 +34,7 @@ def from_operator(
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
 
 
-def scan_saving(
+def bidirectional_scan_saving(
     x: Tensor,
     dt: Tensor,
     A: Tensor | None,
@@ -58,7 +58,7 @@ def scan_saving(
 
 
 def empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes that ``scan_saving`` gives for y_sum and states."""
+    """Return tensors of the shapes that ``bidirectional_scan_saving`` gives for y_sum and states."""
     shapes = None
     if save:
         shapes = backend_for(x.device, x.dtype).saved_shapes(x, k, recurrence)
@@ -67,7 +67,7 @@ def empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tens
     return x.new_empty(y_sum, dtype=dtype), x.new_empty(states, dtype=dtype)
 
 
-def scan_backward(
+def bidirectional_scan_backward(
     grad: Tensor,
     x: Tensor,
     dt: Tensor,
@@ -172,7 +172,7 @@ def _bidirectional_scan(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_bidirectional(x, dt, A, q, k, D, bias, z, recurrence)
-    return scan_saving(x, dt, A, q, k, D, bias, z, recurrence, save)
+    return bidirectional_scan_saving(x, dt, A, q, k, D, bias, z, recurrence, save)
 
 
 @_bidirectional_scan.register_fake
@@ -198,7 +198,7 @@ def _bidirectional_scan_backward(
     recurrence: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (x, dt, A, q, k, D, bias, z)
-    return to_operator(scan_backward(grad, *inputs, y_sum, states, recurrence), x)
+    return to_operator(bidirectional_scan_backward(grad, *inputs, y_sum, states, recurrence), x)
 
 
 @_bidirectional_scan_backward.register_fake

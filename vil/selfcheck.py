@@ -17,6 +17,7 @@ from torch import Tensor
 
 import vil
 from vil.kernels import ops, reference
+from vil.kernels.backends import automatic_backend
 
 SMALL = (2, 33, 40, 16)  # B, L, D, M: channels and tokens that fill no block
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny
@@ -52,7 +53,7 @@ def available_backends() -> dict[str, str]:
     backends = {}
     if importlib.util.find_spec("numba") is not None:
         backends["cpu"] = "cpu"
-    if torch.cuda.is_available() and "triton" in ops.BACKENDS:
+    if torch.cuda.is_available() and automatic_backend("cuda", double=False) == "triton":
         backends["triton"] = "cuda"
     return backends
 
