@@ -26,11 +26,11 @@ from torch import Tensor
 from vil.kernels import longhorn_diagonal, mamba, tuning
 from vil.kernels.tiles import (
     alive_row,
+    decay_and_eps,
     four_scalars,
     half_sigmoid,
     half_silu,
     load_row,
-    log_eps_slope,
     longhorn_eps,
 )
 
@@ -119,11 +119,12 @@ def _step_size(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _step_slope(v, step, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
-    """Return ddt over what ``retreat`` returns for the step size."""
+def _step_size_and_slope(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
+    """Return the step size, and ddt over what ``retreat`` returns for it."""
     if MAMBA:
-        return tl.where(mask, mamba.sigmoid(v), 0.0)
-    return step * log_eps_slope(v, step, FAST)
+        return tl.where(mask, mamba.softplus(v), 0.0), tl.where(mask, mamba.sigmoid(v), 0.0)
+    decay, eps = decay_and_eps(v, tl.zeros_like(v), tl.load(kappa_1_ptr), FAST)
+    return eps, eps * (eps * decay)
 
 
 @triton.jit
@@ -396,22 +397,14 @@ def _forward_kernel(
     """
     block, segment, _, b = _place(segments, B, D, BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    if N == 1:
-        _forward_direction(
-            x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
-            y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
-            x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
-            z_stride_b, z_stride_l,
-            0, N, REVERSE, MAMBA, ENTRY, SAVE, D, M, INTERVAL, BLOCK_D, FAST,
-        )  # fmt: skip
-    else:
-        _forward_direction(
-            x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
-            y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
-            x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
-            z_stride_b, z_stride_l,
-            0, N, 0, MAMBA, ENTRY, SAVE, D, M, INTERVAL, BLOCK_D, FAST,
-        )  # fmt: skip
+    _forward_direction(
+        x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
+        y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
+        x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
+        z_stride_b, z_stride_l,
+        0, N, REVERSE, MAMBA, ENTRY, SAVE, D, M, INTERVAL, BLOCK_D, FAST,
+    )  # fmt: skip
+    if N == 2:
         # A lane reads the y that it wrote itself; this makes it so for any layout.
         tl.debug_barrier()
         _forward_direction(
@@ -525,10 +518,12 @@ def _backward_kernel(
                     dzs += (dz,)
                 x = load_row(x_row + r * x_stride_l, mask)
                 v = load_row(dt_row + r * dt_stride_l, mask) + bias
-                step = _step_size(v, rows + r * row_size + 2 * M, mask, MAMBA, FAST)
+                step, slope = _step_size_and_slope(
+                    v, rows + r * row_size + 2 * M, mask, MAMBA, FAST
+                )
                 xs += (x,)
                 steps += (step,)
-                slopes += (_step_slope(v, step, mask, MAMBA, FAST),)
+                slopes += (slope,)
                 dys += (dy,)
             state = _load_states(scratch + group * (M * BLOCK_D), channel, BLOCK_D, M)
             history = state
@@ -727,7 +722,7 @@ def forward(
         bias: Added to dt, (N, D).
         z: Gate before its SiLU, (B, L, D), of two directions; None for one.
         initial_state: Of one direction, (B, D, M) float32, zeros if None.
-        reverse: Whether the one direction is from the last token to the first.
+        reverse: Whether one direction is from the last token to the first; False for two.
         save: Also return what the backward pass needs.
 
     Returns:

@@ -94,31 +94,6 @@ def longhorn_eps(v, kappa_1, FAST: tl.constexpr):
 
 
 @triton.jit
-def log_eps_slope(v, eps, FAST: tl.constexpr):
-    """Return the derivative of log(eps) by v, eps exp(-v).
-
-    The equal 1 - eps (1 + |k|^2) cancels where keys are long: in float32 its error is 1 % at |k| 400
-    and 30 % at 4,000. The bound keeps the exponential finite; where it acts eps is below 1e-34.
-    """
-    if FAST:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 t;
-            mul.f32 t, $1, 0fBFB8AA3B;
-            min.f32 t, t, 0f42E60000;
-            ex2.approx.ftz.f32 t, t;
-            mul.f32 $0, t, $2;
-            }""",
-            "=f,f,f",
-            [v, eps],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return eps * tl.exp(tl.minimum(-v, 80.0))
-
-
-@triton.jit
 def decay_and_eps(dt, bias, kappa_1, FAST: tl.constexpr):
     """Return exp(-v) and eps = 1 / (kappa_1 + exp(-v)), v = dt + bias; FAST takes -bias log2(e).
 
