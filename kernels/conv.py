@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from vil.kernels import tuning
+from vil.kernels.layout import adjacent_channels
 
 BLOCK_L = 16
 # Programs of the backward pass, each with sums of its own of the parameters' gradients: eight for
@@ -253,10 +254,6 @@ _LAUNCH_OPTIONS = {
 }
 
 
-def _unit_last_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Compute ``reference.causal_conv1d_bidirectional``.
 
@@ -269,7 +266,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         (2, B, L, D), contiguous, in the dtype of x.
     """
     B, L, D = x.shape
-    x, weight, bias = _unit_last_stride(x), weight.contiguous(), bias.contiguous()
+    x, weight, bias = adjacent_channels(x), weight.contiguous(), bias.contiguous()
     out = torch.empty((2, B, L, D), dtype=x.dtype, device=x.device)
     block_d, warps = tuning.blocks("conv", D, x.device)
     grid = (B * triton.cdiv(L, BLOCK_L) * triton.cdiv(D, block_d),)
@@ -309,7 +306,7 @@ def backward(
     """
     B, L, D = x.shape
     K = weight.shape[2]
-    grad, x = grad.contiguous(), _unit_last_stride(x)
+    grad, x = grad.contiguous(), adjacent_channels(x)
     weight, bias = weight.contiguous(), bias.contiguous()
     block_d, warps = tuning.blocks("conv", D, x.device)
     num_blocks = triton.cdiv(D, block_d)

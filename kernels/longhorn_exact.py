@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vil.kernels import tuning
+from vil.kernels.layout import adjacent_channels
 from vil.kernels.tiles import (
     alive_row,
     columns,
@@ -593,10 +594,6 @@ def padded_states(states: int) -> int:
     return max(16, triton.next_power_of_2(states))
 
 
-def _row_major(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _launch(
     kernel: triton.JITFunction, x: Tensor, programs: int, num_warps: int, **arguments: Any
 ) -> None:
@@ -607,7 +604,7 @@ def _launch(
 def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool, whole: bool) -> dict[str, Tensor]:
     """Return keys, queries and Gram matrices by chunk: what the Gram kernel writes."""
     (directions, B, L, M), T = k.shape, tuning.CHUNK
-    q, k = _row_major(q), _row_major(k)
+    q, k = adjacent_channels(q), adjacent_channels(k)
     lead = (directions, B, triton.cdiv(L, T))
     packed = {
         "keys_ptr": torch.empty(*lead, T, 2 * block_m, device=k.device),
@@ -662,8 +659,8 @@ class _Scan:
         whole: bool,
     ) -> None:
         _, B, L, channels = x.shape
-        self.x, dt = _row_major(x), _row_major(dt)
-        z = None if z is None else _row_major(z)
+        self.x, dt = adjacent_channels(x), adjacent_channels(dt)
+        z = None if z is None else adjacent_channels(z)
         self.M, self.block_m = k.shape[3], padded_states(k.shape[3])
         self.reverse = reverse and z is None
 

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vil.kernels import longhorn_diagonal, mamba, tuning
+from vil.kernels.layout import adjacent_channels
 from vil.kernels.tiles import (
     alive_row,
     decay_and_eps,
@@ -182,7 +183,7 @@ def _pack_kernel(
     q = tl.load(q_tile, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(k_tile, mask=mask, other=0.0).to(tl.float32)
     row = rows_ptr + (sequence * (blocks * TOKENS) + token) * (2 * M + 4)
-    inside = (token >= 0)[:, None] & (m < M)[None, :]
+    inside = (m < M)[None, :]
     tl.store(row[:, None] + m[None, :], k, mask=inside)
     tl.store(row[:, None] + M + m[None, :], q, mask=inside)
     tl.store(row + 2 * M, 1.0 + tl.sum(k * k, 1))
@@ -604,11 +605,6 @@ def _by_state(state: Tensor | None, padded: int) -> Tensor | None:
     return F.pad(state.mT, (0, 0, 0, padded - state.shape[-1])).contiguous()
 
 
-def _lane_major(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor, copied if neighbouring channels are not neighbours in memory."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _group_size(padded: int) -> int:
     """Return how many tokens the backward pass takes back between accesses to its scratch.
 
@@ -638,7 +634,8 @@ class _Launch:
         self.rows = _pack_rows(q, k)
         self.M = padded_states(k.shape[-1])
         self.rates = _rates(A, self.M)
-        self.x, self.dt, self.z = _lane_major(x), _lane_major(dt), _lane_major(z)
+        self.x, self.dt = adjacent_channels(x), adjacent_channels(dt)
+        self.z = None if z is None else adjacent_channels(z)
         self.skip, self.bias = D.contiguous(), bias.contiguous()
         z_strides = (0, 0) if z is None else self.z.stride()[:2]
         self.strides = (*self.x.stride()[:3], *self.dt.stride()[:3], *z_strides)
