@@ -69,9 +69,9 @@ def config(image_folder: Path) -> TrainConfig:
             num_classes=4, img_size=16, patch_size=8, embed_dim=16, depth=2, drop_path_rate=0.2
         ),
         data=DataConfig(path=str(image_folder), batch_size=8, num_workers=0),
-        optim=OptimConfig(model_ema_decay=0.9),
+        optim=OptimConfig(lr_base=1e-3, lr_base_size=8, model_ema_decay=0.9),
         schedule=ScheduleConfig(epochs=3, warmup_epochs=1, warmup_lr=1e-4),
-        run=RunConfig(log_interval=3, device="cpu"),
+        run=RunConfig(log_interval=3, device="cpu", save_minutes=1e6),
     )
 
 
@@ -84,7 +84,6 @@ def shard_config(config: TrainConfig, image_shards: Path) -> TrainConfig:
         path=str(image_shards),
         train_split="train-{0..2}.tar",
         val_split="val-{0..2}.tar",
-        aug_repeats=0,
     )
     return dataclasses.replace(config, data=data)
 

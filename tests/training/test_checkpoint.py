@@ -1,6 +1,10 @@
 """Files that are whole or absent, and checkpoints that say what is wrong with them."""
 
 import dataclasses
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import BinaryIO
 
@@ -9,17 +13,34 @@ import timm
 import torch
 
 from vil.training import checkpoint as checkpoint_module
+from vil.training import files
 from vil.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from vil.training.config import RunConfig, TrainConfig
+from vil.training.config import TrainConfig
+from vil.training.distributed import World
 from vil.training.errors import OutputError
-from vil.training.files import open_run_folder, write_atomically, write_text
+from vil.training.files import (
+    link_atomically,
+    lock_folder,
+    remove_temporaries,
+    write_atomically,
+    write_text,
+)
 from vil.training.setup import Training, build_model, build_training
+from vil.training.state import RunState
+
+DATA = {"training": "1", "validation": "2"}
+
+
+def state(*scores: float, step: int = 4) -> RunState:
+    """Return the state of a run whose epochs reached the given top-1."""
+    rows = [{"epoch": epoch, "top1": top1} for epoch, top1 in enumerate(scores, 1)]
+    return RunState(step=step * len(rows), history=rows)
 
 
 @pytest.fixture
 def training(config: TrainConfig) -> Training:
     """Model and optimiser, and an average that differs from the model."""
-    training = build_training(config)
+    training = build_training(config, torch.device("cpu"), World())
     with torch.no_grad():
         training.ema.module.head.bias.add_(1.0)
     return training
@@ -28,9 +49,8 @@ def training(config: TrainConfig) -> Training:
 @pytest.fixture
 def saved(training: Training, config: TrainConfig, tmp_path: Path) -> Path:
     """A checkpoint."""
-    path = tmp_path / "last.pt"
-    save_checkpoint(path, training, config, [{"epoch": 1, "top1": 50.0}], best=50.0)
-    return path
+    save_checkpoint(tmp_path, training, config, state(50.0), DATA)
+    return tmp_path / "last.pt"
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("torn")])
@@ -62,12 +82,53 @@ def test_failed_save_leaves_the_old_checkpoint(
 ) -> None:
     def fail(_: object, file: BinaryIO) -> None:
         file.write(b"PK")
-        raise RuntimeError("unexpected pos 64")
+        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 16")
 
     monkeypatch.setattr(checkpoint_module.torch, "save", fail)
-    with pytest.raises(OutputError, match="unexpected pos"):
-        save_checkpoint(saved, training, config, [], best=0.0)
+    with pytest.raises(OutputError, match="the disk took only a part of it"):
+        save_checkpoint(saved.parent, training, config, state(50.0, 60.0), DATA)
     assert load_checkpoint(saved)["metric"] == 50.0
+    assert load_checkpoint(saved.with_name("best.pt"))["metric"] == 50.0
+
+
+def test_checkpoint_that_does_not_read_back_does_not_replace_the_old_one(
+    saved: Path, training: Training, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = torch.save
+
+    def write_rotten(checkpoint: dict, file: BinaryIO) -> None:
+        content = io.BytesIO()
+        original(checkpoint, content)
+        rotten = bytearray(content.getvalue())
+        rotten[len(rotten) // 2] ^= 1
+        file.write(rotten)
+
+    monkeypatch.setattr(checkpoint_module.torch, "save", write_rotten)
+    with pytest.raises(OutputError, match=r"last\.pt.*\.tmp is (damaged|truncated)"):
+        save_checkpoint(saved.parent, training, config, state(50.0, 60.0), DATA)
+    assert load_checkpoint(saved)["metric"] == 50.0
+    assert not list(saved.parent.glob(".*.tmp"))
+
+
+def test_the_checkpoint_before_is_kept(
+    saved: Path, training: Training, config: TrainConfig
+) -> None:
+    for scores in ((50.0, 40.0), (50.0, 40.0, 60.0)):
+        save_checkpoint(saved.parent, training, config, state(*scores), DATA)
+    epochs = {
+        name: load_checkpoint(saved.with_name(f"{name}.pt"))["epoch"]
+        for name in ("last", "previous", "best")
+    }
+    assert epochs == {"last": 3, "previous": 2, "best": 3}
+
+
+def test_best_is_not_renewed_within_an_epoch(
+    saved: Path, training: Training, config: TrainConfig
+) -> None:
+    within = RunState(step=5, loss_sum=1.0, loss_count=1, history=state(50.0).history)
+    save_checkpoint(saved.parent, training, config, within, DATA)
+    runs = [load_checkpoint(saved.with_name(f"{n}.pt"))["run"]["step"] for n in ("last", "best")]
+    assert runs == [5, 4]
 
 
 def test_checkpoint_is_plain_and_complete(saved: Path, config: TrainConfig) -> None:
@@ -134,28 +195,48 @@ def test_checkpoint_of_another_architecture_is_named(saved: Path, config: TrainC
         load_weights(other, weights, saved, "vil_tiny")
 
 
-def test_default_output_folder_is_new_and_named_after_the_recipe(
+def test_link_is_a_second_name(tmp_path: Path) -> None:
+    write_text(tmp_path / "one", "content")
+    write_text(tmp_path / "two", "other")
+    link_atomically(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "two").read_text() == "content"
+    write_text(tmp_path / "one", "new")
+    assert (tmp_path / "two").read_text() == "content"
+
+
+def test_linking_twice_leaves_no_temporary(tmp_path: Path) -> None:
+    write_text(tmp_path / "one", "content")
+    for _ in range(2):
+        link_atomically(tmp_path / "one", tmp_path / "two")
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
+
+
+def test_where_links_do_not_exist_the_file_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = open_run_folder(RunConfig(), "digits")
-    assert folder.parent == Path("output")
-    assert folder.name.startswith("digits-20")
-    assert folder.is_dir()
+    def refuse(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(files.os, "link", refuse)
+    write_text(tmp_path / "one", "content")
+    link_atomically(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "two").read_text() == "content"
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
 
 
-def test_occupied_output_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match=r"is not empty; choose another --run\.output"):
-        open_run_folder(RunConfig(output=str(tmp_path)), "digits")
+def test_folder_is_locked_against_other_processes(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from vil.training.files import lock_folder; "
+    code += "lock_folder(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with lock_folder(tmp_path):
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert f"{tmp_path} is in use by process {os.getpid()} on" in refused.stderr
+    assert subprocess.run(command, check=False).returncode == 0
 
 
-def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"there is no .*last\.pt to resume from"):
-        open_run_folder(RunConfig(output=str(tmp_path), resume=True), "digits")
-
-
-def test_file_in_place_of_output_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OutputError, match="cannot create output folder"):
-        open_run_folder(RunConfig(output=str(tmp_path / "file")), "digits")
+def test_leftovers_of_killed_writes_are_removed(tmp_path: Path) -> None:
+    for name in (".last.pt.123.tmp", "last.pt"):
+        (tmp_path / name).write_text("x")
+    remove_temporaries(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]

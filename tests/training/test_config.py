@@ -1,15 +1,18 @@
 """Recipes against the published hyper-parameters, and the errors of a wrong one."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import vil  # noqa: F401  registers the models
+from vil.training.augment import Normalize, train_transform, val_transform
 from vil.training.config import OptimConfig, RunConfig, TrainConfig
-from vil.training.data import train_transform, val_transform
+from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.recipes import (
     changed_keys,
@@ -19,10 +22,18 @@ from vil.training.recipes import (
     read_recipe,
     to_yaml,
 )
-from vil.training.setup import build_model, build_optimizer, build_training, resolve_device
+from vil.training.setup import (
+    Training,
+    build_model,
+    build_optimizer,
+    build_training,
+    resolve_device,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 IMAGENET_RECIPES = ("vil_tiny", "vil_small", "vim_tiny", "vim_small")
+FINER_RECIPES = tuple(f"{name}_finer" for name in IMAGENET_RECIPES)
+CPU = torch.device("cpu")
 
 SHARED = {
     "model.num_classes": 1000,
@@ -50,78 +61,168 @@ SHARED = {
     "augment.mixup_mode": "batch",
     "augment.smoothing": 0.1,
     "optim.opt": "adamw",
-    "optim.lr": 1e-3,
+    "optim.lr_base_size": 512,
     "optim.opt_betas": (0.9, 0.999),
     "optim.opt_eps": 1e-8,
     "optim.clip_grad": None,
     "optim.model_ema_decay": 0.99996,
     "schedule.sched": "cosine",
-    "schedule.epochs": 300,
     "schedule.warmup_epochs": 5,
-    "schedule.warmup_lr": 1e-6,
     "schedule.min_lr": 1e-5,
     "run.seed": 0,
     "run.amp": False,
 }
+FROM_SCRATCH = {
+    "model.patch_stride": None,
+    "model.init_checkpoint": None,
+    "schedule.epochs": 300,
+    "schedule.warmup_lr": 1e-6,
+}
 BY_SIZE = {
     "tiny": {
         "data.batch_size": 1024,
+        "augment.mix_size": 128,
+        "optim.lr_base": 5e-4,
         "optim.weight_decay": 0.1,
         "model.drop_path_rate": 0.0,
     },
     "small": {
         "data.batch_size": 512,
+        "augment.mix_size": 64,
+        "optim.lr_base": 1e-3,
         "optim.weight_decay": 0.05,
         "model.drop_path_rate": 0.05,
     },
 }
+FINER = {
+    "model.patch_stride": 8,
+    "model.drop_path_rate": 0.0,
+    "data.batch_size": 1024,
+    "augment.mix_size": 128,
+    "optim.lr_base": 5e-6,
+    "optim.weight_decay": 1e-8,
+    "schedule.epochs": 30,
+    "schedule.warmup_lr": 1e-5,
+}
+
+
+def build(config: TrainConfig) -> Training:
+    """Build what a recipe trains, but small."""
+    sizes = dataclasses.replace(config.model, depth=3, embed_dim=32)
+    return build_training(dataclasses.replace(config, model=sizes), CPU, World())
 
 
 @pytest.mark.parametrize("name", IMAGENET_RECIPES)
 def test_recipe_has_published_values(name: str) -> None:
     resolved = flat_dict(read_recipe(CONFIGS / f"{name}.yaml"))
-    expected = SHARED | BY_SIZE[name.split("_")[1]] | {"model.name": name}
+    expected = SHARED | FROM_SCRATCH | BY_SIZE[name.split("_")[1]] | {"model.name": name}
     assert {key: resolved[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", FINER_RECIPES)
+def test_finer_recipe_has_published_values(name: str) -> None:
+    base = name.removesuffix("_finer")
+    resolved = flat_dict(read_recipe(CONFIGS / f"{name}.yaml"))
+    expected = SHARED | FINER | {"model.name": base}
+    expected |= {"model.init_checkpoint": f"output/{base}/last.pt"}
+    assert {key: resolved[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", FINER_RECIPES)
+def test_finer_recipe_trains_729_patches_at_a_constant_rate(name: str) -> None:
+    config = read_recipe(CONFIGS / f"{name}.yaml")
+    training = build(config)
+    assert training.model.pos_embed.shape[1] == 729 + 1
+    for epoch in range(30):
+        training.set_epoch(epoch)
+        assert training.lr == pytest.approx(1e-5, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", IMAGENET_RECIPES)
 def test_recipe_reaches_what_trains(name: str) -> None:
-    config = read_recipe(CONFIGS / f"{name}.yaml")
-    sizes = dataclasses.replace(config.model, depth=3, embed_dim=32)
-    training = build_training(dataclasses.replace(config, model=sizes))
+    training = build(read_recipe(CONFIGS / f"{name}.yaml"))
     small = name.endswith("small")
     group = training.optimizer.param_groups[-1]
     assert isinstance(training.optimizer, torch.optim.AdamW)
     assert (group["initial_lr"], group["weight_decay"]) == (1e-3, 0.05 if small else 0.1)
     assert (group["betas"], group["eps"]) == ((0.9, 0.999), 1e-8)
     assert (training.ema.decay, training.ema.use_warmup) == (0.99996, False)
-    mixup = training.mixup
+    mixup, erase = training.augment.mixup, training.augment.erase
     assert (mixup.mixup_alpha, mixup.cutmix_alpha, mixup.mix_prob) == (0.8, 1.0, 1.0)
     assert (mixup.switch_prob, mixup.mode, mixup.label_smoothing) == (0.5, "batch", 0.1)
+    assert (erase.probability, erase.per_pixel, erase.max_count) == (0.25, True, 1)
+    assert training.augment.mix_size == (64 if small else 128)
     assert training.criterion.label_smoothing == 0.0  # mixup has smoothed already
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in training.model.blocks]
     assert rates == pytest.approx([0.0, 0.025, 0.05] if small else [0.0] * 3)
 
 
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_small"])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 8), (2, 4), (8, 1), (4, 2)])
+def test_rate_does_not_depend_on_how_a_batch_is_divided(
+    name: str, world_size: int, accumulation: int
+) -> None:
+    config = read_recipe(CONFIGS / f"{name}.yaml")
+    run = dataclasses.replace(config.run, grad_accum_steps=accumulation)
+    config = dataclasses.replace(config, run=run)
+    published = {"vil_tiny": 5e-4 * 8 * 128 / 512, "vil_small": 1e-3 * 8 * 64 / 512}[name]
+    assert config.peak_lr == published == 1e-3
+    assert config.micro_batch(world_size) * world_size * accumulation == config.data.batch_size
+
+
+@pytest.mark.parametrize("batch_size", [128, 512, 1024, 4096])
+def test_rate_is_in_proportion_to_the_batch(batch_size: int) -> None:
+    config = read_recipe(CONFIGS / "vil_tiny.yaml")
+    data = dataclasses.replace(config.data, batch_size=batch_size)
+    config = dataclasses.replace(config, data=data)
+    assert config.peak_lr == pytest.approx(5e-4 * batch_size / 512)
+    training = build(config)
+    training.set_epoch(6)
+    cosine = 1e-5 + 0.5 * (config.peak_lr - 1e-5) * (1 + math.cos(math.pi * 5 / 300))
+    assert training.lr == pytest.approx(cosine)
+    training.set_epoch(0)
+    assert training.lr == 1e-6  # not scaled
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "message"),
+    [
+        (3, 1, r"data\.batch_size must be a multiple of 3 processes x .* 1, got 1024"),
+        (8, 3, r"data\.batch_size must be a multiple of 8 processes x .* 3, got 1024"),
+        (16, 1, r"augment\.mix_size must be even and divide the 64 images .*, got 128"),
+    ],
+)
+def test_batch_that_cannot_be_divided_is_refused(
+    world_size: int, accumulation: int, message: str
+) -> None:
+    config = read_recipe(CONFIGS / "vil_tiny.yaml")
+    run = dataclasses.replace(config.run, grad_accum_steps=accumulation)
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(config, run=run).micro_batch(world_size)
+
+
 def test_transforms_are_the_published_ones() -> None:
     config = read_recipe(CONFIGS / "vil_tiny.yaml")
-    crop, flip, policy, _, normalize, erasing = train_transform(config).transforms
+    crop, flip, policy, to_tensor = train_transform(config).transforms
     assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
     assert "bicubic" in repr(crop)
     assert flip.p == 0.5
     assert (policy.num_layers, len(policy.ops), policy.choice_weights) == (2, 15, None)
     assert {(op.magnitude, op.magnitude_std, op.prob) for op in policy.ops} == {(9, 0.5, 0.5)}
     assert "PosterizeIncreasing" in {op.name for op in policy.ops}
-    assert normalize.mean.tolist() == pytest.approx([0.485, 0.456, 0.406])
-    assert normalize.std.tolist() == pytest.approx([0.229, 0.224, 0.225])
-    assert (erasing.probability, erasing.per_pixel, erasing.max_count) == (0.25, True, 1)
-    resize, centre, *_ = val_transform(config).transforms
+    image = Image.new("RGB", (224, 224), (10, 20, 30))
+    assert to_tensor(image).dtype == torch.uint8
+    normalized = Normalize(config, CPU)(to_tensor(image)[None])[0, :, 0, 0]
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    assert torch.equal(normalized, (torch.tensor([10, 20, 30]) / 255 - mean) / std)
+    resize, centre, last = val_transform(config).transforms
+    assert last(image).dtype == torch.uint8
     assert (resize.size, resize.interpolation.value, centre.size) == (256, "bicubic", (224, 224))
 
 
 def test_labels_are_smoothed_without_mixing() -> None:
-    training = build_training(read_recipe(CONFIGS / "digits.yaml"))
-    assert training.mixup is None
+    training = build(read_recipe(CONFIGS / "digits.yaml"))
+    assert training.augment.mixup is None
     assert training.criterion.label_smoothing == 0.1
 
 
@@ -146,15 +247,10 @@ def published_rate(epoch: int) -> float:
 
 
 def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
-    config = read_recipe(CONFIGS / "vil_tiny.yaml")
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, depth=1, embed_dim=32)
-    )
-    training = build_training(config)
+    training = build(read_recipe(CONFIGS / "vil_tiny.yaml"))
     for epoch in range(300):
-        training.scheduler.step(max(epoch - 1, 0))
-        rate = training.optimizer.param_groups[0]["lr"]
-        assert rate == pytest.approx(published_rate(epoch), rel=1e-9)
+        training.set_epoch(epoch)
+        assert training.lr == pytest.approx(published_rate(epoch), rel=1e-9)
     assert published_rate(1) == 1e-6
     assert published_rate(6) == pytest.approx(9.993e-4, rel=1e-4)
     assert published_rate(299) == pytest.approx(1.011e-5, rel=1e-3)
@@ -164,7 +260,7 @@ def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
 def test_weight_decay_falls_on_the_published_parameters(name: str) -> None:
     config = read_recipe(CONFIGS / "vil_tiny.yaml").model
     model = build_model(dataclasses.replace(config, name=name, depth=1, embed_dim=32))
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=1e-3)
     decay = {
         id(parameter): group["weight_decay"]
         for group in optimizer.param_groups
@@ -180,9 +276,15 @@ def test_weight_decay_falls_on_the_published_parameters(name: str) -> None:
 
 
 def test_command_line_wins_over_recipe() -> None:
-    arguments = ["--config", str(CONFIGS / "vil_small.yaml"), "--optim.lr", "5e-4", "--run.amp"]
+    arguments = [
+        "--config",
+        str(CONFIGS / "vil_small.yaml"),
+        "--optim.lr-base",
+        "5e-4",
+        "--run.amp",
+    ]
     config, name = load_config(arguments, CONFIGS / "digits.yaml")
-    assert (config.optim.lr, config.run.amp, config.data.batch_size) == (5e-4, True, 512)
+    assert (config.optim.lr_base, config.run.amp, config.data.batch_size) == (5e-4, True, 512)
     assert name == "vil_small"
 
 
@@ -193,23 +295,26 @@ def test_default_recipe_is_digits() -> None:
 
 def test_yaml_exponent_without_point_is_a_number(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("optim:\n  lr: 1e-3\n  clip_grad: 2e0\n")
+    recipe.write_text("optim:\n  lr_base: 1e-3\n  clip_grad: 2e0\n")
     optim = read_recipe(recipe).optim
-    assert (optim.lr, optim.clip_grad) == (0.001, 2.0)
+    assert (optim.lr_base, optim.clip_grad) == (0.001, 2.0)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optim:\n  lrr: 1\n", r"recipe\.yaml: unrecognized key optim\.lrr; .* optim\.lr$"),
+        ("optim:\n  lr_bas: 1\n", r"recipe\.yaml: unrecognized key optim\.lr_bas; .*\.lr_base$"),
         ("optimiser:\n  lr: 1\n", r"recipe\.yaml: unrecognized key optimiser\.lr"),
         ("lr: 1\n", "lr must be a section, got 1"),
         ("- lr\n", "must map sections to keys"),
         ("optim: {lr: [\n", "is not YAML"),
-        ("optim:\n  lr: fast\n", "has a wrong value"),
+        ("optim:\n  lr_base: fast\n", "has a wrong value"),
         ("data:\n  batch_size: 12.5\n", "has a wrong value"),
         ("data:\n  dataset: cifar\n", "has a wrong value"),
-        ("data:\n  dataset: wds\n", "has a wrong value"),
+        ("data:\n  aug_repeats: -1\n", "has a wrong value"),
+        ("data:\n  max_bad_images: 1\n", "has a wrong value"),
+        ("run:\n  grad_accum_steps: 0\n", "has a wrong value"),
+        ("run:\n  save_minutes: -1\n", "has a wrong value"),
         ("data:\n  batch_size: 7\n", "has a wrong value"),
         ("model:\n  in_chans: 1\n", "has a wrong value"),
         ("schedule:\n  epochs: 2\n", "has a wrong value"),
@@ -228,15 +333,15 @@ def test_missing_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_flag_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"argument --optim.lrr; perhaps you meant --optim.lr$"):
-        load_config(["--optim.lrr", "1"], CONFIGS / "digits.yaml")
+    with pytest.raises(ConfigError, match=r"argument --optim.lr-bas; .* meant --optim.lr-base$"):
+        load_config(["--optim.lr-bas", "1"], CONFIGS / "digits.yaml")
 
 
 def test_wrong_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        load_config(["--optim.lr", "fast"], CONFIGS / "digits.yaml")
+        load_config(["--optim.lr-base", "fast"], CONFIGS / "digits.yaml")
     assert exit_info.value.code == 2
-    assert "--optim.lr" in capsys.readouterr().err
+    assert "--optim.lr-base" in capsys.readouterr().err
 
 
 def test_resolved_config_survives_yaml_and_dict(tmp_path: Path) -> None:
@@ -257,11 +362,11 @@ def test_changed_keys_ignores_what_cannot_change_the_result() -> None:
     old = TrainConfig()
     moved = dataclasses.replace(
         old,
-        run=dataclasses.replace(old.run, output="there", resume=True, log_interval=1),
+        run=dataclasses.replace(old.run, output="there", grad_accum_steps=2, log_interval=1),
     )
     assert changed_keys(old, moved) == []
-    other = dataclasses.replace(old, optim=dataclasses.replace(old.optim, lr=0.5))
-    assert changed_keys(old, other) == ["optim.lr (0.001 -> 0.5)"]
+    other = dataclasses.replace(old, optim=dataclasses.replace(old.optim, lr_base=0.5))
+    assert changed_keys(old, other) == ["optim.lr_base (0.001 -> 0.5)"]
 
 
 @pytest.mark.parametrize(
@@ -280,15 +385,15 @@ def test_impossible_model_is_refused(field: str, value: object, message: str) ->
 
 def test_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot create optimizer sgdd"):
-        build_optimizer(torch.nn.Linear(2, 2), OptimConfig(opt="sgdd"))
+        build_optimizer(torch.nn.Linear(2, 2), OptimConfig(opt="sgdd"), lr=1e-3)
 
 
 def test_number_of_threads_is_set_and_checked() -> None:
     before = torch.get_num_threads()
     try:
-        resolve_device(RunConfig(device="cpu", num_threads=2))
+        resolve_device(RunConfig(device="cpu", num_threads=2), World())
         assert torch.get_num_threads() == 2
-        resolve_device(RunConfig(device="cpu"))  # None changes nothing
+        resolve_device(RunConfig(device="cpu"), World())  # None changes nothing
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

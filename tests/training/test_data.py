@@ -1,26 +1,24 @@
-"""Sources, their errors, the order of an epoch, and that validation counts each image once."""
+"""Sources, their errors, and what becomes of an image that is no good."""
 
 import dataclasses
+import multiprocessing
+import os
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-import webdataset
+from PIL import Image
 
+from vil.training import data as data_module
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
-from vil.training.data import (
-    RepeatSampler,
-    TrainData,
-    ValData,
-    check_same_classes,
-    epoch_seed,
-    train_transform,
-)
-from vil.training.engine import evaluate, train_one_epoch
+from vil.training.data import Step, TrainData, ValData, check_same_classes
+from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
-from vil.training.setup import build_model, build_training
-from vil.training.sources import open_source
+from vil.training.sources import decode, open_source
 
 CPU = torch.device("cpu")
 
@@ -30,33 +28,28 @@ def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
 
 
-def test_repeats_draw_each_image_three_times_in_a_row() -> None:
-    order = list(RepeatSampler(1000, repeats=3, seed=0))
-    assert len(order) == 768  # 1000 rounded down to a multiple of 256
-    assert set(Counter(order).values()) == {3}
-    assert order[0::3] == order[1::3] == order[2::3]
+def train_data(config: TrainConfig, world: World = World()) -> TrainData:  # noqa: B008
+    return TrainData(config, CPU, world)
 
 
-def test_repeats_of_a_small_data_set_keep_its_length() -> None:
-    order = list(RepeatSampler(100, repeats=3, seed=0))
-    assert len(order) == len(RepeatSampler(100, repeats=3, seed=0)) == 100
-    assert sorted(Counter(order).values()) == [1] + [3] * 33
+def val_data(config: TrainConfig, world: World = World()) -> ValData:  # noqa: B008
+    return ValData(config, CPU, world)
 
 
-@pytest.mark.parametrize("repeats", [0, 1])
-def test_without_repeats_each_image_is_drawn_once(repeats: int) -> None:
-    order = list(RepeatSampler(300, repeats=repeats, seed=0))
-    assert sorted(order) == list(range(300))
-    assert order != list(range(300))
+def assert_same_steps(left: list[Step], right: list[Step]) -> None:
+    """Compare numbers, pixels, labels and what was replaced."""
+    assert [step.number for step in left] == [step.number for step in right]
+    for one, other in zip(left, right, strict=True):
+        assert one.bad_images == other.bad_images
+        for batch, same in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(batch, same, strict=True))
 
 
-def test_order_follows_from_seed_and_epoch() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        return list(RepeatSampler(300, 3, epoch_seed(seed, epoch)))
-
-    assert order(0, 1) == order(0, 1)
-    assert order(0, 1) != order(0, 2)
-    assert order(0, 1) != order(1, 0)
+def damage(folder: Path, name: str) -> Path:
+    """Cut an image off within its header."""
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:300])
+    return path
 
 
 def test_digits_hold_out_360_of_every_class_alike() -> None:
@@ -68,172 +61,263 @@ def test_digits_hold_out_360_of_every_class_alike() -> None:
     assert set(Counter(held_out.labels).values()) <= {35, 36, 37}
 
 
-def test_training_image_is_augmented_tensor(config: TrainConfig) -> None:
-    dataset = TrainData(config, CPU).source.dataset(train_transform(config), 0)
-    image, label = dataset[0]
-    assert image.shape == (3, 16, 16)
-    assert label == 0
-    assert not torch.equal(image, dataset[0][0])
-
-
-def test_affine_augmentation_moves_the_image(config: TrainConfig) -> None:
-    still = dataclasses.replace(
-        config.augment, scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, aa=None, reprob=0.0
-    )
-    moving = dataclasses.replace(still, degrees=20.0)
-    for augment, differs in ((still, False), (moving, True)):
-        dataset = TrainData(dataclasses.replace(config, augment=augment), CPU)
-        images = dataset.source.dataset(dataset.transform, 0)
-        assert torch.equal(images[0][0], images[0][0]) != differs
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_validation_counts_each_image_once(
     config: TrainConfig, shard_config: TrainConfig, kind: str, num_workers: int
 ) -> None:
     chosen = with_data(config if kind == "folder" else shard_config, num_workers=num_workers)
-    batches = list(ValData(with_data(chosen, validation_batch_size=5), CPU).batches())
+    batches = list(val_data(with_data(chosen, validation_batch_size=5)).batches())
     labels = torch.cat([targets for _, targets in batches])
     assert Counter(labels.tolist()) == {0: 3, 1: 3, 2: 3, 3: 3}
     images = torch.cat([images for images, _ in batches])
     assert len(torch.unique(images.flatten(1), dim=0)) == 12
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_validation_counts_each_image_once_over_all_processes(
+    config: TrainConfig, shard_config: TrainConfig, kind: str, world_size: int
+) -> None:
+    chosen = with_data(config if kind == "folder" else shard_config, batch_size=30)
+    shares = [val_data(chosen, World(rank, world_size)) for rank in range(world_size)]
+    labels = [torch.cat([targets for _, targets in share.batches()]) for share in shares]
+    assert Counter(torch.cat(labels).tolist()) == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert len({share.num_batches for share in shares}) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_steps_do_not_depend_on_loader_processes_nor_on_where_they_start(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = config if kind == "folder" else shard_config
+    whole = list(train_data(chosen).steps(0))
+    assert len(whole) == 3 * 4
+    assert {step.micro_batches[0][0].shape for step in whole} == {(8, 3, 16, 16)}
+    assert_same_steps(list(train_data(with_data(chosen, num_workers=2)).steps(5)), whole[5:])
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_processes_make_equal_steps_of_the_same_images(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = config if kind == "folder" else shard_config
+    run = dataclasses.replace(chosen.run, grad_accum_steps=2)
+    divided = dataclasses.replace(chosen, run=run)
+    whole = list(train_data(chosen).steps(0))
+    parts = [list(train_data(divided, World(rank, 2)).steps(0)) for rank in range(2)]
+    for step, *shares in zip(whole, *parts, strict=True):
+        images = [images for share in shares for images, _ in share.micro_batches]
+        assert {len(part) for part in images} == {2}
+        assert torch.equal(torch.cat(images), step.micro_batches[0][0])
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_epochs_have_other_orders(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = config if kind == "folder" else shard_config
+    data = train_data(chosen)
+    orders = [[data.names(step) for step in range(4 * e, 4 * e + 4)] for e in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_names_are_those_of_the_images_trained_on(config: TrainConfig) -> None:
+    data = train_data(with_data(config, aug_repeats=0))
+    for step in data.steps(6):
+        labels = [Path(name).parent.name for name in data.names(step.number)]
+        assert [data.source.classes[i] for i in step.micro_batches[0][1]] == labels
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_training_on_shards_gives_every_step(shard_config: TrainConfig, num_workers: int) -> None:
-    data = TrainData(with_data(shard_config, num_workers=num_workers), CPU)
-    first, second = (list(data.batches(epoch)) for epoch in (0, 1))
-    assert len(first) == len(second) == data.batches_per_epoch == 4
-    assert {len(targets) for _, targets in first} == {8}
-    labels = [torch.cat([targets for _, targets in epoch]) for epoch in (first, second)]
-    if num_workers == 0:  # several workers each refill their own last batch
-        assert Counter(labels[0].tolist()) == {0: 8, 1: 8, 2: 8, 3: 8}
-    assert not torch.equal(*labels)
+def test_unreadable_training_image_is_replaced_and_told(
+    config: TrainConfig, image_folder: Path, num_workers: int
+) -> None:
+    healthy = list(train_data(config).steps(0))
+    path = damage(image_folder, "train/birch/1.jpg")
+    data = train_data(with_data(config, num_workers=num_workers))
+    steps = list(data.steps(0))
+    told = {index for step in steps for index in step.bad_images}
+    assert [data.source.name(index) for index in told] == [str(path)]
+    assert {why for step in steps for why in step.bad_images.values()} == {"Truncated File Read"}
+    assert_same_steps(steps, list(train_data(config).steps(0)))
+    for step, before in zip(steps, healthy, strict=True):
+        same = torch.equal(step.micro_batches[0][0], before.micro_batches[0][0])
+        assert same == (str(path) not in data.names(step.number))
 
 
-def test_stated_number_of_training_images_is_taken(shard_config: TrainConfig) -> None:
-    config = with_data(shard_config, train_split="train-{0..2}.tar|24")
-    assert TrainData(config, CPU).batches_per_epoch == 3
+def test_nothing_but_unreadable_images_is_an_error(config: TrainConfig, image_folder: Path) -> None:
+    for path in image_folder.glob("train/*/*.jpg"):
+        path.write_bytes(b"")
+    message = r"8 training images in a row cannot be read, the last: .*\.jpg: the file is empty"
+    with pytest.raises(DataError, match=message):
+        next(train_data(config).steps(0))
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_killed_loader_process_is_replaced(config: TrainConfig, when: str) -> None:
+    chosen = with_data(config, num_workers=2)
+    whole = list(train_data(config).steps(0))
+    data, steps = train_data(chosen), []
+    for step in data.steps(0):
+        steps.append(step)
+        if len(steps) == (1 if when == "first" else 6):
+            for child in multiprocessing.active_children()[:1]:
+                os.kill(child.pid, signal.SIGKILL)
+    assert_same_steps(steps, whole)
+
+
+def test_killed_validation_loader_process_is_replaced(config: TrainConfig) -> None:
+    chosen = with_data(config, num_workers=2, validation_batch_size=1)
+    labels = []
+    for _, targets in val_data(chosen).batches():
+        labels += targets.tolist()
+        if len(labels) == 2:
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    assert labels == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+
+
+def test_loader_processes_that_keep_dying_are_an_error(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "_MOST_WORKER_DEATHS", 0)
+    monkeypatch.setattr(data_module, "decode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(DataError, match=r"1 loader processes died, .*lower data\.num_workers"):
+        next(train_data(with_data(config, num_workers=1)).steps(0))
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments"),
+    [
+        ("PNG", {}),
+        ("WEBP", {"lossless": True}),
+        ("TIFF", {}),
+    ],
+)
+def test_image_is_decoded_whatever_its_name_says(
+    tmp_path: Path, form: str, arguments: dict[str, object]
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    path = tmp_path / "a.jpg"
+    Image.fromarray(pixels).save(path, form, **arguments)
+    assert np.array_equal(np.asarray(decode(path.read_bytes(), "RGB")), pixels)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "P", "RGBA", "1", "I;16"])
+def test_colours_are_converted(tmp_path: Path, mode: str) -> None:
+    form = "JPEG" if mode == "CMYK" else "PNG"
+    Image.new(mode, (9, 7)).save(tmp_path / "a", form)
+    assert decode((tmp_path / "a").read_bytes(), "RGB").mode == "RGB"
+    assert decode((tmp_path / "a").read_bytes(), "L").mode == "L"
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\xff\xd8\xff\xe0"])
+def test_what_is_no_image_is_an_error(content: bytes) -> None:
+    with pytest.raises(DataError):
+        decode(content, "RGB")
 
 
 def test_missing_folder_is_an_error(config: TrainConfig) -> None:
     with pytest.raises(DataError, match=r"data\.path /nowhere is not a folder"):
-        TrainData(with_data(config, path="/nowhere"), CPU)
+        train_data(with_data(config, path="/nowhere"))
 
 
 def test_unset_folder_is_an_error(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"needs --data\.path"):
-        TrainData(with_data(config, path=None), CPU)
+        train_data(with_data(config, path=None))
 
 
 def test_digits_take_no_folder(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"has no use for data\.dataset digits"):
-        TrainData(with_data(config, dataset="digits"), CPU)
+        train_data(with_data(config, dataset="digits"))
 
 
 def test_missing_split_is_an_error(config: TrainConfig, image_folder: Path) -> None:
     (image_folder / "val").rename(image_folder / "other")
     with pytest.raises(DataError, match="has no folder validation or val"):
-        ValData(config, CPU)
-    assert ValData(with_data(config, val_split="other"), CPU).num_images == 12
+        val_data(config)
+    assert val_data(with_data(config, val_split="other")).num_images == 12
 
 
 def test_empty_class_folder_is_an_error(config: TrainConfig, image_folder: Path) -> None:
     (image_folder / "train" / "elm").mkdir()
     with pytest.raises(DataError, match=r"class folder .*train/elm has no images"):
-        TrainData(config, CPU)
+        train_data(config)
 
 
 def test_split_without_images_is_an_error(config: TrainConfig, image_folder: Path) -> None:
     for path in image_folder.glob("val/*/*.jpg"):
         path.unlink()
     with pytest.raises(DataError, match=r"no images in the sub-folders of .*val"):
-        ValData(config, CPU)
+        val_data(config)
 
 
 def test_other_number_of_classes_is_an_error(config: TrainConfig) -> None:
     model = dataclasses.replace(config.model, num_classes=5)
     with pytest.raises(DataError, match=r"has 4 classes, model\.num_classes is 5"):
-        TrainData(dataclasses.replace(config, model=model), CPU)
+        train_data(dataclasses.replace(config, model=model))
 
 
 def test_other_classes_in_validation_are_an_error(config: TrainConfig, image_folder: Path) -> None:
     (image_folder / "val" / "cedar").rename(image_folder / "val" / "elm")
     with pytest.raises(DataError, match=r"class cedar is in the training data only \(2 "):
-        check_same_classes(TrainData(config, CPU), ValData(config, CPU))
+        check_same_classes(train_data(config), val_data(config))
 
 
 def test_fewer_images_than_a_batch_is_an_error(config: TrainConfig) -> None:
     with pytest.raises(DataError, match=r"32 training images, fewer than data\.batch_size 34"):
-        TrainData(with_data(config, batch_size=34), CPU)
-
-
-def test_unknown_policy_is_an_error(config: TrainConfig) -> None:
-    augment = dataclasses.replace(config.augment, aa="rand-z9")
-    with pytest.raises(ConfigError, match="rand-z9"):
-        TrainData(dataclasses.replace(config, augment=augment), CPU)
+        train_data(with_data(config, batch_size=34))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unreadable_validation_image_is_an_error(
     config: TrainConfig, image_folder: Path, num_workers: int
 ) -> None:
-    path = image_folder / "val" / "birch" / "1.jpg"
-    path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(DataError, match=r"image .*birch/1\.jpg cannot be read"):
-        list(ValData(with_data(config, num_workers=num_workers), CPU).batches())
+    damage(image_folder, "val/birch/1.jpg")
+    data = val_data(with_data(config, num_workers=num_workers))
+    for find in (data.check, lambda: list(data.batches())):
+        with pytest.raises(DataError, match=r"image .*birch/1\.jpg cannot be read: Truncated"):
+            find()
 
 
-def test_missing_shard_is_an_error(shard_config: TrainConfig) -> None:
-    with pytest.raises(DataError, match=r"shard .*val-3\.tar does not exist \(1 of 4 missing\)"):
-        ValData(with_data(shard_config, val_split="val-{0..3}.tar"), CPU)
-
-
-def test_unknown_shard_split_is_an_error(shard_config: TrainConfig) -> None:
-    with pytest.raises(DataError, match="has no shards validation"):
-        ValData(with_data(shard_config, val_split="validation"), CPU)
-
-
-def test_truncated_shard_is_an_error(shard_config: TrainConfig, image_shards: Path) -> None:
-    shard = image_shards / "val-1.tar"
-    shard.write_bytes(shard.read_bytes()[:700])
-    with pytest.raises(DataError, match=r"val-1\.tar is truncated or not a tar"):
-        ValData(shard_config, CPU)
-
-
-def test_shards_without_images_are_an_error(shard_config: TrainConfig, image_shards: Path) -> None:
-    with webdataset.TarWriter(str(image_shards / "none.tar")) as writer:
-        writer.write({"__key__": "elm0", "cls": "0"})
-    with pytest.raises(DataError, match=r"the validation data in .*shards holds no images"):
-        ValData(with_data(shard_config, val_split="none.tar"), CPU)
-
-
-def test_training_shards_that_run_dry_are_an_error(
-    shard_config: TrainConfig, image_shards: Path
+def test_equal_images_have_equal_fingerprints_wherever_they_lie(
+    config: TrainConfig, image_folder: Path
 ) -> None:
-    with webdataset.TarWriter(str(image_shards / "none.tar")) as writer:
-        writer.write({"__key__": "elm0", "cls": "0"})
-    config = with_data(shard_config, train_split="none.tar|16")
-    training, data = build_training(config), TrainData(config, CPU)
-    with pytest.raises(DataError, match="the training data ended after 0 of 2 batches"):
-        train_one_epoch(training, data, config, 0, print)
+    before = train_data(config).source.fingerprint
+    moved = image_folder.rename(image_folder.with_name("moved"))
+    there = with_data(config, path=str(moved))
+    assert train_data(there).source.fingerprint == before
+    (moved / "train" / "ash" / "7.jpg").unlink()
+    assert train_data(there).source.fingerprint != before
 
 
-def test_unlabelled_image_in_shard_is_an_error(
-    shard_config: TrainConfig, image_shards: Path
+_hanging: list[float] = []  # an entry, in seconds, for each process that shall hang when forked
+os.register_at_fork(
+    after_in_child=lambda: time.sleep(_hanging[-1]) if _hanging else None,
+    after_in_parent=lambda: _hanging.pop() if _hanging else None,
+)
+
+
+def test_loader_process_that_hangs_while_forked_is_replaced(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = b"never decoded, for it has no label"
-    with webdataset.TarWriter(str(image_shards / "val-3.tar")) as writer:
-        writer.write({"__key__": "elm0", "jpg": image})
-    shard_config = with_data(shard_config, val_split="val-{0..3}.tar")
-    model = build_model(shard_config.model)
-    with pytest.raises(DataError, match="holds 13 images, 12 could be scored"):
-        evaluate(model, ValData(shard_config, CPU), CPU, amp=False)
+    """As one does if a thread holds a lock just then."""
+    monkeypatch.setattr(data_module, "_START_SECONDS", 0.5)
+    data = with_data(config, num_workers=2)
+    _hanging.append(60)
+    assert_same_steps(list(train_data(data).steps(0)), list(train_data(config).steps(0)))
+    assert not _hanging
+    _hanging.append(60)
+    assert len(list(val_data(data).batches())) == val_data(data).num_batches
+    assert not _hanging
+    assert not multiprocessing.active_children()
 
 
-def test_label_without_output_is_an_error(shard_config: TrainConfig) -> None:
-    sizes = dataclasses.replace(shard_config.model, num_classes=3)
-    config = dataclasses.replace(shard_config, model=sizes)
-    with pytest.raises(DataError, match=r"holds label 3, model\.num_classes is 3"):
-        evaluate(build_model(sizes), ValData(config, CPU), CPU, amp=False)
+def test_loader_processes_that_keep_hanging_are_an_error(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "_START_SECONDS", 0.2)
+    _hanging.extend([60] * 10)
+    with pytest.raises(DataError, match=r"did not begin within 0\.2 s, 5 times"):
+        next(train_data(with_data(config, num_workers=2)).steps(0))
+    assert not _hanging

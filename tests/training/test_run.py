@@ -3,9 +3,13 @@
 import csv
 import dataclasses
 import json
+import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,12 @@ import torch
 
 from vil.training import loop
 from vil.training.config import TrainConfig
-from vil.training.engine import StepReport
+from vil.training.data import Step
+from vil.training.engine import StepResult
+from vil.training.engine import train_step as train_step_of_engine
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.recipes import read_recipe
-from vil.training.report import Report
+from vil.training.setup import Training
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("images_per_s", "seconds")
@@ -35,7 +41,7 @@ def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint without what must differ between equal runs."""
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["config"]
-    for row in checkpoint["history"]:
+    for row in checkpoint["run"]["history"]:
         for key in TIMES:
             del row[key]
     return checkpoint
@@ -63,16 +69,16 @@ def assert_same(left: object, right: object) -> None:
         assert left == right
 
 
-def interrupt_in_epoch(monkeypatch: pytest.MonkeyPatch, epoch: int) -> None:
-    """Press Ctrl-C in the middle of an epoch, counted from 0."""
-    original = Report.step
+def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Let a signal arrive when the run has done a number of steps."""
+    original = loop.train_step
 
-    def step(self: Report, progress: StepReport) -> None:
-        original(self, progress)
-        if len(self.history) == epoch:
-            raise KeyboardInterrupt
+    def train_step(training: Training, images: Step, config: TrainConfig) -> StepResult:
+        if images.number == step:
+            os.kill(os.getpid(), number)
+        return original(training, images, config)
 
-    monkeypatch.setattr(Report, "step", step)
+    monkeypatch.setattr(loop, "train_step", train_step)
 
 
 def test_run_leaves_everything_it_promises(
@@ -81,8 +87,10 @@ def test_run_leaves_everything_it_promises(
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder)) == 0
     assert {path.name for path in folder.iterdir()} == {
+        ".lock",
         "best.pt",
         "last.pt",
+        "previous.pt",
         "config.yaml",
         "log.csv",
         "curve.png",
@@ -104,38 +112,106 @@ def test_best_is_the_first_epoch_with_the_best_top1(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    original = loop.run_epoch
+    original = loop.evaluate
     scores = iter([25.0, 50.0, 50.0])
     monkeypatch.setattr(
-        loop, "run_epoch", lambda *arguments: original(*arguments) | {"top1": next(scores)}
+        loop, "evaluate", lambda *arguments: original(*arguments)._replace(top1=next(scores))
     )
+    config = with_(config, "optim", model_ema_decay=None)
     train(config, "--run.output", str(tmp_path / "run"))
     best, last = (load(tmp_path / "run" / name) for name in ("best.pt", "last.pt"))
     assert (best["epoch"], best["metric"]) == (2, 50.0)
     assert (last["epoch"], last["metric"]) == (3, 50.0)
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [("folder", 0), ("folder", 2), ("wds", 0)])
-def test_resumed_run_equals_uninterrupted_run_bit_for_bit(
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(("kind", "num_workers"), [("folder", 0), ("folder", 2), ("wds", 2)])
+def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
     config: TrainConfig,
     shard_config: TrainConfig,
     kind: str,
     num_workers: int,
+    number: signal.Signals,
     train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     chosen = with_(config if kind == "folder" else shard_config, "data", num_workers=num_workers)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(chosen, "--run.output", str(whole)) == 0
-    with monkeypatch.context() as patch:
-        interrupt_in_epoch(patch, 1)
-        assert train(chosen, "--run.output", str(parts)) == 130
-    assert load(parts / "last.pt")["epoch"] == 1
-    assert train(read_recipe(parts / "config.yaml"), "--run.resume") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, 5, number)
+        assert train(chosen, "--run.output", str(parts)) == 128 + number
+    assert f"error: stopped by {number.name}" in capsys.readouterr().err
+    assert load(parts / "last.pt")["run"]["step"] == 6  # the second step of the second epoch
+    assert train(read_recipe(parts / "config.yaml")) == 0
+    assert "resumed  after step 2 of epoch 2" in capsys.readouterr().out
     assert rows(parts) == rows(whole)
     for name in ("last.pt", "best.pt"):
         assert_same(load(parts / name), load(whole / name))
+
+
+def test_second_interrupt_stops_at_once(
+    config: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    original = loop.train_step
+
+    def train_step(*arguments: object) -> StepResult:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    assert train(config, "--run.output", str(tmp_path / "run")) == 130
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+def test_finished_run_is_not_trained_again(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    train(config, "--run.output", str(folder))
+    before = (folder / "last.pt").read_bytes()
+    assert train(config, "--run.output", str(folder)) == 0
+    assert (folder / "last.pt").read_bytes() == before
+    printed = capsys.readouterr().out
+    assert "finished before; nothing is left to train" in printed
+    assert printed.count("evaluate python eval.py") == 2
+
+
+@pytest.mark.parametrize("accumulation", ["2", "4"])
+def test_accumulated_run_equals_the_plain_one_up_to_rounding(
+    config: TrainConfig, accumulation: str, train: Callable[..., int], tmp_path: Path
+) -> None:
+    chosen = with_(with_(config, "augment", mix_size=2), "model", drop_path_rate=0.0)
+    arguments = ("--run.grad-accum-steps", accumulation)
+    for name, more in (("plain", ()), ("accumulated", arguments)):
+        assert train(chosen, "--run.output", str(tmp_path / name), *more) == 0
+    plain, accumulated = (rows(tmp_path / name) for name in ("plain", "accumulated"))
+    for one, other in zip(plain, accumulated, strict=True):
+        assert float(one["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-5)
+
+
+def test_run_starts_from_the_weights_of_another_with_other_patches(
+    config: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    train(config, "--run.output", str(tmp_path / "coarse"), "--schedule.epochs", "1")
+    coarse = tmp_path / "coarse" / "last.pt"
+    finer = ("--model.patch-stride", "4", "--model.init-checkpoint", str(coarse))
+    still = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-lr", "0")
+    folder = tmp_path / "finer"
+    assert train(config, "--run.output", str(folder), *finer, *still) == 0
+    old, new = (load(path)["state_dict"] for path in (coarse, folder / "last.pt"))
+    assert new.pop("pos_embed").shape[1] == 9 + 1
+    assert old.pop("pos_embed").shape[1] == 4 + 1
+    assert_same(dict(new), dict(old))
+    assert train(config, "--run.output", str(tmp_path / "other"), *finer[:3], "none.pt") == 5
 
 
 def test_two_seeds_differ(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> None:
@@ -153,48 +229,242 @@ def test_resume_with_another_configuration_is_refused(
     folder = tmp_path / "run"
     train(config, "--run.output", str(folder))
     before = (folder / "last.pt").read_bytes()
-    arguments = ("--run.output", str(folder), "--run.resume", "--optim.lr", "0.5")
+    arguments = ("--run.output", str(folder), "--optim.lr-base", "0.5")
     assert train(config, *arguments, "--data.batch-size", "4") == 2
     message = capsys.readouterr().err
-    assert "data.batch_size (8 -> 4), optim.lr (0.001 -> 0.5)" in message
+    assert "data.batch_size (8 -> 4), optim.lr_base (0.001 -> 0.5)" in message
     assert message.count("\n") == 1
     assert (folder / "last.pt").read_bytes() == before
 
 
-def test_second_run_does_not_touch_the_first(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    train(config, "--run.output", str(folder))
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert train(config, "--run.output", str(folder)) == 5
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "message"),
-    [
-        ("8", r"error: the loss is (nan|inf) at step [2-4] of epoch 3; .*\n"),
-        # One step an epoch: its loss is still finite, the weights it leaves are not usable.
-        ("32", r"error: the validation loss is (nan|inf) after epoch 3; .*\n"),
-    ],
-)
-def test_non_finite_loss_stops_and_keeps_the_checkpoints(
+def test_resume_with_other_images_is_refused(
     config: TrainConfig,
-    batch_size: str,
-    message: str,
+    image_folder: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    train(config, "--run.output", str(tmp_path / "run"))
+    (image_folder / "train" / "ash" / "0.jpg").unlink()
+    assert train(config, "--run.output", str(tmp_path / "run")) == 3
+    assert "training images are not those that the run in" in capsys.readouterr().err
+
+
+def test_folder_of_something_else_is_refused(
+    config: TrainConfig,
     train: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
-    # The first two epochs train at warmup_lr.
-    arguments = ("--run.output", str(folder), "--optim.lr", "1e30")
-    assert train(config, *arguments, "--data.batch-size", batch_size) == 4
-    assert re.fullmatch(message, capsys.readouterr().err)
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert train(config, "--run.output", str(folder)) == 5
+    assert "holds notes.txt and no run to continue" in capsys.readouterr().err
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_file_in_place_of_the_folder_is_refused(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert train(config, "--run.output", str(tmp_path / "file")) == 5
+    assert "cannot create output folder" in capsys.readouterr().err
+
+
+def test_run_that_failed_before_training_does_not_block_its_folder(
+    config: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    arguments = ("--run.output", str(tmp_path / "run"))
+    assert train(with_(config, "model", num_classes=5), *arguments) == 3
+    assert train(config, *arguments) == 0
+
+
+def test_default_folder_is_named_after_the_recipe_and_under_torchrun_found_again(
+    config: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = with_(config, "schedule", epochs=1)
+    assert train(chosen) == 0
+    assert re.fullmatch(r"recipe-20\d{6}-\d{6}", *os.listdir("output"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert train(chosen) == train(chosen) == 0
+    assert sorted(os.listdir("output"))[0] == "recipe"
+    assert len(os.listdir("output")) == 2
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_damaged_checkpoint_is_bypassed_loudly(
+    config: TrainConfig,
+    both: bool,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    train(config, "--run.output", str(folder))
+    before = load(folder / "last.pt")
+    (folder / "best.pt").unlink()
+    for name in ("last.pt", "previous.pt") if both else ("last.pt",):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+    for _ in range(2 if both else 1):
+        assert train(config, "--run.output", str(folder)) == (5 if both else 0)
+    told = capsys.readouterr()
+    assert "last.pt is truncated or not a checkpoint" in told.out
+    if both:
+        assert "no checkpoint in" in told.err
+        assert sorted(p.name for p in folder.glob("*.pt")) == [
+            "last.damaged.pt",
+            "previous.damaged.pt",
+        ]
+    else:
+        assert "resumed  after step 0 of epoch 3" in told.out
+        assert_same(load(folder / "last.pt"), before)
+
+
+def test_non_finite_steps_change_nothing_and_are_named(
+    config: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    chosen = with_(config, "optim", model_ema_decay=None)
+    monkeypatch.setattr(loop, "train_step", poisoned({4, 6}))
+    folder = tmp_path / "run"
+    assert train(chosen, "--run.output", str(folder)) == 0
     last = load(folder / "last.pt")
-    assert last["epoch"] == 2
+    assert list(last["run"]["bad_steps"]) == [4, 6]
+    assert last["optimizer"]["state"][0]["step"] == 12 - 2
     assert all(value.isfinite().all() for value in last["state_dict"].values())
+    assert [row["skipped_steps"] for row in rows(folder)] == ["0", "2", "2"]
+    named = (folder / "skipped.txt").read_text()
+    assert "2 steps whose loss or gradient was not finite" in named
+    assert "  step 1 of epoch 2, loss nan, its images:" in named
+    assert named.count(".jpg") == 2 * 8
+
+
+def poisoned(steps: set[int]) -> Callable[..., StepResult]:
+    """Return train_step with a loss that is NaN at the given steps."""
+
+    def train_step(training: Training, step: Step, config: TrainConfig) -> StepResult:
+        if step.number in steps:
+            training = dataclasses.replace(training, criterion=lambda *_: criterion(*_) * math.nan)
+        return original(training, step, config)
+
+    def criterion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits, targets)
+
+    original = train_step_of_engine
+    return train_step
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_too_many_non_finite_steps_end_the_run(
+    config: TrainConfig,
+    optimizer: str,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    chosen = with_(config, "optim", max_bad_steps=2, opt=optimizer)
+    monkeypatch.setattr(loop, "train_step", poisoned(set(range(5, 100))))
+    assert train(chosen, "--run.output", str(tmp_path / "run")) == 4
+    message = capsys.readouterr().err
+    assert re.fullmatch(
+        r"error: 3 steps were skipped .*, optim\.max_bad_steps is 2; the last was step 4 of epoch 2,"
+        r" loss nan; their images are in .*skipped\.txt\n",
+        message,
+    )
+    last = load(tmp_path / "run" / "last.pt")
+    assert last["epoch"] == 1
+    assert all(value.isfinite().all() for value in last["state_dict"].values())
+
+
+def test_useless_weights_end_the_run(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """One step an epoch: its loss is still finite, the weights it leaves are not usable."""
+    # The first two epochs train at warmup_lr.
+    arguments = ("--run.output", str(tmp_path / "run"), "--optim.lr-base", "1e30")
+    assert train(config, *arguments, "--data.batch-size", "32") == 4
+    assert re.fullmatch(
+        r"error: the validation loss is (nan|inf) after epoch 3; .*\n", capsys.readouterr().err
+    )
+    assert load(tmp_path / "run" / "last.pt")["epoch"] == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_unreadable_images_are_skipped_counted_and_named(
+    config: TrainConfig,
+    shard_config: TrainConfig,
+    image_folder: Path,
+    image_shards: Path,
+    kind: str,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    if kind == "folder":
+        chosen = with_(config, "data", max_bad_images=0.05)
+        (image_folder / "train" / "birch" / "1.jpg").write_bytes(b"")
+    else:
+        chosen = with_(shard_config, "data", max_bad_images=0.05)
+        blank_first_image(image_shards / "train-0.tar")
+    folder = tmp_path / "run"
+    assert train(chosen, "--run.output", str(folder)) == 0
+    assert rows(folder)[-1]["skipped_images"] == "1"
+    named = (folder / "skipped.txt").read_text()
+    where = "birch/1.jpg" if kind == "folder" else "train-0.tar: ash0"
+    assert re.search(rf"1 images that could not be read so far.*\n  .*{where}: ", named)
+    assert "skipped  1 images, 0 steps" in capsys.readouterr().out
+    strict = with_(chosen, "data", max_bad_images=0.0)
+    assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
+    assert "1 of 32 training images are no good, more than" in capsys.readouterr().err
+
+
+def blank_first_image(shard: Path) -> None:
+    """Overwrite the first image of a shard with zeros."""
+    with tarfile.open(shard) as archive:
+        member = next(member for member in archive if member.name.endswith(".jpg"))
+    content = bytearray(shard.read_bytes())
+    content[member.offset_data : member.offset_data + member.size] = bytes(member.size)
+    shard.write_bytes(bytes(content))
+
+
+def test_failed_saves_are_told_and_the_last_must_succeed(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    original, calls = torch.save, []
+
+    def full_disk(checkpoint: dict, file: object) -> None:
+        calls.append(len(checkpoint["run"]["history"]))
+        if calls[-1] < 3:
+            raise OSError(28, "No space left on device")
+        original(checkpoint, file)
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    assert train(config, "--run.output", str(tmp_path / "freed")) == 0
+    assert capsys.readouterr().out.count("No space left on device; training goes on without") == 2
+    assert load(tmp_path / "freed" / "last.pt")["epoch"] == 3
+    monkeypatch.setattr(torch, "save", lambda *_: full_disk({"run": {"history": []}}, None))
+    assert train(config, "--run.output", str(tmp_path / "full")) == 5
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list((tmp_path / "full").glob("*.tmp"))
 
 
 def test_gradient_is_clipped(
@@ -211,6 +481,7 @@ def test_training_without_average_mixing_and_repeats(
     shard_config: TrainConfig, train: Callable[..., int], tmp_path: Path
 ) -> None:
     plain = with_(shard_config, "augment", mixup=0.0, cutmix=0.0)
+    plain = with_(plain, "data", aug_repeats=0)
     plain = with_(with_(plain, "optim", model_ema_decay=None), "run", amp=True)
     assert train(plain, "--run.output", str(tmp_path / "run")) == 0
     assert "state_dict_ema" not in load(tmp_path / "run" / "last.pt")
@@ -230,7 +501,7 @@ def test_evaluation_gives_the_number_of_the_run(
     folder = tmp_path / "run"
     train(config if kind == "folder" else shard_config, "--run.output", str(folder))
     path = folder / f"{name}.pt"
-    row = torch.load(path, weights_only=True)["history"][-1]
+    row = torch.load(path, weights_only=True)["run"]["history"][-1]
     assert evaluate(str(path), "--device", "cpu") == 0
     result = json.loads((folder / f"{name}-eval.json").read_text())
     assert (result["top1"], result["top5"]) == (row["top1"], row["top5"])

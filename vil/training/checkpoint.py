@@ -1,9 +1,12 @@
 """Checkpoints: plain dictionaries, written whole or not at all, verified when read.
 
-A checkpoint holds arch, state_dict, state_dict_ema (where an average is kept), optimizer, epoch
-(how many are finished), metric (the best top-1 so far), history (a row per epoch), config and
-versions. The names are timm's, so timm.create_model(name, checkpoint_path=...) reads the weights;
-it prefers state_dict_ema, while training and evaluation here report state_dict.
+A checkpoint holds arch, state_dict, state_dict_ema (where an average is kept), optimizer, run (how
+far it has come, see state.py), epoch (how many are finished), metric (the best top-1 so far), config,
+data (fingerprints of both splits) and versions. The names are timm's, so
+timm.create_model(name, checkpoint_path=...) reads the weights; it prefers state_dict_ema, while
+training and evaluation here report state_dict.
+
+A run's folder has last.pt, previous.pt (the one before) and best.pt.
 """
 
 import dataclasses
@@ -15,43 +18,61 @@ import torch
 from torch import nn
 
 from vil.training.config import TrainConfig
-from vil.training.errors import ConfigError, OutputError
-from vil.training.files import write_atomically, write_text
-from vil.training.recipes import changed_keys, config_from_dict, to_yaml
+from vil.training.errors import OutputError
+from vil.training.files import link_atomically, write_atomically
 from vil.training.setup import Training, versions
+from vil.training.state import RunState
 
-_KEYS = ("arch", "state_dict", "optimizer", "epoch", "metric", "history", "config")
+_KEYS = ("arch", "state_dict", "optimizer", "run", "epoch", "metric", "config", "data")
+
+LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 
 
 def save_checkpoint(
-    path: Path,
+    folder: Path,
     training: Training,
     config: TrainConfig,
-    history: list[dict[str, Any]],
-    best: float,
+    state: RunState,
+    data: dict[str, str],
 ) -> None:
-    """Write everything that evaluation and resuming need.
+    """Write last.pt, having kept the one before as previous.pt; best.pt, too, after its epoch.
+
+    The new file is read back before it takes the old one's name.
 
     Args:
-        path: Destination; replaced atomically.
+        folder: The run's folder.
         training: Model, average and optimiser.
         config: The run's configuration.
-        history: One row per epoch so far.
-        best: Best top-1 so far, in percent.
+        state: How far the run has come.
+        data: Fingerprints of the training and validation images.
+
+    Raises:
+        OutputError: it could not be written; the earlier ones are intact.
     """
     checkpoint = {
         "arch": config.model.name,
         "state_dict": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
-        "epoch": len(history),
-        "metric": best,
-        "history": history,
+        "run": state.as_dict(),
+        "epoch": len(state.history),
+        "metric": state.best["top1"] if state.history else None,
         "config": dataclasses.asdict(config),
+        "data": data,
         "versions": versions(),
     }
     if training.ema is not None:
         checkpoint["state_dict_ema"] = training.ema.module.state_dict()
-    write_atomically(path, lambda file: torch.save(checkpoint, file))
+    last = folder / LAST
+    if last.exists():
+        link_atomically(last, folder / PREVIOUS)
+    write_atomically(last, lambda file: torch.save(checkpoint, file), prove=_check_sums)
+    link_if_best(folder, state)
+
+
+def link_if_best(folder: Path, state: RunState) -> None:
+    """Name last.pt best.pt, too, if it was written after the best epoch so far and before a step."""
+    if state.best_is_last and state.loss_count == 0:
+        link_atomically(folder / LAST, folder / BEST)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -60,22 +81,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         OutputError: the file is missing, unreadable, damaged, or something else.
     """
+    _check_sums(path)
     try:
-        # torch.load does not check the checksums of what it reads, zipfile does.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise OutputError(f"checkpoint {path} is damaged: wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise OutputError(f"checkpoint {path} does not exist") from error
-    except OutputError:
-        raise
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        reason = str(error).split("\n", 1)[0]
-        raise OutputError(
-            f"checkpoint {path} is truncated or not a checkpoint: {reason}"
-        ) from error
+        raise _unreadable(path, error) from error
     missing = [key for key in _KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
     if missing:
         raise OutputError(
@@ -104,35 +114,23 @@ def load_weights(model: nn.Module, state_dict: dict[str, Any], path: Path, arch:
         raise OutputError(f"checkpoint {path} does not fit model {arch}: {reason[:200]}") from error
 
 
-def start_or_resume(
-    folder: Path, training: Training, config: TrainConfig
-) -> tuple[TrainConfig, list[dict[str, Any]]]:
-    """Record a new run's configuration in its folder, or restore the run that is there.
-
-    Args:
-        folder: The run's folder.
-        training: On resuming, receives weights, average and optimiser state of last.pt.
-        config: The configuration asked for now.
-
-    Returns:
-        The configuration with the folder filled in, and a row per finished epoch.
+def _check_sums(path: Path) -> None:
+    """Compare the file with its checksums, which torch.load does not do, and zipfile does.
 
     Raises:
-        ConfigError: the run to resume has another configuration.
-        OutputError: its checkpoint cannot be read.
+        OutputError: it is missing, cut off, no checkpoint, or a checksum is wrong.
     """
-    run = dataclasses.replace(config.run, output=str(folder))
-    config = dataclasses.replace(config, run=run)
-    if not config.run.resume:
-        write_text(folder / "config.yaml", to_yaml(config))
-        return config, []
-    path = folder / "last.pt"
-    checkpoint = load_checkpoint(path)
-    changed = changed_keys(config_from_dict(checkpoint["config"], str(path)), config)
-    if changed:
-        raise ConfigError(f"--run.resume: {path} was trained with other {', '.join(changed)}")
-    load_weights(training.model, checkpoint["state_dict"], path, config.model.name)
-    if training.ema is not None:
-        load_weights(training.ema.module, checkpoint["state_dict_ema"], path, config.model.name)
-    training.optimizer.load_state_dict(checkpoint["optimizer"])
-    return config, checkpoint["history"]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except FileNotFoundError as error:
+        raise OutputError(f"checkpoint {path} does not exist") from error
+    except Exception as error:  # zipfile raises many things for a damaged file
+        raise _unreadable(path, error) from error
+    if damaged is not None:
+        raise OutputError(f"checkpoint {path} is damaged: wrong checksum in {damaged}")
+
+
+def _unreadable(path: Path, error: Exception) -> OutputError:
+    reason = str(error).split("\n", 1)[0]
+    return OutputError(f"checkpoint {path} is truncated or not a checkpoint: {reason}")

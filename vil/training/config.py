@@ -9,6 +9,8 @@ from typing import Literal
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+from vil.training.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -28,8 +30,13 @@ class ModelConfig:
     """Channels of a token."""
     depth: int | None = None
     """Number of blocks."""
+    patch_stride: int | None = None
+    """Distance of neighbouring patches in pixels; below patch_size they overlap."""
     drop_path_rate: float = 0.0
     """Drop-path rate of the last block; the rate grows linearly from 0 at the first."""
+    init_checkpoint: str | None = None
+    """Checkpoint of train_imagenet.py whose weights a new run starts from; a position embedding of
+    another grid is resampled."""
 
     def __post_init__(self) -> None:
         if self.in_chans not in (1, 3):
@@ -46,17 +53,23 @@ class DataConfig:
     """Root folder of the data (folder, wds)."""
     train_split: str = "train"
     """Sub-folder (folder), or shards (wds): a split of _info.json, or a brace pattern such as
-    train-{000..511}.tar, with |N behind it for N images; without N they are counted."""
+    train-{000..511}.tar."""
     val_split: str = "validation"
     """The same for validation; in a folder `validation` also finds `val`."""
     batch_size: int = 1024
-    """Images per optimiser step, in total."""
+    """Images per optimiser step, over all processes and accumulated micro-batches."""
     validation_batch_size: int | None = None
-    """Images per step in validation; batch_size if None."""
+    """Images per process and step in validation; those of a training micro-batch if None."""
     aug_repeats: int = 3
     """Repeated augmentation: draws of each image in a row; 0 or 1 is off."""
+    shuffle_shards: int = 16
+    """Shards (wds) whose images are shuffled together; the order of the shards is drawn anew each
+    epoch."""
+    max_bad_images: float = 0.001
+    """Largest share of the training images that may turn out unreadable or unlabelled before the run
+    stops. Each is replaced, counted and named in skipped.txt. In validation none is tolerated."""
     num_workers: int = 8
-    """Loader processes; 0 loads in the main process."""
+    """Loader processes of each training process; 0 loads in the training process."""
     mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
     """Mean of each channel, pixels in [0, 1]."""
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
@@ -67,15 +80,15 @@ class DataConfig:
     """Validation resizes to img_size / crop_pct and keeps the centre."""
 
     def __post_init__(self) -> None:
-        if self.dataset == "wds" and self.aug_repeats > 1:
-            raise ValueError(
-                f"data.aug_repeats must be 0 or 1 for shards, which are read in sequence, "
-                f"got {self.aug_repeats}; pass --data.aug-repeats 0"
-            )
-        for name in ("batch_size", "validation_batch_size"):
+        for name in ("batch_size", "validation_batch_size", "shuffle_shards"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {value}")
+        for name in ("aug_repeats", "num_workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"data.{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 <= self.max_bad_images < 1:
+            raise ValueError(f"data.max_bad_images must lie in [0, 1), got {self.max_bad_images}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +125,10 @@ class AugmentConfig:
     """Probability of cutmix where both are on."""
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
     """Share mixing parameters over the batch, a pair, or nothing."""
+    mix_size: int | None = None
+    """Images that share one draw of mixup or cutmix, the published batch of one GPU: the result does
+    not depend then on how a batch is divided among processes. None is all that one process trains
+    on at a time."""
     smoothing: float = 0.1
     """Label smoothing."""
 
@@ -127,9 +144,11 @@ class OptimConfig:
 
     opt: str = "adamw"
     """Any optimiser that timm.optim.create_optimizer_v2 knows."""
-    lr: float = 1e-3
-    """Peak rate for batch_size images, not scaled again. DeiT's rule gave the published 1e-3:
-    lr * global batch / 512, that is 5e-4 at 1024 (tiny) and 1e-3 at 512 (small)."""
+    lr_base: float = 1e-3
+    """Peak rate of a batch of lr_base_size images. That of data.batch_size images is in proportion,
+    whatever the number of processes and micro-batches; warmup_lr and min_lr are not scaled."""
+    lr_base_size: int = 512
+    """Images that lr_base is meant for; 512 is DeiT's rule."""
     opt_betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the two moments."""
     opt_eps: float = 1e-8
@@ -138,6 +157,9 @@ class OptimConfig:
     """Decay of matrices; none on vectors nor on what model.no_weight_decay() names."""
     clip_grad: float | None = None
     """Largest norm of the gradient; None does not clip."""
+    max_bad_steps: int = 10
+    """Steps of the run that may have a loss or a gradient that is not finite before it stops. Such a
+    step changes no weight; it is counted, and its images are named in skipped.txt."""
     model_ema_decay: float | None = 0.99996
     """Decay per step of the averaged weights; None keeps no average."""
 
@@ -170,9 +192,8 @@ class RunConfig:
     """This run: where it writes, on what it computes."""
 
     output: str | None = None
-    """Output folder; None makes output/<recipe>-<date>-<time>."""
-    resume: bool = False
-    """Continue from last.pt in the output folder."""
+    """Output folder. A run that is in it is continued, if its configuration is the same. None makes
+    output/<recipe>-<date>-<time>, and output/<recipe> under torchrun, whose restarts find it again."""
     seed: int = 0
     """Seed of the initial weights, the data order and the augmentation."""
     device: str = "auto"
@@ -181,18 +202,23 @@ class RunConfig:
     """Autocast to bfloat16."""
     torchcompile: bool = False
     """Compile the model."""
+    grad_accum_steps: int = 1
+    """Micro-batches that each process divides its part of a batch into, one after the other."""
     num_threads: int | None = None
     """Threads of operations on the CPU; None leaves it to torch."""
     log_interval: int = 50
     """Steps between two readings of the loss."""
+    save_minutes: float = 10.0
+    """Minutes between two checkpoints within an epoch; there is one after each epoch, too."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"run.num_threads must be at least 1, got {self.num_threads}")
-        if self.log_interval < 1:
-            raise ValueError(f"run.log_interval must be at least 1, got {self.log_interval}")
-        if self.resume and self.output is None:
-            raise ValueError("run.resume needs run.output, the folder to continue in")
+        for name in ("log_interval", "grad_accum_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"run.{name} must be at least 1, got {getattr(self, name)}")
+        if self.save_minutes < 0:
+            raise ValueError(f"run.save_minutes must be at least 0, got {self.save_minutes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +232,36 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def peak_lr(self) -> float:
+        """Learning rate at the end of the warm-up."""
+        return self.optim.lr_base * self.data.batch_size / self.optim.lr_base_size
+
+    def micro_batch(self, world_size: int) -> int:
+        """Return the images that one process trains on at a time.
+
+        Args:
+            world_size: Number of processes.
+
+        Raises:
+            ConfigError: the batch cannot be divided among them and their micro-batches, or
+                augment.mix_size does not divide what remains.
+        """
+        batch, parts = self.data.batch_size, world_size * self.run.grad_accum_steps
+        if batch % parts:
+            raise ConfigError(
+                f"data.batch_size must be a multiple of {world_size} processes x "
+                f"run.grad_accum_steps {self.run.grad_accum_steps}, got {batch}"
+            )
+        micro = batch // parts
+        mix_size = self.augment.mix_size or micro
+        if micro % mix_size or (self.augment.mixes and mix_size % 2):
+            raise ConfigError(
+                f"augment.mix_size must be even and divide the {micro} images that one process "
+                f"trains on at a time, got {mix_size}"
+            )
+        return micro
 
     def __post_init__(self) -> None:
         if self.augment.mixes and self.data.batch_size % 2:

@@ -1,41 +1,67 @@
-"""Transforms, order and batches of the training and validation images."""
+"""Loaders of the training and validation images, and what happens to an image that is no good."""
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
+from multiprocessing import RawArray, active_children
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from timm.data import create_transform
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from torchvision import transforms
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
+from vil.training.augment import Transform, train_transform, val_transform
 from vil.training.config import TrainConfig
-from vil.training.errors import ConfigError, DataError
-from vil.training.sources import Source, Transform, open_source
+from vil.training.distributed import World
+from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image
+from vil.training.errors import DataError
+from vil.training.sources import Source, decode, image_mode, open_source
 
-Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+_MOST_TRIES = 8  # unreadable images in a row are no accident
+_MOST_WORKER_DEATHS = 20
+_START_SECONDS = 60.0  # for a process to be forked, which takes milliseconds, or spawned, seconds
+_MOST_STARTS = 5
 
-_REPEAT_ROUND = 256  # DeiT rounds the length of an epoch down to this many images
+_Item = TypeVar("_Item")
+
+
+class Step(NamedTuple):
+    """The images that one process trains on in one step."""
+
+    number: int
+    """Step of the run."""
+    micro_batches: list[tuple[torch.Tensor, torch.Tensor]]
+    """uint8 (B, C, H, W) and class indices (B,), in turn."""
+    bad_images: dict[int, str]
+    """Unreadable images that were replaced, and why."""
 
 
 class TrainData:
-    """The training images, batch by batch; all randomness follows from (seed, epoch)."""
+    """The training images, step by step; all randomness follows from the seed and the step."""
 
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        """Open the data and check that an epoch has at least one batch.
+    def __init__(self, config: TrainConfig, device: torch.device, world: World) -> None:
+        """Open the data and check that an epoch has at least one step.
 
         Raises:
+            ConfigError: the batch cannot be divided among the processes.
             DataError: there are fewer images than a batch holds.
         """
+        self.micro_batch = config.micro_batch(world.size)
         self.source = open_source(config.data, config.model, training=True)
         self.config = config
+        self.world = world
         self.pin_memory = device.type == "cuda"
         self.transform = train_transform(config)
-        length = epoch_length(self.source.num_images, config.data.aug_repeats)
-        self.batches_per_epoch = length // config.data.batch_size
-        if self.batches_per_epoch == 0:
+        stream = self._stream(range(0))
+        self.steps_per_epoch = stream.steps_per_epoch
+        self.num_steps = self.steps_per_epoch * config.schedule.epochs
+        if self.steps_per_epoch == 0:
             raise DataError(
-                f"an epoch has {length} training images, fewer than "
+                f"an epoch has {stream.length} training images, fewer than "
                 f"data.batch_size {config.data.batch_size}"
             )
 
@@ -44,133 +70,108 @@ class TrainData:
         """Distinct training images."""
         return self.source.num_images
 
-    def batches(self, epoch: int) -> Batches:
-        """Return the batches of an epoch, every one of them full."""
+    def steps(self, first: int) -> Iterator[Step]:
+        """Yield all steps from the given one to the end of the run.
+
+        Raises:
+            DataError: too many images in a row are unreadable, or too many loader processes died.
+        """
+        return _outliving_deaths(self._load, first, self.num_steps)
+
+    def names(self, step: int) -> list[str]:
+        """Name the images of a step, over all processes."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         data = self.config.data
-        seed = epoch_seed(self.config.run.seed, epoch)
-        dataset = self.source.dataset(self.transform, seed)
-        streamed = isinstance(dataset, IterableDataset)
-        loader = DataLoader(
-            dataset,
+        order = epoch_order(self.source.order, data.aug_repeats, self.config.run.seed, epoch)
+        first = step_in_epoch * data.batch_size
+        return [self.source.name(i) for i in order[first : first + data.batch_size].tolist()]
+
+    def _stream(self, steps: range) -> MicroBatches:
+        data = self.config.data
+        return MicroBatches(
+            self.source.order,
+            self.source.num_images,
+            repeats=data.aug_repeats,
             batch_size=data.batch_size,
-            sampler=None if streamed else RepeatSampler(len(dataset), data.aug_repeats, seed),
-            num_workers=_num_workers(self.config, self.source),
-            pin_memory=self.pin_memory,
-            drop_last=True,
+            micro_batch=self.micro_batch,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            seed=self.config.run.seed,
+            steps=steps,
         )
-        return islice(loader, self.batches_per_epoch)
+
+    def _load(self, first: int) -> Iterator[Step]:
+        """Load steps by one loader for all epochs, so that none waits for its first."""
+        mode = image_mode(self.config.model.in_chans)
+        loader = DataLoader(
+            _TrainImages(self.source, self.transform, mode, self.config.run.seed),
+            batch_sampler=self._stream(range(first, self.num_steps)),
+            num_workers=self.config.data.num_workers,
+            collate_fn=_collate,
+            pin_memory=self.pin_memory,
+            worker_init_fn=_Arrivals(self.config.data.num_workers),
+        )
+        batches = _start(loader)
+        for number in range(first, self.num_steps):
+            loaded = list(islice(batches, self.config.run.grad_accum_steps))
+            bad = {index: reason for _, _, images in loaded for index, reason in images.items()}
+            yield Step(number, [(images, targets) for images, targets, _ in loaded], bad)
 
 
 class ValData:
-    """The validation images, each exactly once."""
+    """The validation images, each exactly once over all processes."""
 
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, device: torch.device, world: World) -> None:
         self.source = open_source(config.data, config.model, training=False)
         self.config = config
+        self.world = world
         self.pin_memory = device.type == "cuda"
-        self.transform = val_transform(config)
+        share = config.data.batch_size // (world.size * config.run.grad_accum_steps)
+        self.batch_size = config.data.validation_batch_size or max(share, 1)
 
     @property
     def num_images(self) -> int:
-        """Images to be scored."""
+        """Images to be scored, over all processes."""
         return self.source.num_images
 
-    def batches(self) -> Batches:
-        """Return all images in batches; the last may be smaller."""
-        data = self.config.data
-        dataset: Dataset = self.source.dataset(self.transform, 0)
-        return iter(
-            DataLoader(
-                dataset,
-                batch_size=data.validation_batch_size or data.batch_size,
-                num_workers=_num_workers(self.config, self.source),
-                pin_memory=self.pin_memory,
-            )
-        )
+    @property
+    def num_batches(self) -> int:
+        """Batches of the process that has the most."""
+        share = -(-self.num_images // self.world.size)
+        return -(-share // self.batch_size)
 
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,).
 
-class RepeatSampler(Sampler[int]):
-    """Shuffled indices, each drawn several times in a row: repeated augmentation as in DeiT."""
-
-    def __init__(self, num_images: int, repeats: int, seed: int) -> None:
-        """Prepare the order of one epoch.
-
-        Args:
-            num_images: Images in the data set.
-            repeats: Draws of each image in a row; 0 and 1 draw each once.
-            seed: Seed of the order.
+        Raises:
+            DataError: an image cannot be read, or too many loader processes died.
         """
-        self.num_images = num_images
-        self.repeats = max(repeats, 1)
-        self.length = epoch_length(num_images, repeats)
-        self.seed = seed
+        return self._load(val_transform(self.config))
 
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed)
-        order = torch.randperm(self.num_images, generator=generator)
-        yield from order.repeat_interleave(self.repeats)[: self.length].tolist()
+    def check(self) -> None:
+        """Decode every image once, so that a bad one is not found after the first epoch.
 
-    def __len__(self) -> int:
-        return self.length
+        Raises:
+            DataError: an image cannot be read, or too many loader processes died.
+        """
+        for _ in self._load(_nothing):
+            pass
 
+    def _load(self, transform: Transform) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        images = _ValImages(self.source, transform, image_mode(self.config.model.in_chans))
+        share = range(self.world.rank, self.num_images, self.world.size)
 
-def epoch_length(num_images: int, repeats: int) -> int:
-    """Return how many images an epoch draws; repeats change which, hardly how many."""
-    if repeats <= 1 or num_images < _REPEAT_ROUND:
-        return num_images
-    return num_images // _REPEAT_ROUND * _REPEAT_ROUND
+        def load(first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            loader = DataLoader(
+                Subset(images, share[first * self.batch_size :]),
+                batch_size=self.batch_size,
+                num_workers=self.config.data.num_workers,
+                pin_memory=self.pin_memory,
+                worker_init_fn=_Arrivals(self.config.data.num_workers),
+            )
+            return _start(loader)
 
-
-def epoch_seed(seed: int, epoch: int) -> int:
-    """Mix a run's seed and an epoch into one 32-bit seed."""
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
-
-
-def train_transform(config: TrainConfig) -> Transform:
-    """Build the augmentation of a training image, up to the normalised and erased tensor.
-
-    Raises:
-        ConfigError: timm does not know the auto-augment policy.
-    """
-    augment, data = config.augment, config.data
-    try:
-        recipe = create_transform(
-            (config.model.in_chans, config.model.img_size, config.model.img_size),
-            is_training=True,
-            scale=augment.scale,
-            ratio=augment.ratio,
-            hflip=augment.hflip,
-            color_jitter=None,  # DeiT's 0.3 never acted: auto-augment switches it off
-            auto_augment=augment.aa,
-            interpolation=data.interpolation,
-            mean=data.mean,
-            std=data.std,
-            re_prob=augment.reprob,
-            re_mode=augment.remode,
-            re_count=augment.recount,
-        )
-    except (AssertionError, KeyError, ValueError) as error:
-        raise ConfigError(f"augment.aa {augment.aa!r} is not a policy of timm: {error}") from error
-    if not augment.degrees and not augment.translate and augment.zoom == (1.0, 1.0):
-        return recipe
-    affine = transforms.RandomAffine(
-        augment.degrees,
-        translate=(augment.translate, augment.translate),
-        scale=augment.zoom,
-        interpolation=transforms.InterpolationMode.BILINEAR,
-    )
-    return transforms.Compose([affine, recipe])
-
-
-def val_transform(config: TrainConfig) -> Transform:
-    """Build the resize, centre crop and normalisation of a validation image."""
-    return create_transform(
-        (config.model.in_chans, config.model.img_size, config.model.img_size),
-        interpolation=config.data.interpolation,
-        mean=config.data.mean,
-        std=config.data.std,
-        crop_pct=config.data.crop_pct,
-    )
+        return _outliving_deaths(load, 0, -(-len(share) // self.batch_size))
 
 
 def check_same_classes(train: TrainData, val: ValData) -> None:
@@ -190,7 +191,177 @@ def check_same_classes(train: TrainData, val: ValData) -> None:
         )
 
 
-def _num_workers(config: TrainConfig, source: Source) -> int:
-    """Return the loader processes to start, no more than the source can feed."""
-    wanted = config.data.num_workers
-    return wanted if source.max_workers is None else min(wanted, source.max_workers)
+class _TrainImages(Dataset):
+    """Draws of the training stream, augmented; an unreadable image is replaced by another.
+
+    Which other follows from the seed, so that a resumed run replaces it by the same one.
+    """
+
+    def __init__(self, source: Source, transform: Transform, mode: str, seed: int) -> None:
+        self.source, self.transform, self.mode, self.seed = source, transform, mode, seed
+        # The last image decoded: repeated augmentation asks for it again at once.
+        self.decoded: tuple[Any, ...] = (None,)
+
+    def __getitem__(self, draw: Draw) -> tuple[torch.Tensor, int, dict[int, str]]:
+        if self.decoded[0] != (draw.epoch, draw.index):
+            self.decoded = ((draw.epoch, draw.index), *self._decode(draw))
+        _, image, label, bad = self.decoded
+        seed_image(key("image", self.seed, draw.epoch, draw.position))
+        return self.transform(image), label, bad
+
+    def _decode(self, draw: Draw) -> tuple[Any, int, dict[int, str]]:
+        """Return an image, its label, and the unreadable ones tried before it, with reasons."""
+        bad: dict[int, str] = {}
+        index = draw.index
+        for attempt in range(_MOST_TRIES):
+            try:
+                image = decode(self.source.read(index), self.mode)
+            except (DataError, OSError) as error:
+                bad[index] = str(error)
+                place = (draw.epoch, draw.index, attempt)
+                index = key("replacement", self.seed, *place) % self.source.num_images
+            else:
+                return image, int(self.source.labels[index]), bad
+        index, why = list(bad.items())[-1]
+        raise DataError(
+            f"{_MOST_TRIES} training images in a row cannot be read, the last: "
+            f"{self.source.name(index)}: {why}"
+        )
+
+
+class _ValImages(Dataset):
+    """Validation images; an unreadable one is an error, for nothing can stand in for it."""
+
+    def __init__(self, source: Source, transform: Transform, mode: str) -> None:
+        self.source, self.transform, self.mode = source, transform, mode
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        try:
+            image = decode(self.source.read(index), self.mode)
+        except (DataError, OSError) as error:
+            raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
+        return self.transform(image), int(self.source.labels[index])
+
+    def __len__(self) -> int:
+        return self.source.num_images
+
+
+def _collate(
+    items: list[tuple[torch.Tensor, int, dict[int, str]]],
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+    """Stack images and labels and merge what was bad."""
+    images, labels = default_collate([(image, label) for image, label, _ in items])
+    return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}
+
+
+def _outliving_deaths(
+    load: Callable[[int], Iterator[_Item]], first: int, stop: int
+) -> Iterator[_Item]:
+    """Yield what is loaded from one number to another, loading again what a dead process was to.
+
+    A loader process can die for want of memory, say. What is loaded follows from its number, so that
+    nothing of the run depends on it.
+
+    Args:
+        load: Yields items from a number on.
+        first: Number of the first item.
+        stop: Number after the last.
+
+    Raises:
+        DataError: too many processes died.
+    """
+    deaths = 0
+    while first < stop:
+        try:
+            for item in load(first):
+                yield item
+                first += 1
+        except Exception as error:
+            if not _is_worker_death(error):
+                raise
+            deaths += 1
+            if deaths > _MOST_WORKER_DEATHS:
+                raise DataError(
+                    f"{deaths} loader processes died, the last: {error}; "
+                    f"if memory is short, lower data.num_workers"
+                ) from error
+
+
+class _Arrivals:
+    """Called in each loader process when it begins; tells the training process that it did."""
+
+    def __init__(self, count: int) -> None:
+        self.pids = RawArray("q", count)
+
+    def __call__(self, worker: int) -> None:
+        _leave_signals_to_parent()
+        self.pids[worker] = os.getpid()
+
+    def await_from(self, processes: set[BaseProcess]) -> list[BaseProcess]:
+        """Wait for processes to begin, or to die, and return those that do neither."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            waiting = [process for process in processes if process.pid not in self.pids[:]]
+            waiting = [process for process in waiting if process.is_alive()]
+            if not waiting or time.monotonic() > deadline:
+                return waiting
+            time.sleep(0.001)
+
+
+def _start(loader: DataLoader) -> Iterator[Any]:
+    """Start a loader's processes, anew if one does not begin.
+
+    A process can hang while it is forked: Python 3.10 and 3.11 then wait for a lock that a thread of
+    gloo's may have held at that moment, which no longer exists.
+
+    PyTorch answers the death of one by raising from a signal handler, wherever the training process
+    then is, in the middle of an optimiser step too. Without the handler the loader finds out itself.
+
+    Raises:
+        DataError: they do not begin time and again.
+    """
+    for _ in range(_MOST_STARTS):
+        others = set(active_children())
+        batches = iter(loader)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        hanging = loader.worker_init_fn.await_from(set(active_children()) - others)
+        if not hanging:
+            return batches
+        for process in hanging:
+            process.kill()
+        del batches  # ends the others
+    raise DataError(
+        f"loader processes did not begin within {_START_SECONDS:g} s, {_MOST_STARTS} times"
+    )
+
+
+def _nothing(image: Image.Image) -> torch.Tensor:
+    """Stand in for a transform where decoding is all that is wanted."""
+    return torch.empty(0)
+
+
+def _leave_signals_to_parent() -> None:
+    """Let only the training process end its loader processes.
+
+    Schedulers signal every process of a job, and it could write no checkpoint once these have died.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process at a SIGTERM from its parent, and at no other."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def _is_worker_death(error: Exception) -> bool:
+    """Tell the death of a loader process from an error in one, which names the process."""
+    if "Caught " in str(error) and "in DataLoader worker process" in str(error):
+        return False
+    lost = isinstance(error, (EOFError, ConnectionError, FileNotFoundError))  # of its pipes
+    return lost or "exited unexpectedly" in str(error) or "in pin memory thread" in str(error)

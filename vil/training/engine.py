@@ -1,31 +1,31 @@
-"""The training epoch and the evaluation."""
+"""One optimiser step, and one evaluation."""
 
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-from timm.utils import random_seed
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from vil.training.augment import Normalize
 from vil.training.config import TrainConfig
-from vil.training.data import TrainData, ValData, epoch_seed
+from vil.training.data import Step, ValData
+from vil.training.draws import key, seed_everything
 from vil.training.errors import DataError, NonFiniteLossError
 from vil.training.setup import Training
 
 
-class StepReport(NamedTuple):
-    """What the loop knows each time it reads the loss."""
+class StepResult(NamedTuple):
+    """What a step leaves on the device; reading it waits for the device."""
 
-    step: int
-    """Steps done in this epoch."""
-    loss: float
-    """Mean since the last report."""
-    lr: float
-    images_per_s: float
-    """Mean over the epoch so far."""
+    loss: torch.Tensor
+    """Mean over this process's images."""
+    grad_norm: torch.Tensor
+    """Norm of the whole gradient before clipping; not finite if the step was skipped."""
 
 
 class Score(NamedTuple):
@@ -40,121 +40,91 @@ class Score(NamedTuple):
     images_per_s: float
 
 
-def train_one_epoch(
-    training: Training,
-    data: TrainData,
-    config: TrainConfig,
-    epoch: int,
-    report: Callable[[StepReport], None],
-) -> tuple[float, float]:
-    """Train for one epoch.
+def train_step(training: Training, step: Step, config: TrainConfig) -> StepResult:
+    """Make one optimiser step, unless the gradient is not finite.
 
-    All random numbers follow from (seed, epoch), so that a run resumed here repeats itself.
+    The gradient is the same in all processes, so they decide alike; the decision stays on the device
+    where the optimiser can take it from there.
 
     Args:
         training: Updated in place.
-        data: The training images.
+        step: The images.
         config: The run's configuration.
-        epoch: Counted from 0.
-        report: Called every run.log_interval steps and at the end.
-
-    Returns:
-        Mean loss, and images per second.
-
-    Raises:
-        NonFiniteLossError: a loss is NaN or infinite.
-        DataError: the data ends early, or holds a label that the model does not have.
     """
-    random_seed(epoch_seed(config.run.seed, epoch))
-    training.scheduler.step(max(epoch - 1, 0))  # one epoch late, as DeiT and Vim trained
-    training.model.train()
-    lr = training.optimizer.param_groups[0]["lr"]
-    batch_size, num_steps = config.data.batch_size, data.batches_per_epoch
-    unread: list[torch.Tensor] = []  # reading a loss waits for the device, so it is done in groups
-    total, step, start = 0.0, 0, time.perf_counter()
-    for step, (images, targets) in enumerate(data.batches(epoch), 1):
-        _check_targets(targets, config.model.num_classes)
-        unread.append(train_step(training, images, targets, config))
-        if step % config.run.log_interval == 0 or step == num_steps:
-            losses = torch.stack(unread).tolist()
-            _check_losses(losses, step - len(losses) + 1, epoch)
-            total += sum(losses)
-            speed = step * batch_size / (time.perf_counter() - start)
-            report(StepReport(step, sum(losses) / len(losses), lr, speed))
-            unread.clear()
-    if step < num_steps:
-        raise DataError(f"the training data ended after {step} of {num_steps} batches")
-    return total / num_steps, num_steps * batch_size / (time.perf_counter() - start)
-
-
-def train_step(
-    training: Training, images: torch.Tensor, targets: torch.Tensor, config: TrainConfig
-) -> torch.Tensor:
-    """Make one optimiser step.
-
-    Args:
-        training: Updated in place.
-        images: (B, C, H, W), on any device.
-        targets: Class indices, (B,).
-        config: The run's configuration.
-
-    Returns:
-        The loss, a scalar on the device.
-    """
-    device = training.device
-    images = images.to(device, non_blocking=True)
-    targets = targets.to(device, non_blocking=True)
-    if training.mixup is not None:
-        images, targets = training.mixup(images, targets)
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.run.amp):
-        loss = training.criterion(training.forward(images), targets)
+    world, parts = training.world, len(step.micro_batches)
+    size = len(step.micro_batches[0][1])
+    losses = []
     training.optimizer.zero_grad()
-    loss.backward()
+    for part, (images, targets) in enumerate(step.micro_batches):
+        check_targets(targets, config.model.num_classes)
+        place = (world.rank * parts + part) * size
+        images, targets = training.augment(images, targets, step.number, place)
+        seed_everything(key("model", config.run.seed, step.number, place))
+        waits = world.size > 1 and part < parts - 1
+        with training.forward.no_sync() if waits else nullcontext():
+            with torch.autocast(training.device.type, torch.bfloat16, enabled=config.run.amp):
+                loss = training.criterion(training.forward(images), targets) / parts
+            loss.backward()
+        losses.append(loss.detach())
+    parameters = [p for p in training.model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters])
     if config.optim.clip_grad is not None:
-        nn.utils.clip_grad_norm_(training.model.parameters(), config.optim.clip_grad)
-    training.optimizer.step()
+        clip_grads_with_norm_(parameters, config.optim.clip_grad, norm)
+    _update(training.optimizer, norm)
     if training.ema is not None:
         training.ema.update(training.model)
-    return loss.detach()
+    return StepResult(torch.stack(losses).sum(), norm)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: ValData, device: torch.device, amp: bool) -> Score:
-    """Score every validation image once.
+def evaluate(
+    model: nn.Module,
+    data: ValData,
+    normalize: Normalize,
+    amp: bool,
+    between_batches: Callable[[], object] = lambda: None,
+) -> Score:
+    """Score every validation image once, over all processes.
 
     Hits are counted, not averaged, so the accuracy does not depend on the batch size.
 
     Args:
         model: Returns logits, (B, classes).
         data: The validation images.
-        device: Where the model is.
+        normalize: Brings them to the model's device.
         amp: Autocast to bfloat16.
+        between_batches: Called equally often in all processes.
 
     Raises:
         DataError: the loader gave fewer or more images than the data holds.
     """
     model.eval()
-    # Loss, hits at 1, hits at 5: kept on the device, because reading one waits for it.
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    num_classes = data.config.model.num_classes
-    count, start = 0, time.perf_counter()
-    for images, targets in data.batches():
-        _check_targets(targets, num_classes)
-        images, targets = images.to(device, non_blocking=True), targets.to(device)
+    device, num_classes = normalize.device, data.config.model.num_classes
+    # Loss, hits at 1, hits at 5, images: kept on the device, because reading one waits for it.
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    start, batches, scored = time.perf_counter(), data.batches(), 0
+    for _ in range(data.num_batches):
+        between_batches()
+        images, targets = next(batches, (None, None))
+        if images is None:  # other processes have one batch more
+            continue
+        check_targets(targets, num_classes)
+        images, targets = normalize(images), targets.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             logits = model(images)
         logits = logits.float()
         hits = logits.topk(min(5, num_classes)).indices == targets[:, None]
         loss = functional.cross_entropy(logits, targets, reduction="sum")
-        sums += torch.stack([loss.double(), hits[:, 0].sum(), hits.sum()])
-        count += len(targets)
+        sums[:3] += torch.stack([loss.double(), hits[:, 0].sum(), hits.sum()])
+        scored += len(targets)
+    sums[3] = scored
+    loss, top1, top5, count = data.world.sum(sums).tolist()
     if count != data.num_images:
         raise DataError(
-            f"the validation data holds {data.num_images} images, {count} could be scored"
+            f"the validation data holds {data.num_images} images, {count:.0f} could be scored"
         )
-    loss, top1, top5 = sums.tolist()
     seconds = time.perf_counter() - start
-    return Score(loss / count, 100 * top1 / count, 100 * top5 / count, count, count / seconds)
+    return Score(loss / count, 100 * top1 / count, 100 * top5 / count, int(count), count / seconds)
 
 
 def check_score(score: Score, epoch: int) -> None:
@@ -170,19 +140,28 @@ def check_score(score: Score, epoch: int) -> None:
         )
 
 
-def _check_losses(losses: list[float], first_step: int, epoch: int) -> None:
-    """Stop at the first loss that is not finite."""
-    for step, loss in enumerate(losses, first_step):
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the loss is {loss} at step {step} of epoch {epoch + 1}; "
-                f"checkpoints of earlier epochs are intact"
-            )
+def check_targets(targets: torch.Tensor, num_classes: int) -> None:
+    """Stop at a label that the model has no output for.
 
-
-def _check_targets(targets: torch.Tensor, num_classes: int) -> None:
-    """Stop at a label that the model has no output for."""
+    Raises:
+        DataError: there is one.
+    """
     low, high = targets.aminmax()
     if low < 0 or high >= num_classes:
         wrong = int(low if low < 0 else high)
         raise DataError(f"the data holds label {wrong}, model.num_classes is {num_classes}")
+
+
+def _update(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+    """Step the optimiser if the gradient's norm is finite.
+
+    The fused optimisers of PyTorch take the condition as a tensor, as from its GradScaler; others
+    have to wait for it.
+    """
+    bad = ~norm.isfinite()
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = bad.float()
+        optimizer.grad_scale = None
+        optimizer.step()
+    elif not bad:
+        optimizer.step()

@@ -5,9 +5,13 @@
 - 3: data missing, unreadable or not what the configuration says
 - 4: the loss is not finite
 - 5: a checkpoint or an output file cannot be read or written
-- 130: interrupted from the keyboard
+- 6: another process of the run is gone; its own error says why
+- 130, 138, 143: stopped by SIGINT (Ctrl-C), SIGUSR1 or SIGTERM, after writing a checkpoint: the same
+  command continues
 """
 
+import os
+import signal
 from collections.abc import Callable
 
 from rich.console import Console
@@ -41,6 +45,20 @@ class OutputError(UserError):
     exit_code = 5
 
 
+class LostProcessError(UserError):
+    """Another process of the run ended in the middle of it."""
+
+    exit_code = 6
+
+
+class StoppedError(UserError):
+    """A signal asked the run to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
 def run_script(script: Callable[[], None]) -> int:
     """Run a script's body and turn its user errors into one line on stderr.
 
@@ -51,12 +69,14 @@ def run_script(script: Callable[[], None]) -> int:
         The exit code.
     """
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    rank = os.environ.get("RANK", "0")
+    prefix = "" if rank == "0" else f"process {rank}: "
     try:
         script()
     except UserError as error:
         # A loader worker's error arrives as its whole traceback; the last line is the message.
         message = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.")
-        console.print(f"error: {message.removeprefix(f'{type(error).__name__}: ')}")
+        console.print(f"{prefix}error: {message.removeprefix(f'{type(error).__name__}: ')}")
         return error.exit_code
     except KeyboardInterrupt:
         console.print("interrupted")

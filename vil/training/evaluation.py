@@ -12,9 +12,11 @@ from timm.data import resolve_model_data_config
 from torch import nn
 from tyro.conf import Positional
 
+from vil.training.augment import Normalize
 from vil.training.checkpoint import load_checkpoint, load_weights
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from vil.training.data import ValData
+from vil.training.distributed import World
 from vil.training.engine import evaluate
 from vil.training.errors import ConfigError, OutputError
 from vil.training.files import write_text
@@ -99,10 +101,10 @@ def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
         What is printed and written as JSON.
     """
     config = subject.config
-    device = resolve_device(config.run)
+    device = resolve_device(config.run, World())
     model = subject.model.to(device)
-    data = ValData(config, device)
-    score = evaluate(model, data, device, config.run.amp)
+    data = ValData(config, device, World())
+    score = evaluate(model, data, Normalize(config, device), config.run.amp)
     return {
         "checkpoint": str(Path(options.checkpoint).resolve()),
         "model": config.model.name,

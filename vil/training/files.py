@@ -1,39 +1,54 @@
-"""Files that are either whole or absent, and the folder of a run."""
+"""Files that are either whole or absent, and the lock of a run's folder."""
 
+import fcntl
 import os
 import shutil
+import socket
 from collections.abc import Callable
-from datetime import datetime
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from vil.training.config import RunConfig
 from vil.training.errors import OutputError
 
+LOCK_NAME = ".lock"
+_TEMPORARY = ".tmp"
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+
+def write_atomically(
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    prove: Callable[[Path], object] = lambda path: None,
+) -> None:
     """Write a file so that a crash at any moment leaves the old one or the new one, whole.
 
     Args:
         path: Destination; replaced if it exists.
         write: Writes the content to the binary file it is given.
+        prove: Reads the new file before it takes the old one's place, and raises OutputError if it
+            is not as it should be.
 
     Raises:
-        OutputError: the content could not be written; the old file is intact.
+        OutputError: the content could not be written or proven; the old file is intact.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        prove(temporary)
         os.replace(temporary, path)
         _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+    except (OSError, RuntimeError) as error:
         free = shutil.disk_usage(path.parent).free >> 20 if path.parent.is_dir() else 0
-        raise OutputError(f"cannot write {path} ({free} MiB free): {error}") from error
+        reason = str(error)
+        if "unexpected pos" in reason:  # so torch.save reports a full disk
+            reason = "the disk took only a part of it"
+        raise OutputError(f"cannot write {path} ({free} MiB free): {reason}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that can only be read
+            temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -41,33 +56,67 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def open_run_folder(run: RunConfig, recipe: str) -> Path:
-    """Create the folder of a new run, or find that of a run to resume.
+def link_atomically(source: Path, path: Path) -> None:
+    """Give a file that is never changed in place a second name, or a copy where links do not exist.
 
     Args:
-        run: Names the folder, or leaves it to the recipe's name and the time.
-        recipe: Name of the recipe.
+        source: The file.
+        path: Its other name; replaced if it exists.
 
     Raises:
-        OutputError: a new run would write over files, or there is nothing to resume.
+        OutputError: neither was possible; what was at the path is intact.
     """
-    default = Path("output", f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}")
-    folder = default if run.output is None else Path(run.output)
-    if run.resume:
-        if not (folder / "last.pt").is_file():
-            raise OutputError(f"--run.resume: there is no {folder / 'last.pt'} to resume from")
-        return folder
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(folder.iterdir())
+        os.link(source, temporary)
+    except OSError:
+        write_atomically(path, lambda file: _copy(source, file))
+    else:
+        os.replace(temporary, path)
+        temporary.unlink(missing_ok=True)  # renaming one name of a file to another does nothing
+        _sync_folder(path.parent)
+
+
+def lock_folder(folder: Path) -> BinaryIO:
+    """Reserve a folder for this process; the lock ends with the process or when the file is closed.
+
+    Args:
+        folder: An existing folder.
+
+    Returns:
+        The open lock file.
+
+    Raises:
+        OutputError: another process holds the lock.
+    """
+    file = (folder / LOCK_NAME).open("a+b")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise OutputError(f"cannot create output folder {folder}: {error.strerror}") from error
-    if occupied:
-        raise OutputError(
-            f"output folder {folder} is not empty; choose another --run.output, "
-            f"or --run.resume to continue the run in it"
-        )
-    return folder
+        file.seek(0)
+        owner = file.read().decode(errors="replace") or "another process"
+        file.close()
+        raise OutputError(f"output folder {folder} is in use by {owner}") from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    file.flush()
+    return file
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what killed processes were writing."""
+    for path in folder.glob(f".*{_TEMPORARY}"):
+        path.unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
+
+
+def _copy(source: Path, file: BinaryIO) -> None:
+    with source.open("rb") as content:
+        shutil.copyfileobj(content, file)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,72 +1,229 @@
-"""The run from its first or resumed epoch to its last."""
+"""The run from its first or resumed step to its last epoch."""
 
-import time
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vil.training.checkpoint import save_checkpoint
 from vil.training.config import TrainConfig
-from vil.training.data import TrainData, ValData
-from vil.training.engine import check_score, evaluate, train_one_epoch
-from vil.training.report import Report
+from vil.training.data import Step, TrainData, ValData
+from vil.training.engine import StepResult, check_score, evaluate, train_step
+from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError
+from vil.training.report import Pace, Report
 from vil.training.setup import Training
+from vil.training.skipped import write_skipped
+from vil.training.state import RunState
+from vil.training.stopping import Agreement
+
+_MOST_FAILED_SAVES = 5  # in a row; a full disk may be cleared meanwhile
 
 
-def fit(
-    training: Training,
-    train_data: TrainData,
-    val_data: ValData,
-    config: TrainConfig,
-    folder: Path,
-    report: Report,
-) -> None:
-    """Train the remaining epochs; after each, log it and write last.pt and, if better, best.pt.
+@dataclass
+class Run:
+    """A run in progress, in one of its processes."""
+
+    training: Training
+    train_data: TrainData
+    val_data: ValData
+    config: TrainConfig
+    folder: Path
+    state: RunState
+    fingerprints: dict[str, str]
+    """Of the training and validation images."""
+    agreement: Agreement
+    report: Report
+    unread: list[tuple[Step, StepResult]] = field(default_factory=list)
+    """Steps whose loss was not read yet, without their images: reading waits for the device."""
+    failed_saves: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files."""
+        return self.training.world.is_main
+
+
+def fit(run: Run) -> None:
+    """Train the remaining steps; after each epoch score the model, write a checkpoint and log it.
+
+    Raises:
+        StoppedError: a signal came; a checkpoint was written.
+        NonFiniteLossError: more steps than optim.max_bad_steps were skipped, or the model is useless.
+        DataError: more images than data.max_bad_images cannot be read.
+        OutputError: checkpoints cannot be written.
+    """
+    steps = run.train_data.steps(run.state.step)
+    if run.train_data.source.excluded:
+        _name_skipped(run)
+    try:
+        while len(run.state.history) < run.config.schedule.epochs:
+            pace = train_epoch(run, steps)
+            finish_epoch(run, pace)
+    except StoppedError:
+        run.agreement.settle()
+        save(run, must=True)
+        raise
+
+
+def train_epoch(run: Run, steps: Iterator[Step]) -> Pace:
+    """Train to the end of the current epoch.
 
     Args:
-        training: Updated in place.
-        train_data: The training images.
-        val_data: The held-out images.
-        config: The run's configuration.
-        folder: Receives the checkpoints.
-        report: Holds the epochs done so far.
-    """
-    for epoch in range(len(report.history), config.schedule.epochs):
-        best_before = report.best["top1"] if report.history else -1.0
-        row = run_epoch(training, train_data, val_data, config, epoch, report)
-        report.record(row)
-        best = max(best_before, row["top1"])
-        state = (training, config, report.history, best)
-        if row["top1"] > best_before:
-            save_checkpoint(folder / "best.pt", *state)
-        save_checkpoint(folder / "last.pt", *state)
-
-
-def run_epoch(
-    training: Training,
-    train_data: TrainData,
-    val_data: ValData,
-    config: TrainConfig,
-    epoch: int,
-    report: Report,
-) -> dict[str, Any]:
-    """Train one epoch and score it.
+        run: Updated in place.
+        steps: The rest of the run's steps.
 
     Returns:
-        The epoch's row of the log.
+        How fast it went.
     """
-    start = time.perf_counter()
-    loss, images_per_s = train_one_epoch(training, train_data, config, epoch, report.step)
-    score = evaluate(training.forward, val_data, training.device, config.run.amp)
-    check_score(score, epoch)
+    state, training = run.state, run.training
+    epoch, length = len(state.history), run.train_data.steps_per_epoch
+    training.set_epoch(epoch)
+    training.model.train()
+    pace = Pace(run.config.data.batch_size)
+    while state.step < (epoch + 1) * length:
+        if run.agreement.check():
+            save(run)
+        with pace.waiting():
+            step = next(steps)
+        result = train_step(training, step, run.config)
+        run.unread.append((step._replace(micro_batches=[]), result))
+        state.step += 1
+        pace.steps += 1
+        done = state.step - epoch * length
+        if done % run.config.run.log_interval == 0 or done == length:
+            loss, norm = read_results(run)
+            run.report.step(done, loss, norm, training.lr, pace)
+    return pace
+
+
+def finish_epoch(run: Run, pace: Pace) -> None:
+    """Score the model after an epoch, write a checkpoint, and log both."""
+    state, training, config = run.state, run.training, run.config
+    epoch = len(state.history)
+
+    def score(model: torch.nn.Module) -> Any:
+        normalize = training.augment.normalize
+        check = run.agreement.check
+        return evaluate(model, run.val_data, normalize, config.run.amp, lambda: check(False))
+
+    raw = score(training.compiled)
+    check_score(raw, epoch)
     row = {
         "epoch": epoch + 1,
-        "lr": training.optimizer.param_groups[0]["lr"],
-        "train_loss": loss,
-        "val_loss": score.loss,
-        "top1": score.top1,
-        "top5": score.top5,
+        "lr": training.lr,
+        "train_loss": state.loss_sum / state.loss_count if state.loss_count else math.nan,
+        "val_loss": raw.loss,
+        "top1": raw.top1,
+        "top5": raw.top5,
     }
     if training.ema is not None:
-        averaged = evaluate(training.ema.module, val_data, training.device, config.run.amp)
+        averaged = score(training.ema.module)
         row |= {"ema_loss": averaged.loss, "ema_top1": averaged.top1, "ema_top5": averaged.top5}
-    return row | {"images_per_s": images_per_s, "seconds": time.perf_counter() - start}
+    row |= {
+        "skipped_images": len(state.bad_images) + len(run.train_data.source.excluded),
+        "skipped_steps": len(state.bad_steps),
+        "images_per_s": pace.images_per_s,
+        "seconds": pace.seconds,
+    }
+    state.history.append(row)
+    state.loss_sum, state.loss_count = 0.0, 0
+    save(run, must=len(state.history) == config.schedule.epochs)
+    run.report.record(row)
+
+
+def read_results(run: Run) -> tuple[float, float]:
+    """Read the losses since the last reading and account for what was skipped; in all processes.
+
+    Returns:
+        Mean loss and mean norm of the gradient of the steps that were not skipped.
+
+    Raises:
+        NonFiniteLossError: more steps than optim.max_bad_steps were skipped.
+        DataError: more images than data.max_bad_images cannot be read.
+    """
+    if not run.unread:
+        return math.nan, math.nan
+    state, world = run.state, run.training.world
+    losses, norms = torch.stack([torch.stack(result) for _, result in run.unread]).T.tolist()
+    bad = {index: why for step, _ in run.unread for index, why in step.bad_images.items()}
+    told = world.gather((losses, bad))
+    losses = [
+        sum(values) / world.size for values in zip(*(losses for losses, _ in told), strict=True)
+    ]
+    skipped = len(state.bad_images) + len(state.bad_steps)
+    state.bad_images = dict(sorted((state.bad_images | _merged(told)).items()))
+    good = []
+    for (step, _), loss, norm in zip(run.unread, losses, norms, strict=True):
+        if math.isfinite(loss) and math.isfinite(norm):
+            good.append((loss, norm))
+            state.loss_sum += loss
+            state.loss_count += 1
+        else:
+            state.bad_steps[step.number] = loss
+    run.unread.clear()
+    if len(state.bad_images) + len(state.bad_steps) > skipped:
+        _account_for_skipped(run)
+    if not good:
+        return math.nan, math.nan
+    return tuple(sum(values) / len(good) for values in zip(*good, strict=True))
+
+
+def save(run: Run, must: bool = False) -> None:
+    """Write a checkpoint; in all processes.
+
+    Args:
+        run: The run.
+        must: Stop the run if that fails. Otherwise it goes on, and stops at the fifth failure in a
+            row.
+
+    Raises:
+        OutputError: the checkpoint could not be written; earlier ones are intact.
+    """
+    read_results(run)
+    run.agreement.has_saved()
+    if not run.is_main:
+        return
+    try:
+        save_checkpoint(run.folder, run.training, run.config, run.state, run.fingerprints)
+        run.failed_saves = 0
+    except OutputError as error:
+        run.failed_saves += 1
+        if must or run.failed_saves == _MOST_FAILED_SAVES:
+            raise
+        run.report.warn(f"{error}; training goes on without")
+
+
+def _merged(told: list[tuple[list[float], dict[int, str]]]) -> dict[int, str]:
+    """Merge what all processes could not read."""
+    return {index: why for _, bad in told for index, why in bad.items()}
+
+
+def _account_for_skipped(run: Run) -> None:
+    """Name what was skipped in skipped.txt, and stop if it is too much."""
+    state, data, config = run.state, run.train_data, run.config
+    _name_skipped(run)
+    if len(state.bad_steps) > config.optim.max_bad_steps:
+        step, loss = list(state.bad_steps.items())[-1]
+        raise NonFiniteLossError(
+            f"{len(state.bad_steps)} steps were skipped because loss or gradient was not finite, "
+            f"optim.max_bad_steps is {config.optim.max_bad_steps}; the last was step "
+            f"{step % data.steps_per_epoch + 1} of epoch {step // data.steps_per_epoch + 1}, "
+            f"loss {loss}; their images are in {run.folder / 'skipped.txt'}"
+        )
+    bad = len(state.bad_images) + len(data.source.excluded)
+    if bad > config.data.max_bad_images * (data.num_images + len(data.source.excluded)):
+        index, why = list(state.bad_images.items())[-1]
+        raise DataError(
+            f"{bad} of {data.num_images} training images are no good, more than "
+            f"data.max_bad_images {config.data.max_bad_images:g}, as {data.source.name(index)}: "
+            f"{why}; all are in {run.folder / 'skipped.txt'}"
+        )
+
+
+def _name_skipped(run: Run) -> None:
+    """Write skipped.txt; that it cannot be written is said, and no reason to stop."""
+    if run.is_main:
+        run.report.tolerate(lambda: write_skipped(run.folder, run.state, run.train_data))

@@ -18,8 +18,21 @@ from vil.training.errors import ConfigError
 
 _Config = TypeVar("_Config")
 
-# What may differ between a run and its continuation, because it does not change the result.
-_FREE_ON_RESUME = ("run.output", "run.resume", "run.device", "run.log_interval")
+# What may differ between a run and its continuation: where it is, how it is watched, and what at
+# most rounds differently. Whether data.path still holds the same images is checked by itself.
+_FREE_ON_RESUME = (
+    "data.path",
+    "data.num_workers",
+    "data.validation_batch_size",
+    "data.max_bad_images",
+    "optim.max_bad_steps",
+    "run.output",
+    "run.device",
+    "run.grad_accum_steps",
+    "run.num_threads",
+    "run.log_interval",
+    "run.save_minutes",
+)
 
 
 def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig, str]:

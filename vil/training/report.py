@@ -4,10 +4,13 @@ import csv
 import io
 import shlex
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
@@ -15,16 +18,17 @@ from torch import nn
 from vil.complexity import count_macs, count_parameters
 from vil.training.config import TrainConfig
 from vil.training.data import TrainData, ValData
-from vil.training.engine import StepReport
+from vil.training.errors import OutputError
 from vil.training.files import write_atomically, write_text
 from vil.training.setup import Training, versions
+from vil.training.state import RunState
 
 _CURVE_EVERY = 30.0  # seconds between two drawings of the curve
 
 
-def new_console() -> Console:
-    """Return a console that neither colours numbers nor wraps lines in logs."""
-    return Console(highlight=False, soft_wrap=True, markup=False)
+def new_console(quiet: bool = False) -> Console:
+    """Return a console that neither colours numbers nor wraps lines in logs, or says nothing."""
+    return Console(highlight=False, soft_wrap=True, markup=False, quiet=quiet)
 
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
@@ -42,53 +46,102 @@ def print_banner(
     train_data: TrainData,
     val_data: ValData,
     config: TrainConfig,
-    folder: Path,
+    state: RunState,
 ) -> None:
     """Print what is about to run."""
     size = model_size(training.model, config)
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     precision = "bfloat16 autocast" if config.run.amp else "float32"
     path = f" in {config.data.path}" if config.data.path else ""
-    batch = config.data.batch_size
+    world, parts = training.world, config.run.grad_accum_steps
+    spread = f" = {world.size} processes x {parts} x {train_data.micro_batch}"
+    excluded = len(train_data.source.excluded)
     console.print(
         f"model    {config.model.name}, {size['params']:,} parameters, "
         f"{size['gmacs']:.4g} GMACs with scans at {config.model.img_size} px\n"
         f"data     {config.data.dataset}{path}: {train_data.num_images:,} images to train on, "
-        f"{val_data.num_images:,} held out, {config.model.num_classes} classes\n"
-        f"epochs   {config.schedule.epochs} of {train_data.batches_per_epoch:,} batches "
-        f"of {batch}, peak lr {config.optim.lr:g} for that batch\n"
+        f"{val_data.num_images:,} held out, {config.model.num_classes} classes"
+        + (f"; {excluded} without a usable label left out" if excluded else "")
+        + f"\nepochs   {config.schedule.epochs} of {train_data.steps_per_epoch:,} batches "
+        f"of {config.data.batch_size}{spread if world.size * parts > 1 else ''}, "
+        f"peak lr {config.peak_lr:g} for that batch\n"
         f"device   {training.device}, {precision}\n"
         f"versions {installed}\n"
-        f"output   {folder}"
+        f"output   {config.run.output}"
     )
+    if len(state.history) == config.schedule.epochs:
+        console.print("resumed  finished before; nothing is left to train")
+    elif state.step:
+        epoch, step = divmod(state.step, train_data.steps_per_epoch)
+        console.print(f"resumed  after step {step} of epoch {epoch + 1}")
+
+
+class Pace:
+    """The speed of an epoch, or of what is left of it after resuming."""
+
+    def __init__(self, batch_size: int) -> None:
+        """Start the clock.
+
+        Args:
+            batch_size: Images of a step, over all processes.
+        """
+        self.batch_size = batch_size
+        self.start = time.perf_counter()
+        self.steps = 0
+        self.waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time within as spent waiting for data."""
+        start = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - start
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self.start
+
+    @property
+    def images_per_s(self) -> float:
+        """Over all processes."""
+        return self.steps * self.batch_size / self.seconds
+
+    @property
+    def wait_percent(self) -> float:
+        """Share of the time spent waiting for data."""
+        return 100 * self.waited / self.seconds
 
 
 class Report:
-    """The progress of a run: a bar on a terminal, plain lines elsewhere, and its files."""
+    """The progress of a run: a bar on a terminal, plain lines elsewhere, and its files.
+
+    With a quiet console it writes nothing anywhere.
+    """
 
     def __init__(
         self,
         console: Console,
         folder: Path,
         config: TrainConfig,
-        batches_per_epoch: int,
-        history: list[dict[str, Any]],
+        steps_per_epoch: int,
+        state: RunState,
     ) -> None:
-        """Take up a run after the epochs in its history.
+        """Take up a run.
 
         Args:
             console: Where to print.
             folder: Receives log.csv and curve.png.
             config: The run's configuration.
-            batches_per_epoch: Steps of an epoch.
-            history: A row per finished epoch; record() appends to it.
+            steps_per_epoch: Steps of an epoch.
+            state: How far it has come; read, never written.
         """
         self.console = console
         self.folder = folder
-        self.history = history
+        self.state = state
         self.epochs = config.schedule.epochs
-        self.batches_per_epoch = batches_per_epoch
-        self.first_step = len(history) * batches_per_epoch
+        self.steps_per_epoch = steps_per_epoch
+        self.first_step = state.step
         self.start = self.drawn = time.perf_counter()
         self.bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -99,7 +152,7 @@ class Report:
             transient=True,
         )
         self.task = self.bar.add_task(
-            "starting", total=self.epochs * batches_per_epoch, completed=self.first_step, status=""
+            "starting", total=self.epochs * steps_per_epoch, completed=self.first_step, status=""
         )
 
     def __enter__(self) -> "Report":
@@ -109,64 +162,109 @@ class Report:
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
-    @property
-    def best(self) -> dict[str, Any]:
-        """The row of the epoch with the best top-1, the first of equals."""
-        return max(self.history, key=lambda row: row["top1"])
+    def step(self, done: int, loss: float, grad_norm: float, lr: float, pace: Pace) -> None:
+        """Show the state within an epoch.
 
-    def step(self, progress: StepReport) -> None:
-        """Show the state within an epoch."""
-        epoch = len(self.history)
-        done = epoch * self.batches_per_epoch + progress.step
-        top1 = f"top-1 {self.history[-1]['top1']:.2f}  " if self.history else ""
+        Args:
+            done: Steps done in the epoch.
+            loss: Mean since the last call.
+            grad_norm: Likewise.
+            lr: Learning rate.
+            pace: Speed of the epoch.
+        """
+        history = self.state.history
+        top1 = f"top-1 {history[-1]['top1']:.2f}  " if history else ""
         status = (
-            f"loss {progress.loss:.4f}  {top1}{progress.images_per_s:,.0f} images/s  "
-            f"lr {progress.lr:.2e}  {self._time_left(done)} left"
+            f"loss {loss:.4f}  {top1}{pace.images_per_s:,.0f} images/s  "
+            f"data wait {pace.wait_percent:.0f}%  grad {grad_norm:.2g}  lr {lr:.2e}  "
+            f"{_memory()}{self._skipped()}{self._time_left()} left"
         )
-        title = f"epoch {epoch + 1}/{self.epochs}"
-        self.bar.update(self.task, description=title, completed=done, status=status)
-        if not self.console.is_terminal and progress.step < self.batches_per_epoch:
-            self.console.print(f"{title} step {progress.step}/{self.batches_per_epoch}  {status}")
+        title = f"epoch {len(history) + 1}/{self.epochs}"
+        self.bar.update(self.task, description=title, completed=self.state.step, status=status)
+        if not self.console.is_terminal and done < self.steps_per_epoch:
+            self.console.print(f"{title} step {done}/{self.steps_per_epoch}  {status}")
 
     def record(self, row: dict[str, Any]) -> None:
-        """Add a finished epoch to the log, the curve and the screen."""
-        self.history.append(row)
-        table = io.StringIO()
-        writer = csv.DictWriter(table, fieldnames=list(row), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.history)
-        write_text(self.folder / "log.csv", table.getvalue())
+        """Show a finished epoch, and write the log and the curve."""
         ema = f"  EMA {row['ema_top1']:.2f}" if "ema_top1" in row else ""
-        left = self._time_left(len(self.history) * self.batches_per_epoch)
         self.console.print(
-            f"epoch {len(self.history)}/{self.epochs}  loss {row['train_loss']:.4f}  "
+            f"epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.4f}  "
             f"held-out loss {row['val_loss']:.4f}  top-1 {row['top1']:.2f}{ema}  "
-            f"best {self.best['top1']:.2f}  {row['images_per_s']:,.0f} images/s  "
-            f"lr {row['lr']:.2e}  {left} left"
+            f"best {self.state.best['top1']:.2f}  {row['images_per_s']:,.0f} images/s  "
+            f"lr {row['lr']:.2e}  {self._skipped()}{self._time_left()} left"
         )
+        if not self.console.quiet:
+            self.tolerate(lambda: write_log(self.folder / "log.csv", self.state.history))
         now = time.perf_counter()
-        if now - self.drawn > _CURVE_EVERY or len(self.history) == self.epochs:
-            draw_curve(self.folder / "curve.png", self.history)
-            self.drawn = now
+        if now - self.drawn > _CURVE_EVERY:
+            self._draw()
+
+    def warn(self, message: str) -> None:
+        """Say what went wrong and did not stop the run."""
+        self.console.print(f"warning: {message}")
+
+    def tolerate(self, write: Callable[[], object]) -> None:
+        """Write a file that can be written again later; say so if it fails."""
+        try:
+            write()
+        except OutputError as error:
+            self.warn(f"{error}; training goes on without")
 
     def summarize(self, name: str, num_images: int) -> None:
-        """Print what was reached and where it is."""
-        best, last = self.best, self.history[-1]
+        """Write the log and the curve once more, and print what was reached and where it is."""
+        if not self.console.quiet:
+            write_log(self.folder / "log.csv", self.state.history)
+            self._draw()
+        best, last = self.state.best, self.state.history[-1]
         ema = f", EMA {last['ema_top1']:.2f}%" if "ema_top1" in last else ""
-        seconds = round(sum(row["seconds"] for row in self.history))
+        seconds = round(sum(row["seconds"] for row in self.state.history))
         best_path = self.folder / "best.pt"
         self.console.print(
             f"\n{name} reached top-1 {best['top1']:.2f}% (best, epoch {best['epoch']}) and "
             f"{last['top1']:.2f}% (last{ema}) on {num_images:,} held-out images, "
             f"in {timedelta(seconds=seconds)}\n"
+            f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps\n"
             f"files    {self.folder}: best.pt, last.pt, config.yaml, log.csv, curve.png\n"
             f"evaluate python eval.py {shlex.quote(str(best_path))}"
         )
 
-    def _time_left(self, done: int) -> timedelta:
+    def _draw(self) -> None:
+        if not self.console.quiet:
+            self.tolerate(lambda: draw_curve(self.folder / "curve.png", self.state.history))
+            self.drawn = time.perf_counter()
+
+    def _skipped(self) -> str:
+        """Count what was skipped, if anything was."""
+        images, steps = len(self.state.bad_images), len(self.state.bad_steps)
+        return f"skipped {images} images, {steps} steps  " if images or steps else ""
+
+    def _time_left(self) -> timedelta:
         """Estimate the rest of the run from its mean pace since it started or resumed."""
-        pace = (time.perf_counter() - self.start) / (done - self.first_step)
-        return timedelta(seconds=round(pace * (self.epochs * self.batches_per_epoch - done)))
+        done = self.state.step - self.first_step
+        left = self.epochs * self.steps_per_epoch - self.state.step
+        pace = (time.perf_counter() - self.start) / max(done, 1)
+        return timedelta(seconds=round(pace * left))
+
+
+def write_log(path: Path, history: list[dict[str, Any]]) -> None:
+    """Write the log of a run.
+
+    Args:
+        path: Destination, CSV.
+        history: A row per epoch.
+    """
+    table = io.StringIO()
+    writer = csv.DictWriter(table, fieldnames=list(history[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(history)
+    write_text(path, table.getvalue())
+
+
+def _memory() -> str:
+    """Return the most memory that was in use on the GPU, if there is one."""
+    if not torch.cuda.is_available():
+        return ""
+    return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  "
 
 
 def draw_curve(path: Path, history: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Build what a run trains with: model, optimiser, schedule, loss, mixing, average."""
+"""Build what a run trains with: model, optimiser, schedule, loss, augmentation, average."""
 
 import platform
 from dataclasses import dataclass
@@ -6,16 +6,20 @@ from importlib import metadata
 
 import timm
 import torch
-from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import vil
-from vil.training.config import AugmentConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.training.augment import BatchAugment
+from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.training.distributed import World
 from vil.training.errors import ConfigError
+
+_FUSED = ("adam", "adamw")  # of PyTorch's optimisers, as timm spells them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,25 +27,42 @@ class Training:
     """Everything that one training step touches."""
 
     model: nn.Module
+    """Holds the weights."""
+    compiled: nn.Module
+    """The model, compiled where asked for."""
     forward: nn.Module
-    """The model, compiled where asked for; it shares the weights."""
+    """What training calls: the above, its gradients averaged over the processes."""
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
     criterion: nn.Module
-    mixup: Mixup | None
+    augment: BatchAugment
     device: torch.device
+    world: World
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the learning rate of an epoch: that of the epoch before, as DeiT and Vim trained."""
+        self.scheduler.step(max(epoch - 1, 0))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        return self.optimizer.param_groups[0]["lr"]
 
 
-def build_training(config: TrainConfig) -> Training:
+def build_training(config: TrainConfig, device: torch.device, world: World) -> Training:
     """Build the model and everything that trains it.
+
+    Args:
+        config: The run's configuration.
+        device: What this process computes on.
+        world: The processes, connected if there are several.
 
     Raises:
         ConfigError: a name or a value is not one that timm or the model accepts.
     """
-    device = resolve_device(config.run)
     model = build_model(config.model).to(device)
-    optimizer = build_optimizer(model, config.optim)
+    optimizer = build_optimizer(model, config.optim, config.peak_lr)
     schedule = config.schedule
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -53,16 +74,19 @@ def build_training(config: TrainConfig) -> Training:
     )
     decay = config.optim.model_ema_decay
     augment = config.augment
+    compiled = torch.compile(model) if config.run.torchcompile else model
     return Training(
         model=model,
-        forward=torch.compile(model) if config.run.torchcompile else model,
+        compiled=compiled,
+        forward=_distribute(compiled, config.model, device, world),
         ema=None if decay is None else ModelEmaV3(model, decay=decay),
         optimizer=optimizer,
         scheduler=scheduler,
         # Mixup has smoothed the labels already where it is on.
         criterion=nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixes else augment.smoothing),
-        mixup=_build_mixup(augment, config.model.num_classes),
+        augment=BatchAugment(config, device),
         device=device,
+        world=world,
     )
 
 
@@ -72,7 +96,8 @@ def build_model(config: ModelConfig) -> nn.Module:
     Raises:
         ConfigError: timm does not know the name, or the model refuses an argument.
     """
-    sizes = {name: getattr(config, name) for name in ("patch_size", "embed_dim", "depth")}
+    names = ("patch_size", "embed_dim", "depth", "patch_stride")
+    sizes = {name: getattr(config, name) for name in names}
     try:
         return timm.create_model(
             config.name,
@@ -86,8 +111,13 @@ def build_model(config: ModelConfig) -> nn.Module:
         raise ConfigError(f"cannot create model {config.name}: {error}") from error
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
     """Create the optimiser; vectors and model.no_weight_decay() are not decayed.
+
+    Args:
+        model: Its parameters are optimised.
+        config: The settings.
+        lr: Peak learning rate.
 
     Raises:
         ConfigError: timm does not know the optimiser, or it refuses an argument.
@@ -96,19 +126,20 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         return create_optimizer_v2(
             model,
             opt=config.opt,
-            lr=config.lr,
+            lr=lr,
             weight_decay=config.weight_decay,
             betas=config.opt_betas,
             eps=config.opt_eps,
+            **({"fused": True} if config.opt.lower() in _FUSED else {}),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"cannot create optimizer {config.opt}: {error}") from error
 
 
-def resolve_device(run: RunConfig) -> torch.device:
+def resolve_device(run: RunConfig, world: World) -> torch.device:
     """Return the device to compute on and set the number of threads.
 
-    "auto" takes CUDA where there is one.
+    "auto" takes CUDA where there is one. Of several GPUs each process of a node takes its own.
 
     Raises:
         ConfigError: there is no such device here.
@@ -118,12 +149,16 @@ def resolve_device(run: RunConfig) -> torch.device:
     name = run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{world.local_rank}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ConfigError(f"device {name} is not available: {reason}") from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
@@ -137,16 +172,22 @@ def versions() -> dict[str, str]:
     }
 
 
-def _build_mixup(config: AugmentConfig, num_classes: int) -> Mixup | None:
-    """Create mixup and cutmix, or None where both are off."""
-    if not config.mixes:
-        return None
-    return Mixup(
-        mixup_alpha=config.mixup,
-        cutmix_alpha=config.cutmix,
-        prob=config.mixup_prob,
-        switch_prob=config.mixup_switch_prob,
-        mode=config.mixup_mode,
-        label_smoothing=config.smoothing,
-        num_classes=num_classes,
-    )
+def _distribute(
+    model: nn.Module, config: ModelConfig, device: torch.device, world: World
+) -> nn.Module:
+    """Average the gradients over the processes, if there are several.
+
+    After its first backward pass DistributedDataParallel lays its buffers out anew, in the order in
+    which the gradients came. Of more than two numbers the sum depends on the order of adding, which
+    in a ring of processes depends on the place in the buffer. A pass ahead of the run makes all its
+    steps alike, also the first one after resuming.
+    """
+    if world.size == 1:
+        return model
+    devices = [device] if device.type == "cuda" else None
+    averaging = DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
+    averaging.eval()  # leaves the statistics of batch normalisation alone
+    size = (1, config.in_chans, config.img_size, config.img_size)
+    averaging(torch.zeros(size, device=device)).sum().backward()
+    averaging.zero_grad()
+    return averaging

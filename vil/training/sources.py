@@ -1,40 +1,48 @@
-"""Where images come from: digits, a folder per class, or webdataset shards, checked when opened.
+"""Where images come from: digits or a folder per class here, webdataset shards in shards.py.
 
-Each source has num_images, classes (None where the data holds bare indices), max_workers and
-dataset(transform, seed).
+All are read at random by index, so that any process can be given any image: that is what makes equal
+steps in every process, each validation image exactly once, and exact resuming possible.
 """
 
-import logging
-import tarfile
-from collections.abc import Callable
+import hashlib
+import io
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import ImageDataset, IterableImageDataset, create_dataset
-from torch.utils.data import Dataset
+from timm.data import create_dataset
 
 from vil.training.config import DataConfig, ModelConfig
 from vil.training.errors import ConfigError, DataError
-
-Transform = Callable[[Image.Image], torch.Tensor]
+from vil.training.shards import ShardSource
 
 _MODES = {1: "L", 3: "RGB"}
-_SHARD_IMAGES = (".jpg", ".png", ".webp")  # what timm's shard reader takes for an image
 _DIGITS_HELD_OUT = 360
 
 
 class Source(Protocol):
-    """One split of a data set, checked."""
+    """One split of a data set, opened and checked."""
 
     num_images: int
+    labels: np.ndarray
+    """Class indices, int64, (num_images,)."""
     classes: tuple[str, ...] | None
-    max_workers: int | None
+    """Names of the classes, None where the data holds bare indices."""
+    excluded: list[str]
+    """Images left out for want of a label, a line each."""
+    fingerprint: str
+    """Equal for equal data, wherever it lies."""
 
-    def dataset(self, transform: Transform, seed: int) -> Dataset:
-        """Return the images of an epoch, transformed; the seed orders those read in sequence."""
+    def read(self, index: int) -> bytes:
+        """Return an image's file."""
+
+    def name(self, index: int) -> str:
+        """Name an image as a user would look for it."""
+
+    def order(self, generator: torch.Generator) -> torch.Tensor:
+        """Draw an epoch's order, int64, (num_images,)."""
 
 
 def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
@@ -52,7 +60,7 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     if data.dataset == "digits":
         if data.path is not None:
             raise ConfigError(f"data.path has no use for data.dataset digits, got {data.path}")
-        source: Source = DigitSource(training, model.in_chans)
+        source: Source = DigitSource(training)
     else:
         if data.path is None:
             raise ConfigError(
@@ -60,9 +68,12 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
             )
         if not Path(data.path).is_dir():
             raise DataError(f"data.path {data.path} is not a folder")
-        kind = FolderSource if data.dataset == "folder" else ShardSource
-        source = kind(data, training, model.in_chans)
+        if data.dataset == "folder":
+            source = FolderSource(data, training)
+        else:
+            source = ShardSource(data, training, model.num_classes)
     split = "training" if training else "validation"
+    _check_excluded(source, split, data.max_bad_images if training else 0.0)
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
     if source.classes is not None and len(source.classes) != model.num_classes:
@@ -74,12 +85,34 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     return source
 
 
+def decode(content: bytes, mode: str) -> Image.Image:
+    """Decode an image file, whatever its name says it is.
+
+    Args:
+        content: The file.
+        mode: Pillow's name of the colours wanted, RGB or L.
+
+    Raises:
+        DataError: it is no image, or not a whole one.
+    """
+    try:
+        image = Image.open(io.BytesIO(content))
+        image.load()
+        return image if image.mode == mode else image.convert(mode)
+    except Exception as error:  # the decoders raise whatever a broken file leads them to
+        reason = " ".join(str(error).split()) if content else "the file is empty"
+        raise DataError(reason.split(" <_io", 1)[0]) from error
+
+
+def image_mode(in_chans: int) -> str:
+    """Return Pillow's name of the colours that a model of 1 or 3 channels takes."""
+    return _MODES[in_chans]
+
+
 class DigitSource:
     """The 1,797 handwritten digits that scikit-learn ships, a fixed 360 of them held out."""
 
-    max_workers = None
-
-    def __init__(self, training: bool, in_chans: int) -> None:
+    def __init__(self, training: bool) -> None:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
@@ -92,123 +125,75 @@ class DigitSource:
             random_state=0,
         )
         pixels, labels = (parts[0], parts[2]) if training else (parts[1], parts[3])
-        self.images = [_enlarge(image).convert(_MODES[in_chans]) for image in pixels]
-        self.labels = [int(label) for label in labels]
-        self.num_images = len(self.labels)
+        self.files = [_enlarged_png(image) for image in pixels]
+        self.labels = labels.astype(np.int64)
+        self.num_images = len(labels)
         self.classes = tuple(str(name) for name in digits.target_names)
+        self.excluded: list[str] = []
+        self.fingerprint = _digest(pixels.tobytes(), self.labels.tobytes())
 
-    def dataset(self, transform: Transform, seed: int) -> Dataset:
-        """Return the digits, transformed; the same in every epoch."""
-        return _ListDataset(self.images, self.labels, transform)
+    def read(self, index: int) -> bytes:
+        """Return a digit as PNG."""
+        return self.files[index]
+
+    def name(self, index: int) -> str:
+        """Number the digit."""
+        return f"digit {index}"
+
+    def order(self, generator: torch.Generator) -> torch.Tensor:
+        """Shuffle all digits."""
+        return torch.randperm(self.num_images, generator=generator)
 
 
 class FolderSource:
     """A folder per class below data.path/<split>, numbered in timm's order of their names."""
 
-    max_workers = None
-
-    def __init__(self, data: DataConfig, training: bool, in_chans: int) -> None:
+    def __init__(self, data: DataConfig, training: bool) -> None:
         self.folder = _find_split(data, training)
-        self.mode = _MODES[in_chans]
         try:
-            images = create_dataset("", root=str(self.folder), search_split=False)
+            reader = create_dataset("", root=str(self.folder), search_split=False).reader
         except RuntimeError as error:
             raise DataError(f"there are no images in the sub-folders of {self.folder}") from error
-        self.reader = images.reader
-        self.training = training
-        self.num_images = len(images)
-        self.classes = tuple(self.reader.class_to_idx)
+        # Arrays, because a million Python strings would be copied into every loader process.
+        paths = [str(Path(path).relative_to(self.folder)) for path, _ in reader.samples]
+        self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in paths])
+        self.labels = np.array([label for _, label in reader.samples], dtype=np.int64)
+        self.num_images = len(paths)
+        self.classes = tuple(reader.class_to_idx)
+        self.excluded: list[str] = []
+        self.fingerprint = _digest(self.paths.tobytes(), self.labels.tobytes())
         folders = [path for path in self.folder.iterdir() if path.is_dir()]
-        empty = sorted(path.name for path in folders if path.name not in self.reader.class_to_idx)
+        empty = sorted(path.name for path in folders if path.name not in reader.class_to_idx)
         if empty:
             raise DataError(
                 f"class folder {self.folder / empty[0]} has no images "
                 f"({len(empty)} such, of {len(folders)})"
             )
 
-    def dataset(self, transform: Transform, seed: int) -> Dataset:
-        """Return the images, transformed; the same in every epoch."""
-        # In training timm logs an unreadable image and takes its neighbour; a score must not.
-        kind = ImageDataset if self.training else _StrictImageDataset
-        return kind(
-            str(self.folder), reader=self.reader, input_img_mode=self.mode, transform=transform
+    def read(self, index: int) -> bytes:
+        """Return an image's file."""
+        return (self.folder / self._path(index)).read_bytes()
+
+    def name(self, index: int) -> str:
+        """Return an image's path."""
+        return str(self.folder / self._path(index))
+
+    def order(self, generator: torch.Generator) -> torch.Tensor:
+        """Shuffle all images."""
+        return torch.randperm(self.num_images, generator=generator)
+
+    def _path(self, index: int) -> str:
+        return self.paths[index].decode("utf-8", "surrogateescape")
+
+
+def _check_excluded(source: Source, split: str, share: float) -> None:
+    """Stop if more images are without a label than may be bad."""
+    count = len(source.excluded)
+    if count > share * (source.num_images + count):
+        raise DataError(
+            f"{count} of {source.num_images + count} {split} images have no usable label, "
+            f"the first: {source.excluded[0]}"
         )
-
-
-class ShardSource:
-    """Webdataset shards below data.path, read in sequence; labels are class indices."""
-
-    classes = None
-
-    def __init__(self, data: DataConfig, training: bool, in_chans: int) -> None:
-        self.arguments = {
-            "name": "wds/",
-            "root": data.path,
-            "split": data.train_split if training else data.val_split,
-            "is_training": training,
-            "batch_size": data.batch_size,
-            "input_img_mode": _MODES[in_chans],
-        }
-        try:
-            info = self._open(num_samples=1, seed=0).reader.split_info
-        except (RuntimeError, KeyError, ValueError) as error:
-            raise DataError(
-                f"{data.path} has no shards {self.arguments['split']}: {error}"
-            ) from error
-        shards = [Path(data.path, name) for name in info.filenames]
-        missing = [shard for shard in shards if not shard.is_file()]
-        if missing:
-            raise DataError(
-                f"shard {missing[0]} does not exist ({len(missing)} of {len(shards)} missing)"
-            )
-        # A worker reads whole shards, so one without a shard would cut the epoch short.
-        self.max_workers = len(shards)
-        # Validation trusts nothing but the shards: each image in them is scored once.
-        stated = info.num_samples if training else 0
-        self.num_images = stated or sum(_count_images(shard) for shard in shards)
-
-    def dataset(self, transform: Transform, seed: int) -> Dataset:
-        """Return the images of one epoch, transformed, and shuffled anew if for training."""
-        dataset = self._open(num_samples=self.num_images, seed=seed)
-        dataset.transform = transform
-        return dataset
-
-    def _open(self, num_samples: int, seed: int) -> IterableImageDataset:
-        """Open the shards without timm's warning that nothing states their length."""
-        logger = logging.getLogger("timm.data.readers.reader_wds")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        try:
-            return create_dataset(**self.arguments, num_samples=num_samples, seed=seed)
-        finally:
-            logger.setLevel(level)
-
-
-class _ListDataset(Dataset):
-    """Images and labels in memory."""
-
-    def __init__(self, images: list[Image.Image], labels: list[int], transform: Transform) -> None:
-        self.images, self.labels, self.transform = images, labels, transform
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.transform(self.images[index]), self.labels[index]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-
-class _StrictImageDataset(ImageDataset):
-    """timm's folder data set, in which an unreadable image is an error."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        try:
-            file, target = self.reader[index]
-            with file:
-                image = Image.open(file).convert(self.input_img_mode)
-        except (OSError, SyntaxError, ValueError) as error:
-            name = self.filename(index, absolute=True)
-            raise DataError(f"image {name} cannot be read: {error}") from error
-        return self.transform(image), target
 
 
 def _find_split(data: DataConfig, training: bool) -> Path:
@@ -222,16 +207,17 @@ def _find_split(data: DataConfig, training: bool) -> Path:
     raise DataError(f"data.path {data.path} has no folder {' or '.join(names)}")
 
 
-def _count_images(shard: Path) -> int:
-    """Count the images of a shard from its headers."""
-    try:
-        with tarfile.open(shard) as archive:
-            return sum(member.name.endswith(_SHARD_IMAGES) for member in archive)
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"shard {shard} is truncated or not a tar: {error}") from error
+def _digest(*parts: bytes) -> str:
+    """Hash bytes into a short name for them."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
-def _enlarge(pixels: np.ndarray) -> Image.Image:
+def _enlarged_png(pixels: np.ndarray) -> bytes:
     """Turn 8 x 8 values in 0 ... 16 into a grey image of 32 x 32, so that shifts are smooth."""
     image = Image.fromarray((pixels * (255 / 16)).round().astype("uint8"))
-    return image.resize((32, 32), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    image.resize((32, 32), Image.Resampling.BICUBIC).save(file, format="png")
+    return file.getvalue()

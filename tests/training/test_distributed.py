@@ -1,0 +1,140 @@
+"""Several processes on one machine, over gloo, against a single one."""
+
+import csv
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vil.training.config import TrainConfig
+from vil.training.distributed import World, world_from_environment
+from vil.training.errors import ConfigError
+from vil.training.recipes import to_yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def one_step_epochs(config: TrainConfig) -> TrainConfig:
+    """Twenty epochs of one step, so that the log has the loss of every step."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, drop_path_rate=0.0),
+        data=dataclasses.replace(config.data, batch_size=32),
+        augment=dataclasses.replace(config.augment, mix_size=8),
+        schedule=dataclasses.replace(config.schedule, epochs=20),
+    )
+
+
+def start(config: TrainConfig, folder: Path, world_size: int) -> list[subprocess.Popen]:
+    """Start the training script in several processes, as a launcher would."""
+    recipe = folder.with_suffix(".yaml")
+    recipe.write_text(to_yaml(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(ROOT / "train_imagenet.py"), "--config", str(recipe)]
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [*command, "--run.output", str(folder)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def log(folder: Path) -> list[dict[str, str]]:
+    """Read a run's log."""
+    with (folder / "log.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_two_processes_equal_one(
+    one_step_epochs: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    run = dataclasses.replace(one_step_epochs.run, grad_accum_steps=2)
+    divided = dataclasses.replace(one_step_epochs, run=run)
+    processes = start(divided, tmp_path / "two", 2)
+    assert train(one_step_epochs, "--run.output", str(tmp_path / "one")) == 0
+    printed = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert "= 2 processes x 2 x 8" in printed[0][0]
+    assert printed[1] == ("", "")  # only the first logs
+    one, two = log(tmp_path / "one"), log(tmp_path / "two")
+    assert len(one) == len(two) == 20
+    for left, right in zip(one, two, strict=True):
+        for key in ("train_loss", "val_loss", "ema_loss"):
+            assert float(left[key]) == pytest.approx(float(right[key]), abs=1e-6)
+        assert left["top1"] == right["top1"]
+
+
+def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    endless = dataclasses.replace(
+        config,
+        schedule=dataclasses.replace(config.schedule, epochs=10_000),
+        run=dataclasses.replace(config.run, save_minutes=0.0),
+    )
+    processes = start(endless, tmp_path / "run", 2)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "previous.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGTERM)
+    printed = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], printed
+    assert printed[0][1] == "error: stopped by SIGTERM\n"
+    assert printed[1][1] == "process 1: error: stopped by SIGTERM\n"
+    checkpoint = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    optimizer = checkpoint["optimizer"]["state"][0]["step"]
+    assert optimizer + len(checkpoint["run"]["bad_steps"]) == checkpoint["run"]["step"]
+
+
+def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_path: Path) -> None:
+    endless = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, epochs=10_000)
+    )
+    processes = start(endless, tmp_path / "run", 2)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "last.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    processes[1].kill()
+    printed = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [6, -signal.SIGKILL], printed
+    assert printed[0][1] == "error: another process of the run is gone\n"
+
+
+@pytest.mark.slow
+def test_compiled_model_trains_in_two_processes(config: TrainConfig, tmp_path: Path) -> None:
+    run = dataclasses.replace(config.run, torchcompile=True, amp=True, grad_accum_steps=2)
+    processes = start(dataclasses.replace(config, run=run), tmp_path / "run", 2)
+    printed = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    losses = [float(row["train_loss"]) for row in log(tmp_path / "run")]
+    assert len(losses) == 3
+    assert all(0 < loss < 2 for loss in losses)
+
+
+def test_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert world_from_environment() == World(0, 1, 0)
+    monkeypatch.setenv("RANK", "5")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is missing or wrong"):
+        world_from_environment()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert world_from_environment() == World(5, 8, 1)
+    assert not world_from_environment().is_main

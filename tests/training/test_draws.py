@@ -1,0 +1,103 @@
+"""Which image is drawn when: every process, step and epoch, and after resuming."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from vil.training.draws import Draw, MicroBatches, epoch_length, epoch_order, key
+
+
+def shuffled(num_images: int):
+    """Return a function that draws an order of that many images."""
+    return lambda generator: torch.randperm(num_images, generator=generator)
+
+
+def stream(
+    steps: range, *, repeats: int = 3, micro_batch: int = 16, rank: int = 0, world_size: int = 1
+) -> list[list[Draw]]:
+    """Return the micro-batches of a small run: 1,000 images, batches of 64."""
+    return list(
+        MicroBatches(
+            shuffled(1000),
+            1000,
+            repeats=repeats,
+            batch_size=64,
+            micro_batch=micro_batch,
+            rank=rank,
+            world_size=world_size,
+            seed=7,
+            steps=steps,
+        )
+    )
+
+
+def flat(batches: list[list[Draw]]) -> list[Draw]:
+    return [draw for batch in batches for draw in batch]
+
+
+def test_repeats_draw_each_image_three_times_in_a_row() -> None:
+    draws = flat(stream(range(12)))  # 1,000 is rounded down to 768 as by DeiT: 12 steps
+    indices = [draw.index for draw in draws]
+    assert {draw.epoch for draw in draws} == {0}
+    assert [draw.position for draw in draws] == list(range(768))
+    assert set(Counter(indices).values()) == {3}
+    assert indices[0::3] == indices[1::3] == indices[2::3]
+
+
+def test_steps_hold_the_images_that_deit_gives_them() -> None:
+    """DeiT's RASampler gives process r of w the positions r, r + w, ...; a step takes B / w each."""
+    order = epoch_order(shuffled(1000), 3, 7, 0)[:768].tolist()
+    share = {rank: order[rank::4] for rank in range(4)}
+    for step in range(12):
+        theirs = [i for rank in range(4) for i in share[rank][16 * step : 16 * (step + 1)]]
+        ours = [draw.index for draw in flat(stream(range(step, step + 1)))]
+        assert Counter(ours) == Counter(theirs)
+
+
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_without_repeats_each_image_is_drawn_once(repeats: int) -> None:
+    draws = flat(stream(range(15), repeats=repeats))  # 960 of 1,000: whole steps only
+    assert max(Counter(draw.index for draw in draws).values()) == 1
+    assert [draw.index for draw in draws] != sorted(draw.index for draw in draws)
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 64), (2, 32), (2, 8), (4, 16), (8, 4)])
+def test_a_step_is_the_same_however_it_is_divided(world_size: int, micro_batch: int) -> None:
+    whole = flat(stream(range(9, 15), micro_batch=64))
+    parts = [
+        stream(range(9, 15), micro_batch=micro_batch, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    assert {len(part) for part in parts} == {6 * 64 // world_size // micro_batch}
+    together = [
+        draw
+        for step in range(6)
+        for part in parts
+        for draw in flat(part)[step * 64 // world_size : (step + 1) * 64 // world_size]
+    ]
+    assert together == whole
+
+
+@pytest.mark.parametrize("first", [0, 5, 12, 23])
+def test_resumed_stream_is_the_rest_of_the_whole(first: int) -> None:
+    assert stream(range(first, 24)) == stream(range(24))[4 * first :]
+
+
+def test_epochs_and_seeds_draw_other_orders() -> None:
+    orders = [
+        epoch_order(shuffled(300), 1, seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    assert epoch_order(shuffled(300), 1, 1, 1).tolist() == orders[3]
+
+
+def test_keys_differ_by_purpose_and_place() -> None:
+    keys = [key(purpose, *place) for purpose in ("a", "b") for place in ((1, 23), (12, 3), (123,))]
+    assert len(set(keys)) == 6
+    assert key("a", 1, 23) == keys[0]
+
+
+@pytest.mark.parametrize(("batch_size", "steps"), [(1024, 1251), (512, 2502)])
+def test_an_epoch_of_imagenet_has_the_published_steps(batch_size: int, steps: int) -> None:
+    assert epoch_length(1_281_167, 3) // batch_size == steps

@@ -1,0 +1,319 @@
+"""Webdataset shards on local disks, read at random: any image by its index, nothing unpacked."""
+
+import hashlib
+import json
+import os
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from webdataset.shardlists import expand_urls
+
+from vil.training.config import DataConfig
+from vil.training.errors import ConfigError, DataError
+from vil.training.shard_index import Sample, load_index
+
+INFO_NAME = "_info.json"
+_MOST_OPEN_FILES = 64  # of the 1024 that a process is usually granted
+_INDEX_THREADS = 16  # they mostly wait for the disk
+_NO_CHECKSUM = -1
+
+
+@dataclass(frozen=True)
+class Split:
+    """What _info.json, timm's description of a folder of shards, says about a split."""
+
+    filenames: tuple[str, ...]
+    lengths: tuple[int, ...] | None
+    """Images of each shard."""
+    classes: tuple[str, ...] | None
+    """Names of the classes; only make_shards.py writes them."""
+    made_from: dict[str, Any] | None
+    """What make_shards.py made it from."""
+
+
+class ShardSource:
+    """The images of one split, found by the indexes of its shards.
+
+    It holds arrays only, no object per image, because loader processes are forked from it or get it
+    pickled. Each process opens the shards for itself. Not for several threads at once.
+    """
+
+    num_images: int
+    labels: np.ndarray
+    """Class indices, int64, (num_images,)."""
+    classes: tuple[str, ...] | None
+    """Names of the classes, None where the shards hold bare indices."""
+    excluded: list[str]
+    """Samples left out for want of a label or an image, a line each."""
+    fingerprint: str
+    """Equal for equal data, wherever it lies."""
+
+    def __init__(self, data: DataConfig, training: bool, num_classes: int) -> None:
+        """Find all images and check that every shard is whole.
+
+        Args:
+            data: Names the folder and the shards.
+            training: Training split, or validation.
+            num_classes: Labels must lie below.
+
+        Raises:
+            ConfigError: the split is no pattern of shards.
+            DataError: a shard is missing, damaged, of another length than _info.json says, or has a
+                label that is no class.
+        """
+        root = Path(data.path)
+        key = "data.train_split" if training else "data.val_split"
+        splits = read_info(root)
+        names, self.classes = _find_shards(root, key, getattr(data, key[5:]), splits)
+        stated = {
+            name: length
+            for split in splits.values()
+            for name, length in zip(split.filenames, split.lengths or (), strict=False)
+        }
+
+        def open_shard(name: str) -> _Images:
+            return _open_shard(root, name, stated.get(name), num_classes)
+
+        with ThreadPoolExecutor(_INDEX_THREADS) as pool:
+            shards = list(pool.map(open_shard, names))
+        self.excluded = [line for shard in shards for line in shard.excluded]
+        self._places = np.concatenate([shard.places for shard in shards])
+        self._starts = np.cumsum([0, *(len(shard.places) for shard in shards)])
+        keys = [key for shard in shards for key in shard.keys]
+        self._keys = b"".join(keys)
+        self._key_starts = np.cumsum([0, *map(len, keys)])
+        self.labels = self._places[:, 2].copy()
+        self.num_images = len(self.labels)
+        self.fingerprint = _digest(names, self._starts, self._places[:, :3])
+        self._shuffle_shards = data.shuffle_shards
+        self._names = names
+        self._files = _Files([root / name for name in names])
+
+    def read(self, index: int) -> bytes:
+        """Return an image's file.
+
+        Raises:
+            OSError: it cannot be read, or is not what was written.
+        """
+        offset, size, _, checksum = self._places[index].tolist()
+        content = self._files.read(self._shard(index), offset, size)
+        if len(content) < size:
+            raise OSError(f"the shard ends after {len(content)} of the image's {size} bytes")
+        if checksum not in (_NO_CHECKSUM, zlib.crc32(content)):
+            raise OSError("wrong checksum")
+        return content
+
+    def name(self, index: int) -> str:
+        """Return an image's shard and key."""
+        start, end = self._key_starts[index : index + 2]
+        return f"{self._names[self._shard(index)]}: {self._keys[start:end].decode()}"
+
+    def order(self, generator: torch.Generator) -> torch.Tensor:
+        """Shuffle the shards, and the images of every few consecutive ones together.
+
+        Args:
+            generator: Draws both.
+
+        Returns:
+            Every index once, int64, (num_images,).
+        """
+        shards = torch.randperm(len(self._names), generator=generator)
+        windows = []
+        for window in shards.split(self._shuffle_shards):
+            images = torch.cat([torch.arange(*self._starts[s : s + 2]) for s in window.tolist()])
+            windows.append(images[torch.randperm(len(images), generator=generator)])
+        return torch.cat(windows)
+
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
+
+
+def read_info(root: Path) -> dict[str, Split]:
+    """Read the splits that _info.json of a folder of shards describes; none if there is no such file.
+
+    Args:
+        root: The folder.
+
+    Raises:
+        DataError: the file cannot be read or is not of timm's form.
+    """
+    path = root / INFO_NAME
+    try:
+        splits = json.loads(path.read_bytes())["splits"]
+        return {name: _split(entry) for name, entry in splits.items()}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} does not describe shards as timm does: {error!r}") from error
+
+
+class _Images(NamedTuple):
+    """The usable images of one shard."""
+
+    places: np.ndarray
+    """Offset, size, label and checksum of each, int64, (images, 4)."""
+    keys: list[bytes]
+    excluded: list[str]
+
+
+class _Files:
+    """Files kept open for reading, those used last; a copy in another process opens its own."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self.descriptors: OrderedDict[int, int] = OrderedDict()
+
+    def read(self, number: int, offset: int, size: int) -> bytes:
+        """Read a part of a file; less of it where the file ends."""
+        descriptor = self.descriptors.pop(number, None)
+        if descriptor is None:
+            while len(self.descriptors) >= _MOST_OPEN_FILES:
+                os.close(self.descriptors.popitem(last=False)[1])
+            descriptor = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            content = os.pread(descriptor, size, offset)
+        except OSError:
+            os.close(descriptor)  # a stale handle of a network disk must not be used again
+            raise
+        self.descriptors[number] = descriptor
+        return content
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"paths": self.paths, "descriptors": OrderedDict()}
+
+    def __del__(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+
+
+def _split(entry: dict[str, Any]) -> Split:
+    """Check one split of _info.json; what is wrong is named by an error of any kind."""
+    filenames = _list(entry, "filenames", str)
+    lengths = _list(entry, "shard_lengths", int)
+    if filenames is None:
+        raise KeyError("filenames")
+    if lengths is not None and len(lengths) != len(filenames):
+        raise ValueError(f"{len(lengths)} shard_lengths for {len(filenames)} filenames")
+    made_from = entry.get("made_from")
+    if made_from is not None and not isinstance(made_from, dict):
+        raise TypeError("made_from must map options to values")
+    return Split(filenames, lengths, _list(entry, "classes", str), made_from)
+
+
+def _list(entry: dict[str, Any], key: str, kind: type) -> tuple[Any, ...] | None:
+    """Return one list of a split; None if it has no such list."""
+    values = entry.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        raise TypeError(f"{key} must be a list of {kind.__name__}")
+    return tuple(values)
+
+
+def _find_shards(
+    root: Path, key: str, split: str, splits: dict[str, Split]
+) -> tuple[list[str], tuple[str, ...] | None]:
+    """Return the names of a split's shards and of its classes, if they have names.
+
+    Args:
+        root: Folder of the shards.
+        key: The setting that names the split, for errors.
+        split: A split of _info.json, or a pattern.
+        splits: What _info.json says.
+    """
+    found = splits.get("val" if split == "validation" and split not in splits else split)
+    if found is not None:
+        names, classes = list(found.filenames), found.classes
+    else:
+        names, classes = _expand(root, key, split, splits), None
+    missing = [name for name in names if not (root / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{key} {split}: shard {root / missing[0]} is missing "
+            f"({len(missing)} of {len(names)} are)"
+        )
+    name, count = next(iter(Counter(names).most_common(1)), ("", 0))
+    if count != 1:
+        what = f"names shard {name} {count} times" if names else "names no shards"
+        raise DataError(f"{key} {split} in {root} {what}")
+    return names, classes
+
+
+def _expand(root: Path, key: str, split: str, splits: dict[str, Split]) -> list[str]:
+    """Expand a pattern of shards."""
+    if "|" in split:
+        raise ConfigError(f"{key} takes no |, the images of shards are counted; got {split}")
+    if "{" not in split and not split.endswith(".tar"):
+        raise DataError(
+            f"{key} {split} is neither a pattern such as train-{{000..511}}.tar nor one of the "
+            f"splits of {root / INFO_NAME}: {', '.join(splits) or 'none'}"
+        )
+    try:
+        return expand_urls(split)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"{key} must be a brace pattern, got {split}: {error}") from error
+
+
+def _open_shard(root: Path, name: str, stated: int | None, num_classes: int) -> _Images:
+    """Load a shard's index and check it.
+
+    Args:
+        root: Folder of the shards.
+        name: The shard's name in it.
+        stated: Images that it holds by _info.json, None if that does not say.
+        num_classes: Labels must lie below.
+    """
+    samples = load_index(root / name)
+    count = sum(sample.offset is not None for sample in samples)
+    if stated not in (None, count):
+        raise DataError(f"shard {root / name} holds {count} images, {INFO_NAME} says {stated}")
+    places, keys, excluded = [], [], []
+    for sample in samples:
+        key, offset, size, label, checksum = sample
+        key = _printable(key)
+        fault = _fault(sample)
+        if fault is not None:
+            excluded.append(f"{name}: {key}: {fault}")
+        elif not 0 <= label < num_classes:
+            raise DataError(
+                f"shard {root / name} sample {key} has label {label}, "
+                f"model.num_classes is {num_classes}"
+            )
+        else:
+            places.append((offset, size, label, _NO_CHECKSUM if checksum is None else checksum))
+            keys.append(key.encode())
+    return _Images(np.array(places, dtype=np.int64).reshape(-1, 4), keys, excluded)
+
+
+def _fault(sample: Sample) -> str | None:
+    """Say why a sample cannot be used."""
+    if sample.offset is None:
+        return "no image"
+    if sample.label is None:
+        return "no label"
+    if isinstance(sample.label, str):
+        return f"label {sample.label!r} is no integer"
+    return None
+
+
+def _printable(key: str) -> str:
+    """Escape what would break a line, or could not be encoded."""
+    return key if key.isprintable() else ascii(key)[1:-1]
+
+
+def _digest(names: list[str], *arrays: np.ndarray) -> str:
+    """Hash shard names and int64 arrays into a short name for them."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps([Path(name).name for name in names]).encode())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

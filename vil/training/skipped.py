@@ -1,0 +1,34 @@
+"""skipped.txt: every image and every step that a run left out, by name and reason."""
+
+from pathlib import Path
+
+from vil.training.data import TrainData
+from vil.training.files import write_text
+from vil.training.resume import SKIPPED
+from vil.training.state import RunState
+
+
+def write_skipped(folder: Path, state: RunState, data: TrainData) -> None:
+    """Write skipped.txt anew.
+
+    Args:
+        folder: The run's folder.
+        state: Holds what was skipped.
+        data: Names images.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    bad = [f"{data.source.name(index)}: {why}" for index, why in state.bad_images.items()]
+    lines = [
+        f"{len(data.source.excluded)} images without a usable label, left out",
+        *(f"  {line}" for line in data.source.excluded),
+        f"{len(bad)} images that could not be read so far, each replaced by another",
+        *(f"  {line}" for line in bad),
+        f"{len(state.bad_steps)} steps whose loss or gradient was not finite, without effect",
+    ]
+    for step, loss in state.bad_steps.items():
+        epoch, step_in_epoch = divmod(step, data.steps_per_epoch)
+        lines.append(f"  step {step_in_epoch + 1} of epoch {epoch + 1}, loss {loss}, its images:")
+        lines += [f"    {name}" for name in data.names(step)]
+    write_text(folder / SKIPPED, "\n".join(lines) + "\n")

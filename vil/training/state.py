@@ -1,0 +1,41 @@
+"""How far a run has come, beside its weights: what a checkpoint keeps of it."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class RunState:
+    """Everything that the next step of a run depends on and that is no tensor."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    loss_sum: float = 0.0
+    """Of the epoch so far."""
+    loss_count: int = 0
+    """Steps in that sum."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """A row of the log per finished epoch."""
+    bad_images: dict[int, str] = field(default_factory=dict)
+    """Training images that could not be read so far, and why."""
+    bad_steps: dict[int, float] = field(default_factory=dict)
+    """Steps skipped because loss or gradient was not finite, and their loss."""
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The row of the epoch with the best top-1, the first of equals."""
+        return max(self.history, key=lambda row: row["top1"])
+
+    @property
+    def best_is_last(self) -> bool:
+        """Whether the epoch finished last is the best so far."""
+        return bool(self.history) and self.best is self.history[-1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain dictionaries, lists and numbers."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunState":
+        """Undo as_dict; keys of other things are left alone."""
+        return cls(**{item.name: values[item.name] for item in fields(cls)})
