@@ -1,0 +1,459 @@
+"""Time the training loader against timm's: images per second and core, at identical pixels.
+
+    python benchmarks/loader.py [--rounds 5] [--num-workers 2] [--images 512] [--output FILE]
+    python benchmarks/loader.py --data /data/imagenet/train  # a sample of its images instead
+
+The recipe is DeiT's: bicubic random resized crop to 224, flip, RandAugment rand-m9-mstd0.5-inc1.
+What is counted is the CPU time of all loader processes and of the training process's share of the
+loading, per image: on a machine whose cores do nothing but load, 1000 ms / CPU-ms images per second
+and core. Wall time is that of this machine, whatever else ran on it. Every round runs each loader in
+turn, so that a drift of the machine's speed hits all alike; a loader's figure is the median over the
+rounds, its ratio the median of the round-by-round ratios to timm's first row. Each run starts its
+loader processes anew, and their start is counted.
+
+timm mixes in its loader processes (FastCollateMixup, as its train.py does), and so do the rows of it
+that say so; this package mixes on the training device. Both normalise and erase there. That part is
+timed by itself, on one core of the CPU; with a GPU it runs on that. Repeated augmentation decodes an
+image once for its three draws; timm has none in a single process.
+
+The images are generated: smooth random fields with noise, 500 x 375, JPEG of quality 90, 110 kB in
+the mean, as those of ImageNet. Exit status 1 if for the same image and seed any pixel differs from
+timm's.
+"""
+
+import argparse
+import dataclasses
+import gc
+import io
+import json
+import multiprocessing
+import os
+import random
+import resource
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import timm
+import torch
+from PIL import Image
+from timm.data import FastCollateMixup, create_dataset, create_loader, create_transform
+from timm.data.loader import PrefetchLoader, fast_collate
+from torch.utils.data import default_collate
+
+import vil
+from cpu import processor, revision
+from vil.training.augment import BatchAugment, Transform, train_transform
+from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from vil.training.data import TrainData
+from vil.training.distributed import World
+from vil.training.draws import key, seed_image
+from vil.training.files import write_text
+from vil.training.sources import decode
+
+SIZE = (500, 375)
+CLASSES, SHARDS = 4, 16
+EPOCHS = 3  # of one run, so that starting the processes weighs little
+STEPS = ("crop, resize", "flip", "RandAugment", "to tensor")  # of either's transform
+CPU = torch.device("cpu")
+RECIPE = {
+    "is_training": True,
+    "auto_augment": "rand-m9-mstd0.5-inc1",
+    "interpolation": "bicubic",
+    "use_prefetcher": True,
+}
+ERASE = {"re_prob": 0.25, "re_mode": "pixel"}
+MIX = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1, "num_classes": CLASSES}
+
+
+@dataclass
+class Row:
+    """What loading cost, per image, in every round."""
+
+    name: str
+    wall_ms: list[float]
+    cpu_ms: list[float]
+    ratio: float = 1.0
+    """Images per second and core, relative to the first row."""
+
+    @property
+    def wall_rate(self) -> float:
+        """Images per second here."""
+        return 1e3 / statistics.median(self.wall_ms)
+
+    @property
+    def core_rate(self) -> float:
+        """Images per second and core."""
+        return 1e3 / statistics.median(self.cpu_ms)
+
+
+def generate(count: int) -> Iterator[bytes]:
+    """Yield JPEG files of random fields, from coarse to as fine as a pixel."""
+    width, height = SIZE
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        noise = rng.uniform(8, 32)  # what most of a file's size is made of
+        pixels = 128 + rng.normal(0, noise, (height, width, 1)).astype(np.float32)
+        for columns, contrast in ((4, 70), (12, 35), (40, 18), (120, noise)):
+            field = rng.normal(0, contrast, (columns * 3 // 4, columns, 3)).astype(np.float32)
+            bands = [Image.fromarray(field[..., c]).resize(SIZE, 3) for c in range(3)]
+            pixels = pixels + np.stack([np.asarray(band) for band in bands], -1)
+        file = io.BytesIO()
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "jpeg", quality=90)
+        yield file.getvalue()
+
+
+def sample(folder: Path, count: int) -> Iterator[bytes]:
+    """Yield a random sample of the images in a folder per class."""
+    paths = sorted(folder.glob("*/*"))
+    for path in random.Random(0).sample(paths, min(count, len(paths))):
+        yield path.read_bytes()
+
+
+def store(images: Iterable[bytes], root: Path) -> list[bytes]:
+    """Write images as a folder per class and as shards below a folder; the classes mean nothing."""
+    files = list(images)
+    for label in range(CLASSES):
+        (root / "train" / str(label)).mkdir(parents=True)
+    (root / "shards").mkdir()
+    first = 0
+    for shard in range(SHARDS):
+        stop = (shard + 1) * len(files) // SHARDS
+        with tarfile.open(root / "shards" / f"train-{shard:04d}.tar", "w") as tar:
+            for number in range(first, stop):
+                store_one(files[number], number, root, tar)
+        first = stop
+    return files
+
+
+def store_one(content: bytes, number: int, root: Path, tar: tarfile.TarFile) -> None:
+    """Write an image to its class folder and into a shard."""
+    label = str(number % CLASSES)
+    (root / "train" / label / f"{number:06d}.jpg").write_bytes(content)
+    for suffix, part in (("jpg", content), ("cls", label.encode())):
+        member = tarfile.TarInfo(f"{number:06d}.{suffix}")
+        member.size = len(part)
+        tar.addfile(member, io.BytesIO(part))
+
+
+def our_config(
+    root: Path, shards: bool, repeats: int, batch_size: int, workers: int
+) -> TrainConfig:
+    """Return the recipe's configuration for the stored images."""
+    data = DataConfig(
+        dataset="wds" if shards else "folder",
+        path=str(root / "shards" if shards else root),
+        train_split=f"train-{{0000..{SHARDS - 1:04d}}}.tar" if shards else "train",
+        batch_size=batch_size,
+        aug_repeats=repeats,
+        num_workers=workers,
+    )
+    schedule = ScheduleConfig(epochs=EPOCHS, warmup_epochs=0)
+    return TrainConfig(model=ModelConfig(num_classes=CLASSES), data=data, schedule=schedule)
+
+
+def run_ours(
+    root: Path, shards: bool, repeats: int, batch_size: int, workers: int
+) -> Iterator[int]:
+    """Load as the training does, yielding the images of each batch."""
+    data = TrainData(our_config(root, shards, repeats, batch_size, workers), CPU, World())
+    yield 0
+    for step in data.steps(0):
+        yield sum(len(images) for images, _ in step.micro_batches)
+
+
+def run_timm(root: Path, shards: bool, mixup: bool, batch_size: int, workers: int) -> Iterator[int]:
+    """Load as timm's trainer does, without its prefetcher's device part."""
+    if shards:
+        count = len(list((root / "train").glob("*/*")))
+        dataset = create_dataset(
+            "wds/images",
+            root=str(root / "shards"),
+            split=f"train-{{0000..{SHARDS - 1:04d}}}.tar|{count}",
+            is_training=True,
+            batch_size=batch_size,
+        )
+    else:
+        dataset = create_dataset("", root=str(root / "train"))
+    loader = create_loader(
+        dataset,
+        (3, 224, 224),
+        batch_size,
+        num_workers=workers,
+        collate_fn=FastCollateMixup(**MIX) if mixup else None,
+        device=CPU,
+        **RECIPE,
+    ).loader
+    yield 0
+    for _ in range(EPOCHS):
+        for images, _ in loader:
+            yield len(images)
+
+
+Contestant = Callable[..., Iterator[int]]
+
+CONTESTANTS: dict[str, Contestant] = {
+    "timm, folder, mixup": partial(run_timm, shards=False, mixup=True),
+    "timm, folder": partial(run_timm, shards=False, mixup=False),
+    "timm, shards, mixup": partial(run_timm, shards=True, mixup=True),
+    "ours, folder, 3 repeats": partial(run_ours, shards=False, repeats=3),
+    "ours, folder": partial(run_ours, shards=False, repeats=1),
+    "ours, shards, 3 repeats": partial(run_ours, shards=True, repeats=3),
+    "ours, shards": partial(run_ours, shards=True, repeats=1),
+}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure(batches: Iterator[int]) -> tuple[float, float]:
+    """Run a loader to its end; return milliseconds of wall time and of CPU time per image."""
+    next(batches)  # opens the data
+    gc.collect()
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    count = sum(batches)
+    if multiprocessing.active_children():
+        raise RuntimeError("loader processes outlived their loader: their time is not counted")
+    return (
+        1e3 * (time.perf_counter() - wall) / count,
+        1e3 * (cpu_seconds() - cpu) / count,
+    )
+
+
+def compare(contestants: dict[str, Callable[[], Iterator[int]]], rounds: int) -> list[Row]:
+    """Measure loaders against each other; the first is what the others are relative to."""
+    rows = [Row(name, [], []) for name in contestants]
+    for _ in range(rounds):
+        for row, start in zip(rows, contestants.values(), strict=True):
+            wall, cpu = measure(start())
+            row.wall_ms.append(wall)
+            row.cpu_ms.append(cpu)
+    return related(rows)
+
+
+def related(rows: list[Row]) -> list[Row]:
+    """Fill in what the rows are relative to the first, round by round."""
+    for row in rows:
+        pairs = zip(rows[0].cpu_ms, row.cpu_ms, strict=True)
+        row.ratio = statistics.median(base / cpu for base, cpu in pairs)
+    return rows
+
+
+def timm_decode(content: bytes) -> Image.Image:
+    """Decode as timm's datasets do."""
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def our_decode(content: bytes) -> Image.Image:
+    """Decode as the training does."""
+    return decode(content, "RGB")
+
+
+def timm_transform() -> Transform:
+    """Return the augmentation of timm's loader."""
+    return create_transform((3, 224, 224), **RECIPE)
+
+
+def differing(files: list[bytes], transform: Transform, expected: Transform) -> list[int]:
+    """Return the images that decode or augment to other pixels than timm's, each seeded alike."""
+    found = []
+    for number, content in enumerate(files):
+        ours, theirs = our_decode(content), timm_decode(content)
+        same = ours.tobytes() == theirs.tobytes()
+        seed_image(number)
+        ours = transform(ours)
+        seed_image(number)
+        if not same or not torch.equal(ours, expected(theirs)):
+            found.append(number)
+    return found
+
+
+def stages(
+    files: list[bytes], batch_size: int, decoder: Callable, transform: Any, collate: Callable
+) -> dict[str, float]:
+    """Return the CPU milliseconds per image that each stage takes in one process."""
+    milliseconds = {}
+
+    def timed(name: str, stage: Callable[[Any], Any], inputs: list[Any]) -> list[Any]:
+        start = time.thread_time()
+        outputs = [stage(item) for item in inputs]
+        milliseconds[name] = 1e3 * (time.thread_time() - start) / len(files)
+        return outputs
+
+    items = timed("decode", decoder, files)
+    seed_image(0)
+    for name, step in zip(STEPS, transform.transforms, strict=True):
+        items = timed(name, step, items)
+    images = [(item, number % CLASSES) for number, item in enumerate(items)]
+    batches = [images[i : i + batch_size] for i in range(0, len(images), batch_size)]
+    timed("collate", collate, batches)
+    return milliseconds
+
+
+def time_stages(files: list[bytes], batch_size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return where the time goes, for timm and for ours, medians over the rounds."""
+    ours = train_transform(our_config(Path(), False, 1, 2, 0))
+    mix = FastCollateMixup(**MIX)
+    runs = {
+        "timm, mixup": partial(stages, files, batch_size, timm_decode, timm_transform(), mix),
+        "timm": partial(stages, files, batch_size, timm_decode, timm_transform(), fast_collate),
+        "ours": partial(stages, files, batch_size, our_decode, ours, default_collate),
+    }
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            gc.collect()
+            taken[name].append(run())
+        start = time.thread_time()
+        for number in range(len(files)):
+            seed_image(key("image", 0, 0, number))
+        taken["ours"][-1]["seed"] = 1e3 * (time.thread_time() - start) / len(files)
+    return {
+        name: {stage: statistics.median(row[stage] for row in rows) for stage in rows[0]}
+        for name, rows in taken.items()
+    }
+
+
+def time_reading(paths: list[Path]) -> float:
+    """Return the CPU milliseconds that reading a cached file takes."""
+    start = time.thread_time()
+    for path in paths:
+        path.read_bytes()
+    return 1e3 * (time.thread_time() - start) / len(paths)
+
+
+def time_device_part(batch_size: int, rounds: int) -> list[Row]:
+    """Time what is left to the training process, on one core."""
+    images = torch.randint(256, (batch_size, 3, 224, 224), dtype=torch.uint8)
+    targets = torch.randint(CLASSES, (batch_size,))
+    augment = BatchAugment(TrainConfig(model=ModelConfig(num_classes=CLASSES)), CPU)
+    prefetch = PrefetchLoader([(images, targets)], device=CPU, **ERASE)
+    runs = {
+        "timm: normalise, erase": lambda: list(prefetch),
+        "ours: normalise, erase, mixup": lambda: augment(images, targets, 0, 0),
+    }
+    rows = [Row(name, [], []) for name in runs]
+    for _ in range(rounds):
+        for row, run in zip(rows, runs.values(), strict=True):
+            wall, cpu = time.perf_counter(), time.process_time()
+            run()
+            row.wall_ms.append(1e3 * (time.perf_counter() - wall) / batch_size)
+            row.cpu_ms.append(1e3 * (time.process_time() - cpu) / batch_size)
+    return related(rows)
+
+
+def table(rows: list[Row]) -> str:
+    """Format rows as Markdown."""
+    lines = [
+        "| loader | images/s, wall | CPU ms per image | least | images/s and core | to timm |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.name} | {row.wall_rate:.0f} | {statistics.median(row.cpu_ms):.2f} "
+            f"| {min(row.cpu_ms):.2f} | {row.core_rate:.0f} | {row.ratio:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def stage_table(taken: dict[str, dict[str, float]]) -> str:
+    """Format where the time goes as Markdown, a stage a line."""
+    names = list(dict.fromkeys(stage for times in taken.values() for stage in times))
+    lines = [f"| CPU ms per image | {' | '.join(taken)} |", "|---" * (len(taken) + 1) + "|"]
+    for name in names:
+        cells = [f"{times[name]:.3f}" if name in times else "-" for times in taken.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    sums = " | ".join(f"{sum(times.values()):.3f}" for times in taken.values())
+    return "\n".join([*lines, f"| sum | {sums} |"])
+
+
+def parse_args(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-workers", type=int, default=2, help="loader processes")
+    parser.add_argument("--images", type=int, default=512, help="distinct images")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--data", type=Path, help="folder per class to sample images from")
+    parser.add_argument("--only", default="", help="of the loaders after the first, those so named")
+    parser.add_argument("--output", type=Path, help="write the figures there as JSON")
+    args = parser.parse_args(arguments)
+    least = max(args.num_workers * args.batch_size, SHARDS)
+    if args.batch_size % 2 or args.images < least:
+        parser.error(f"--batch-size must be even, --images at least {least}: a batch per process")
+    return args
+
+
+def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
+    """Return what the figures depend on."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "workers": args.num_workers,
+        "batch": args.batch_size,
+        "images": len(files),
+        "kB_per_image": round(statistics.mean(len(file) for file in files) / 1e3, 1),
+        "data": "sampled" if args.data else "generated",
+        "pillow": PIL.__version__,
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "vil": vil.__version__,
+        "commit": revision(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print the tables, write the figures if asked to, and return the exit status."""
+    args = parse_args(arguments)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        files = store(sample(args.data, args.images) if args.data else generate(args.images), root)
+        settings = environment(args, files)
+        print(", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
+        different = differing(
+            files, train_transform(our_config(root, False, 1, 2, 0)), timm_transform()
+        )
+        print(f"images of other pixels than timm's: {len(different)} of {len(files)}\n", flush=True)
+        common = {"root": root, "batch_size": args.batch_size, "workers": args.num_workers}
+        loaders = compare(
+            {
+                name: partial(run, **common)
+                for i, (name, run) in enumerate(CONTESTANTS.items())
+                if not i or args.only in name
+            },
+            args.rounds,
+        )
+        print(table(loaders), flush=True)
+        where = time_stages(files, args.batch_size, args.rounds)
+        reading = time_reading(sorted(root.glob("train/*/*")))
+        where = {name: {"read": reading, **times} for name, times in where.items()}
+    device = time_device_part(args.batch_size, args.rounds)
+    print(f"\n{stage_table(where)}\n\nOn the training device, here one core of the CPU:\n")
+    print(table(device))
+    if args.output:
+        figures = {
+            "environment": settings,
+            "different_images": different,
+            "loaders": [dataclasses.asdict(row) for row in loaders],
+            "stages": where,
+            "device_part": [dataclasses.asdict(row) for row in device],
+        }
+        write_text(args.output, json.dumps(figures, indent=1) + "\n")
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
