@@ -87,7 +87,7 @@ def kill_torchrun(root: Path, case: Case, alone: Tally, number: int, rng: random
     folder = root / f"torchrun-kill-{number}"
     run = Torchrun(case, root, folder)
     run.wait_for(folder / "last.pt")
-    time.sleep(rng.uniform(0, alone.seconds))
+    time.sleep(rng.uniform(0, alone.seconds / 2))  # it has begun, and shall not end before
     rank = rng.randrange(2)
     victim = run.workers().get(rank)
     with suppress(ProcessLookupError):
@@ -107,7 +107,7 @@ def stop_torchrun(root: Path, case: Case, alone: Tally, number: int, rng: random
     folder = root / f"torchrun-stop-{number}"
     run = Torchrun(case, root, folder)
     run.wait_for(folder / "last.pt")
-    time.sleep(rng.uniform(0, alone.seconds))
+    time.sleep(rng.uniform(0, alone.seconds / 2))  # it has begun, and shall not end before
     run.process.terminate()
     stopped = time.monotonic()
     code = run.wait()

@@ -185,6 +185,17 @@ def test_finished_run_is_not_trained_again(
     assert printed.count("evaluate python eval.py") == 2
 
 
+def test_best_is_named_that_a_killed_run_had_no_time_to(
+    config: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    arguments = ("--run.output", str(folder), "--schedule.epochs", "1")
+    train(config, *arguments)
+    (folder / "best.pt").unlink()
+    assert train(config, *arguments) == 0
+    assert (folder / "best.pt").samefile(folder / "last.pt")
+
+
 @pytest.mark.parametrize("accumulation", ["2", "4"])
 def test_accumulated_run_equals_the_plain_one_up_to_rounding(
     config: TrainConfig, accumulation: str, train: Callable[..., int], tmp_path: Path

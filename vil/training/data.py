@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -106,10 +107,9 @@ class TrainData:
         loader = DataLoader(
             _TrainImages(self.source, self.transform, mode, self.config.run.seed),
             batch_sampler=self._stream(range(first, self.num_steps)),
-            num_workers=self.config.data.num_workers,
             collate_fn=_collate,
             pin_memory=self.pin_memory,
-            worker_init_fn=_Arrivals(self.config.data.num_workers),
+            **_workers(self.config.data.num_workers),
         )
         batches = _start(loader)
         for number in range(first, self.num_steps):
@@ -165,9 +165,8 @@ class ValData:
             loader = DataLoader(
                 Subset(images, share[first * self.batch_size :]),
                 batch_size=self.batch_size,
-                num_workers=self.config.data.num_workers,
                 pin_memory=self.pin_memory,
-                worker_init_fn=_Arrivals(self.config.data.num_workers),
+                **_workers(self.config.data.num_workers),
             )
             return _start(loader)
 
@@ -308,6 +307,21 @@ class _Arrivals:
             time.sleep(0.001)
 
 
+def _workers(count: int) -> dict[str, Any]:
+    """Return DataLoader's arguments for loader processes.
+
+    Forked on Linux, as PyTorch always did: Python 3.14's default would import it anew in each.
+    """
+    if count == 0:
+        return {"num_workers": 0}
+    context = "fork" if sys.platform == "linux" else None
+    return {
+        "num_workers": count,
+        "multiprocessing_context": context,
+        "worker_init_fn": _Arrivals(count),
+    }
+
+
 def _start(loader: DataLoader) -> Iterator[Any]:
     """Start a loader's processes, anew if one does not begin.
 
@@ -324,7 +338,8 @@ def _start(loader: DataLoader) -> Iterator[Any]:
         others = set(active_children())
         batches = iter(loader)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        hanging = loader.worker_init_fn.await_from(set(active_children()) - others)
+        started = set(active_children()) - others
+        hanging = loader.worker_init_fn.await_from(started) if started else []
         if not hanging:
             return batches
         for process in hanging:

@@ -10,6 +10,7 @@
   command continues
 """
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -81,4 +82,9 @@ def run_script(script: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
+    finally:
+        # Python would end loader processes that an error left by SIGTERM, and wait for them for ever
+        # if one hangs where it was forked.
+        for process in multiprocessing.active_children():
+            process.kill()
     return 0
