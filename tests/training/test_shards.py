@@ -162,7 +162,7 @@ MOMENTS = [
     (shard_writer, "_announce", 0),
     (shard_writer, "_write_shard", 0),
     (shard_writer, "_read", 7),
-    (files, "_sync_folder", 3),
+    (files, "sync", 3),
     (shard_writer, "scan_shard", 2),
     (shard_writer, "write_index", 2),
 ]

@@ -39,7 +39,7 @@ def write_atomically(
             os.fsync(file.fileno())
         prove(temporary)
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except (OSError, RuntimeError) as error:
         free = shutil.disk_usage(path.parent).free >> 20 if path.parent.is_dir() else 0
         reason = str(error)
@@ -75,7 +75,7 @@ def link_atomically(source: Path, path: Path) -> None:
     else:
         os.replace(temporary, path)
         temporary.unlink(missing_ok=True)  # renaming one name of a file to another does nothing
-        _sync_folder(path.parent)
+        sync(path.parent)
 
 
 def lock_folder(folder: Path) -> BinaryIO:
@@ -110,6 +110,15 @@ def remove_temporaries(folder: Path) -> None:
         path.unlink()
 
 
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
 
@@ -117,12 +126,3 @@ def _temporary(path: Path) -> Path:
 def _copy(source: Path, file: BinaryIO) -> None:
     with source.open("rb") as content:
         shutil.copyfileobj(content, file)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from tyro.conf import Positional
 from vil.training.checkpoint import load_checkpoint, load_weights
 from vil.training.config import TrainConfig
 from vil.training.errors import ConfigError, OutputError
+from vil.training.files import sync
 from vil.training.recipes import config_from_dict
 from vil.training.setup import build_model
 
@@ -53,10 +54,10 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
     try:
         save_for_hf(model, temporary, safe_serialization=True, data_config=_preprocessing(config))
         for file in temporary.iterdir():
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         temporary.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error}") from error
     finally:
@@ -79,12 +80,3 @@ def _preprocessing(config: TrainConfig) -> dict[str, Any]:
         "interpolation": config.data.interpolation,
         "crop_pct": config.data.crop_pct,
     }
-
-
-def _sync(path: Path) -> None:
-    """Make a file or a folder survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
