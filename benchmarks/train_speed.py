@@ -11,6 +11,7 @@ by round; a model's speed is the median over rounds, and so is its ratio to the 
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import statistics
 import sys
@@ -43,7 +44,7 @@ class Row:
     ratio: float
     """To the first model, above 1 is faster."""
     peak_gib: float | None
-    """Most memory in use on the GPU."""
+    """Most memory in use on the GPU, for this model alone."""
 
     @property
     def hours(self) -> float:
@@ -55,6 +56,7 @@ class Contestant:
     """A model in training."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
+        """Build it and train the first steps, which compile it and tell how much memory it takes."""
         recipe = read_recipe(RECIPE)
         self.name = name
         self.config = dataclasses.replace(
@@ -65,6 +67,8 @@ class Contestant:
             run=dataclasses.replace(recipe.run, amp=args.amp, torchcompile=args.compile),
         )
         self.device = resolve_device(self.config.run, World())
+        on_gpu = self.device.type == "cuda"
+        others = torch.cuda.memory_allocated() if on_gpu else 0
         self.training = build_training(self.config, self.device, World())
         self.training.set_epoch(0)
         self.training.model.train()
@@ -74,13 +78,15 @@ class Contestant:
         targets = torch.randint(1000, (args.batch_size,), generator=generator)
         self.batch = [(images, targets)]
         self.steps = 0
-        self.peak_gib: float | None = None
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        self.run(args.steps)
+        peak = torch.cuda.max_memory_allocated() - others if on_gpu else None
+        self.peak_gib = None if peak is None else peak / 2**30
 
     def run(self, steps: int) -> float:
         """Train some steps and return the images per second."""
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(steps):
@@ -88,21 +94,17 @@ class Contestant:
             self.steps += 1
         loss = result.loss.item()  # waits for the device
         seconds = time.perf_counter() - start
-        if on_gpu:
-            self.peak_gib = torch.cuda.max_memory_allocated() / 2**30
-        if loss != loss:
-            raise RuntimeError(f"{self.name}: the loss is not a number after {self.steps} steps")
+        if not math.isfinite(loss):
+            raise RuntimeError(f"{self.name}: the loss is {loss} after {self.steps} steps")
         return steps * self.config.data.batch_size / seconds
 
 
 def measure(contestants: list[Contestant], rounds: int, steps: int) -> list[Row]:
-    """Let the models take turns; a round that is not counted compiles them."""
+    """Let the models take turns."""
     speeds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for contestant in contestants:
-            speed = contestant.run(steps)
-            if number:
-                speeds[contestant.name].append(speed)
+            speeds[contestant.name].append(contestant.run(steps))
     first = speeds[contestants[0].name]
     return [
         Row(
@@ -118,7 +120,7 @@ def measure(contestants: list[Contestant], rounds: int, steps: int) -> list[Row]
 def table(rows: list[Row]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| model | images/s | ratio | peak GiB of all models | hours for 300 epochs |",
+        "| model | images/s | ratio | peak GiB | hours for 300 epochs |",
         "|---|---|---|---|---|",
     ]
     for row in rows:

@@ -224,6 +224,32 @@ def test_where_links_do_not_exist_the_file_is_copied(
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
 
 
+def test_link_that_cannot_take_its_name_is_an_output_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a full disk is told and outlived."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_text(tmp_path / "one", "content")
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(OutputError, match=r"cannot write .*two: No space left"):
+        link_atomically(tmp_path / "one", tmp_path / "two")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_disk_without_locks_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "lockf", refuse)
+    with pytest.raises(OutputError, match="cannot be locked: No locks available"):
+        lock_folder(tmp_path)
+
+
 def test_folder_is_locked_against_other_processes(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from vil.training.files import lock_folder; "
     code += "lock_folder(Path(sys.argv[1]))"

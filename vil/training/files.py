@@ -67,15 +67,19 @@ def link_atomically(source: Path, path: Path) -> None:
         OutputError: neither was possible; what was at the path is intact.
     """
     temporary = _temporary(path)
-    temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)
     except OSError:
         write_atomically(path, lambda file: _copy(source, file))
-    else:
+        return
+    try:
         os.replace(temporary, path)
-        temporary.unlink(missing_ok=True)  # renaming one name of a file to another does nothing
         sync(path.parent)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):  # renaming one name of a file to another of its names does nothing
+            temporary.unlink()
 
 
 def lock_folder(folder: Path) -> BinaryIO:
@@ -88,16 +92,22 @@ def lock_folder(folder: Path) -> BinaryIO:
         The open lock file.
 
     Raises:
-        OutputError: another process holds the lock.
+        OutputError: another process holds the lock, or the folder's disk has no locks.
     """
-    file = (folder / LOCK_NAME).open("a+b")
+    try:
+        file = (folder / LOCK_NAME).open("a+b")
+    except OSError as error:
+        raise OutputError(f"output folder {folder} cannot be written: {error.strerror}") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         owner = file.read().decode(errors="replace") or "another process"
         file.close()
         raise OutputError(f"output folder {folder} is in use by {owner}") from error
+    except OSError as error:
+        file.close()
+        raise OutputError(f"output folder {folder} cannot be locked: {error.strerror}") from error
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     file.flush()

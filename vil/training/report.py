@@ -218,12 +218,14 @@ class Report:
         best, last = self.state.best, self.state.history[-1]
         ema = f", EMA {last['ema_top1']:.2f}%" if "ema_top1" in last else ""
         seconds = round(sum(row["seconds"] for row in self.state.history))
+        skipped = last["skipped_images"] + last["skipped_steps"]
+        named = f", named in {self.folder / 'skipped.txt'}" if skipped else ""
         best_path = self.folder / "best.pt"
         self.console.print(
             f"\n{name} reached top-1 {best['top1']:.2f}% (best, epoch {best['epoch']}) and "
             f"{last['top1']:.2f}% (last{ema}) on {num_images:,} held-out images, "
             f"in {timedelta(seconds=seconds)}\n"
-            f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps\n"
+            f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps{named}\n"
             f"files    {self.folder}: best.pt, last.pt, config.yaml, log.csv, curve.png\n"
             f"evaluate python eval.py {shlex.quote(str(best_path))}"
         )

@@ -28,11 +28,8 @@ from vil.training.setup import Training
 from vil.training.state import RunState
 
 CONFIG, SKIPPED = "config.yaml", "skipped.txt"
-_UNTRAINED = {
-    CONFIG,
-    SKIPPED,
-    LOCK_NAME,
-}  # what a run may leave that ends before its first checkpoint
+# What a run may leave that ends before its first checkpoint.
+_UNTRAINED = {CONFIG, SKIPPED, LOCK_NAME}
 
 
 @dataclasses.dataclass
@@ -86,17 +83,17 @@ def restore_or_start(
         DataError: it is not the data that the run began with.
         OutputError: the checkpoint does not fit the model.
     """
-    checkpoint, origin = folder.checkpoint, folder.origin
+    checkpoint, origin, name = folder.checkpoint, folder.origin, config.model.name
     if checkpoint is None:
         if config.model.init_checkpoint is not None:
             origin = Path(config.model.init_checkpoint)
             weights = load_checkpoint(origin)["state_dict"]
-            _load(training, weights, weights, origin)
+            _load(training, weights, weights, origin, name)
         return RunState()
     for split, fingerprint in data.items():
         if checkpoint["data"][split] != fingerprint:
             raise DataError(f"the {split} images are not those that the run in {origin} began with")
-    _load(training, checkpoint["state_dict"], checkpoint.get("state_dict_ema"), origin)
+    _load(training, checkpoint["state_dict"], checkpoint.get("state_dict_ema"), origin, name)
     training.optimizer.load_state_dict(checkpoint["optimizer"])
     return RunState.from_dict(checkpoint["run"])
 
@@ -139,10 +136,13 @@ def _open(folder: Path, config: TrainConfig, warn: Callable[[str], None]) -> Run
 
 
 def _load(
-    training: Training, weights: dict[str, Any], averaged: dict[str, Any] | None, origin: Path
+    training: Training,
+    weights: dict[str, Any],
+    averaged: dict[str, Any] | None,
+    origin: Path,
+    name: str,
 ) -> None:
     """Load the weights of the model and of its average."""
-    name = type(training.model).__name__
     load_weights(training.model, weights, origin, name)
     if training.ema is not None:
         load_weights(training.ema.module, averaged, origin, name)

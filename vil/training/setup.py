@@ -188,6 +188,7 @@ def _distribute(
     averaging = DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
     averaging.eval()  # leaves the statistics of batch normalisation alone
     size = (1, config.in_chans, config.img_size, config.img_size)
-    averaging(torch.zeros(size, device=device)).sum().backward()
+    with torch.compiler.set_stance("force_eager"):  # or batches would be compiled for any size
+        averaging(torch.zeros(size, device=device)).sum().backward()
     averaging.zero_grad()
     return averaging
