@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from vil.training import data as data_module
+from vil.training import loader_processes
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
 from vil.training.data import Step, TrainData, ValData, check_same_classes
 from vil.training.distributed import World
@@ -180,7 +181,7 @@ def test_killed_validation_loader_process_is_replaced(config: TrainConfig) -> No
 def test_loader_processes_that_keep_dying_are_an_error(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_module, "_MOST_WORKER_DEATHS", 0)
+    monkeypatch.setattr(loader_processes, "_MOST_WORKER_DEATHS", 0)
     monkeypatch.setattr(data_module, "decode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(DataError, match=r"1 loader processes died, .*lower data\.num_workers"):
         next(train_data(with_data(config, num_workers=1)).steps(0))
@@ -302,7 +303,7 @@ def test_loader_process_that_hangs_while_forked_is_replaced(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does if a thread holds a lock just then."""
-    monkeypatch.setattr(data_module, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(loader_processes, "_START_SECONDS", 0.5)
     data = with_data(config, num_workers=2)
     _hanging.append(60)
     assert_same_steps(list(train_data(data).steps(0)), list(train_data(config).steps(0)))
@@ -316,7 +317,7 @@ def test_loader_process_that_hangs_while_forked_is_replaced(
 def test_loader_processes_that_keep_hanging_are_an_error(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_module, "_START_SECONDS", 0.2)
+    monkeypatch.setattr(loader_processes, "_START_SECONDS", 0.2)
     _hanging.extend([60] * 10)
     with pytest.raises(DataError, match=r"did not begin within 0\.2 s, 5 times"):
         next(train_data(with_data(config, num_workers=2)).steps(0))
