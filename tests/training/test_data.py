@@ -1,6 +1,7 @@
 """Sources, their errors, and what becomes of an image that is no good."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from vil.training.config import DataConfig, ModelConfig, TrainConfig
 from vil.training.data import Step, TrainData, ValData, check_same_classes
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
-from vil.training.sources import decode, open_source
+from vil.training.sources import Source, decode, open_source
 
 CPU = torch.device("cpu")
 
@@ -290,6 +291,90 @@ def test_equal_images_have_equal_fingerprints_wherever_they_lie(
     assert train_data(there).source.fingerprint == before
     (moved / "train" / "ash" / "7.jpg").unlink()
     assert train_data(there).source.fingerprint != before
+
+
+def chosen_names(source: Source) -> set[str]:
+    """Name all images of a source."""
+    return {source.name(index) for index in range(source.num_images)}
+
+
+def open_subsets(config: TrainConfig, *numbers: int | None) -> list[Source]:
+    """Open the training data with so many images of each class."""
+    configs = [with_data(config, images_per_class=number) for number in numbers]
+    return [open_source(chosen.data, chosen.model, training=True) for chosen in configs]
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_fewer_images_of_each_class_are_nested_and_read_right(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = config if kind == "folder" else shard_config
+    whole, few, more, again = open_subsets(chosen, None, 3, 5, 3)
+    assert (few.num_images, more.num_images) == (12, 20)
+    for source, count in ((few, 3), (more, 5)):
+        assert Counter(source.labels.tolist()) == dict.fromkeys(range(4), count)
+    assert chosen_names(few) < chosen_names(more) < chosen_names(whole)
+    assert chosen_names(again) == chosen_names(few)
+    places = {whole.name(index): index for index in range(whole.num_images)}
+    for index in range(few.num_images):
+        place = places[few.name(index)]
+        assert few.read(index) == whole.read(place)
+        assert few.labels[index] == whole.labels[place]
+    assert few.classes == whole.classes
+    fingerprints = [source.fingerprint for source in (whole, few, more, again)]
+    assert len(set(fingerprints)) == 3
+    assert fingerprints[1] == fingerprints[3]
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_fewer_images_keep_the_order_of_all(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = with_data(config if kind == "folder" else shard_config, shuffle_shards=1)
+    whole, few = open_subsets(chosen, None, 3)
+    orders = [source.order(torch.Generator().manual_seed(0)) for source in (whole, few)]
+    names = [
+        [source.name(i) for i in order.tolist()]
+        for source, order in zip((whole, few), orders, strict=True)
+    ]
+    assert torch.equal(orders[1].sort().values, torch.arange(12))
+    assert names[1] == [name for name in names[0] if name in set(names[1])]
+    if kind == "wds":  # a shard's images stay together
+        shards = [name.split(":")[0] for name in names[1]]
+        assert len([shard for shard, _ in itertools.groupby(shards)]) == len(set(shards))
+
+
+def test_fewer_digits_of_each_class_leave_validation_whole() -> None:
+    model = ModelConfig(num_classes=10, in_chans=1)
+    data = DataConfig(dataset="digits", images_per_class=20)
+    source = open_source(data, model, training=True)
+    assert Counter(source.labels.tolist()) == dict.fromkeys(range(10), 20)
+    assert open_source(data, model, training=False).num_images == 360
+
+
+def test_run_on_fewer_images_trains_on_them_alone(shard_config: TrainConfig) -> None:
+    data = train_data(with_data(shard_config, images_per_class=4, aug_repeats=0))
+    assert (data.num_images, data.steps_per_epoch) == (16, 2)
+    for epoch in range(3):
+        names = [name for step in (0, 1) for name in data.names(2 * epoch + step)]
+        assert set(names) == chosen_names(data.source)
+        assert len(names) == 16
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_more_images_than_a_class_has_are_refused(
+    config: TrainConfig, shard_config: TrainConfig, kind: str, image_folder: Path
+) -> None:
+    (image_folder / "train" / "birch" / "3.jpg").unlink()
+    chosen, count, name = (config, 7, "birch") if kind == "folder" else (shard_config, 8, "0")
+    message = rf"images_per_class must be at most the {count} .* class {name} has, got 9"
+    with pytest.raises(DataError, match=message):
+        train_data(with_data(chosen, images_per_class=9))
+
+
+def test_fewer_images_than_one_of_each_class_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.images_per_class must be at least 1, got 0"):
+        DataConfig(images_per_class=0)
 
 
 _hanging: list[float] = []  # an entry, in seconds, for each process that shall hang when forked

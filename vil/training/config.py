@@ -47,8 +47,9 @@ class ModelConfig:
 class DataConfig:
     """Where the images come from and how they are resized and normalised."""
 
-    dataset: Literal["digits", "folder", "wds"] = "folder"
-    """scikit-learn's handwritten digits, a folder per class, or webdataset shards."""
+    dataset: Literal["digits", "folder", "wds", "fractals"] = "folder"
+    """scikit-learn's handwritten digits, a folder per class, webdataset shards, or fractals that are
+    computed as they are read, model.num_classes classes of them at model.img_size."""
     path: str | None = None
     """Root folder of the data (folder, wds)."""
     train_split: str = "train"
@@ -56,6 +57,11 @@ class DataConfig:
     train-{000..511}.tar."""
     val_split: str = "validation"
     """The same for validation; in a folder `validation` also finds `val`."""
+    images_per_class: int | None = None
+    """Training images of each class, the first ones of an order that no seed changes, so that the
+    images of a smaller number are among those of a larger; None takes all (fractals: 1000)."""
+    fractal_seed: int = 0
+    """Names the data set (fractals); apart from run.seed, so that runs can vary on the same images."""
     batch_size: int = 1024
     """Images per optimiser step, over all processes and accumulated micro-batches."""
     validation_batch_size: int | None = None
@@ -80,7 +86,8 @@ class DataConfig:
     """Validation resizes to img_size / crop_pct and keeps the centre."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "validation_batch_size", "shuffle_shards"):
+        positive = ("images_per_class", "batch_size", "validation_batch_size", "shuffle_shards")
+        for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {value}")

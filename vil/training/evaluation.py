@@ -32,8 +32,8 @@ _FILE_SUFFIXES = (".pt", ".pth", ".tar", ".bin", ".safetensors")
 class EvalDataConfig:
     """The validation data; what is None stays as the checkpoint has it."""
 
-    dataset: Literal["digits", "folder", "wds"] | None = None
-    """scikit-learn's digits, a folder per class, or webdataset shards."""
+    dataset: Literal["digits", "folder", "wds", "fractals"] | None = None
+    """scikit-learn's digits, a folder per class, webdataset shards, or fractals."""
     path: str | None = None
     """Root folder of the data."""
     val_split: str | None = None

@@ -1,4 +1,5 @@
-"""Where images come from: digits or a folder per class here, webdataset shards in shards.py.
+"""Where images come from: digits or a folder per class here, webdataset shards in shards.py, fractals
+in fractals.py.
 
 All are read at random by index, so that any process can be given any image: that is what makes equal
 steps in every process, each validation image exactly once, and exact resuming possible.
@@ -15,7 +16,9 @@ from PIL import Image
 from timm.data import create_dataset
 
 from vil.training.config import DataConfig, ModelConfig
+from vil.training.draws import key
 from vil.training.errors import ConfigError, DataError
+from vil.training.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
 from vil.training.shards import ShardSource
 
 _MODES = {1: "L", 3: "RGB"}
@@ -50,28 +53,15 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
 
     Args:
         data: Names the data.
-        model: Gives the number of classes and channels.
+        model: Gives the number of classes and channels, and the size of fractals.
         training: Training split, or validation.
 
     Raises:
-        ConfigError: data.path is missing or has no meaning.
-        DataError: the data is missing, damaged, or has another number of classes.
+        ConfigError: data.path is missing or has no meaning, or fractals cannot be computed.
+        DataError: the data is missing, damaged, or has another number of classes, or a class has
+            fewer training images than data.images_per_class.
     """
-    if data.dataset == "digits":
-        if data.path is not None:
-            raise ConfigError(f"data.path has no use for data.dataset digits, got {data.path}")
-        source: Source = DigitSource(training)
-    else:
-        if data.path is None:
-            raise ConfigError(
-                f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
-            )
-        if not Path(data.path).is_dir():
-            raise DataError(f"data.path {data.path} is not a folder")
-        if data.dataset == "folder":
-            source = FolderSource(data, training)
-        else:
-            source = ShardSource(data, training, model.num_classes)
+    source = _open(data, model, training)
     split = "training" if training else "validation"
     _check_excluded(source, split, data.max_bad_images if training else 0.0)
     if source.num_images == 0:
@@ -82,6 +72,8 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
             f"the {split} data has {found} classes, "
             f"model.num_classes is {model.num_classes}; pass --model.num-classes {found}"
         )
+    if training and data.images_per_class is not None and data.dataset != "fractals":
+        return ClassSubset(source, data.images_per_class, model.num_classes)
     return source
 
 
@@ -184,6 +176,82 @@ class FolderSource:
 
     def _path(self, index: int) -> str:
         return self.paths[index].decode("utf-8", "surrogateescape")
+
+
+class ClassSubset:
+    """Some images of each class of another source: the same in every run, and nested by number."""
+
+    def __init__(self, source: Source, images_per_class: int, num_classes: int) -> None:
+        """Choose the images.
+
+        Args:
+            source: The whole split.
+            images_per_class: Images to keep of each class.
+            num_classes: Number of classes, whose names the source may not know.
+
+        Raises:
+            DataError: a class has fewer images.
+        """
+        counts = np.bincount(source.labels, minlength=num_classes)
+        least = int(counts.argmin())
+        if counts[least] < images_per_class:
+            name = least if source.classes is None else source.classes[least]
+            raise DataError(
+                f"data.images_per_class must be at most the {counts[least]} training images that "
+                f"class {name} has, got {images_per_class}"
+            )
+        generator = torch.Generator().manual_seed(key("images of a class"))
+        drawn = torch.randperm(source.num_images, generator=generator).numpy()
+        by_class = drawn[np.argsort(source.labels[drawn], kind="stable")]
+        place = np.arange(len(drawn)) - (np.cumsum(counts) - counts).repeat(counts)
+        self.kept = np.sort(by_class[place < images_per_class])
+        self.source = source
+        self.num_images = len(self.kept)
+        self.labels = source.labels[self.kept]
+        self.classes = source.classes
+        self.excluded: list[str] = []  # counted against the whole split, when it was opened
+        self.fingerprint = _digest(source.fingerprint.encode(), self.kept.tobytes())
+
+    def read(self, index: int) -> bytes:
+        """Return an image's file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return self.source.read(int(self.kept[index]))
+
+    def name(self, index: int) -> str:
+        """Name an image as the whole split does."""
+        return self.source.name(int(self.kept[index]))
+
+    def order(self, generator: torch.Generator) -> torch.Tensor:
+        """Draw the whole split's order, which keeps shards together, and leave out the others."""
+        places = torch.full((self.source.num_images,), -1)
+        places[torch.from_numpy(self.kept)] = torch.arange(self.num_images)
+        drawn = places[self.source.order(generator)]
+        return drawn[drawn >= 0]
+
+
+def _open(data: DataConfig, model: ModelConfig, training: bool) -> Source:
+    """Open one split of the configured data, whole."""
+    if data.dataset in ("digits", "fractals"):
+        if data.path is not None:
+            raise ConfigError(
+                f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
+            )
+        if data.dataset == "digits":
+            return DigitSource(training)
+        count = data.images_per_class or TRAINING_IMAGES if training else VALIDATION_IMAGES
+        return FractalSource(data.fractal_seed, model.num_classes, count, model.img_size, training)
+    if data.path is None:
+        raise ConfigError(
+            f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
+        )
+    if not Path(data.path).is_dir():
+        raise DataError(f"data.path {data.path} is not a folder")
+    if data.dataset == "folder":
+        return FolderSource(data, training)
+    return ShardSource(data, training, model.num_classes)
 
 
 def _check_excluded(source: Source, split: str, share: float) -> None:
