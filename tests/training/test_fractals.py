@@ -20,8 +20,10 @@ from vil.training.data import TrainData, ValData, check_same_classes
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.fractals import FILLING_RATE, FractalSource, find_classes
+from vil.training.recipes import flat_dict, read_recipe
 from vil.training.sources import decode, open_source
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")
 
 
@@ -234,3 +236,12 @@ def test_run_trains_and_is_not_continued_on_other_images(
     for change in (("--data.fractal-seed", "1"), ("--data.images-per-class", "9")):
         assert train(short, *change) == ConfigError.exit_code
         assert change[0][2:].replace("-", "_") in capsys.readouterr().err
+
+
+def test_recipe_differs_from_imagenet_in_the_data_alone() -> None:
+    ours, imagenet = (
+        flat_dict(read_recipe(CONFIGS / f"{name}.yaml")) for name in ("fractals", "vil_tiny")
+    )
+    differing = {key for key in ours if ours[key] != imagenet[key]}
+    assert differing == {"data.dataset"}
+    assert ours["data.dataset"] == "fractals"
