@@ -7,9 +7,10 @@
 
 Every model of an experiment has about as many parameters and makes as many steps on the same images
 in the same order. Where an experiment has several learning rates, each model takes the one that does
-best with a seed that is not reported. Each is then evaluated as it ended, and at up to 16 times the tokens: on images of a
-larger size ("resized") and, to change the number of tokens but not the size of things, on the same images
-with an empty margin ("padded"). The same command again continues an interrupted experiment.
+best with a seed that is not reported. Each is then evaluated as it ended, and at up to 16 times the
+tokens: on images of a larger size ("resized") and, to change the number of tokens but not the size of
+things, on the same images with an empty margin ("padded"). The same command again continues an
+interrupted experiment.
 """
 
 import argparse
@@ -104,18 +105,15 @@ def ablated_models() -> list[str]:
     for form in variants.FORMS:
         names += [f"both_middle_{form}", f"scalar_{form}"]
         names += [f"state_{state}_{form}" for state in variants.STATES if state != 16]
-    names += [
-        f"{directions}_{position}_diagonal"
-        for directions in variants.DIRECTIONS
-        for position in (*variants.POSITIONS, "none")
-        if (directions, position) != ("both", "middle")
-    ]
+    names += [f"both_{position}_diagonal" for position in ("first", "last", "none")]
+    names += [f"forward_{position}_diagonal" for position in ("last", "none")]
+    names += [f"alternating_{position}_diagonal" for position in ("middle", "none")]
     return names
 
 
 FRACTALS = (
     *("--data.dataset", "fractals", "--data.interpolation", "bilinear", "--model.in-chans", "3"),
-    *("--model.img-size", "64", "--model.patch-size", "8", "--model.num-classes", "100"),
+    *("--model.img-size", "64", "--model.patch-size", "8", "--model.num-classes", "20"),
     *("--data.mean", "0.5", "0.5", "0.5", "--data.std", "0.25", "0.25", "0.25"),
     *("--augment.degrees", "0", "--augment.translate", "0", "--augment.zoom", "1", "1"),
 )
@@ -129,30 +127,33 @@ EXPERIMENTS = {
         scales=LINEAR_SCALES,
     ),
     "fractals": Experiment(
-        steps=624,
+        steps=468,
         models=MODELS,
-        images_per_class=(100,),
+        images_per_class=(250,),
         seeds=(0, 1, 2),
         rates=(1e-3, 2e-3),
         arguments=FRACTALS,
-        scales=LINEAR_SCALES,
+        scales=(1, 2, 4),
     ),
     "ablations": Experiment(
-        steps=600,
+        steps=500,
         models={name: ["--model.name", name] for name in ablated_models()},
         images_per_class=(32,),
         seeds=(0, 1, 2),
         rates=(2e-3,),
     ),
     "fractals_large": Experiment(
-        steps=25_000,
+        steps=3000,
         models=LARGE_MODELS,
-        images_per_class=(100,),
+        images_per_class=(300,),
         seeds=(0, 1, 2),
-        rates=(5e-4,),
+        rates=(2e-3,),
         recipe="configs/fractals.yaml",
-        arguments=("--run.amp", "--data.num-workers", "16"),
-        scales=LINEAR_SCALES,
+        arguments=(
+            *("--model.num-classes", "100", "--data.batch-size", "256"),
+            *("--data.num-workers", "14", "--run.amp"),
+        ),
+        scales=(1, 2, 4),
     ),
 }
 

@@ -11,6 +11,7 @@ from comparisons import Comparison
 from records import Row, select, spread, values
 from vil.training.files import write_atomically
 
+COMPARED = ("digits", "fractals", "fractals_large")
 DIGITS = {"top1": 1, "loss": 3}  # decimals
 
 
@@ -89,6 +90,8 @@ def tokens_table(rows: Sequence[Row]) -> str:
 
 def at_more_tokens(rows: Sequence[Row]) -> list[Comparison]:
     """Compare every two models at every number of tokens above that in training."""
+    if not rows:
+        return []
     return [
         Comparison(
             f"top1, {kind}, {factor} x the tokens",
@@ -123,16 +126,16 @@ def ablation_rows(form: str) -> list[tuple[str, str, str]]:
     return rows
 
 
-def ablations(rows: Sequence[Row], form: str, figure: str = "top1") -> list[Comparison]:
-    """Compare every variant of a form with the model itself."""
+def ablations(rows: Sequence[Row], form: str, figure: str = "top1") -> dict[str, Comparison]:
+    """Compare every variant of a form with the model itself, by the variant's name."""
     base = values(rows, figure, model=f"both_middle_{form}")
-    return [
-        Comparison(
+    return {
+        name: Comparison(
             f"{figure}, {form}", value, "as published", values(rows, figure, model=name), base
         )
         for _, value, name in ablation_rows(form)[1:]
         if select(rows, model=name)
-    ]
+    }
 
 
 def ablation_table(rows: Sequence[Row], found: dict[str, bool]) -> str:

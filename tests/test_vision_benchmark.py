@@ -149,7 +149,7 @@ def test_tables_show_mean_and_deviation() -> None:
 
 def test_ablation_is_compared_with_the_model_itself() -> None:
     rows = rows_of({"both_middle_exact": [90.0, 90.5], "scalar_exact": [80.0, 80.5]})
-    (comparison,) = vision_results.ablations(rows, "exact")
+    comparison = vision_results.ablations(rows, "exact")["scalar_exact"]
     assert (comparison.first, comparison.difference) == ("scalar", -10.0)
     assert "80.2 ± 0.4 *" in vision_results.ablation_table(rows, {"scalar_exact": True})
 
