@@ -17,6 +17,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,9 +128,9 @@ EXPERIMENTS = {
         scales=LINEAR_SCALES,
     ),
     "fractals": Experiment(
-        steps=468,
+        steps=480,
         models=MODELS,
-        images_per_class=(250,),
+        images_per_class=(48,),
         seeds=(0, 1, 2),
         rates=(1e-3, 2e-3),
         arguments=FRACTALS,
@@ -161,7 +162,7 @@ EXPERIMENTS = {
 def configure(
     experiment: Experiment, model: str, images_per_class: int, lr: float, seed: int
 ) -> TrainConfig:
-    """Return the configuration of a run: the recipe's epochs are stretched to the number of steps."""
+    """Return a run's configuration: the recipe, its epochs and warm-up stretched to the steps."""
     recipe = ROOT / experiment.recipe
     arguments = ["--config", str(recipe), *experiment.arguments, *experiment.models[model]]
     arguments += ["--data.images-per-class", str(images_per_class)]
@@ -169,7 +170,7 @@ def configure(
     config, _ = load_config(arguments, recipe)
     length = TrainData(config, torch.device("cpu"), World()).steps_per_epoch
     epochs = max(round(experiment.steps / length), 1)
-    warmup = round(epochs * config.schedule.warmup_epochs / config.schedule.epochs)
+    warmup = max(round(epochs * config.schedule.warmup_epochs / config.schedule.epochs), 1)
     schedule = dataclasses.replace(config.schedule, epochs=epochs, warmup_epochs=warmup)
     return dataclasses.replace(config, schedule=schedule)
 
@@ -203,16 +204,13 @@ def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int
     row = {
         "loss": score.loss,
         "top1": score.top1,
-        "train_loss": sum(losses[-len(losses) // 10 :]) / (len(losses) // 10 or 1),
+        "train_loss": statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
         "parameters": sum(p.numel() for p in training.model.parameters()),
         "steps": len(losses),
         "ms_per_step": 1e3 * seconds / len(losses),
     }
-    if (
-        settings.scales
-        and seed != CHOICE_SEED
-        and images_per_class == max(settings.images_per_class)
-    ):
+    is_largest = images_per_class == max(settings.images_per_class)
+    if settings.scales and is_largest and seed != CHOICE_SEED:
         row |= other_sizes(training, config, settings.scales)
     return row
 
