@@ -27,6 +27,7 @@ from cpu import processor, revision
 from vil.training.files import write_text
 
 Row = dict[str, Any]
+CHOICE_SEED = 100  # of runs that choose a learning rate, which are not reported
 
 
 class Record:

@@ -17,14 +17,13 @@ import comparisons
 import mqar_results
 import vision_results as vision
 from comparisons import Comparison
-from records import Row, select, values
+from records import CHOICE_SEED, Row, select, values
 from vil.training.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, TEMPLATES = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "templates"
 DOCUMENTS = ("results.md", "imagenet.md")
 IMAGES = ROOT / "docs" / "images"
-CHOICE_SEED = 100  # of the runs that chose learning rates, which are not reported
 
 
 @dataclass(frozen=True)
@@ -173,18 +172,19 @@ def vision_blocks(name: str) -> dict[str, str]:
     record = f"vision_{name}"
     rows = reported(record)
     if not rows:
-        parts = ("from", "rates", "accuracy", "differences", "tokens", "tokens_differences")
-        return dict.fromkeys(parts, f"Not run yet: `python benchmarks/vision.py {name}`.")
+        return {"accuracy": f"Not run yet: `python benchmarks/vision.py {name}`."}
     vision.draw_accuracy(rows, IMAGES / f"{name}_accuracy.png")
-    vision.draw_tokens(rows, IMAGES / f"{name}_tokens.png")
-    return {
+    found = {
         "from": provenance(record),
         "rates": rates(record),
         "accuracy": vision.accuracy_table(rows),
         "differences": comparisons.table(vision.pairwise(rows), only_found=True),
-        "tokens": vision.tokens_table(rows),
-        "tokens_differences": comparisons.table(vision.at_more_tokens(rows), only_found=True),
     }
+    if vision.tokens(rows):
+        vision.draw_tokens(rows, IMAGES / f"{name}_tokens.png")
+        differences = comparisons.table(vision.at_more_tokens(rows), only_found=True)
+        found |= {"tokens": vision.tokens_table(rows), "tokens_differences": differences}
+    return found
 
 
 def ablation_blocks() -> dict[str, str]:
@@ -222,7 +222,7 @@ def mqar_blocks() -> dict[str, str]:
 
 def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
-    groups = {name: vision_blocks(name) for name in vision.COMPARED}
+    groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks()}
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()

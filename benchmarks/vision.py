@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional
 
 import variants
-from records import Record, Row, product, run_all, select
+from records import CHOICE_SEED, Record, Row, product, run_all, select
 from vil.training.config import TrainConfig
 from vil.training.data import TrainData, ValData
 from vil.training.distributed import World
@@ -53,9 +53,6 @@ LARGE_MODELS = {
     "DeiT": ["--model.name", "deit_tiny_patch16_224"],
 }
 LINEAR_SCALES = (1, 2, 3, 4)  # of height and width
-
-
-CHOICE_SEED = 100  # of the runs that choose a learning rate
 
 
 @dataclass(frozen=True)
@@ -126,6 +123,13 @@ EXPERIMENTS = {
         seeds=(0, 1, 2, 3),
         rates=(5e-4, 1e-3, 2e-3, 4e-3),
         scales=LINEAR_SCALES,
+    ),
+    "digits_lower_rate": Experiment(
+        steps=800,
+        models=MODELS,
+        images_per_class=(128,),
+        seeds=(0, 1, 2, 3),
+        rates=(1e-3,),
     ),
     "fractals": Experiment(
         steps=480,

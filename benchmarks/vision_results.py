@@ -64,9 +64,8 @@ def pairwise(rows: Sequence[Row], figure: str = "top1") -> list[Comparison]:
 
 def tokens(rows: Sequence[Row]) -> list[int]:
     """Return the numbers of tokens evaluated, as multiples of those in training."""
-    return sorted(
-        int(factor) for factor in select(rows, images_per_class=sizes(rows)[-1])[0]["resized"]
-    )
+    largest = select(rows, images_per_class=sizes(rows)[-1])
+    return sorted(int(factor) for factor in largest[0].get("resized", ()))
 
 
 def at_tokens(rows: Sequence[Row], model: str, kind: str, factor: int) -> list[float]:
