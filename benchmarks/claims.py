@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import vision_results as vision
 from comparisons import Comparison, beyond_noise
+from mqar_results import best_mean
 from records import Row, select, values
 
 Records = Callable[[str], list[Row]]
@@ -111,7 +112,7 @@ def recall(
     """
     found = []
     for setting in ("short", "long"):
-        rows = reported(f"mqar_{setting}")
+        rows = best_mean(reported(f"mqar_{setting}"))
         figures = [name for row in rows[:1] for name in row if name.split(" ")[0] in kinds]
         for figure in figures:
             numbers = [

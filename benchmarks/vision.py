@@ -111,7 +111,7 @@ def ablated_models() -> list[str]:
 
 FRACTALS = (
     *("--data.dataset", "fractals", "--data.interpolation", "bilinear", "--model.in-chans", "3"),
-    *("--model.img-size", "64", "--model.patch-size", "8", "--model.num-classes", "20"),
+    *("--model.img-size", "64", "--model.patch-size", "8", "--model.num-classes", "16"),
     *("--data.mean", "0.5", "0.5", "0.5", "--data.std", "0.25", "0.25", "0.25"),
     *("--augment.degrees", "0", "--augment.translate", "0", "--augment.zoom", "1", "1"),
 )
@@ -126,7 +126,7 @@ EXPERIMENTS = {
     ),
     "digits_lower_rate": Experiment(
         steps=800,
-        models=MODELS,
+        models={name: MODELS[name] for name in ("ViL", "DeiT")},
         images_per_class=(128,),
         seeds=(0, 1, 2, 3),
         rates=(1e-3,),
@@ -134,14 +134,14 @@ EXPERIMENTS = {
     "fractals": Experiment(
         steps=480,
         models=MODELS,
-        images_per_class=(48,),
+        images_per_class=(60,),
         seeds=(0, 1, 2),
-        rates=(1e-3, 2e-3),
+        rates=(1e-3,),
         arguments=FRACTALS,
         scales=(1, 2, 4),
     ),
     "ablations": Experiment(
-        steps=500,
+        steps=400,
         models={name: ["--model.name", name] for name in ablated_models()},
         images_per_class=(32,),
         seeds=(0, 1, 2),

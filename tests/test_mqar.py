@@ -212,7 +212,7 @@ def test_published_run_stops_when_it_recalls(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def small_rows() -> list[dict]:
-    shared = {"lr": 2.2e-3, "parameters": 1234}
+    shared = {"lr": 2.2e-3, "parameters": 1234, "accuracy": 0.5}
     return [
         {"recurrence": name, "seed": seed, "pairs 4": score + seed / 1000, "length 64": score}
         | shared
@@ -223,9 +223,9 @@ def small_rows() -> list[dict]:
 
 def test_table_gives_mean_spread_and_what_differs() -> None:
     rows = mqar_results.table(small_rows()).splitlines()
-    assert rows[0] == "| recurrence | learning rate | parameters | pairs 4 | length 64 |"
-    assert rows[2] == "| longhorn | 0.0022 | 1,234 | 75.1 ± 0.1 | 75.0 ± 0.0 |"
-    assert rows[3] == "| mamba | 0.0022 | 1,234 | 25.1 ± 0.1 * | 25.0 ± 0.0 * |"
+    assert rows[0] == "| recurrence | parameters | rate | pairs 4 | length 64 | other rate |"
+    assert rows[2] == "| longhorn | 1,234 | 0.0022 | 75.1 ± 0.1 | 75.0 ± 0.0 | not run |"
+    assert rows[3] == "| mamba | 1,234 | 0.0022 | 25.1 ± 0.1 * | 25.0 ± 0.0 * | not run |"
 
 
 def published_rows() -> list[dict]:
@@ -247,28 +247,15 @@ def test_figures_are_drawn(rows: list[dict], tmp_path: Path) -> None:
     assert (tmp_path / "mqar.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_grid_chooses_a_rate_for_each_and_continues(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls = []
-
-    def run_all(record: Record, function: object, runs: list[dict], jobs: int) -> None:
-        for run in record.missing(runs):
-            calls.append(run)
-            record.add(run | {"accuracy": run["lr"] if run["recurrence"] == "none" else -run["lr"]})
-
-    monkeypatch.setattr(mqar, "run_all", run_all)
-    record = Record(tmp_path / "record.json", {})
-    mqar.small_grid(mqar.Small(), ["none", "gla"], [0, 1], record, 1)
-    reported = [(run["recurrence"], run["lr"], run["seed"]) for run in calls if run["seed"] < 100]
-    assert reported == [
-        ("none", 1e-2, 0),
-        ("none", 1e-2, 1),
-        ("gla", 4.6e-4, 0),
-        ("gla", 4.6e-4, 1),
-    ]
-    mqar.small_grid(mqar.Small(), ["none", "gla"], [0, 1], record, 1)
-    assert len(calls) == 10
+def test_the_rate_with_the_better_mean_is_reported() -> None:
+    lucky = [row | {"accuracy": 0.3 + 0.6 * (row["seed"] == 0)} for row in small_rows()]
+    steady = [row | {"lr": 1e-2, "accuracy": 0.6, "pairs 4": 0.6} for row in small_rows()]
+    best = mqar_results.best_mean(lucky + steady)
+    assert {row["lr"] for row in best} == {1e-2}
+    assert len(best) == 6
+    line = mqar_results.table(lucky + steady).splitlines()[2]
+    assert line.startswith("| longhorn | 1,234 | 0.01 | 60.0 ± 0.0 |")
+    assert line.endswith("| 50.0 ± 34.6 |")
 
 
 @pytest.mark.parametrize("setting", ["short", "long", "published"])
