@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from records import Row, holm, p_value, select, spread, values
+from recurrences import RECURRENCES
 from vil.training.files import write_atomically
 
 BASELINE = "longhorn"
@@ -30,9 +31,9 @@ def best_of_rates(rows: Sequence[Row]) -> list[Row]:
 
 
 def names_of(rows: Iterable[Row]) -> list[str]:
-    """Return the recurrences, the baseline first and the others by name."""
+    """Return the recurrences in the order of ``RECURRENCES``."""
     names = {row["recurrence"] for row in rows}
-    return sorted(names, key=lambda name: (name != BASELINE, name))
+    return [name for name in RECURRENCES if name in names]
 
 
 def axis(rows: Sequence[Row], kind: str) -> list[int]:

@@ -102,10 +102,9 @@ def ablated_models() -> list[str]:
     names = []
     for form in variants.FORMS:
         names += [f"both_middle_{form}", f"scalar_{form}"]
-        names += [f"state_{state}_{form}" for state in variants.STATES if state != 16]
+        names += [f"state_{state}_{form}" for state in (8, 64)]
     names += [f"both_{position}_diagonal" for position in ("first", "last", "none")]
-    names += [f"forward_{position}_diagonal" for position in ("last", "none")]
-    names += [f"alternating_{position}_diagonal" for position in ("middle", "none")]
+    names += ["forward_last_diagonal", "alternating_middle_diagonal"]
     return names
 
 
@@ -141,7 +140,7 @@ EXPERIMENTS = {
         scales=(1, 2, 4),
     ),
     "ablations": Experiment(
-        steps=400,
+        steps=300,
         models={name: ["--model.name", name] for name in ablated_models()},
         images_per_class=(32,),
         seeds=(0, 1, 2),
