@@ -128,7 +128,7 @@ def _register(name: str, **changes: Any) -> None:
 
 
 FORMS = {"diagonal": "longhorn", "exact": "longhorn_exact"}
-STATES = (8, 16, 32, 64)
+STATES = (8, 16, 64)  # 16 is the model's
 POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
 DIRECTIONS: tuple[Directions, ...] = ("both", "forward", "alternating")
 

@@ -102,7 +102,7 @@ def ablated_models() -> list[str]:
     names = []
     for form in variants.FORMS:
         names += [f"both_middle_{form}", f"scalar_{form}"]
-        names += [f"state_{state}_{form}" for state in (8, 64)]
+        names += [f"state_{state}_{form}" for state in variants.STATES if state != 16]
     names += [f"both_{position}_diagonal" for position in ("first", "last", "none")]
     names += ["forward_last_diagonal", "alternating_middle_diagonal"]
     return names
