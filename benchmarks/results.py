@@ -113,7 +113,7 @@ def exact_against_diagonal() -> list[Comparison]:
     for name in vision.COMPARED:
         found += claims.classified(reported, name, "ViL exact", "ViL")
         found += [
-            Comparison(c.what, c.second, c.first, c.b, c.a)
+            Comparison(f"{c.what}, {name}", c.second, c.first, c.b, c.a)
             for c in vision.at_more_tokens(reported(f"vision_{name}"))
             if (c.first, c.second) == ("ViL", "ViL exact")
         ]
