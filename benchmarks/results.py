@@ -103,8 +103,8 @@ def provenance(name: str) -> str:
 
 def rates(name: str) -> str:
     """Tell which learning rate each model took."""
-    taken = {row["model"]: row["lr"] for row in reported(name)}
-    return ", ".join(f"{model} {lr:g}" for model, lr in taken.items())
+    rows = reported(name)
+    return ", ".join(f"{m} {select(rows, model=m)[0]['lr']:g}" for m in vision.models(rows))
 
 
 def exact_against_diagonal() -> list[Comparison]:
@@ -179,7 +179,7 @@ def vision_blocks(name: str) -> dict[str, str]:
         "from": provenance(record),
         "rates": rates(record),
         "accuracy": vision.accuracy_table(rows),
-        "differences": comparisons.table(vision.pairwise(rows), only_found=True),
+        "differences": comparisons.table(vision.pairwise(rows)),
     }
     if vision.tokens(rows):
         vision.draw_tokens(rows, IMAGES / f"{name}_tokens.png")
