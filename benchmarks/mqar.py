@@ -5,10 +5,12 @@
     python benchmarks/mqar.py --setting published [--lengths 512] [--dims 64] [--output ...]
 
 A sequence lists K pairs and then asks for the value of each key once, at gaps drawn from a power law.
-All models are the same but for the recurrence (``recurrences.py``). ``cpu`` trains one layer on fresh
-sequences of several K, takes for every recurrence the learning rate of the paper's four that does best
-with a seed that is not reported, and tests each K apart, and at up to 16 times the length trained at. ``published`` is the grid of Fig. 4 of the Longhorn paper. Runs are recorded one by one; the
-same command continues.
+All models are the same but for the recurrence (``recurrences.py``). ``short`` and ``long`` are for CPUs:
+they train one layer on fresh sequences of several K, at two learning rates, of which the one with the
+better mean over the seeds is reported, and test each K apart, and at up to 16 times the length trained
+at. In ``short`` the question is how many pairs are recalled at once; in ``long``, with twice the tokens,
+who begins to recall within the steps. ``published`` is the grid of Fig. 4 of the Longhorn paper. Runs
+are recorded one by one; the same command continues.
 """
 
 import argparse
