@@ -20,7 +20,8 @@ class Variant:
         name: Selects it on the command line, unique.
         kernel: The function under ``triton.jit``.
         signature: Triton type of every run-time argument, ":16" after it for multiples of 16, which
-            is what launches infer of aligned pointers and of sizes.
+            is what launches infer of aligned pointers and of sizes; without effect where the
+            kernel says that it is not to be specialised.
         constexprs: Values of the compile-time arguments, and of what a launch fixes: a pointer that
             is None, a size that is 1.
         blocks: Kernel of ``tuning`` whose BLOCK_D and warps it takes, or warps of a program.
@@ -30,6 +31,7 @@ class Variant:
         on_amd: Compile-time arguments that are others on AMD.
         loops: How many of the longest innermost loops are counted.
         max_registers: Limit that launches set, if any.
+        fusion: Whether launches let products and sums become one instruction.
     """
 
     name: str
@@ -42,13 +44,14 @@ class Variant:
     on_amd: dict[str, int | bool | str] = field(default_factory=dict)
     loops: int = 1
     max_registers: int | None = None
+    fusion: bool = True
 
 
 D = 384  # vil_tiny's
 
 _CONV_BLOCK, _CONV_WARPS = tuning.blocks_for("sm_90", "conv", D)
-_CONV_CONSTEXPRS = {"D": D, "K": 4, "BLOCK_L": conv.BLOCK_L}
-_CONV_SIZES = {"B": "i32:16", "L": "i32", "x_stride_b": "i32:16", "x_stride_l": "i32:16"}
+_CONV_CONSTEXPRS = {"D": D, "K": 4, "UNIT": 2, "BLOCK_L": conv.BLOCK_L}
+_CONV_SIZES = dict.fromkeys(("B", "L", "x_stride_b", "x_stride_l", "stride_l"), "i32")
 _CONV_INPUTS = {"x_ptr": "*bf16:16", "weight_ptr": "*fp32:16", "bias_ptr": "*fp32:16"}
 _CONV_UNITS = conv.BLOCK_L * _CONV_BLOCK // (32 * _CONV_WARPS)
 
@@ -70,7 +73,6 @@ _EXACT_CONSTEXPRS = {
     "z_stride_l": 768,
     "D": D,
     "BLOCK_M": 16,
-    "FAST": True,
     "PRECISION": "tf32",
 }
 # What launches pass for sequences of both directions that are not cut, and for one direction.
@@ -110,7 +112,7 @@ def _exact(
         blocks=table,
         unit=unit,
         units=tuning.CHUNK * loops,
-        on_amd={"FAST": False, "PRECISION": "ieee"},
+        on_amd={"PRECISION": "ieee"},
         loops=loops,
     )
 
@@ -145,7 +147,7 @@ _SEQUENTIAL_TYPES = {"B": "i32", "L": "i32", "segments": "i32"} | {
     f"{name}_ptr": "*fp32:16" for name in _SEQUENTIAL_FP32
 }
 _SEQUENTIAL_CONSTEXPRS = {
-    "N": 2, "REVERSE": 0, "D": D, "M": 16, "INTERVAL": tuning.CHUNK, "FAST": True,
+    "N": 2, "REVERSE": 0, "D": D, "M": 16, "INTERVAL": tuning.CHUNK,
 }  # fmt: skip
 _BOTH = {"entry_ptr": None, "ENTRY": False, "final_ptr": None, "segments": 1}
 _BOTH_BACK = {
@@ -176,10 +178,8 @@ def _sequential(
         **fixed: What is fixed when this variant is compiled, None for a pointer that is not given.
     """
     fixed = {**_SEQUENTIAL_CONSTEXPRS, **fixed}
-    on_amd = {"FAST": False}
-    if "PRECISION" in fixed:
-        on_amd["PRECISION"] = "ieee"
-    run_time = [a for a in kernel.arg_names if a not in fixed and a != "BLOCK_D"]
+    on_amd = {"PRECISION": "ieee"} if "PRECISION" in fixed else {}
+    run_time = [a for a in kernel.arg_names if a not in fixed and a not in ("BLOCK_D", "FAST")]
     return Variant(
         name=name,
         kernel=kernel,
@@ -267,6 +267,7 @@ VARIANTS = (
             "BLOCK_M": 16,
             "TOKENS": 16,
         },
+        fusion=False,
         blocks=4,
         unit="token and direction",
         units=16,
@@ -316,7 +317,7 @@ VARIANTS = (
             "L": "i32",
             **{f"{name}_stride_{axis}": "i32" for name in "qk" for axis in ("dir", "b", "l")},
         },
-        constexprs={"REVERSE": False, "WHOLE": True, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
+        constexprs={"REVERSE": False, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
         blocks=1,
         unit="token and direction",
         units=tuning.CHUNK,
@@ -326,7 +327,7 @@ VARIANTS = (
         name="conv_forward",
         kernel=conv._forward_kernel,
         signature={**_CONV_INPUTS, "out_ptr": "*bf16:16", **_CONV_SIZES},
-        constexprs={**_CONV_CONSTEXPRS, "FAST": True},
+        constexprs=_CONV_CONSTEXPRS,
         blocks="conv",
         unit="element of x",
         units=_CONV_UNITS,
@@ -342,7 +343,7 @@ VARIANTS = (
             "dbias_ptr": "*fp32:16",
             **_CONV_SIZES,
         },
-        constexprs={**_CONV_CONSTEXPRS, "FAST": True},
+        constexprs=_CONV_CONSTEXPRS,
         blocks="conv",
         unit="element of x",
         units=_CONV_UNITS,

@@ -77,6 +77,8 @@ def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
         )
     amd = arch.startswith("gfx")
     constexprs = variant.constexprs | (variant.on_amd if amd else {})
+    if "FAST" in kernel.arg_names:
+        constexprs["FAST"] = 0 if amd else int(arch)
     num_warps = variant.blocks
     if isinstance(num_warps, str):
         block_d, num_warps = blocks_on(arch, num_warps)
@@ -93,11 +95,11 @@ def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
             signature[name] = "constexpr"
             continue
         signature[name], _, divisor = variant.signature[name].partition(":")
-        if divisor:
+        if divisor and not kernel.params[i].do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", int(divisor)]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
-    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": variant.fusion}
     if variant.max_registers is not None and not amd:
         options["maxnreg"] = variant.max_registers
     return triton.compile(source, target=target, options=options)

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from vil.kernels import tuning
+from vil.kernels.launch import launch
 from vil.kernels.layout import adjacent_channels
 
 BLOCK_L = 16
@@ -39,6 +40,21 @@ def _sigmoid(v, FAST: tl.constexpr):
 
 
 @triton.jit
+def _row(tile, i: tl.constexpr, ROWS: tl.constexpr):
+    """Return row i of a tile. No instruction: all that is added to it are -0.0."""
+    return tl.sum(tl.where(tl.arange(0, ROWS)[:, None] == i, tile, -0.0), 0)
+
+
+@triton.jit
+def _inside(row, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr):
+    """Return the mask of the channels of rows, given by number, that are in the sequence."""
+    token = first + (row - BEFORE)
+    # ``first`` is in the sequence, so a row can leave it on one side only.
+    inside = tl.where(row < BEFORE, token >= 0, token < L)
+    return inside[:, None] & (channel < D)[None, :]
+
+
+@triton.jit
 def _load_rows(
     row_ptr,
     stride_l,
@@ -47,26 +63,38 @@ def _load_rows(
     channel,
     D: tl.constexpr,
     BEFORE: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
+    START: tl.constexpr,
+    END: tl.constexpr,
 ):
-    """Return rows [BLOCK_D] in float32, NUM_ROWS of them, of which BEFORE precede token ``first``.
+    """Return rows START to END, each [BLOCK_D] in float32; BEFORE of all precede token ``first``.
 
-    ``row_ptr`` points at the channels of token ``first``. Rows outside the sequence are zeros.
+    ``row_ptr`` points at the channels of token ``first``. Rows outside the sequence are zeros. They
+    are loaded in tiles of 16, 8, 4, 2 and 1, so that the compiler has few accesses to think about.
     """
     rows = ()
-    for row in tl.static_range(NUM_ROWS):
-        # ``first`` is in the sequence, so a row can leave it on one side only.
-        if row < BEFORE:
-            inside = first + (row - BEFORE) >= 0
-        else:
-            inside = first + (row - BEFORE) < L
-        tile_row = tl.load(
-            row_ptr + (row - BEFORE) * stride_l,
-            mask=channel < tl.where(inside, D, 0),
-            other=0.0,
-        )
-        rows += (tile_row.to(tl.float32),)
+    for bit in tl.static_range(5):
+        if (END - START) & (16 >> bit):
+            row = START + (END - START) // (32 >> bit) * (32 >> bit) + tl.arange(0, 16 >> bit)
+            tile = tl.load(
+                row_ptr[None, :] + ((row - BEFORE) * stride_l)[:, None],
+                mask=_inside(row, first, L, channel, D, BEFORE),
+                other=0.0,
+            ).to(tl.float32)
+            for i in tl.static_range(16 >> bit):
+                rows += (_row(tile, i, 16 >> bit),)
     return rows
+
+
+@triton.jit
+def _store_rows(row_ptr, rows, FIRST: tl.constexpr, first, L, channel, D: tl.constexpr):
+    """Store four rows from number FIRST on; ``row_ptr`` points at the channels of number 0."""
+    row = tl.arange(0, 4)
+    tile = tl.zeros((4, channel.shape[0]), tl.float32)
+    for i in tl.static_range(4):
+        tile = tl.where(row[:, None] == i, rows[i][None, :], tile)
+    mask = _inside(FIRST + row, first, L, channel, D, 0)
+    rows = row_ptr[None, :] + ((FIRST + row) * D)[:, None]
+    tl.store(rows, tile.to(row_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -95,7 +123,11 @@ def _load_parameters(weight_ptr, bias_ptr, channel, D: tl.constexpr, K: tl.const
     return taps_0, bias_0, taps_1, bias_1
 
 
-@triton.jit
+# Not worth a compilation of their own for every value.
+_RUN_TIME = ("B", "L", "x_stride_b", "x_stride_l", "stride_l")
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _forward_kernel(
     x_ptr,
     weight_ptr,
@@ -105,13 +137,19 @@ def _forward_kernel(
     L,
     x_stride_b,
     x_stride_l,
+    stride_l,
     D: tl.constexpr,
     K: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Convolve one tile of (B, L, D) into (2, B, L, D)."""
+    """Convolve one tile of (B, L, D) into (2, B, L, D).
+
+    Strides are in UNIT elements, all that the compiler is to know of alignment: a lane then has UNIT
+    neighbouring channels. ``stride_l`` is that of contiguous tokens.
+    """
     NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     tile = tl.program_id(0) // NUM_BLOCKS
     tiles_per_sequence = tl.cdiv(L, BLOCK_L)
@@ -120,20 +158,24 @@ def _forward_kernel(
     channel = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
 
     taps_0, bias_0, taps_1, bias_1 = _load_parameters(weight_ptr, bias_ptr, channel, D, K)
-    x_row = x_ptr + batch * x_stride_b + first.to(tl.int64) * x_stride_l + channel
-    x = _load_rows(x_row, x_stride_l, first, L, channel, D, K - 1, BLOCK_L + 2 * (K - 1))
+    x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
+    x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, K - 1, 0, BLOCK_L + 2 * (K - 1))
 
-    out_row_0 = out_ptr + (batch * L + first) * D + channel
+    out_row_0 = out_ptr + UNIT * ((batch * L + first) * stride_l) + channel
     out_row_1 = out_row_0 + tl.cast(B, tl.int64) * L * D
+    out_0, out_1 = (), ()
     for row in tl.static_range(BLOCK_L):
         v_0 = bias_0
         v_1 = bias_1
         for tap in tl.static_range(K):
             v_0 += taps_0[tap] * x[row + tap]
             v_1 += taps_1[tap] * x[row + 2 * (K - 1) - tap]
-        mask = channel < tl.where(first + row < L, D, 0)
-        tl.store(out_row_0 + row * D, v_0 * _sigmoid(v_0, FAST), mask=mask)
-        tl.store(out_row_1 + row * D, v_1 * _sigmoid(v_1, FAST), mask=mask)
+        out_0 += (v_0 * _sigmoid(v_0, FAST),)
+        out_1 += (v_1 * _sigmoid(v_1, FAST),)
+        if row % 4 == 3:
+            _store_rows(out_row_0, out_0, row - 3, first, L, channel, D)
+            _store_rows(out_row_1, out_1, row - 3, first, L, channel, D)
+            out_0, out_1 = (), ()
 
 
 @triton.jit
@@ -143,7 +185,7 @@ def _through_silu(grad, v, FAST: tl.constexpr):
     return grad * (s * (1.0 + v * (1.0 - s)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _backward_kernel(
     grad_ptr,
     x_ptr,
@@ -156,8 +198,10 @@ def _backward_kernel(
     L,
     x_stride_b,
     x_stride_l,
+    stride_l,
     D: tl.constexpr,
     K: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
@@ -192,16 +236,26 @@ def _backward_kernel(
     for tile in range(program, B * tiles_per_sequence, num_programs):
         batch = (tile // tiles_per_sequence).to(tl.int64)
         first = (tile % tiles_per_sequence) * BLOCK_L
-        x_row = x_ptr + batch * x_stride_b + first.to(tl.int64) * x_stride_l + channel
-        x = _load_rows(x_row, x_stride_l, first, L, channel, D, HALO, BLOCK_L + 2 * HALO)
-        offset = (batch * L + first) * D + channel
-        grad_0 = _load_rows(grad_ptr + offset, D, first, L, channel, D, 0, BLOCK_L + HALO)
-        grad_row = grad_ptr + direction + offset
-        grad_1 = _load_rows(grad_row, D, first, L, channel, D, HALO, BLOCK_L + HALO)
-
+        x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
+        x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, HALO, 0, 2 * HALO)
+        offset = UNIT * ((batch * L + first) * stride_l) + channel
+        grad_row_0, grad_row_1 = grad_ptr + offset, grad_ptr + direction + offset
+        grad_0, grad_1 = (), ()
         dv_0 = ()
         dv_1 = ()
+        dxs = ()
         for i in tl.static_range(BLOCK_L + HALO):
+            if i % 4 == 0:  # four rows ahead: more would take registers
+                x += _load_rows(
+                    x_row, UNIT * x_stride_l, first, L, channel, D, HALO,
+                    i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
+                )  # fmt: skip
+                grad_0 += _load_rows(
+                    grad_row_0, D, first, L, channel, D, 0, i, min(i + 4, BLOCK_L + HALO)
+                )
+                grad_1 += _load_rows(
+                    grad_row_1, D, first, L, channel, D, HALO, i, min(i + 4, BLOCK_L + HALO)
+                )
             v_0 = bias_0
             v_1 = bias_1
             for tap in tl.static_range(K):
@@ -231,9 +285,10 @@ def _backward_kernel(
                 for tap in tl.static_range(K):
                     dx += taps_0[tap] * dv_0[i - tap]
                     dx += taps_1[tap] * dv_1[i - HALO + tap]
-                row = i - HALO
-                mask = channel < tl.where(first + row < L, D, 0)
-                tl.store(dx_ptr + offset + row * D, dx, mask=mask)
+                dxs += (dx,)
+                if (i - HALO) % 4 == 3:
+                    _store_rows(dx_ptr + offset, dxs, i - HALO - 3, first, L, channel, D)
+                    dxs = ()
 
     mask = channel < D
     dweight_row = dweight_ptr + program.to(tl.int64) * 2 * K * D + channel
@@ -245,13 +300,22 @@ def _backward_kernel(
     tl.store(dbias_row + D, dbias_1, mask=mask)
 
 
-_LAUNCH_OPTIONS = {
-    "BLOCK_L": BLOCK_L,
+def _in_units(x: Tensor, channels: int) -> dict[str, int | bool]:
+    """Return the strides of x and of contiguous tensors in units of as many channels as a lane has.
+
+    That is a pair where strides and address allow it, as those of the backbone do.
+    """
+    strides = (x.stride(0), x.stride(1), channels)
+    pairs = not any(s % 2 for s in strides) and x.data_ptr() % (2 * x.element_size()) == 0
+    unit = 2 if pairs else 1
+    names = ("x_stride_b", "x_stride_l", "stride_l")
+    return {name: s // unit for name, s in zip(names, strides, strict=True)} | {"UNIT": unit}
+
+
+def _constants(x: Tensor, weight: Tensor) -> dict[str, int | bool]:
     # Triton's interpreter, whose kernels are of another class, has no fast functions.
-    "FAST": isinstance(_forward_kernel, triton.JITFunction),
-    "num_stages": 1,
-    "enable_fp_fusion": True,
-}
+    fast = isinstance(_forward_kernel, triton.JITFunction)
+    return {"D": x.shape[2], "K": weight.shape[2], "BLOCK_L": BLOCK_L, "FAST": fast}
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -269,23 +333,11 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     x, weight, bias = adjacent_channels(x), weight.contiguous(), bias.contiguous()
     out = torch.empty((2, B, L, D), dtype=x.dtype, device=x.device)
     block_d, warps = tuning.blocks("conv", D, x.device)
-    grid = (B * triton.cdiv(L, BLOCK_L) * triton.cdiv(D, block_d),)
-    with torch.cuda.device_of(x):
-        _forward_kernel[grid](
-            x,
-            weight,
-            bias,
-            out,
-            B,
-            L,
-            x.stride(0),
-            x.stride(1),
-            D=D,
-            K=weight.shape[2],
-            BLOCK_D=block_d,
-            num_warps=warps,
-            **_LAUNCH_OPTIONS,
-        )
+    launch(
+        _forward_kernel, B * triton.cdiv(L, BLOCK_L) * triton.cdiv(D, block_d), x, num_warps=warps,
+        x_ptr=x, weight_ptr=weight, bias_ptr=bias, out_ptr=out, B=B, L=L, **_in_units(x, D),
+        **_constants(x, weight), BLOCK_D=block_d,
+    )  # fmt: skip
     return out
 
 
@@ -317,24 +369,10 @@ def backward(
     # One sum per program, added up below: atomics would add in another order every time.
     dweight = torch.empty((num_programs, 2, K, D), dtype=torch.float32, device=x.device)
     dbias = torch.empty((num_programs, 2, D), dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        _backward_kernel[(num_programs * num_blocks,)](
-            grad,
-            x,
-            weight,
-            bias,
-            dx,
-            dweight,
-            dbias,
-            B,
-            L,
-            x.stride(0),
-            x.stride(1),
-            D=D,
-            K=K,
-            BLOCK_D=block_d,
-            num_warps=warps,
-            **_LAUNCH_OPTIONS,
-        )
+    launch(
+        _backward_kernel, num_programs * num_blocks, x, num_warps=warps, grad_ptr=grad, x_ptr=x,
+        weight_ptr=weight, bias_ptr=bias, dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias, B=B,
+        L=L, **_in_units(x, D), **_constants(x, weight), BLOCK_D=block_d,
+    )  # fmt: skip
     dweight = dweight.sum(0).transpose(1, 2)  # (2, D, K)
     return dx, dweight.to(weight.dtype).contiguous(), dbias.sum(0).to(bias.dtype)

@@ -113,7 +113,7 @@ def saved_shapes(x: Tensor, k: Tensor, recurrence: str) -> tuple[tuple[int, ...]
     if recurrence == "longhorn_exact":
         shape = (2, B, chunks, channels, longhorn_exact.padded_states(states))
     else:
-        shape = (2, B, chunks, sequential.padded_states(states), channels)
+        shape = (2, B, chunks, sequential.padded_states(states) // 4, channels, 4)
     return (B, L, channels), shape
 
 

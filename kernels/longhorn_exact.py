@@ -18,7 +18,6 @@ Letters: N directions, B batch, L tokens, S segments, D channels, M state size.
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,36 +26,57 @@ import triton.language as tl
 from torch import Tensor
 
 from vil.kernels import tuning
-from vil.kernels.layout import adjacent_channels
+from vil.kernels.launch import launch
+from vil.kernels.layout import adjacent_channels, padded_tokens
 from vil.kernels.tiles import (
     alive_row,
+    alive_rows,
+    broadcast_rows,
     columns,
     decay_and_eps,
-    four_scalars,
+    for_product,
+    four_broadcast_rows,
     from_columns,
     gate_sigmoid,
     half_silu,
     load_row,
+    load_rows,
     load_states,
     longhorn_eps,
+    one_row,
     opaque,
+    store_rows,
+    to_rows,
+)
+
+# What differs from call to call and is not worth a compilation of its own: sizes, strides, and whether
+# tensors of the caller are aligned, which their loads of one channel per lane do not make use of.
+_RUN_TIME = (
+    *("B", "L", "segments", "segment_chunks", "blocks"),
+    *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b")),
+    *("q_stride_l", "k_stride_l"),
+    *(
+        f"{name}_ptr"
+        for name in ("x", "dt", "z", "q", "k", "y", "out", "dout", "dx", "ddt", "dz", "dq", "dk")
+    ),
+    *("skip_ptr", "bias_ptr"),
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _gram_kernel(
     q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
-    REVERSE: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Pack one chunk of keys and queries in the order of the scan, with their Gram matrices.
 
-    A short last chunk has dead rows: tokens beyond L or, with WHOLE, the last ones of the chunk
-    before it, so that all of its rows can be read. Either kind adds nothing and takes nothing.
+    A short last chunk has dead rows, the last ones of the chunk before it, so that all of its rows
+    can be read; they add nothing and take nothing. L must be 16 or more.
 
     keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero if dead and beyond M.
-    gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0.
+    gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0, for products.
     kappa (N, B, chunks, 2, 16): 1 + |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
     dead, so large that the quotient is nothing.
     """
@@ -65,9 +85,8 @@ def _gram_kernel(
     n, b, direction = chunk % chunks, chunk // chunks % B, chunk // chunks // B
     t, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
     reverse = direction == 1 or REVERSE
-    start = tl.minimum(n * T, L - T) if WHOLE else n * T
-    token = start + tl.where(reverse, T - 1 - t, t)
-    alive = (token >= n * T) & (token < L)
+    token = tl.minimum(n * T, L - T) + tl.where(reverse, T - 1 - t, t)
+    alive = token >= n * T
     mask = alive[:, None] & (m < M)[None, :]
     k_row = k_ptr + direction * k_stride_dir + b * k_stride_b + token[:, None] * k_stride_l
     q_row = q_ptr + direction * q_stride_dir + b * q_stride_b + token[:, None] * q_stride_l
@@ -82,55 +101,46 @@ def _gram_kernel(
     gram = gram_ptr + chunk * (2 * T * T) + t[:, None] * T + t[None, :]
     tl.store(gram, tl.dot(k, tl.trans(k), input_precision=PRECISION))
     read = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    tl.store(gram + T * T, tl.where(t[:, None] <= t[None, :], read, 0.0))
+    read = tl.where(t[:, None] <= t[None, :], read, 0.0)
+    tl.store(gram + T * T, for_product(read, PRECISION, FAST))
 
 
 @triton.jit
-def _forward_substitution(rest, eps, gram_ptr, BLOCK_D: tl.constexpr):
-    """Return C: C_t = eps_t rest_t, taken from every later rest_s with weight k_s.k_t."""
+def _forward_substitution(
+    rest, eps, gram_ptr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
+):
+    """Return C: C_t = eps_t rest_t, taken from every later rest_s with weight k_s.k_t.
+
+    rest and eps are chunks, C comes as [BLOCK_D, 16], rounded for products.
+    """
     c = ()
-    for t in tl.static_range(16):
-        c_t = eps[t] * rest[t]
-        c = c + (c_t,)
-        updated = ()
-        for s in tl.static_range(0, 16, 4):
-            if s + 3 > t:
-                g = four_scalars(gram_ptr + t * 16 + s, BLOCK_D)
-                for j in tl.static_range(4):
-                    updated = updated + ((rest[s + j] - g[j] * c_t) if s + j > t else rest[s + j],)
-            else:
-                updated = updated + (rest[s], rest[s + 1], rest[s + 2], rest[s + 3])
-        rest = updated
-    return c
+    for i in tl.static_range(4):
+        g = four_broadcast_rows(gram_ptr + i * 64, i, 4, BLOCK_D)
+        for j in tl.static_range(4):
+            c_t = for_product(one_row(eps * rest, 4 * i + j), PRECISION, FAST)
+            c += (c_t,)
+            rest -= g[j] * c_t[None, :]
+    return from_columns(c, BLOCK_D)
 
 
 @triton.jit
-def _backward_substitution(dc, eps, gram_ptr, BLOCK_D: tl.constexpr):
-    """Return eps W, W the gradient of rest: W_t = dC_t less eps_s W_s k_s.k_t of every later s."""
+def _backward_substitution(
+    dc, eps, gram_ptr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
+):
+    """Return eps W, W the gradient of rest: W_t = dC_t less eps_s W_s k_s.k_t of every later s.
+
+    dc and eps are chunks, eps W comes as [BLOCK_D, 16], rounded for products.
+    """
     w = ()
-    for i in tl.static_range(16):
-        if i == 8:
+    for i in tl.static_range(4):
+        if i == 2:
             tl.debug_barrier()  # keeps the later Gram rows from being loaded early: fewer spills
-        scaled = eps[15 - i] * dc[15 - i]
-        w = (scaled,) + w
-        updated = ()
-        for s in tl.static_range(0, 16, 4):
-            if s < 15 - i:
-                g = four_scalars(gram_ptr + (15 - i) * 16 + s, BLOCK_D)
-                for j in tl.static_range(4):
-                    updated = updated + (
-                        (dc[s + j] - g[j] * scaled) if s + j < 15 - i else dc[s + j],
-                    )
-            else:
-                updated = updated + (dc[s], dc[s + 1], dc[s + 2], dc[s + 3])
-        dc = updated
-    return w
-
-
-@triton.jit
-def _alive(t, live, d, REVERSE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mask [BLOCK_D] of row t of a chunk of which the first ``live`` tokens exist."""
-    return alive_row((15 - t) if REVERSE else t, live, d, D, BLOCK_D)
+        g = four_broadcast_rows(gram_ptr + (3 - i) * 64, 0, 4 - i, BLOCK_D)
+        for j in tl.static_range(4):
+            w_t = for_product(one_row(eps * dc, 15 - 4 * i - j), PRECISION, FAST)
+            w = (w_t,) + w
+            dc -= g[3 - j] * w_t[None, :]
+    return from_columns(w, BLOCK_D)
 
 
 @triton.jit
@@ -180,10 +190,13 @@ def _forward_direction(
     end = tl.minimum(begin + segment_chunks, chunks)
     lane = ((direction * B + b) * segments + segment) * D + d
     state = _entry_state(entry_ptr, lane, d, D, BLOCK_D, BLOCK_M)
-    bias = load_row(bias_ptr + direction * D + d, d < D)
-    skip = load_row(skip_ptr + direction * D + d, d < D)
+    mask = alive_row(0, 1, d, D, BLOCK_D)
+    channel = mask[None, :]
+    bias = load_row(bias_ptr + direction * D + d, mask)
+    skip = load_row(skip_ptr + direction * D + d, mask)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
+    rounded = for_product(state, PRECISION, FAST)
     for i in range(begin, end):
         n = (begin + end - 1 - i) if REVERSE else i
         chunk = (direction * B + b) * chunks + n
@@ -191,43 +204,33 @@ def _forward_direction(
         k, q = tl.load(keys), tl.load(keys + BLOCK_M)
         gram = gram_ptr + chunk * (2 * T * T)
         if states_ptr is not None:
-            _store_states(states_ptr, chunk * D + d, state, d, D, BLOCK_M)
-        recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        first = tl.cast(n * T + ((T - 1) if REVERSE else 0), tl.int64)
-        live = L - n * T
-        eps, x, rest = (), (), ()
-        kappa = ()
-        for t in tl.static_range(T):
-            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
-            if t % 4 == 0:
-                kappa = kappa + four_scalars(kappa_ptr + chunk * (2 * T) + t, BLOCK_D)
-            x_t = load_row(x_row + first * x_stride_l + sign * t * x_stride_l, mask)
-            v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
-            eps = eps + (longhorn_eps(v, kappa[t], FAST),)
-            x = x + (x_t,)
-            rest = rest + (x_t - recalled[t],)
-        c = from_columns(_forward_substitution(rest, eps, gram, BLOCK_D), BLOCK_D)
+            _store_states(states_ptr, chunk * D + d, rounded, d, D, BLOCK_M)
+        recalled = to_rows(tl.dot(rounded, tl.trans(k), input_precision=PRECISION), BLOCK_D)
+        kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
+        start, live = tl.minimum(n * T, L - T), L - n * T
+        first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
+        x = load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel)
+        dt = load_rows(dt_row + first * dt_stride_l, sign * dt_stride_l, channel)
+        eps = longhorn_eps(dt + bias[None, :], kappa, FAST)
+        c = _forward_substitution(x - recalled, eps, gram, BLOCK_D, PRECISION, FAST)
         read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
-        y = tl.dot(state, tl.trans(q), input_precision=PRECISION)
-        y = columns(tl.dot(c, read, y, input_precision=PRECISION), BLOCK_D)
+        y = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
+        y = to_rows(tl.dot(c, read, y, input_precision=PRECISION), BLOCK_D) + skip[None, :] * x
         state = tl.dot(c, k, state, input_precision=PRECISION)
-        for t in tl.static_range(T):
-            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
-            y_t = y[t] + skip * x[t]
-            row = (b * L + first) * D + sign * t * D + d
-            if z_ptr is None:
-                tl.store(out_ptr + row, y_t.to(out_ptr.dtype.element_ty), mask=mask)
-            elif direction == 0:
-                tl.store(y_ptr + row, y_t, mask=mask)
-            else:
-                y_t += tl.load(y_ptr + row, mask=mask, other=0.0)
-                z_t = load_row(
-                    z_ptr + b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d, mask
-                )
-                if states_ptr is not None:
-                    tl.store(y_ptr + row, y_t, mask=mask)
-                gated = y_t * half_silu(z_t, FAST)
-                tl.store(out_ptr + row, gated.to(out_ptr.dtype.element_ty), mask=mask)
+        rounded = for_product(state, PRECISION, FAST)
+        token = (b * L + first) * D
+        alive = alive_rows(live, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
+        if z_ptr is None:
+            store_rows(out_ptr + token + d, sign * D, y, alive)
+        elif direction == 0:
+            store_rows(y_ptr + token + d, sign * D, y, alive)
+        else:
+            y += load_rows(y_ptr + token + d, sign * D, channel)
+            z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
+            z = load_rows(z_row, sign * z_stride_l, channel)
+            if states_ptr is not None:
+                store_rows(y_ptr + token + d, sign * D, y, alive)
+            store_rows(out_ptr + token + d, sign * D, y * half_silu(z, FAST), alive)
     if final_ptr is not None:
         left = begin if REVERSE else chunks - end
         _store_states(final_ptr, b * D + d, state, d, tl.where(left == 0, D, 0), BLOCK_M)
@@ -246,8 +249,7 @@ def _backward_direction(
 ):  # fmt: skip
     """Take one direction of one segment of one batch element and block of channels back.
 
-    L must be 16 or more and the chunks packed WHOLE: then rows are read without a mask, one
-    predicate for each load fewer. Of two directions, direction 0 also writes the gradient of the
+    Of two directions, direction 0 also writes the gradient of the
     gate. For ``_keys_kernel`` it leaves the sums over the block's channels of
 
         [dY | eps W] by [S0 | C] and of C by dS,    (blocks, N, B, chunks, 16 (3 BLOCK_M + 32)).
@@ -259,6 +261,7 @@ def _backward_direction(
     end = tl.minimum(begin + segment_chunks, chunks)
     lane = ((direction * B + b) * segments + segment) * D + d
     mask = alive_row(0, 1, d, D, BLOCK_D)
+    channel = mask[None, :]
     dstate = _entry_state(entry_ptr, lane, d, D, BLOCK_D, BLOCK_M)
     bias = load_row(bias_ptr + direction * D + d, mask)
     if FAST:
@@ -267,6 +270,7 @@ def _backward_direction(
     dbias, dskip = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     x_ptr += direction * x_stride_dir + b * x_stride_b
     dt_ptr += direction * dt_stride_dir + b * dt_stride_b
+    later = for_product(dstate, PRECISION, FAST)
     for i in range(begin, end):
         n = i if REVERSE else (begin + end - 1 - i)
         chunk = (direction * B + b) * chunks + n
@@ -284,56 +288,45 @@ def _backward_direction(
         if z_ptr is not None:
             z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
             y_row, dz_row = y_ptr + token + d, dz_ptr + token + d
-        dy, divisor = (), ()
+        alive = alive_rows(live, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
+        if z_ptr is None:
+            dy = load_rows(dout_row, sign * D, alive)
+        else:
+            divisor = broadcast_rows(kappa_ptr + chunk * (2 * T) + T, BLOCK_D)
+            z = load_rows(z_row, sign * z_stride_l, channel)
+            s = gate_sigmoid(z, divisor, FAST)
+            dy = load_rows(dout_row, sign * D, channel) * s
+            if direction == 0:  # silu'(z) = s + silu(z) (1 - s)
+                dz = dy * load_rows(y_row, sign * D, channel) * (1.0 + z * (1.0 - 2.0 * s))
+                store_rows(dz_row, sign * D, dz, alive)
+            dy *= z
+        recalled = to_rows(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
+        kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
+        x = load_rows(x_row, sign * x_stride_l, channel)
+        dt = load_rows(dt_row, sign * dt_stride_l, channel)
+        decay, eps = decay_and_eps(dt, bias[None, :], kappa, FAST)
+        dy = for_product(dy, PRECISION, FAST)
+        dys, xs = columns(tl.trans(dy), 16), columns(tl.trans(x), 16)
         for t in tl.static_range(T):
-            if t % 4 == 0:
-                divisor = divisor + four_scalars(kappa_ptr + chunk * (2 * T) + T + t, BLOCK_D)
-            alive = _alive(t, live, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
-            row = sign * t * D
-            if z_ptr is None:
-                dy = dy + (load_row(dout_row + row, alive),)
-            else:
-                z_t = load_row(z_row + sign * t * z_stride_l, mask)
-                s = gate_sigmoid(z_t, divisor[t], FAST)
-                dy_t = load_row(dout_row + row, mask) * s
-                if direction == 0:  # silu'(z) = s + silu(z) (1 - s)
-                    dz_t = dy_t * load_row(y_row + row, mask) * (1.0 + z_t * (1.0 - 2.0 * s))
-                    tl.store(dz_row + row, dz_t.to(dz_ptr.dtype.element_ty), mask=alive)
-                dy = dy + (dy_t * z_t,)
-        recalled = columns(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        eps, decay, rest, kappa = (), (), (), ()
-        for t in tl.static_range(T):
-            if t % 4 == 0:
-                kappa = kappa + four_scalars(kappa_ptr + chunk * (2 * T) + t, BLOCK_D)
-            x_t = load_row(x_row + sign * t * x_stride_l, mask)
-            dt_t = load_row(dt_row + sign * t * dt_stride_l, mask)
-            decay_t, eps_t = decay_and_eps(dt_t, bias, kappa[t], FAST)
-            eps, decay = eps + (eps_t,), decay + (decay_t,)
-            dskip += dy[t] * x_t
-            rest = rest + (x_t - recalled[t],)
-        c = _forward_substitution(rest, eps, gram, BLOCK_D)
-        tl.debug_barrier()  # keeps what comes later from being loaded early: fewer spills
-        dy_tile, c_tile = from_columns(dy, BLOCK_D), from_columns(c, BLOCK_D)
-        dc = tl.dot(dstate, tl.trans(k), input_precision=PRECISION)
+            dskip += dys[t] * xs[t]
+        c_tile = _forward_substitution(x - recalled, eps, gram, BLOCK_D, PRECISION, FAST)
+        dy_tile = from_columns(dys, BLOCK_D)
+        dc = tl.dot(later, tl.trans(k), input_precision=PRECISION)
         dc = tl.dot(dy_tile, tl.trans(read), dc, input_precision=PRECISION)
-        later = dstate
         dstate = tl.dot(dy_tile, q, dstate, input_precision=PRECISION)
-        token = ((direction * B + b) * L + first) * D
-        dx_row, ddt_row = dx_ptr + token + d, ddt_ptr + token + d
-        w = _backward_substitution(columns(dc, BLOCK_D), eps, gram, BLOCK_D)
-        for t in tl.static_range(T):
-            alive = _alive(t, live, d, not REVERSE, D, BLOCK_D)
-            dx_t = w[t] + skip * dy[t]
-            tl.store(dx_row + sign * t * D, dx_t.to(dx_ptr.dtype.element_ty), mask=alive)
-            dv = w[t] * (c[t] * decay[t])
-            tl.store(ddt_row + sign * t * D, dv.to(ddt_ptr.dtype.element_ty), mask=alive)
-            dbias += dv
-        w_tile = from_columns(w, BLOCK_D)
+        token = ((direction * B + b) * L + first) * D + d
+        w_tile = _backward_substitution(to_rows(dc, BLOCK_D), eps, gram, BLOCK_D, PRECISION, FAST)
+        c, w = tl.trans(c_tile), tl.trans(w_tile)
+        store_rows(dx_ptr + token, sign * D, w + skip[None, :] * dy, alive)
+        dv = w * (c * decay)
+        store_rows(ddt_ptr + token, sign * D, dv, alive)
+        dbias += tl.sum(dv, 0)
         dstate = tl.dot(w_tile, -k, dstate, input_precision=PRECISION)
         # Tensor cores take 64 rows at least: the last 16 are nothing.
         zero = tl.zeros((BLOCK_D, T), tl.float32)
         rows = tl.join(tl.join(dy_tile, w_tile), tl.join(c_tile, zero))
         rows = tl.reshape(tl.permute(rows, (3, 2, 1, 0)), (4 * T, BLOCK_D))
+        tl.debug_barrier()  # keeps the state from being loaded early: fewer spills
         state = load_states(state_row, d, D, BLOCK_D)  # again, rather than kept in registers
         row = tl.arange(0, 4 * T)[:, None]
         part = ((block.to(tl.int64) * DIRECTIONS + direction) * B + b) * chunks + n
@@ -350,6 +343,7 @@ def _backward_direction(
             tl.store(both + BLOCK_M + t16[None, :], by_c, mask=row < 2 * T)
         by_dstate = tl.dot(rows, later, input_precision=PRECISION)
         tl.store(part + T * (2 * T) + row * BLOCK_M + m[None, :], by_dstate, mask=row // T == 2)
+        later = for_product(dstate, PRECISION, FAST)
     tl.store(dskip_ptr + lane, dskip, mask=d < D)
     tl.store(dbias_ptr + lane, dbias, mask=d < D)
     if dinitial_ptr is not None:
@@ -357,10 +351,11 @@ def _backward_direction(
         _store_states(dinitial_ptr, b * D + d, dstate, d, tl.where(left == 0, D, 0), BLOCK_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _keys_kernel(
     keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks,
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Add up one chunk's sums over channels and take them back to its queries and keys.
 
@@ -383,13 +378,15 @@ def _keys_kernel(
         dgram -= tl.load(part + square)
         part += T * (BLOCK_M + T)
         dk += tl.load(part + t[:, None] * BLOCK_M + m[None, :])
-    dread = tl.where(t[:, None] >= t[None, :], dread, 0.0)  # rows are queries, columns keys
-    dgram = tl.where(t[:, None] >= t[None, :], dgram, 0.0)
+    causal = t[:, None] >= t[None, :]  # rows are queries, columns keys
+    dread = for_product(tl.where(causal, dread, 0.0), PRECISION, FAST)
+    dgram = tl.where(causal, dgram, 0.0)
+    dgram = for_product(dgram + tl.trans(dgram), PRECISION, FAST)
     keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
     k, q = tl.load(keys), tl.load(keys + BLOCK_M)
     dq = tl.dot(dread, k, dq, input_precision=PRECISION)
     dk = tl.dot(tl.trans(dread), q, dk, input_precision=PRECISION)
-    dk = tl.dot(dgram + tl.trans(dgram), k, dk, input_precision=PRECISION)
+    dk = tl.dot(dgram, k, dk, input_precision=PRECISION)
     reverse = sequence // B == 1 or REVERSE
     token = tl.minimum(n * T, L - T) + tl.where(reverse, T - 1 - t, t)
     mask = (token >= n * T)[:, None] & (m < M)[None, :]
@@ -421,55 +418,51 @@ def _summary_direction(
     segment += 1 if DESCENDING else 0  # the last one on the way needs no summary
     chunks, begin = tl.cdiv(L, T), segment * segment_chunks
     end = tl.minimum(begin + segment_chunks, chunks)
-    bias = load_row(bias_ptr + direction * D + d, d < D)
+    mask = alive_row(0, 1, d, D, BLOCK_D)
+    channel = mask[None, :]
+    bias = load_row(bias_ptr + direction * D + d, mask)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
+    rounded = for_product(state, PRECISION, FAST)
     for i in range(begin, end):
         n = (begin + end - 1 - i) if DESCENDING else i
         chunk = (direction * B + b) * chunks + n
         keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
         k = tl.load(keys)
         gram = gram_ptr + chunk * (2 * T * T)
-        first = tl.cast(n * T + ((T - 1) if REVERSE else 0), tl.int64)
-        live = L - n * T
-        eps, given, kappa = (), (), ()
-        for t in tl.static_range(T):
-            mask = _alive(t, live, d, REVERSE, D, BLOCK_D)
-            if t % 4 == 0:
-                kappa = kappa + four_scalars(kappa_ptr + chunk * (2 * T) + t, BLOCK_D)
-            v = load_row(dt_row + first * dt_stride_l + sign * t * dt_stride_l, mask) + bias
-            eps = eps + (longhorn_eps(v, kappa[t], FAST),)
-            if OWN and dout_ptr is None:
-                given_t = load_row(x_row + first * x_stride_l + sign * t * x_stride_l, mask)
-                given = given + (given_t,)
-            elif OWN:
-                given_t = load_row(dout_ptr + (b * L + first) * D + sign * t * D + d, mask)
-                if z_ptr is not None:
-                    z_row = b * z_stride_b + first * z_stride_l + sign * t * z_stride_l + d
-                    given_t = given_t * half_silu(load_row(z_ptr + z_row, mask), FAST)
-                given = given + (given_t,)
-        recalled = tl.dot(state, tl.trans(k), input_precision=PRECISION)
-        taken = ()
+        first = tl.cast(tl.minimum(n * T, L - T) + ((T - 1) if REVERSE else 0), tl.int64)
+        kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
+        dt = load_rows(dt_row + first * dt_stride_l, sign * dt_stride_l, channel)
+        eps = longhorn_eps(dt + bias[None, :], kappa, FAST)
+        recalled = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
         if dout_ptr is None:
-            recalled, rest = columns(recalled, BLOCK_D), ()
-            for t in tl.static_range(T):
-                rest = rest + ((given[t] - recalled[t]) if OWN else -recalled[t],)
-            taken = _forward_substitution(rest, eps, gram, BLOCK_D)
+            rest = -to_rows(recalled, BLOCK_D)
+            if OWN:
+                rest += load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel)
+            taken = _forward_substitution(rest, eps, gram, BLOCK_D, PRECISION, FAST)
         else:
             if OWN:
+                alive = alive_rows(L - n * T, d, not REVERSE, D, BLOCK_D)
+                dy = load_rows(dout_ptr + (b * L + first) * D + d, sign * D, alive)
+                if z_ptr is not None:
+                    z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
+                    dy *= half_silu(load_rows(z_row, sign * z_stride_l, channel), FAST)
                 read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
-                dy = from_columns(given, BLOCK_D)
+                dy = for_product(dy, PRECISION, FAST)
+                dy = from_columns(columns(tl.trans(dy), 16), BLOCK_D)
                 recalled = tl.dot(dy, tl.trans(read), recalled, input_precision=PRECISION)
                 state = tl.dot(dy, tl.load(keys + BLOCK_M), state, input_precision=PRECISION)
-            w = _backward_substitution(columns(recalled, BLOCK_D), eps, gram, BLOCK_D)
-            for t in tl.static_range(T):
-                taken = taken + (-w[t],)
-        state = tl.dot(from_columns(taken, BLOCK_D), k, state, input_precision=PRECISION)
+            taken = _backward_substitution(
+                to_rows(recalled, BLOCK_D), eps, gram, BLOCK_D, PRECISION, FAST
+            )
+            k = -k
+        state = tl.dot(taken, k, state, input_precision=PRECISION)
+        rounded = for_product(state, PRECISION, FAST)
     lane = (((direction * B + b) * segments + segment) * (M + 1) + j) * D + d
     _store_states(summary_ptr, lane, state, d, D, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["segment_chunks"])
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _forward_kernel(
     x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr, out_ptr,
     states_ptr, entry_ptr, final_ptr, B, L, segments, segment_chunks,
@@ -498,7 +491,7 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["segment_chunks"])
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
     states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
@@ -523,7 +516,7 @@ def _backward_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["segment_chunks"])
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
     B, L, segments, segment_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
@@ -553,7 +546,7 @@ def _summary_kernel(
                 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _carry_kernel(
     summary_ptr, start_ptr, entry_ptr, B, segments,
     DESCENDING: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -594,14 +587,7 @@ def padded_states(states: int) -> int:
     return max(16, triton.next_power_of_2(states))
 
 
-def _launch(
-    kernel: triton.JITFunction, x: Tensor, programs: int, num_warps: int, **arguments: Any
-) -> None:
-    with torch.cuda.device_of(x):
-        kernel[(programs,)](**arguments, num_warps=num_warps, num_stages=1, enable_fp_fusion=True)
-
-
-def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool, whole: bool) -> dict[str, Tensor]:
+def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor]:
     """Return keys, queries and Gram matrices by chunk: what the Gram kernel writes."""
     (directions, B, L, M), T = k.shape, tuning.CHUNK
     q, k = adjacent_channels(q), adjacent_channels(k)
@@ -616,10 +602,10 @@ def _pack(q: Tensor, k: Tensor, block_m: int, reverse: bool, whole: bool) -> dic
         for name, tensor in (("q", q), ("k", k))
         for axis, stride in zip(("dir", "b", "l"), tensor.stride(), strict=False)
     }
-    _launch(
-        _gram_kernel, k, math.prod(lead), 1, q_ptr=q, k_ptr=k, **packed, B=B, L=L, **strides,
-        REVERSE=reverse, WHOLE=whole, M=M, BLOCK_M=block_m,
-        PRECISION=tuning.dot_precision(k.dtype),
+    launch(
+        _gram_kernel, math.prod(lead), k, num_warps=1, q_ptr=q, k_ptr=k, **packed, B=B, L=L, **strides,
+        REVERSE=reverse, M=M, BLOCK_M=block_m, PRECISION=tuning.dot_precision(k.dtype),
+        FAST=tuning.fast(k.device),
     )  # fmt: skip
     return packed
 
@@ -637,7 +623,6 @@ class _Scan:
         bias: Added to dt, (N, D).
         z: Gate before its SiLU, (B, L, D), of two directions.
         reverse: Which way a single direction goes.
-        whole: Whether the main kernel takes chunks packed WHOLE; what finds entries does not.
 
     Attributes:
         block_m: States of a channel as the kernels see them, a power of two.
@@ -656,7 +641,6 @@ class _Scan:
         bias: Tensor,
         z: Tensor | None,
         reverse: bool,
-        whole: bool,
     ) -> None:
         _, B, L, channels = x.shape
         self.x, dt = adjacent_channels(x), adjacent_channels(dt)
@@ -676,7 +660,7 @@ class _Scan:
         self.programs = programs * self.segments
         self.arguments = {
             "x_ptr": self.x, "dt_ptr": dt, "z_ptr": z, "bias_ptr": bias.contiguous(),
-            **_pack(q, k, self.block_m, self.reverse, whole and self.segments == 1),
+            **_pack(q, k, self.block_m, self.reverse),
             "B": B, "L": L, "segments": self.segments, "segment_chunks": segment_chunks,
             "x_stride_dir": self.x.stride(0), "x_stride_b": self.x.stride(1),
             "x_stride_l": self.x.stride(2),
@@ -684,13 +668,13 @@ class _Scan:
             "z_stride_b": 0 if z is None else z.stride(0),
             "z_stride_l": 0 if z is None else z.stride(1),
             "REVERSE": self.reverse, "D": channels, "BLOCK_M": self.block_m,
-            "FAST": tuning.compiles_for_nvidia(), "PRECISION": tuning.dot_precision(x.dtype),
+            "FAST": tuning.fast(x.device), "PRECISION": tuning.dot_precision(x.dtype),
         }  # fmt: skip
 
     def run(self, kernel: triton.JITFunction, **arguments: Tensor | None) -> None:
         """Run the main kernel."""
-        arguments |= self.arguments
-        _launch(kernel, self.x, self.programs, self.num_warps, **arguments, BLOCK_D=self.block_d)
+        arguments |= self.arguments | {"BLOCK_D": self.block_d, "num_warps": self.num_warps}
+        launch(kernel, self.programs, self.x, **arguments)
 
     def entries(self, start: Tensor | None, dout: Tensor | None) -> Tensor | None:
         """Return the state before every segment, (N, B, S, D, BLOCK_M), None for a zero state.
@@ -710,13 +694,13 @@ class _Scan:
         summary = torch.empty(*lead, starts, channels, self.block_m, device=self.x.device)
         block, num_warps = tuning.blocks("exact_summary", channels, self.x.device)
         programs = directions * B * (self.segments - 1) * starts * triton.cdiv(channels, block)
-        _launch(
-            _summary_kernel, self.x, programs, num_warps, **self.arguments, dout_ptr=dout,
+        launch(
+            _summary_kernel, programs, self.x, num_warps=num_warps, **self.arguments, dout_ptr=dout,
             summary_ptr=summary, M=self.M, BLOCK_D=block,
         )  # fmt: skip
         entry = torch.empty(*lead, channels, self.block_m, device=self.x.device)
-        _launch(
-            _carry_kernel, self.x, directions * B * channels, self.block_m // 16,
+        launch(
+            _carry_kernel, directions * B * channels, self.x, num_warps=self.block_m // 16,
             summary_ptr=summary, start_ptr=start, entry_ptr=entry, B=B, segments=self.segments,
             DESCENDING=self.reverse != (dout is not None), D=channels, M=self.M,
             BLOCK_M=self.block_m,
@@ -759,9 +743,11 @@ def forward(
         float32, with ``save`` if N = 2; the state before every chunk, (N, B, chunks, D, BLOCK_M)
         float32, with ``save``; the final state, (B, D, M) float32, if N = 1. None for the others.
     """
+    length = x.shape[2]
+    x, dt, q, k, z = padded_tokens(tuning.CHUNK, x, dt, q, k, z)
     _, B, L, channels = x.shape
     both = z is not None
-    scan = _Scan("exact_forward", B, x, dt, q, k, bias, z, reverse, whole=False)
+    scan = _Scan("exact_forward", B, x, dt, q, k, bias, z, reverse)
     out, y_sum, states, final_state = x.new_empty(B, L, channels), None, None, None
     if both:
         y_sum = torch.empty(B, L, channels, device=x.device)
@@ -774,6 +760,8 @@ def forward(
         _forward_kernel, skip_ptr=D.contiguous(), y_ptr=y_sum, out_ptr=out, states_ptr=states,
         entry_ptr=scan.entries(initial_state, None), final_ptr=final_state,
     )  # fmt: skip
+    if length < L:
+        out, y_sum = (None if t is None else t[:, :length].contiguous() for t in (out, y_sum))
     return out, y_sum if save else None, states, scan.unpad(final_state)
 
 
@@ -812,15 +800,11 @@ def backward(
     if states is None:
         _, y_sum, states, _ = forward(x, dt, q, k, D, bias, z, initial_state, reverse, save=True)
     length, T = x.shape[2], tuning.CHUNK
-    if length < T:  # the kernel takes no less; tokens of zeros at the end change nothing
-        x, dt, q, k, z, dout, y_sum = (
-            None if t is None else F.pad(t, (0, 0, 0, T - length))
-            for t in (x, dt, q, k, z, dout, y_sum)
-        )
+    x, dt, q, k, z, dout, y_sum = padded_tokens(T, x, dt, q, k, z, dout, y_sum)
     directions, B, L, channels = x.shape
     precise = tuning.dot_precision(x.dtype) == "tf32x3"
     kernel = "exact_backward_float32" if precise else "exact_backward"
-    scan = _Scan(kernel, directions * B, x, dt, q, k, bias, z, reverse, whole=True)
+    scan = _Scan(kernel, directions * B, x, dt, q, k, bias, z, reverse)
     dout = dout.contiguous()
     dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
     dz = None if z is None else z.new_empty(z.shape)
@@ -833,19 +817,17 @@ def backward(
     )  # fmt: skip
     dskip, dbias = torch.empty(2, directions, B, scan.segments, channels, device=x.device)
     entries = scan.entries(dfinal, dout)
-    if scan.segments > 1:
-        scan.arguments |= _pack(q, k, scan.block_m, scan.reverse, whole=True)
     scan.run(
         _backward_kernel, dout_ptr=dout, y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states,
         entry_ptr=entries, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz,
         sums_ptr=sums, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
     )  # fmt: skip
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
-    _launch(
-        _keys_kernel, x, directions * B * triton.cdiv(L, T), 1,
+    launch(
+        _keys_kernel, directions * B * triton.cdiv(L, T), x, num_warps=1,
         keys_ptr=scan.arguments["keys_ptr"], sums_ptr=sums, dq_ptr=dq, dk_ptr=dk, B=B, L=L,
         blocks=scan.blocks, REVERSE=scan.reverse, M=scan.M, BLOCK_M=scan.block_m,
-        PRECISION=tuning.dot_precision(x.dtype),
+        PRECISION=tuning.dot_precision(x.dtype), FAST=tuning.fast(x.device),
     )  # fmt: skip
     dx, ddt, dq, dk, dz = (
         t if t is None or length == L else t[..., :length, :] for t in (dx, ddt, dq, dk, dz)

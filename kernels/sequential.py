@@ -24,13 +24,17 @@ import triton.language as tl
 from torch import Tensor
 
 from vil.kernels import longhorn_diagonal, mamba, tuning
+from vil.kernels.launch import launch
 from vil.kernels.layout import adjacent_channels
 from vil.kernels.tiles import (
     alive_row,
+    columns,
     decay_and_eps,
-    four_scalars,
+    for_product,
     half_sigmoid,
     half_silu,
+    join_columns,
+    load_quads,
     load_row,
     longhorn_eps,
 )
@@ -46,32 +50,71 @@ MOST_REGISTERS = 168
 _SEGMENTS_OVERHEAD = 2.0
 
 
+# What differs from call to call and is not worth a compilation of its own.
+_RUN_TIME = (
+    *("B", "L", "segments", "segment_tokens"),
+    *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b", "l")),
+    *(
+        f"{name}_ptr"
+        for name in (
+            "x",
+            "dt",
+            "z",
+            "q",
+            "k",
+            "y",
+            "out",
+            "dout",
+            "dx",
+            "ddt",
+            "dz",
+            "skip",
+            "bias",
+        )
+    ),
+)
+
+
 # -------------------------------------------------------------------------------- building blocks
 
 
 @triton.jit
 def _broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load M consecutive float32, a multiple of 4, into a tuple of M columns [BLOCK_D]."""
-    row = ()
-    for j in tl.static_range(0, M, 4):
-        row += four_scalars(pointer + j, BLOCK_D)
+    row, lanes = (), tl.zeros((BLOCK_D,), tl.int32)
+    for first in tl.static_range(0, M, M & -M):
+        row += load_quads(pointer + first + lanes, 4, M & -M)
     return row
 
 
 @triton.jit
-def _load_states(pointer, mask, stride, M: tl.constexpr):
-    """Load a tuple of M states, ``stride`` apart."""
+def _state_rows(pointer, channel, SIZE: tl.constexpr, D: tl.constexpr):
+    """Return pointers [SIZE / 4, BLOCK_D, 4] to SIZE states of channels in (M / 4, D, 4)."""
+    quad, j = tl.arange(0, SIZE // 4)[:, None, None], tl.arange(0, 4)[None, None, :]
+    return pointer + (channel * 4)[None, :, None] + (quad * (4 * D) + j)
+
+
+@triton.jit
+def _load_states(pointer, channel, mask, D: tl.constexpr, M: tl.constexpr):
+    """Load a tuple of M states of channels from (M / 4, D, 4), as many at once as are 2^n."""
+    SIZE: tl.constexpr = M & -M
     states = ()
-    for j in tl.static_range(M):
-        states += (tl.load(pointer + j * stride, mask=mask, other=0.0),)
+    for first in tl.static_range(0, M, SIZE):
+        rows = _state_rows(pointer + first * D, channel, SIZE, D)
+        tile = tl.permute(tl.load(rows, mask=mask[None, :, None], other=0.0), (1, 0, 2))
+        states += columns(tl.reshape(tile, (channel.shape[0], SIZE)), SIZE)
     return states
 
 
 @triton.jit
-def _store_states(pointer, states, mask, stride, M: tl.constexpr):
-    """Store a tuple of M states, ``stride`` apart."""
-    for j in tl.static_range(M):
-        tl.store(pointer + j * stride, states[j], mask=mask)
+def _store_states(pointer, states, channel, mask, D: tl.constexpr, M: tl.constexpr):
+    """Store a tuple of M states of channels to (M / 4, D, 4), as many at once as are 2^n."""
+    SIZE: tl.constexpr = M & -M
+    for first in tl.static_range(0, M, SIZE):
+        tile = join_columns(states[first : first + SIZE], SIZE)
+        tile = tl.permute(tl.reshape(tile, (channel.shape[0], SIZE // 4, 4)), (1, 0, 2))
+        rows = _state_rows(pointer + first * D, channel, SIZE, D)
+        tl.store(rows, tile, mask=mask[None, :, None])
 
 
 @triton.jit
@@ -85,21 +128,16 @@ def _full_states(value, M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _sums_over_channels(
-    values, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr
-):
+    values, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
     """Return [16, 2^BITS] whose every row holds the sums of N columns [BLOCK_D], then zeros.
 
     One matrix product: a butterfly of shuffles per column would cost more than the scan itself.
     """
     for _ in tl.static_range(N, 2**BITS):
         values += (tl.zeros((BLOCK_D,), tl.float32),)
-    # Every level joins by one bit of the column's index, the highest first.
-    for level in tl.static_range(BITS):
-        joined = ()
-        for i in tl.static_range(2 ** (BITS - 1 - level)):
-            joined += (tl.join(values[i], values[i + 2 ** (BITS - 1 - level)]),)
-        values = joined
-    tile = tl.reshape(values[0], (BLOCK_D, 2**BITS))
+    tile = for_product(join_columns(values, 2**BITS), PRECISION, FAST)
     ones = tl.full((16, BLOCK_D), 1.0, tl.float32)
     return tl.dot(ones, tile, input_precision=PRECISION)
 
@@ -160,7 +198,7 @@ def _gate_backward(dout, z, y, FAST: tl.constexpr):
     return dout * z * s, dout * y * s * (1.0 + z * (1.0 - 2.0 * s))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _pack_kernel(
     q_ptr, k_ptr, rows_ptr, B, L,
     q_stride_dir, q_stride_b, q_stride_l, q_stride_m,
@@ -206,7 +244,7 @@ def _place(segments, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
 # ------------------------------------------------------------------------------- between segments
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, rows_ptr, rates_ptr, bias_ptr, ends_ptr, products_ptr,
     B, L, segments, segment_tokens,
@@ -216,7 +254,7 @@ def _summary_kernel(
     D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Find what a segment makes of a state: products s + ends, both (N, B, S, M, D).
+    """Find what a segment makes of a state: products s + ends, both (N, B, S, M / 4, D, 4).
 
     With ADJOINT, of the gradient of the state after the segment, on the way back.
     """
@@ -227,7 +265,7 @@ def _summary_kernel(
     bias = load_row(bias_ptr + direction * D + d, mask)
     rates = ()
     if MAMBA:
-        rates = _load_states(rates_ptr + direction * M * D + d, mask, D, M)
+        rates = _load_states(rates_ptr + direction * M * D, d, mask, D, M)
     start = segment * segment_tokens
     count = tl.minimum(L - start, segment_tokens)
     back = (direction if N == 2 else REVERSE) ^ ADJOINT
@@ -261,12 +299,12 @@ def _summary_kernel(
             x = load_row(x_row + i * sign * x_stride_l, mask)
             end = _advance(end, x, step, k, rates, M, MAMBA, FAST)
         product = _fade(product, step, k, rates, M, MAMBA, FAST)
-    offset = (sequence * segments + segment) * (M * D) + d
-    _store_states(ends_ptr + offset, end, mask, D, M)
-    _store_states(products_ptr + offset, product, mask, D, M)
+    offset = (sequence * segments + segment) * (M * D)
+    _store_states(ends_ptr + offset, end, d, mask, D, M)
+    _store_states(products_ptr + offset, product, d, mask, D, M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _carry_kernel(
     ends_ptr, products_ptr, initial_ptr, B, segments,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr,
@@ -316,7 +354,7 @@ def _forward_direction(
     skip = load_row(skip_ptr + direction * D + d, mask)
     rates = ()
     if MAMBA:
-        rates = _load_states(rates_ptr + direction * M * D + d, mask, D, M)
+        rates = _load_states(rates_ptr + direction * M * D, d, mask, D, M)
     sequence = direction * B + b
     start = segment * segment_tokens
     count = tl.minimum(L - start, segment_tokens)
@@ -332,7 +370,7 @@ def _forward_direction(
     row = rows_ptr + (sequence * all_chunks * INTERVAL + first) * (2 * M + 4)
     if ENTRY:
         entry = entry_ptr + (sequence * segments + segment) * (M * D)
-        state = _load_states(entry + d, mask, D, M)
+        state = _load_states(entry, d, mask, D, M)
     else:
         state = _full_states(0.0, M, BLOCK_D)
     # x and dt are loaded one token ahead: a step is shorter than a round trip to memory.
@@ -343,7 +381,7 @@ def _forward_direction(
         chunk = chunks - 1 - c if REVERSE else c
         if SAVE:
             saved = sequence * all_chunks + first_chunk + chunk
-            _store_states(states_ptr + saved * (M * D) + d, state, mask, D, M)
+            _store_states(states_ptr + saved * (M * D), state, d, mask, D, M)
         end = done + tl.minimum(count - chunk * INTERVAL, INTERVAL)
         for i in range(done, end):
             x, v = next_x, next_dt + bias
@@ -377,10 +415,11 @@ def _forward_direction(
         done = end
     if N == 1:
         last = (segments - 1) * (1 - REVERSE)
-        _store_states(final_ptr + b * (M * D) + d, state, d < tl.where(segment == last, D, 0), D, M)
+        stored = d < tl.where(segment == last, D, 0)
+        _store_states(final_ptr + b * (M * D), state, d, stored, D, M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _forward_kernel(
     x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
     y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens,
@@ -393,8 +432,8 @@ def _forward_kernel(
     """Scan a segment of one batch element and BLOCK_D channels.
 
     N = 2: both directions, averaged and gated; y (B, L, D) takes their sum. N = 1: one, as REVERSE
-    says; final (B, M, D) takes its last state. states (N, B, chunks, M, D) take the state before
-    every chunk, if SAVE. entry (N, B, S, M, D), if ENTRY: the states that segments start from.
+    says; final (B, M / 4, D, 4) takes its last state. states (N, B, chunks, M / 4, D, 4) take the state before
+    every chunk, if SAVE. entry (N, B, S, M / 4, D, 4), if ENTRY: the states that segments start from.
     """
     block, segment, _, b = _place(segments, B, D, BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -420,7 +459,7 @@ def _forward_kernel(
 # --------------------------------------------------------------------------------------- backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME)
 def _backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
     dentry_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, drows_ptr, drates_ptr, dskip_ptr, dbias_ptr,
@@ -436,9 +475,9 @@ def _backward_kernel(
     From every saved state the scan is repeated, leaving the states before each GROUP of tokens in
     ``scratch``, (programs, INTERVAL / GROUP, M, BLOCK_D); then the groups are taken back from the
     last to the first, with the states inside a group in registers. drows (blocks, N, B, L, 2 M):
-    dk and dq summed over the channels of a block. drates (N, B, S, M, D); dskip, dbias (N, B, S, D).
-    dentry (N, B, S, M, D), if ENTRY: gradients of the states after segments. Of two directions the
-    first one writes dz; with one, dinitial (B, M, D) takes the gradient of its first state.
+    dk and dq summed over the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
+    dentry (N, B, S, M / 4, D, 4), if ENTRY: gradients of the states after segments. Of two directions the
+    first one writes dz; with one, dinitial (B, M / 4, D, 4) takes the gradient of its first state.
     """
     groups_per_interval: tl.constexpr = INTERVAL // GROUP
     last: tl.constexpr = INTERVAL - 1
@@ -450,9 +489,7 @@ def _backward_kernel(
     bias = load_row(bias_ptr + direction * D + d, channel)
     skip = load_row(skip_ptr + direction * D + d, channel)
     sequence = direction * B + b
-    scratch = (
-        scratch_ptr + tl.program_id(0).to(tl.int64) * (groups_per_interval * M * BLOCK_D) + lane
-    )
+    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (groups_per_interval * M * BLOCK_D)
     back = direction if N == 2 else REVERSE
     sign = 1 - 2 * back
     gate_channels = tl.where(direction == 0, D, 0)  # of which this program writes dz
@@ -461,11 +498,11 @@ def _backward_kernel(
     sums = (sequence * segments + segment) * D + d
     rates, drates = (), ()
     if MAMBA:
-        rates = _load_states(rates_ptr + direction * M * D + d, channel, D, M)
+        rates = _load_states(rates_ptr + direction * M * D, d, channel, D, M)
         drates = _full_states(0.0, M, BLOCK_D)
     if ENTRY:
         dentry = dentry_ptr + (sequence * segments + segment) * (M * D)
-        grad = _load_states(dentry + d, channel, D, M)
+        grad = _load_states(dentry, d, channel, D, M)
     else:
         grad = _full_states(0.0, M, BLOCK_D)
     dskip, dbias = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
@@ -487,8 +524,8 @@ def _backward_kernel(
         rows = rows_ptr + saved * (INTERVAL * row_size)
         partial = drows_ptr + (((block * N + direction) * B + b) * L + first) * (2 * M)
 
-        state = _load_states(states_ptr + saved * (M * D) + d, channel, D, M)
-        _store_states(scratch + first_group * (M * BLOCK_D), state, channel, BLOCK_D, M)
+        state = _load_states(states_ptr + saved * (M * D), d, channel, D, M)
+        _store_states(scratch + first_group * (M * BLOCK_D), state, lane, channel, BLOCK_D, M)
         for group in range(first_group + 1, end_group):
             for t in tl.static_range(GROUP):
                 r = last * back + sign * ((group - 1) * GROUP + t)
@@ -499,7 +536,7 @@ def _backward_kernel(
                 step = _step_size(v, row + 2 * M, mask, MAMBA, FAST)
                 k = _broadcast_row(row, M, BLOCK_D)
                 state = _advance(state, x, step, k, rates, M, MAMBA, FAST)
-            _store_states(scratch + group * (M * BLOCK_D), state, channel, BLOCK_D, M)
+            _store_states(scratch + group * (M * BLOCK_D), state, lane, channel, BLOCK_D, M)
         tl.debug_barrier()  # a lane reads what it wrote itself; this makes it so for any layout
 
         for group_back in range(end_group - first_group):
@@ -526,7 +563,7 @@ def _backward_kernel(
                 steps += (step,)
                 slopes += (slope,)
                 dys += (dy,)
-            state = _load_states(scratch + group * (M * BLOCK_D), channel, BLOCK_D, M)
+            state = _load_states(scratch + group * (M * BLOCK_D), lane, channel, BLOCK_D, M)
             history = state
             for t in tl.static_range(GROUP - 1):
                 r = last * back + sign * (group * GROUP + t)
@@ -556,17 +593,17 @@ def _backward_kernel(
                         dzs[t].to(dz_ptr.dtype.element_ty),
                         mask=mask & (d < gate_channels),
                     )
-                summed = _sums_over_channels(dk + dq, 2 * M, BITS, BLOCK_D, PRECISION)
+                summed = _sums_over_channels(dk + dq, 2 * M, BITS, BLOCK_D, PRECISION, FAST)
                 stored = tl.where(r < live, 2 * M, 0)
                 _store_sums(partial + r * (2 * M), summed, stored, BITS)
     if MAMBA:
         drates_row = drates_ptr + (sequence * segments + segment) * (M * D)
-        _store_states(drates_row + d, drates, channel, D, M)
+        _store_states(drates_row, drates, d, channel, D, M)
     tl.store(dskip_ptr + sums, dskip, mask=channel)
     tl.store(dbias_ptr + sums, dbias, mask=channel)
     if N == 1:
         stored = d < tl.where(segment == (segments - 1) * REVERSE, D, 0)
-        _store_states(dinitial_ptr + b * (M * D) + d, grad, stored, D, M)
+        _store_states(dinitial_ptr + b * (M * D), grad, d, stored, D, M)
 
 
 # -------------------------------------------------------------------------------------- launchers
@@ -582,27 +619,37 @@ def _pack_rows(q: Tensor, k: Tensor) -> Tensor:
     N, B, L, states = k.shape
     chunks, padded = triton.cdiv(L, INTERVAL), padded_states(states)
     rows = torch.empty(N, B, chunks * INTERVAL, 2 * padded + _ROW_TAIL, device=k.device)
-    _pack_kernel[(chunks * N * B,)](
-        q, k, rows, B, L, *q.stride(), *k.stride(),
-        STATES=states, M=padded, BLOCK_M=triton.next_power_of_2(padded),
-        TOKENS=INTERVAL, num_warps=4, num_stages=1, enable_fp_fusion=True,
+    axes = ("dir", "b", "l", "m")
+    strides = {
+        f"{name}_stride_{axis}": stride
+        for name, tensor in (("q", q), ("k", k))
+        for axis, stride in zip(axes, tensor.stride(), strict=True)
+    }
+    # No fusion: of 1 + |k|^2, which is summed across lanes, they would differ in the last place.
+    launch(
+        _pack_kernel, chunks * N * B, k, num_warps=4, enable_fp_fusion=False, q_ptr=q, k_ptr=k,
+        rows_ptr=rows, B=B, L=L, **strides, STATES=states, M=padded,
+        BLOCK_M=triton.next_power_of_2(padded), TOKENS=INTERVAL,
     )  # fmt: skip
     return rows
 
 
 def _rates(A: Tensor | None, padded: int) -> Tensor | None:
-    """Return A / ln 2 as (N, M', D) float32, zero beyond M."""
-    if A is None:
-        return None
-    rates = A.float().mT / math.log(2.0)
-    return F.pad(rates, (0, 0, 0, padded - A.shape[-1])).contiguous()
+    """Return A / ln 2 as (N, M' / 4, D, 4) float32, zero beyond M."""
+    return None if A is None else _by_quads(A.float() / math.log(2.0), padded)
 
 
-def _by_state(state: Tensor | None, padded: int) -> Tensor | None:
-    """Return a state (B, D, M) as (B, M', D), zero beyond M."""
+def _by_quads(state: Tensor | None, padded: int) -> Tensor | None:
+    """Return states (B, D, M) as (B, M' / 4, D, 4), zero beyond M."""
     if state is None:
         return None
-    return F.pad(state.mT, (0, 0, 0, padded - state.shape[-1])).contiguous()
+    state = F.pad(state, (0, padded - state.shape[-1]))
+    return state.unflatten(-1, (-1, 4)).transpose(1, 2).contiguous()
+
+
+def _from_quads(state: Tensor, states: int) -> Tensor:
+    """Return (B, M' / 4, D, 4) as (B, D, M)."""
+    return state.transpose(1, 2).flatten(2)[..., :states]
 
 
 def _group_size(padded: int) -> int:
@@ -625,7 +672,6 @@ class _Launch:
         A: Tensor | None,
         q: Tensor,
         k: Tensor,
-        D: Tensor,
         bias: Tensor,
         z: Tensor | None,
         reverse: bool,
@@ -636,9 +682,16 @@ class _Launch:
         self.rates = _rates(A, self.M)
         self.x, self.dt = adjacent_channels(x), adjacent_channels(dt)
         self.z = None if z is None else adjacent_channels(z)
-        self.skip, self.bias = D.contiguous(), bias.contiguous()
         z_strides = (0, 0) if z is None else self.z.stride()[:2]
-        self.strides = (*self.x.stride()[:3], *self.dt.stride()[:3], *z_strides)
+        self.arguments = {
+            f"{name}_stride_{axis}": stride
+            for name, axes, strides in (
+                ("x", ("dir", "b", "l"), self.x.stride()),
+                ("dt", ("dir", "b", "l"), self.dt.stride()),
+                ("z", ("b", "l"), z_strides),
+            )
+            for axis, stride in zip(axes, strides, strict=False)
+        }
         block_d, warps = tuning.blocks("sequential_forward", self.D, x.device)
         self.segments, chunks = tuning.segments(
             self.B * triton.cdiv(self.D, block_d) * warps,
@@ -646,28 +699,30 @@ class _Launch:
             x.device,
             _SEGMENTS_OVERHEAD,
         )
-        self.sizes = (self.B, self.L, self.segments, chunks * INTERVAL)
-        self.constants = {
-            "N": self.N, "REVERSE": int(reverse), "MAMBA": A is not None, "D": self.D, "M": self.M,
-            "INTERVAL": INTERVAL, "FAST": tuning.compiles_for_nvidia(),
-            "num_stages": 1, "enable_fp_fusion": True,
+        self.reverse, self.fast = int(reverse), tuning.fast(x.device)
+        self.arguments |= {
+            "x_ptr": self.x, "dt_ptr": self.dt, "z_ptr": self.z, "rows_ptr": self.rows,
+            "rates_ptr": self.rates, "bias_ptr": bias.contiguous(), "B": self.B, "L": self.L,
+            "segments": self.segments, "segment_tokens": chunks * INTERVAL, "N": self.N,
+            "REVERSE": self.reverse, "MAMBA": A is not None, "D": self.D, "M": self.M,
+            "INTERVAL": INTERVAL, "FAST": self.fast,
         }  # fmt: skip
 
-    def grid(self, block_d: int, sequences: int) -> tuple[int]:
-        """Return the grid of programs for ``sequences`` scans in blocks of channels."""
-        return (triton.cdiv(self.D, block_d) * self.segments * sequences,)
+    def programs(self, block_d: int, sequences: int) -> int:
+        """Return the number of programs for ``sequences`` scans in blocks of channels."""
+        return triton.cdiv(self.D, block_d) * self.segments * sequences
 
     def empty_states(self, *shape: int) -> Tensor:
-        """Return room for float32 states, (*shape, M, D)."""
-        return torch.empty(*shape, self.M, self.D, device=self.x.device)
+        """Return room for float32 states, (*shape, M / 4, D, 4)."""
+        return torch.empty(*shape, self.M // 4, self.D, 4, device=self.x.device)
 
     def entry(self, initial: Tensor | None, dout: Tensor | None) -> Tensor | None:
-        """Return the states that segments start from, (N, B, S, M, D), or None if all are zero.
+        """Return the states that segments start from, (N, B, S, M / 4, D, 4), or None if all are zero.
 
         Given dout, the gradients of the states after them.
 
         Args:
-            initial: State before the first token, or gradient of the one after the last, (B, M, D).
+            initial: State before the first token, or gradient of the one after the last, (B, M / 4, D, 4).
             dout: Gradient of the output, (B, L, D).
         """
         if self.segments == 1:
@@ -675,22 +730,24 @@ class _Launch:
         block_d, warps = tuning.blocks("sequential_forward", self.D, self.x.device)
         ends = self.empty_states(self.N, self.B, self.segments)
         products = torch.empty_like(ends)
-        _summary_kernel[self.grid(block_d, self.N * self.B)](
-            self.x, self.dt, self.z, dout, self.rows, self.rates, self.bias, ends, products,
-            *self.sizes, *self.strides,
-            ADJOINT=int(dout is not None), BLOCK_D=block_d, num_warps=warps, **self.constants,
+        adjoint = int(dout is not None)
+        launch(
+            _summary_kernel, self.programs(block_d, self.N * self.B), self.x, num_warps=warps,
+            **self.arguments, dout_ptr=dout, ends_ptr=ends, products_ptr=products, ADJOINT=adjoint,
+            BLOCK_D=block_d,
         )  # fmt: skip
         size, block = self.M * self.D, 256
-        _carry_kernel[(triton.cdiv(size, block) * self.N * self.B,)](
-            ends, products, initial, self.B, self.segments,
-            N=self.N, REVERSE=self.constants["REVERSE"], ADJOINT=int(dout is not None),
-            INITIAL=initial is not None, SIZE=size, BLOCK=block, num_warps=4,
+        launch(
+            _carry_kernel, triton.cdiv(size, block) * self.N * self.B, self.x, num_warps=4,
+            ends_ptr=ends, products_ptr=products, initial_ptr=initial, B=self.B,
+            segments=self.segments, N=self.N, REVERSE=self.reverse, ADJOINT=adjoint,
+            INITIAL=initial is not None, SIZE=size, BLOCK=block,
         )  # fmt: skip
         return ends
 
 
 def _register_limit(run: _Launch) -> dict[str, int]:
-    limited = run.constants["FAST"] and not run.constants["MAMBA"] and run.M <= 16
+    limited = run.fast and run.rates is None and run.M <= 16
     return {"maxnreg": MOST_REGISTERS} if limited else {}
 
 
@@ -725,26 +782,23 @@ def forward(
     Returns:
         out (B, L, D) in the dtype of x. Of two directions, with ``save``, their sum before the gate,
         (B, L, D) float32, else None. With ``save`` the states before every chunk in the order of the
-        scan, (N, B, chunks, M', D) float32, else None. Of one direction its last state, (B, D, M)
+        scan, (N, B, chunks, M' / 4, D, 4) float32, else None. Of one direction its last state, (B, D, M)
         float32, else None.
     """
-    with torch.cuda.device_of(x):
-        run = _Launch(x, dt, A, q, k, D, bias, z, reverse)
-        entry = run.entry(_by_state(initial_state, run.M), None)
-        block_d, warps = tuning.blocks("sequential_forward", run.D, x.device)
-        out = x.new_empty(run.B, run.L, run.D)
-        both = run.N == 2
-        y_sum = torch.empty(run.B, run.L, run.D, device=x.device) if both else None
-        final = None if both else run.empty_states(run.B)
-        chunks = triton.cdiv(run.L, INTERVAL)
-        states = run.empty_states(run.N, run.B, chunks) if save else None
-        _forward_kernel[run.grid(block_d, run.B)](
-            run.x, run.dt, run.z, run.rows, run.rates, run.skip, run.bias, entry,
-            y_sum, out, states, final, *run.sizes, *run.strides,
-            ENTRY=entry is not None, SAVE=save, BLOCK_D=block_d, num_warps=warps, **run.constants,
-        )  # fmt: skip
-    if not both:
-        final = final.mT[..., : k.shape[-1]]
+    run = _Launch(x, dt, A, q, k, bias, z, reverse)
+    entry = run.entry(_by_quads(initial_state, run.M), None)
+    block_d, warps = tuning.blocks("sequential_forward", run.D, x.device)
+    out = x.new_empty(run.B, run.L, run.D)
+    both = run.N == 2
+    y_sum = torch.empty(run.B, run.L, run.D, device=x.device) if both else None
+    final = None if both else run.empty_states(run.B)
+    states = run.empty_states(run.N, run.B, triton.cdiv(run.L, INTERVAL)) if save else None
+    launch(
+        _forward_kernel, run.programs(block_d, run.B), x, num_warps=warps, **run.arguments,
+        skip_ptr=D.contiguous(), entry_ptr=entry, y_ptr=y_sum, out_ptr=out, states_ptr=states,
+        final_ptr=final, ENTRY=entry is not None, SAVE=save, BLOCK_D=block_d,
+    )  # fmt: skip
+    final = None if both else _from_quads(final, k.shape[-1])
     return out, y_sum if save else None, states, final
 
 
@@ -784,38 +838,37 @@ def backward(
     """
     if states is None:
         _, y_sum, states, _ = forward(x, dt, A, q, k, D, bias, z, initial_state, reverse, True)
-    with torch.cuda.device_of(x):
-        run = _Launch(x, dt, A, q, k, D, bias, z, reverse)
-        dout = dout.contiguous()
-        dentry = run.entry(_by_state(dfinal, run.M), dout)
-        N, B, L, S, group = run.N, run.B, run.L, run.segments, _group_size(run.M)
-        block_d, warps = tuning.blocks("sequential_backward", run.D, x.device)
-        blocks, (programs,) = triton.cdiv(run.D, block_d), run.grid(block_d, N * B)
-        scratch = torch.empty(programs * INTERVAL // group * run.M * block_d, device=x.device)
-        dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
-        dz = None if z is None else z.new_empty(z.shape)
-        drows = torch.empty(blocks, N, B, L, 2 * run.M, device=x.device)
-        drates = None if A is None else run.empty_states(N, B, S)
-        dskip, dbias = torch.empty(2, N, B, S, run.D, device=x.device)
-        dinitial = run.empty_states(B) if N == 1 else None
-        _backward_kernel[(programs,)](
-            run.x, run.dt, run.z, dout, y_sum, run.rows, run.rates, run.skip, run.bias, states,
-            dentry, scratch, dx, ddt, dz, drows, drates, dskip, dbias, dinitial,
-            *run.sizes, *run.strides,
-            ENTRY=dentry is not None, BITS=max(4, (2 * run.M - 1).bit_length()), GROUP=group,
-            BLOCK_D=block_d, PRECISION=tuning.dot_precision(x.dtype), num_warps=warps,
-            **run.constants, **_register_limit(run),
-        )  # fmt: skip
+    run = _Launch(x, dt, A, q, k, bias, z, reverse)
+    dout = dout.contiguous()
+    dentry = run.entry(_by_quads(dfinal, run.M), dout)
+    N, B, L, S, group = run.N, run.B, run.L, run.segments, _group_size(run.M)
+    block_d, warps = tuning.blocks("sequential_backward", run.D, x.device)
+    blocks, programs = triton.cdiv(run.D, block_d), run.programs(block_d, N * B)
+    scratch = torch.empty(programs * INTERVAL // group * run.M * block_d, device=x.device)
+    dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
+    dz = None if z is None else z.new_empty(z.shape)
+    drows = torch.empty(blocks, N, B, L, 2 * run.M, device=x.device)
+    drates = None if A is None else run.empty_states(N, B, S)
+    dskip, dbias = torch.empty(2, N, B, S, run.D, device=x.device)
+    dinitial = run.empty_states(B) if N == 1 else None
+    launch(
+        _backward_kernel, programs, x, num_warps=warps, **run.arguments, dout_ptr=dout,
+        y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states, dentry_ptr=dentry,
+        scratch_ptr=scratch, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, drows_ptr=drows,
+        drates_ptr=drates, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
+        ENTRY=dentry is not None, BITS=max(4, (2 * run.M - 1).bit_length()), GROUP=group,
+        BLOCK_D=block_d, PRECISION=tuning.dot_precision(x.dtype), **_register_limit(run),
+    )  # fmt: skip
     M = k.shape[-1]
     drows = drows.sum(0)  # in a fixed order: the same bits from run to run
     return (
         dx,
         ddt,
-        None if A is None else drates.sum((1, 2))[:, :M].mT.to(A.dtype),
+        None if A is None else _from_quads(drates.sum((1, 2)), M).to(A.dtype),
         drows[..., run.M : run.M + M].to(q.dtype),
         drows[..., :M].to(k.dtype),
         dskip.sum((1, 2)).to(D.dtype),
         dbias.sum((1, 2)).to(bias.dtype),
         dz,
-        None if initial_state is None else dinitial.mT[..., :M],
+        None if initial_state is None else _from_quads(dinitial, M),
     )

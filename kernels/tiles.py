@@ -1,8 +1,10 @@
-"""Triton building blocks of the scan kernels: columns of a tile, broadcast rows, gates.
+"""Triton building blocks of the scan kernels: chunks of rows, broadcast rows, gates.
 
-A chunk of T = 16 tokens and BLOCK_D channels lives in two shapes: as a tile [BLOCK_D, T] for matrix
-products, and as a tuple of its T columns [BLOCK_D], one channel per lane, for what runs token by
-token. FAST writes the exponentials in PTX without the range guards of tl.exp, for NVIDIA GPUs.
+A chunk is a tile of rows [16, BLOCK_D], tokens in registers and one channel per lane: what Triton
+makes of that shape by itself, so that nothing moves between lanes but at matrix products. Accesses
+are of whole chunks: to choose the layout of one, Triton's compiler searches the whole kernel, so that
+compile time grows with their number. FAST writes the exponentials in PTX without the range guards of
+tl.exp, for NVIDIA GPUs.
 """
 
 import triton
@@ -10,44 +12,103 @@ import triton.language as tl
 
 
 @triton.jit
-def columns(tile, BLOCK_D: tl.constexpr):
-    """Split a tile [BLOCK_D, 16] into the tuple of its 16 columns."""
-    x0, x1 = tl.split(tl.reshape(tile, (BLOCK_D, 2, 2, 2, 2)))  # by the lowest bit of the index
-    x00, x01 = tl.split(x0)
-    x10, x11 = tl.split(x1)
-    x000, x001 = tl.split(x00)
-    x010, x011 = tl.split(x01)
-    x100, x101 = tl.split(x10)
-    x110, x111 = tl.split(x11)
-    c0, c8 = tl.split(x000)
-    c4, c12 = tl.split(x001)
-    c2, c10 = tl.split(x010)
-    c6, c14 = tl.split(x011)
-    c1, c9 = tl.split(x100)
-    c5, c13 = tl.split(x101)
-    c3, c11 = tl.split(x110)
-    c7, c15 = tl.split(x111)
-    return (c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15)
+def columns(tile, N: tl.constexpr):
+    """Split a tile [BLOCK_D, N], N a power of two, into the tuple of its columns."""
+    if N == 2:
+        return tl.split(tile)
+    else:
+        even, odd = tl.split(tl.reshape(tile, (tile.shape[0], N // 2, 2)))
+        evens, odds = columns(even, N // 2), columns(odd, N // 2)
+        result = ()
+        for i in tl.static_range(N // 2):
+            result += (evens[i], odds[i])
+        return result
+
+
+@triton.jit
+def join_columns(c, N: tl.constexpr):
+    """Join a tuple of N columns [BLOCK_D], N a power of two, into a tile: the inverse of ``columns``."""
+    if N == 2:
+        return tl.join(c[0], c[1])
+    else:
+        evens, odds = (), ()
+        for i in tl.static_range(N // 2):
+            evens += (c[2 * i],)
+            odds += (c[2 * i + 1],)
+        tile = tl.join(join_columns(evens, N // 2), join_columns(odds, N // 2))
+        return tl.reshape(tile, (c[0].shape[0], N))
+
+
+@triton.jit
+def load_quads(pointer, step: tl.constexpr, N: tl.constexpr):
+    """Load N numbers of every lane as a tuple of columns, one 128-bit load for four of them.
+
+    Args:
+        pointer: To the first number of each lane, [BLOCK_D]; aligned to 16 bytes.
+        step: Elements from four numbers to the next four.
+        N: How many, a power of two from 4 on.
+    """
+    quad, j = tl.arange(0, N // 4)[:, None, None], tl.arange(0, 4)[None, None, :]
+    tile = tl.load(pointer[None, :, None] + quad * step + j)
+    return columns(tl.reshape(tl.permute(tile, (1, 0, 2)), (pointer.shape[0], N)), N)
 
 
 @triton.jit
 def from_columns(c, BLOCK_D: tl.constexpr):
-    """Join a tuple of 16 columns into a tile [BLOCK_D, 16], the inverse of ``columns``."""
-    x00 = tl.join(tl.join(c[0], c[8]), tl.join(c[4], c[12]))
-    x01 = tl.join(tl.join(c[2], c[10]), tl.join(c[6], c[14]))
-    x10 = tl.join(tl.join(c[1], c[9]), tl.join(c[5], c[13]))
-    x11 = tl.join(tl.join(c[3], c[11]), tl.join(c[7], c[15]))
-    return tl.reshape(tl.join(tl.join(x00, x01), tl.join(x10, x11)), (BLOCK_D, 16))
+    """Join a tuple of 16 columns into a tile [BLOCK_D, 16], the inverse of ``columns``.
+
+    Not by ``join_columns``: what that joins last ``columns`` splits first, and Triton's compiler would
+    take the two away and with them the layout, which is what they are for.
+    """
+    x0 = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))
+    x1 = tl.join(tl.join(c[4], c[5]), tl.join(c[6], c[7]))
+    x2 = tl.join(tl.join(c[8], c[9]), tl.join(c[10], c[11]))
+    x3 = tl.join(tl.join(c[12], c[13]), tl.join(c[14], c[15]))
+    x = tl.join(
+        tl.join(x0, x1), tl.join(x2, x3)
+    )  # BLOCK_D, then the bits of the index, lowest first
+    return tl.reshape(tl.permute(x, (0, 4, 3, 2, 1)), (BLOCK_D, 16))
 
 
 @triton.jit
-def four_scalars(pointer, BLOCK_D: tl.constexpr):
-    """Load 4 consecutive float32 into 4 columns [BLOCK_D], one 128-bit load per lane."""
-    offsets = tl.zeros((BLOCK_D, 1), tl.int32) + tl.arange(0, 4)[None, :]
-    even, odd = tl.split(tl.reshape(tl.load(pointer + offsets), (BLOCK_D, 2, 2)))
-    c0, c2 = tl.split(even)
-    c1, c3 = tl.split(odd)
-    return (c0, c1, c2, c3)
+def to_rows(tile, BLOCK_D: tl.constexpr):
+    """Return the result [BLOCK_D, 16] of a matrix product as a chunk.
+
+    By way of columns, which can only lie one channel per lane: left to itself, Triton's compiler
+    moves what meets the result to the product's layout instead, or computes it in both.
+    """
+    return tl.trans(from_columns(columns(tile, 16), BLOCK_D))
+
+
+@triton.jit
+def one_row(rows, t: tl.constexpr):
+    """Return row t of a chunk, [BLOCK_D]. No instruction: all that is added to it are -0.0."""
+    return tl.sum(tl.where(tl.arange(0, 16)[:, None] == t, rows, -0.0), 0)
+
+
+@triton.jit
+def broadcast_rows(pointer, BLOCK_D: tl.constexpr):
+    """Load 16 float32 into the rows of a chunk, one 128-bit load for four of them."""
+    quad, j = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
+    tile = tl.load(pointer + (quad * 4 + j) + tl.zeros((1, 1, BLOCK_D), tl.int32))
+    return tl.reshape(tile, (16, BLOCK_D))
+
+
+@triton.jit
+def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load 4 x 16 float32 into four chunks, as ``broadcast_rows``; of each, quads FIRST to END."""
+    row, quad = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, :, None, None]
+    j = tl.arange(0, 4)[None, None, :, None]
+    pointers = pointer + (row * 16 + quad * 4 + j) + tl.zeros((1, 1, 1, BLOCK_D), tl.int32)
+    if FIRST == 0 and END == 4:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=(quad >= FIRST) & (quad < END), other=0.0)
+    tile = tl.reshape(tl.permute(tile, (1, 2, 3, 0)), (16, BLOCK_D, 2, 2))
+    even, odd = tl.split(tile)
+    row0, row2 = tl.split(even)
+    row1, row3 = tl.split(odd)
+    return (row0, row1, row2, row3)
 
 
 @triton.jit
@@ -56,6 +117,41 @@ def alive_row(t, live, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     if D % BLOCK_D == 0:
         return tl.zeros((BLOCK_D,), tl.int32) + t < live
     return d < tl.where(t < live, D, 0)
+
+
+@triton.jit
+def alive_rows(live, d, REVERSE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask [16, BLOCK_D] of a chunk of which the first ``live`` tokens exist.
+
+    Rows are tokens or, with REVERSE, tokens from the last to the first.
+    """
+    t = tl.arange(0, 16)
+    token = (15 - t) if REVERSE else t
+    alive = tl.zeros((1, BLOCK_D), tl.int32) + token[:, None] < live
+    if D % BLOCK_D == 0:
+        return alive
+    return alive & (d < D)[None, :]
+
+
+@triton.jit
+def load_rows(pointer, step: tl.constexpr, mask):
+    """Load a chunk of 16 rows in float32, zero where masked.
+
+    Args:
+        pointer: To the channels of the first row, [BLOCK_D]. Triton must not know it to be aligned:
+            a lane would get neighbouring channels rather than the tokens of one.
+        step: Elements from a row to the next.
+        mask: [16 or 1, BLOCK_D].
+    """
+    rows = pointer[None, :] + (tl.arange(0, 16) * step)[:, None]
+    return tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(pointer, step: tl.constexpr, tile, mask):
+    """Store a chunk; arguments as of ``load_rows``."""
+    rows = pointer[None, :] + (tl.arange(0, 16) * step)[:, None]
+    tl.store(rows, tile.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -183,6 +279,25 @@ def gate_sigmoid(z, divisor, FAST: tl.constexpr):
             pack=1,
         )
     return 1.0 / (divisor + divisor * tl.exp(-z))
+
+
+@triton.jit
+def for_product(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
+    """Return a float32 operand of a product in TF32, of which tensor cores cut what TF32 lacks.
+
+    Cut operands would make every product too small, by 0.03 % each in the mean. From sm_90 on one
+    instruction rounds to nearest. Before, that takes three, so one multiplication by 1 + c / 2^11
+    stands for it: it adds between c and 2 c halves of a last place, and c = 1 / (2 ln 2) makes the mean
+    over the mantissas of numbers, log-uniform, zero. What TF32 holds exactly stays as it is either way.
+    """
+    if PRECISION != "tf32":
+        return tile
+    elif FAST >= 90:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.tf32.f32 $0, $1;", "=r,r", [tile], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tile * 1.000352218
 
 
 @triton.jit

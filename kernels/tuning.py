@@ -111,10 +111,16 @@ def compiles_for_nvidia() -> bool:
     return os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None
 
 
+def fast(device: torch.device) -> int:
+    """Return the compute capability whose PTX may stand in kernels, as 80 or 90; 0 for none."""
+    return int(architecture(device).removeprefix("sm_")) if compiles_for_nvidia() else 0
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """Return the precision of matrix products of float32 operands that stem from a dtype.
 
-    TF32 holds bfloat16 and float16 inputs exactly; float32 inputs are split in three.
+    TF32 holds bfloat16 and float16 inputs exactly, and what is computed from them is rounded to it;
+    float32 inputs are split in three.
     """
     if not compiles_for_nvidia():
         return "ieee"
