@@ -48,7 +48,7 @@ MODES = ("eager", "graphs", "compiled")
 PASSES = ("inference", "training")
 CLASSES = 1000
 TURN_S = 0.05  # the least that a turn takes
-LIMIT_S = 90.0  # for a model to be built and compiled
+LIMIT_S = 150.0  # for a model to be built and compiled
 TOLERANCE = 0.05  # of the logits, relative to their norm: bfloat16 through all layers
 
 

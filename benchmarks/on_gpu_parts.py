@@ -43,7 +43,7 @@ _SECONDS = ("--seconds", "{seconds}")
 _GPU_TESTS = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
     *("tests/kernels/test_on_gpu.py", "tests/kernels/test_shapes.py"),
-    # The part before.
+    # The next part.
     "--deselect=tests/kernels/test_on_gpu.py::test_every_backend_agrees_with_the_reference",
 )
 _SCAN = ("benchmarks/scan.py", "--resume", "--output", "{output}/scan.json", *_SECONDS)
@@ -64,27 +64,28 @@ _FRACTALS = (
 )
 
 PARTS = (
+    # First, because its processes compile side by side what the later parts find compiled.
+    Part(
+        "tests",
+        "the tests that need a GPU, and a dozen shapes",
+        250,
+        (*_GPU_TESTS, "-n", "14"),
+        _GPU_TESTS,
+        settles=("pytest -m gpu",),
+    ),
     Part(
         "selfcheck",
         "every backend against the reference",
-        100,
+        150,
         ("-m", "vil.selfcheck"),
         ("-m", "vil.selfcheck"),
         settles=("python -m vil.selfcheck",),
     ),
     Part(
-        "tests",
-        "the tests that need a GPU, and a dozen shapes",
-        150,
-        (*_GPU_TESTS, "-n", "8"),
-        _GPU_TESTS,
-        settles=("pytest -m gpu",),
-    ),
-    Part(
         "scans",
         "scans against the roofline and what else does the job",
         300,
-        (*_SCAN, "--limit", "60", "--shapes", "128,197,384", "8,6085,384", "64,197,768"),
+        (*_SCAN, "--limit", "120", "--shapes", "128,197,384", "8,6085,384", "64,197,768"),
         (*_SCAN, "--toy", "--repetitions", "2"),
         record="scan.json",
         own=0.65,
@@ -105,7 +106,7 @@ PARTS = (
         "1,000 bfloat16 steps without a skipped one",
         150,
         (*_STEPS, "--batch-size", "64"),
-        (*_STEPS, "--batch-size", "1", "--img-size", "32", "--steps", "80"),
+        (*_STEPS, "--batch-size", "2", "--img-size", "32", "--steps", "12", "--batches", "1"),
         record="train_steps.json",
         own=0.7,
         settles=("python benchmarks/train_steps.py",),
@@ -113,8 +114,8 @@ PARTS = (
     Part(
         "blocks",
         "block sizes by time",
-        120,
-        _TUNE,
+        180,
+        (*_TUNE, "--jobs", "14"),
         (*_TUNE, "--toy"),
         record="tune.json",
         own=0.9,

@@ -19,6 +19,7 @@ import wheels
 from budget import UNFINISHED
 from cpu import revision
 from on_gpu_parts import ROOT, Part, sources
+from vil.training.errors import OutputError
 from vil.training.files import lock_folder, write_text
 
 RECORD = "on_gpu.json"
@@ -92,15 +93,18 @@ class Session:
             site: Folder of carried packages.
 
         Raises:
-            SystemExit: the folder holds records of another device, other versions, or of toys.
-            OutputError: another process works in the folder.
+            SystemExit: the folder holds records of another device, other versions, or of toys, or
+                another process works in it.
         """
         self.output, self.work, self.site, self.toy = output, work, site, toy
         self.minutes = minutes
         self.environment = environment | {"toy": toy}
         (work / "logs").mkdir(parents=True, exist_ok=True)
         output.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_folder(work)
+        try:
+            self._lock = lock_folder(work)
+        except OutputError as error:
+            sys.exit(str(error))
         self.path = output / RECORD
         self.entries: dict[str, dict[str, Any]] = {}
         self._spent_before, self._start, self._written = 0.0, time.monotonic(), 0.0
@@ -217,7 +221,11 @@ class Session:
 
         variables_ = variables(self.site) | {"VIL_COMMIT": entry["commit"]}
         if self.toy:
-            variables_ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+            variables_ |= {
+                "CUDA_VISIBLE_DEVICES": "",
+                "TRITON_INTERPRET": "1",
+                "OMP_NUM_THREADS": "1",
+            }
         try:
             command = [sys.executable, *arguments]
             outcome = part_process.run(command, limit_s, log, variables_, ROOT, show)

@@ -49,13 +49,24 @@ class Row:
         return self.finite_steps == steps and self.last_loss < self.first_loss / 2
 
 
-def train(name: str, steps: int, batch: int, size: int, device: torch.device) -> Row:
-    """Train one model and return what became of it; stops at the first loss that is not finite."""
+def train(
+    name: str, steps: int, batch: int, size: int, device: torch.device, seen: int = SEEN
+) -> Row:
+    """Train one model and return what became of it; stops at the first loss that is not finite.
+
+    Args:
+        name: As timm knows it.
+        steps: How many.
+        batch: Images of a step.
+        size: Height and width of them.
+        device: Where.
+        seen: Different batches.
+    """
     torch.manual_seed(0)
     model = timm.create_model(name, img_size=size, num_classes=CLASSES).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.05)
-    images = torch.randn(SEEN, batch, 3, size, size).to(device)
-    labels = torch.randint(CLASSES, (SEEN, batch)).to(device)
+    images = torch.randn(seen, batch, 3, size, size).to(device)
+    labels = torch.randint(CLASSES, (seen, batch)).to(device)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -66,7 +77,7 @@ def train(name: str, steps: int, batch: int, size: int, device: torch.device) ->
             events.append(torch.cuda.Event(enable_timing=True))
             events[-1].record()
         with torch.autocast(device.type, torch.bfloat16):
-            loss = F.cross_entropy(model(images[step % SEEN]), labels[step % SEEN])
+            loss = F.cross_entropy(model(images[step % seen]), labels[step % seen])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,7 +94,7 @@ def train(name: str, steps: int, batch: int, size: int, device: torch.device) ->
         times = [a.elapsed_time(b) for a, b in itertools.pairwise(half)]
         speed = 1e3 * batch / statistics.median(times)
         peak = torch.cuda.max_memory_allocated() / 2**30
-    return Row(name, values[0], statistics.mean(values[-SEEN:]), finite, speed, peak)
+    return Row(name, values[0], statistics.mean(values[-seen:]), finite, speed, peak)
 
 
 def table(rows: list[Row], steps: int) -> str:
@@ -121,6 +132,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--batches", type=int, default=SEEN, help="different ones")
     parser.add_argument("--output", type=Path, help="write the figures there, as JSON")
     add_seconds(parser)
     args = parser.parse_args()
@@ -135,6 +147,7 @@ def main() -> int:
         "batch_size": args.batch_size,
         "img_size": args.img_size,
         "steps": args.steps,
+        "batches": args.batches,
     }
     print(", ".join(f"{name} {value}" for name, value in environment.items()), flush=True)
     rows = recorded(args.output, environment)
@@ -142,7 +155,8 @@ def main() -> int:
     while missing and budget.left:
         name = missing.pop(0)
         try:
-            rows.append(train(name, args.steps, args.batch_size, args.img_size, device))
+            sizes = (args.steps, args.batch_size, args.img_size)
+            rows.append(train(name, *sizes, device, args.batches))
         except RuntimeError as error:  # the next model may do better
             print(f"{name}: {error}", file=sys.stderr)
             rows.append(Row(name, math.nan, math.nan, 0, None, None))
