@@ -1,19 +1,23 @@
 """Time the block sizes of the Triton kernels on this GPU and print its row for ``kernels/tuning.py``.
 
-    python benchmarks/tune.py [--shape 128 197 384] [--output FILE.json] [--seconds N]
+    python benchmarks/tune.py [--shape 128 197 384] [--jobs 14] [--output FILE.json] [--seconds N]
 
 Nothing is tuned when models run: what is printed here takes effect by being committed, and is then
 the same on every rank and in every run. With an output, every time is written there as it is measured,
-and the same command measures what is missing. ``--toy`` is for trying this without a GPU: a tiny shape
+and the same command measures what is missing. With ``--jobs``, processes compile side by side what is
+then timed in one, from Triton's cache of compiled kernels. ``--toy`` is for trying this without a GPU: a tiny shape
 in Triton's interpreter, whose times mean nothing.
 """
 
 import argparse
+import contextlib
 import json
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -166,6 +170,36 @@ def best_blocks(
     return best
 
 
+def warm(kernel: str, block: tuple[int, int], arch: str, shape: tuple[int, int, int]) -> None:
+    """Compile what runs a kernel in a block, for the cache; of what fails the timing will tell."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with ops.use_backend("triton"), blocks_of(arch, kernel, block), contextlib.suppress(Exception):
+        steps(shape, device)[kernel]()
+
+
+def compile_all(
+    missing: list[tuple[str, tuple[int, int]]],
+    arch: str,
+    shape: tuple[int, int, int],
+    jobs: int,
+    seconds: float,
+) -> None:
+    """Compile kernels side by side, for no longer than some time.
+
+    Args:
+        missing: Names and blocks.
+        arch: As named by ``tuning.architecture``.
+        shape: B, L and D.
+        jobs: Processes.
+        seconds: Time after which what is not begun is left out.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = [pool.submit(warm, kernel, block, arch, shape) for kernel, block in missing]
+        wait(futures, None if math.isinf(seconds) else seconds)
+        pool.shutdown(cancel_futures=True)
+
+
 def once(run: Callable[[], object]) -> float:
     """Return the milliseconds of one call on this machine's clock."""
     start = time.perf_counter()
@@ -189,6 +223,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs=3, type=int, default=(128, 197, 384), metavar=tuple("BLD"))
     parser.add_argument("--output", type=Path, help="write every time there, as JSON")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--toy", action="store_true", help="tiny, interpreted; times mean nothing")
     add_seconds(parser)
     return parser.parse_args()
@@ -210,6 +245,10 @@ def main() -> int:
         name = torch.cuda.get_device_name()
     head = {"device": name, "arch": arch, "shape": list(shape), "torch": torch.__version__}
     times = Times(args.output, head | {"commit": revision()})
+    blocks = [(name, (c * lanes, w)) for name, options in _CANDIDATES.items() for c, w in options]
+    missing = [(name, block) for name, block in blocks if times.get(name, block) is None]
+    if args.jobs > 1 and missing and not args.toy:
+        compile_all(missing, arch, shape, args.jobs, budget.left / 2)
     with ops.use_backend("triton"):
         clock = once if args.toy else do_bench
         best = best_blocks(arch, lanes, steps(shape, device), clock, times, budget)

@@ -1,12 +1,14 @@
 """The Triton kernels at a dozen shapes that differ in what matters to them, values and gradients.
 
 On a GPU in bfloat16 against the reference in float64 on the same GPU; without one, the small shapes in
-Triton's interpreter.
+Triton's interpreter. And the cases of ``python -m vil.selfcheck``, each by itself, so that processes can
+share them: the compiler takes long, and the check itself then finds all compiled.
 """
 
 import pytest
 import torch
 
+from vil import selfcheck
 from vil.kernels import ops, reference
 
 pytest.importorskip("triton")
@@ -26,10 +28,11 @@ SHAPES = (
     (2, 197, 96, 8),
     (16, 197, 384, 16),  # vil_tiny at 224 px
     (4, 197, 1536, 16),  # vil_base
-    (2, 1025, 384, 16),  # vil_tiny at 512 px
-    (1, 4097, 384, 16),  # at 1024 px, in segments
+    (16, 1025, 384, 16),  # vil_tiny at 512 px
+    (8, 4097, 384, 16),  # at 1024 px, in segments
     (300, 50, 64, 16),  # many short ones
 )
+LOW_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
 SMALL = SHAPES[:2]  # the rest takes the interpreter a minute
 
 
@@ -67,3 +70,16 @@ def test_agrees_with_the_reference(shape: tuple[int, int, int, int], recurrence:
     for result, truth in zip(results, truths, strict=True):
         scale = truth.abs().max().clamp(min=1e-30)
         assert ((result.double() - truth).abs().max() / scale).item() <= TOLERANCE
+
+
+CASES = [(dtype, i) for dtype in LOW_AND_SINGLE for i in range(len(list(selfcheck.cases(dtype))))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "number"), CASES, ids=str)
+def test_selfcheck_passes_case_by_case(dtype: torch.dtype, number: int) -> None:
+    case = list(selfcheck.cases(dtype))[number]
+    with ops.use_backend("triton"):
+        error = selfcheck.largest_error(case, dtype, "cuda")
+    assert error <= selfcheck.TOLERANCES[dtype], case.name
