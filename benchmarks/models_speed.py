@@ -105,10 +105,9 @@ class Runner:
         others = _allocated(device, reset=True)
         torch.manual_seed(0)
         options: dict[str, Any] = {"depth": 2} if toy else {}
-        with device:
-            self.model = timm.create_model(name, img_size=cell.size, **options)
-            self.images = torch.randn(cell.batch, 3, cell.size, cell.size)
-            self.labels = torch.randint(CLASSES, (cell.batch,))
+        self.model = timm.create_model(name, img_size=cell.size, **options).to(device)
+        self.images = torch.randn(cell.batch, 3, cell.size, cell.size, device=device)
+        self.labels = torch.randint(CLASSES, (cell.batch,), device=device)
         self.model.train(cell.pass_name == "training")
         self.step = self._inference if cell.pass_name == "inference" else self._training
         if cell.pass_name == "training":

@@ -16,12 +16,14 @@ The same command again continues: --minutes are those of all calls together, par
 not run again as long as their files, the GPU and the versions are the same, and whoever was stopped
 loses no more than the part, or the row of it, that was running. Parts that ran out of their time take
 another turn after the rest. ``--again`` runs parts anew. Exit status 0 if every part is done and passed.
+Compiled kernels are in output/on_gpu, too: whoever continues on another machine brings that along.
 
 For a machine without a network, ``--prepare`` collects the wheels that it may lack into a folder; brought
 along and named by ``--wheels`` (the default is wheels/, if there is such a folder) those that are missing
 or too old are used by the parts, without being installed. ``--build-mamba-ssm`` builds its kernel from
-the source among them while the checks run, and leaves the wheel there. ``--toy`` runs every part tiny,
-on the CPU, to see that it would run; its records are kept apart and marked.
+the source among them while the checks run, and leaves the wheel there. A copy without its history takes
+the commit that records name from VIL_COMMIT. ``--toy`` runs every part tiny, on the CPU, to see that it
+would run; its records are kept apart and marked.
 """
 
 import argparse

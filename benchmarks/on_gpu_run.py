@@ -219,7 +219,12 @@ class Session:
                 entry["seconds"] = round(before + time.monotonic() - start, 1)
                 self.write()
 
-        variables_ = variables(self.site) | {"VIL_COMMIT": entry["commit"]}
+        variables_ = variables(self.site) | {
+            "VIL_COMMIT": entry["commit"],
+            # Kept with the logs, so that they can be brought along to the next machine.
+            "TRITON_CACHE_DIR": str(self.work / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
+        }
         if self.toy:
             variables_ |= {
                 "CUDA_VISIBLE_DEVICES": "",

@@ -18,21 +18,8 @@ Ratios to the design's roofline: ``roofline.py``.
 Without a GPU, ``--toy`` runs all of this on the CPU, our scans through the reference; its times are
 those of nothing.
 
-mamba-ssm is optional. Its scan is compiled from its source package: on a machine with a network and
-torch (setup.py imports it), then on the one with the GPU, which needs nvcc, ninja and wheel but no
-network:
-
-    MAMBA_SKIP_CUDA_BUILD=TRUE pip download --no-deps --no-binary :all: --no-build-isolation \\
-        mamba-ssm==2.3.2.post1
-
-    tar xzf mamba_ssm-2.3.2.post1.tar.gz && cd mamba_ssm-2.3.2.post1
-    sed -i '/append("-gencode")/d; s/cc_flag.append("arch=.*")/pass/' setup.py
-    MAMBA_FORCE_BUILD=TRUE MAMBA_KEEP_CUDA_BUILD=TRUE TORCH_CUDA_ARCH_LIST=9.0 MAX_JOBS=10 \\
-        pip install --no-build-isolation --no-deps .
-
-setup.py compiles for nine architectures whatever TORCH_CUDA_ARCH_LIST says; the sed leaves the choice
-to that variable. FORCE_BUILD keeps it from looking for a wheel on the network, and versions after
-this one build nothing without KEEP_CUDA_BUILD. From torch 2.13 on, add ``s/c++17/c++20/``.
+mamba-ssm and flash-linear-attention are optional. ``python benchmarks/wheels.py`` collects the source of
+the one's kernel and the other's wheel, on a machine with a network and torch, and builds the kernel.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 The experiment is vision.py's fractals_large, which takes hours, cut to what fits: the four models take
 turns at the same batches, so that they have made equally many steps whenever it ends and the loader
 works once for all. How many steps fit is found by timing the first; the learning rate then falls by a
-cosine to the last of them. Validation is at four equally distant steps. One seed: a difference of a few
+cosine to the last of them. Validation is half-way and at the end. One seed: a difference of a few
 points is noise. A run that was stopped continues from its last validation, given the same files.
 """
 
@@ -47,8 +47,8 @@ TOY = dataclasses.replace(
 )
 WARMUP = 50  # steps
 TIMED = range(10, 30)  # steps that tell how many fit: the ones before compile
-VALIDATIONS = 4
-RESERVE = 0.15  # of the time, for validation
+VALIDATIONS = 2
+RESERVE = 0.2  # of the time, for validation
 
 
 class Race:

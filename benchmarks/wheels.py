@@ -6,7 +6,7 @@
 ``collect`` downloads the packages below for Python 3.12 on 64-bit Linux into one folder. ``use`` unpacks,
 on the other machine, those that are missing there or older than pyproject.toml asks for into a folder
 for PYTHONPATH; nothing is installed, and what the machine has stays as it is. ``build`` makes a wheel of
-mamba-ssm's kernel from the source in the folder, as scan.py tells; it needs nvcc, but no GPU, and the
+mamba-ssm's kernel from the source in the folder; it needs nvcc, ninja and wheel, but no GPU, and the
 versions of Python and torch that will use it.
 """
 
@@ -198,12 +198,10 @@ def build(folder: Path, arch: str, jobs: int) -> None:
             archive.extractall(temporary, filter="data")
         (source,) = Path(temporary).iterdir()
         setup = source / "setup.py"
-        # Nine architectures otherwise, whatever TORCH_CUDA_ARCH_LIST says.
-        text = re.sub(r'^.*append\("-gencode"\).*\n', "", setup.read_text(), flags=re.M)
-        setup.write_text(re.sub(r'cc_flag\.append\("?f?"?arch=.*\)', "pass", text))
+        setup.write_text(_patched(setup.read_text(), importlib.metadata.version("torch")))
         environment = os.environ | {
-            "MAMBA_FORCE_BUILD": "TRUE",
-            "MAMBA_KEEP_CUDA_BUILD": "TRUE",
+            "MAMBA_FORCE_BUILD": "TRUE",  # or it looks for a wheel on the network
+            "MAMBA_KEEP_CUDA_BUILD": "TRUE",  # or nothing is built, from this version on
             "TORCH_CUDA_ARCH_LIST": arch,
             "MAX_JOBS": str(jobs),
         }
@@ -214,6 +212,18 @@ def build(folder: Path, arch: str, jobs: int) -> None:
         for wheel in Path(temporary).glob("*.whl"):
             shutil.copyfile(wheel, folder / f".{wheel.name}")
             os.replace(folder / f".{wheel.name}", folder / wheel.name)
+
+
+def _patched(setup: str, torch: str) -> str:
+    """Return mamba-ssm's setup.py as it has to be.
+
+    It compiles for nine architectures, whatever TORCH_CUDA_ARCH_LIST says, and in C++17, which the
+    headers of torch are not in any more from 2.13 on.
+    """
+    setup = re.sub(r'^.*append\("-gencode"\).*\n', "", setup, flags=re.M)
+    setup = re.sub(r'cc_flag\.append\("arch=.*\)', "pass", setup)
+    major, minor = (int(number) for number in torch.split(".")[:2])
+    return setup.replace("c++17", "c++20") if (major, minor) >= (2, 13) else setup
 
 
 def main() -> None:

@@ -409,6 +409,22 @@ def test_carried_packages_come_before_those_of_the_machine(tmp_path: Path) -> No
     assert list(site.iterdir()) == []
 
 
+def test_setup_of_mamba_ssm_is_patched_for_one_architecture_and_the_torch_there_is() -> None:
+    setup = """
+    if bare_metal_version >= Version("11.8"):
+        cc_flag.append("-gencode")
+        cc_flag.append("arch=compute_90,code=sm_90")
+    flags = ["-O3", "-std=c++17"]
+"""
+    patched = """
+    if bare_metal_version >= Version("11.8"):
+        pass
+    flags = ["-O3", "-std=c++17"]
+"""
+    assert wheels._patched(setup, "2.11.0+cu130") == patched
+    assert wheels._patched(setup, "2.13.1") == patched.replace("c++17", "c++20")
+
+
 def test_required_versions_are_those_of_pyproject() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert all(f'"{need}"' in text for need in wheels.REQUIRED)
