@@ -146,6 +146,8 @@ def unmet(wheels: list[Wheel], present: dict[str, str]) -> list[str]:
     have = present | {wheel.name: wheel.version for wheel in wheels}
     messages = []
     for wheel in wheels:
+        if wheel.name == "mamba-ssm":  # only its compiled module is imported, by itself
+            continue
         for need in map(_requirement, wheel.needs):
             if need.marker is not None and not need.marker.evaluate({"extra": ""}):
                 continue
