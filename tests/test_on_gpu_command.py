@@ -90,13 +90,11 @@ child = subprocess.Popen([sys.executable, "-c", {child!r}])
 open(sys.argv[1] + "/pid", "w").write(str(child.pid))
 time.sleep(600)
 """
-    parts = [part("hanging", code), part("last", "pass", share=0.5)]
+    parts = [part("hanging", code, share=0.1), part("last", "pass")]
     start = time.monotonic()
-    assert not session(tmp_path, minutes=0.2).run(parts)
+    assert not session(tmp_path, minutes=0.7).run(parts)
     assert time.monotonic() - start < 30
-    assert statuses(tmp_path) == {"hanging": "timed out", "last": "not run"} or statuses(
-        tmp_path
-    ) == {"hanging": "timed out", "last": "passed"}
+    assert statuses(tmp_path) == {"hanging": "timed out", "last": "passed"}
     pid = int((tmp_path / "out" / "pid").read_text())
     wait_for(lambda: not is_alive(pid))
     assert "Fatal Python error: Aborted" in (tmp_path / "work" / "logs" / "hanging.log").read_text()
@@ -146,7 +144,7 @@ def test_time_is_that_of_all_calls_and_what_is_left_over_goes_on(tmp_path: Path)
     entries = json.loads((tmp_path / "out" / "on_gpu.json").read_text())["parts"]
     limits = [entries[p.name]["limit_s"] for p in parts]
     assert limits == pytest.approx([400 / 4, 400 / 3, 400], abs=6)  # each takes a second or less
-    assert entries["third"]["tail"].strip() == f"{limits[2]:.0f}"
+    assert float(entries["third"]["tail"]) == pytest.approx(limits[2], abs=1)
     again = session(tmp_path, minutes=10)
     assert 200 < again.spent_s < 220
 
