@@ -167,12 +167,12 @@ def run(race: Race, budget: Budget, save: Any, most: int) -> bool:
             fits = race.step + int(min((1 - RESERVE) * budget.left / seconds, most))
             race.steps = min(most, fits)
             print(f"{seconds:.3f} s a step of all models: {race.steps} steps", flush=True)
-        ended = race.step == race.steps
+        ended, over = race.step == race.steps, not budget.left
         due = race.steps and race.step % max(race.steps // VALIDATIONS, 1) == 0
-        if ended or due or not budget.left:
+        if ended or due or over:
             save(race.validate())
             race.save()
-        if ended or not budget.left:
+        if ended or over:
             return ended
     return True
 
