@@ -30,14 +30,19 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import delta_rule
+from delta_rule import DELTA_RULE, HEAD
 from roofline import M
 from vil.kernels import ops, reference
 
 CHUNK = 16  # tokens of a chunk of the PyTorch scan
-HEAD = 64  # channels of an attention head
 
 MAMBA_SSM = "mamba-ssm, both directions"
+MAMBA_TRITON = "Mamba (ours, Triton)"
+FLASH = "flash attention (SDPA)"
+COMPILED = "PyTorch, compiled (diagonal)"
 PARAMETERS = ("A", "D", "bias")
 
 
@@ -47,7 +52,7 @@ class Contestant:
 
     Attributes:
         name: Shown in the results.
-        task: A recurrence of the library, or "attention".
+        task: A recurrence of the library, "attention", or "delta", which is ``delta_rule.py``'s.
         run: What is timed: takes the tensors of ``arrange``, in order, and returns the output.
         ours: Whether it is this library's.
         missing: Why it cannot run on this machine, "" if it can.
@@ -118,14 +123,16 @@ def contestants() -> list[Contestant]:
     ours = [
         Contestant("Longhorn exact (ours)", "longhorn_exact", _longhorn("longhorn_exact"), True),
         Contestant("Longhorn diagonal (ours)", "longhorn", _longhorn("longhorn"), True),
-        Contestant("Mamba (ours)", "mamba", _mamba, True),
+        Contestant(MAMBA_TRITON, "mamba", _mamba, True),
     ]
     compiled = torch.compile(chunked_scan, dynamic=False)
+    delta, missing = delta_rule.find()
     return [
         *ours,
         mamba_ssm(),
-        Contestant("PyTorch, compiled (diagonal)", "longhorn", compiled),
-        Contestant("SDPA attention", "attention", attention),
+        Contestant(COMPILED, "longhorn", compiled),
+        Contestant(FLASH, "attention", attention),
+        Contestant(DELTA_RULE, "delta", delta, missing=missing),
     ]
 
 
@@ -141,9 +148,10 @@ def _mamba(*tensors: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend with heads of 64 channels; q, k, v and the result are (B, L, D)."""
+    """Attend with heads of 64 channels by flash attention; q, k, v and the result are (B, L, D)."""
     q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # or an error, never another one silently
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def mamba_ssm() -> Contestant:
@@ -313,6 +321,8 @@ def tensors_of(task: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the inputs of a task by name, in the order of its arguments."""
     if task == "attention":
         return {"q": inputs["x"][0], "k": inputs["x"][1], "v": inputs["z"]}
+    if task == "delta":
+        return delta_rule.inputs_of(inputs)
     left_out = ("grad",) if task == "mamba" else ("grad", "A")
     return {name: tensor for name, tensor in inputs.items() if name not in left_out}
 
@@ -326,8 +336,8 @@ def truth(task: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = tensors_of(task, inputs)
     exact = tuple(tensor.detach().double().requires_grad_() for tensor in tensors.values())
     grad = inputs["grad"].double()
-    if task == "attention":
-        out, grads = _attention_truth(exact, grad)
+    if task in _BY_SEQUENCE:
+        out, grads = _truth_by_sequence(_BY_SEQUENCE[task], exact, grad)
     else:
         arguments = exact if task == "mamba" else (*exact[:2], None, *exact[2:])
         out = reference.bidirectional_scan(*arguments, task)
@@ -336,14 +346,24 @@ def truth(task: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"inference": out, "output": out, **dict(zip(tensors, grads, strict=True))}
 
 
-def _attention_truth(qkv: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend within one sequence, (L, D)."""
+    q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(0, 1) for t in (q, k, v))
+    weights = torch.softmax(q @ k.transpose(1, 2) / HEAD**0.5, -1)
+    return (weights @ v).transpose(0, 1).flatten(1)
+
+
+_BY_SEQUENCE = {"attention": _exact_attention, "delta": delta_rule.exact}
+
+
+def _truth_by_sequence(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor, list[Tensor]]:
     # One batch element at a time: the L x L matrices of all in float64 would fill a GPU.
     parts = []
-    for *tokens, grad_b in zip(*qkv, grad, strict=True):
+    for *tokens, grad_b in zip(*inputs, grad, strict=True):
         tokens = [t.detach().requires_grad_() for t in tokens]
-        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(0, 1) for t in tokens)
-        weights = torch.softmax(q @ k.transpose(1, 2) / HEAD**0.5, -1)
-        out = (weights @ v).transpose(0, 1).flatten(1)
+        out = function(*tokens)
         parts.append((out.detach(), *torch.autograd.grad(out, tokens, grad_b)))
     out, *grads = (torch.stack(part) for part in zip(*parts, strict=True))
     return out, grads

@@ -11,6 +11,7 @@ compiles, is not counted.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -70,11 +71,19 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
 
 
 def revision() -> str:
-    """Return the commit of the checkout, or "unknown"."""
+    """Return the commit of the checkout, or "unknown".
+
+    VIL_COMMIT comes first, for copies that have no history.
+    """
+    if os.environ.get("VIL_COMMIT"):
+        return os.environ["VIL_COMMIT"]
     command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    try:
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git
+        return "unknown"
     return found.stdout.strip() or "unknown"
 
 

@@ -10,7 +10,8 @@ they train one layer on fresh sequences of several K, at two learning rates, of 
 better mean over the seeds is reported, and test each K apart, and at up to 16 times the length trained
 at. In ``short`` the question is how many pairs are recalled at once; in ``long``, with twice the tokens,
 who begins to recall within the steps. ``published`` is the grid of Fig. 4 of the Longhorn paper. Runs
-are recorded one by one; the same command continues.
+are recorded one by one; the same command continues. With ``--seconds``, runs of ``published`` that are
+still going then end with their epoch, and are recorded as stopped; "by_epoch" tells how far each was.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from budget import UNFINISHED, Budget, add_seconds
 from mqar_results import best_of_rates, published_table, table
 from records import Record, Row, product, run_all
 from recurrences import RECURRENCES, Mixer
@@ -303,7 +305,13 @@ class Published:
 
 
 def run_published(
-    recurrence: str, length: int, dim: int, lr: float, seed: int, **settings: Any
+    recurrence: str,
+    length: int,
+    dim: int,
+    lr: float,
+    seed: int,
+    deadline: float = math.inf,
+    **settings: Any,
 ) -> Row:
     """Train on the same sequences in the same order in every epoch, on a GPU if there is one.
 
@@ -313,10 +321,12 @@ def run_published(
         dim: Channels C.
         lr: Learning rate of the first epoch.
         seed: Of the initial values. All runs of a length are trained and tested on the same data.
+        deadline: By ``time.time``: the run stops after the epoch in which this passes.
         settings: Fields of ``Published``.
 
     Returns:
-        Figures "accuracy" (the last epoch's), "epochs", "parameters" and "seconds".
+        Figures "accuracy" (the last epoch's), "by_epoch", "epochs", "parameters" and "seconds", and
+        "stopped" if the deadline ended it.
     """
     setting = Published(**settings)
     pairs, batch_size = PUBLISHED[length]
@@ -332,22 +342,27 @@ def run_published(
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=WEIGHT_DECAY)
     schedule = CosineAnnealingLR(optimizer, setting.epochs)
     start = time.perf_counter()
-    epoch, score = 0, 0.0
-    while epoch < setting.epochs and score <= setting.enough:
+    scores = [0.0]
+    while len(scores) <= setting.epochs and scores[-1] <= setting.enough:
         for first in range(0, len(train), batch_size):
             step(model, optimizer, train[first : first + batch_size])
         schedule.step()
-        epoch += 1
-        score = accuracy(model, valid, batch_size)
+        scores.append(accuracy(model, valid, batch_size))
+        if time.time() > deadline:
+            break
+    epochs, score = len(scores) - 1, scores[-1]
     seconds = round(time.perf_counter() - start, 1)
-    return {"parameters": parameters(model), "accuracy": score, "epochs": epoch, "seconds": seconds}
+    row = {"parameters": parameters(model), "accuracy": score, "epochs": epochs, "seconds": seconds}
+    row["by_epoch"] = [round(score, 4) for score in scores[1:]]
+    ended = epochs == setting.epochs or score > setting.enough
+    return row if ended else row | {"stopped": True}
 
 
 # ------------------------------------------------------------------------------------------ main
 
 
-def main() -> None:
-    """Run what is missing and print a table; results.py draws figures."""
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--setting", choices=(*SMALL, "published"), default="short")
     parser.add_argument(
@@ -364,21 +379,36 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, help="the record; default: results/mqar_<setting>.json"
     )
-    args = parser.parse_args()
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="of published")
+    for field in fields(Published):
+        if field.name.endswith("count") or field.name in ("epochs", "vocabulary"):
+            option = f"--{field.name.replace('_', '-')}"
+            parser.add_argument(option, type=int, default=field.default, help="of published")
+    add_seconds(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run what is missing, print a table and return the exit status; results.py draws figures."""
+    args = parse()
+    budget = Budget(args.seconds)
     published = args.setting == "published"
     names = args.recurrences or (LONG_RECURRENCES if args.setting == "long" else list(RECURRENCES))
-    settings = asdict(Published() if published else SMALL[args.setting])
+    given = {field.name: getattr(args, field.name, field.default) for field in fields(Published)}
+    settings = given if published else asdict(SMALL[args.setting])
     output = args.output or RESULTS / f"mqar_{args.setting}.json"
     record = Record(output, {"setting": args.setting} | settings)
     if published:
         seeds = args.seeds or [123]
         axes = {"recurrence": names, "length": args.lengths, "dim": args.dims}
-        run_all(record, run_published, product(**axes, lr=RATES, seed=seeds), args.jobs)
-        rows = best_of_rates(record.rows)
-        print(published_table(rows))
-    else:
-        small_grid(SMALL[args.setting], names, args.seeds or [0, 1, 2], record, args.jobs)
-        print(table(record.rows))
+        runs = product(**axes, lr=args.rates, seed=seeds)
+        until = partial(run_published, **settings, deadline=time.time() + budget.left)
+        left = run_all(record, until, runs, args.jobs, budget=budget)
+        print(published_table(best_of_rates(record.rows)))
+        return UNFINISHED if left else 0
+    small_grid(SMALL[args.setting], names, args.seeds or [0, 1, 2], record, args.jobs)
+    print(table(record.rows))
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from scipy.stats import ttest_ind_from_stats
 
 import vil
+from budget import Budget
 from cpu import processor, revision
 from vil.training.files import write_text
 
@@ -88,8 +89,13 @@ def environment() -> dict[str, Any]:
 
 
 def run_all(
-    record: Record, function: Callable[..., Row], runs: Iterable[Row], jobs: int, threads: int = 1
-) -> None:
+    record: Record,
+    function: Callable[..., Row],
+    runs: Iterable[Row],
+    jobs: int,
+    threads: int = 1,
+    budget: Budget | None = None,
+) -> int:
     """Add the missing runs to a record.
 
     Args:
@@ -98,17 +104,28 @@ def run_all(
         runs: What distinguishes each run; distinct from each other.
         jobs: Runs at a time, each in a process of its own.
         threads: Threads of each.
+        budget: No run is begun once it is used up.
+
+    Returns:
+        How many runs are missing still.
     """
     missing = record.missing(runs)
+    queue, futures, number = list(missing), {}, 0
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         jobs, mp_context=context, initializer=_begin, initargs=(threads,)
     ) as pool:
-        futures = {pool.submit(function, **run): run for run in missing}
-        for number, future in enumerate(as_completed(futures), 1):
-            row = futures[future] | future.result()
-            record.add(row)
-            print(f"{number}/{len(missing)}", json.dumps(row), flush=True)
+        while True:
+            while queue and len(futures) < jobs and (budget is None or budget.left):
+                run = queue.pop(0)
+                futures[pool.submit(function, **run)] = run
+            if not futures:
+                return len(queue)
+            for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                row = futures.pop(future) | future.result()
+                record.add(row)
+                number += 1
+                print(f"{number}/{len(missing)}", json.dumps(row), flush=True)
 
 
 def _begin(threads: int) -> None:

@@ -1,6 +1,7 @@
 """Time the bidirectional scans of this library on a CUDA GPU against what else does the job.
 
     python benchmarks/scan.py [--shapes 128,197,384 ...] [--repetitions 50] [--output FILE.json]
+        [--resume] [--seconds N]
 
 Contestants and the task they share: ``contestants.py``. Before anything is timed, each one's output
 (with and without autograd) and all gradients are compared with the reference in float64 at the full
@@ -14,34 +15,22 @@ median of the ratios turn by turn.
 
 Ratios to the design's roofline: ``roofline.py``.
 
-mamba-ssm is optional. Its scan is compiled from its source package: on a machine with a network and
-torch (setup.py imports it), then on the one with the GPU, which needs nvcc, ninja and wheel but no
-network:
+Without a GPU, ``--toy`` runs all of this on the CPU, our scans through the reference; its times are
+those of nothing.
 
-    MAMBA_SKIP_CUDA_BUILD=TRUE pip download --no-deps --no-binary :all: --no-build-isolation \\
-        mamba-ssm==2.3.2.post1
-
-    tar xzf mamba_ssm-2.3.2.post1.tar.gz && cd mamba_ssm-2.3.2.post1
-    sed -i '/append("-gencode")/d; s/cc_flag.append("arch=.*")/pass/' setup.py
-    MAMBA_FORCE_BUILD=TRUE MAMBA_KEEP_CUDA_BUILD=TRUE TORCH_CUDA_ARCH_LIST=9.0 MAX_JOBS=10 \\
-        pip install --no-build-isolation --no-deps .
-
-setup.py compiles for nine architectures whatever TORCH_CUDA_ARCH_LIST says; the sed leaves the choice
-to that variable. FORCE_BUILD keeps it from looking for a wheel on the network, and versions after
-this one build nothing without KEEP_CUDA_BUILD. From torch 2.13 on, add ``s/c++17/c++20/``.
+mamba-ssm and flash-linear-attention are optional. ``python benchmarks/wheels.py`` collects the source of
+the one's kernel and the other's wheel, on a machine with a network and torch, and builds the kernel.
 """
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +38,21 @@ import torch
 from torch import Tensor
 
 import vil
+from budget import UNFINISHED, Budget, add_seconds, time_limit
 from contestants import (
-    HEAD,
+    COMPILED,
+    FLASH,
     MAMBA_SSM,
+    MAMBA_TRITON,
     Contestant,
+    chunked_scan,
     contestants,
     make_inputs,
     tensors_of,
     truth,
 )
-from cpu import revision
+from cpu import processor, revision
+from delta_rule import DELTA_RULE, HEAD
 from roofline import PASSES, Device, M, roofline_ms
 from scan_results import aims_table, draw, judge, refused, table
 from vil.kernels import ops
@@ -68,34 +62,17 @@ from vil.training.files import write_text
 SHAPES = ((128, 197, 384), (64, 197, 768), (8, 6085, 384), (1, 6085, 384))
 
 # Largest error allowed, as measured by ``worst_error``: twice the spacing of bfloat16 numbers, as
-# python -m vil.selfcheck allows. Attention also rounds its L x L weights to bfloat16.
+# python -m vil.selfcheck allows. Attention also rounds its L x L weights to bfloat16, the chunked delta
+# rule several products of 64 tokens.
 _EPS = torch.finfo(torch.bfloat16).eps
-TOLERANCES = dict.fromkeys(RECURRENCES, 2 * _EPS) | {"attention": 4 * _EPS}
+TOLERANCES = dict.fromkeys(RECURRENCES, 2 * _EPS) | {"attention": 4 * _EPS, "delta": 8 * _EPS}
 
-LIMIT_S = 240  # for one contestant to compile, per shape
+LIMIT_S = 240.0  # for one contestant to compile, per shape
+PEERS = (MAMBA_SSM, MAMBA_TRITON, FLASH, COMPILED, DELTA_RULE)  # that ratios are told to
+TOY_SHAPES = ((1, 17, 64), (2, 33, 64))
 
 
 # --------------------------------------------------------------------------------- correctness gate
-
-
-class TimeLimitError(Exception):
-    """A contestant took too long to compile."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError within the block once ``seconds`` have passed; for the main thread."""
-
-    def stop(*_: object) -> None:
-        raise TimeLimitError(f"not compiled within {seconds:g} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def worst_error(results: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[str, float]:
@@ -225,8 +202,26 @@ class CudaClock:
         return torch.cuda.max_memory_allocated() - before
 
 
+class WallClock:
+    """The same on a CPU, for toys: what a call takes, and no memory."""
+
+    def warm_up(self, run: Callable[[], object]) -> float:
+        """Do nothing: toys are not timed for their times."""
+        return 0.0
+
+    def time(self, run: Callable[[], object], submission_s: float) -> float:
+        """Run it once; return the milliseconds it took."""
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """Return 0: nobody counts a CPU's memory here."""
+        return 0
+
+
 def measure(
-    entries: list[Entry], pass_name: str, repetitions: int, clock: CudaClock
+    entries: list[Entry], pass_name: str, repetitions: int, clock: CudaClock | WallClock
 ) -> dict[str, Any]:
     """Time one pass of all admitted contestants in turns.
 
@@ -254,7 +249,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return a row of the results for each contestant, timed or not."""
     rows = []
-    peer = measured.get(MAMBA_SSM, {}).get("ms")
+    peers = {name: measured[name]["ms"] for name in PEERS if name in measured}
     for entry in entries:
         contestant = entry.contestant
         row = {
@@ -279,10 +274,13 @@ def rows_of(
         if contestant.ours:
             row["roofline_ms"] = roofline_ms(contestant.task, pass_name, shape, device)
             row["of_roofline"] = row["ms"] / row["roofline_ms"]
-        if peer:
-            row["faster_than_mamba_ssm"] = statistics.median(
-                other / own for own, other in zip(times, peer, strict=True)
-            )
+        row["faster_than"] = {
+            name: statistics.median(b / a for a, b in zip(times, peer, strict=True))
+            for name, peer in peers.items()
+            if name != contestant.name
+        }
+        if MAMBA_SSM in peers:
+            row["faster_than_mamba_ssm"] = row["faster_than"].get(MAMBA_SSM, 1.0)
     return rows
 
 
@@ -290,9 +288,10 @@ def run_shape(
     shape: tuple[int, int, int],
     players: list[Contestant],
     device: Device,
-    clock: CudaClock,
+    clock: CudaClock | WallClock,
     repetitions: int,
     place: str = "cuda",
+    limit_s: float = LIMIT_S,
 ) -> list[dict[str, Any]]:
     """Check all contestants at one shape, time those that are right, and return the rows.
 
@@ -303,6 +302,7 @@ def run_shape(
         clock: How to time.
         repetitions: Per contestant and pass.
         place: Type of the torch device.
+        limit_s: Seconds that a contestant may take to compile.
     """
     inputs = make_inputs(shape, place)
     entries: dict[str, Entry] = {}
@@ -312,7 +312,7 @@ def run_shape(
             if player.task == task:
                 if place == "cuda":
                     _poison()
-                entries[player.name] = admit(player, inputs, exact, LIMIT_S)
+                entries[player.name] = admit(player, inputs, exact, limit_s)
                 # Compilers are silent for minutes.
                 print(f"{shape} {player.name}: {entries[player.name].status}", file=sys.stderr)
     in_order = [entries[player.name] for player in players]
@@ -405,42 +405,102 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=default, help="results, JSON; the picture is put beside it"
     )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds a contestant may take to compile"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the shapes that the output has already"
+    )
+    parser.add_argument("--toy", action="store_true", help="tiny, on the CPU; times mean nothing")
+    add_seconds(parser)
     args = parser.parse_args(arguments)
     if args.repetitions < 2:
         parser.error(f"--repetitions must be at least 2, got {args.repetitions}")
+    if args.toy and args.shapes is SHAPES:
+        args.shapes = TOY_SHAPES
     return args
+
+
+def recorded(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a record if it was made in the same environment.
+
+    Args:
+        path: The record, which need not exist.
+        about: As of ``environment``; its bandwidth is measured anew each time and may differ.
+    """
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    same = all(content["environment"].get(k) == v for k, v in about.items() if k != "bandwidth")
+    return content["rows"] if same else []
+
+
+def toy_contestants() -> list[Contestant]:
+    """Return the contestants, the compiled one left as it was written: it takes a CPU minutes."""
+    return [
+        replace(player, run=chunked_scan) if player.name == COMPILED else player
+        for player in contestants()
+    ]
+
+
+def failed_shape(
+    shape: tuple[int, int, int], players: list[Contestant], error: BaseException
+) -> list[dict[str, Any]]:
+    """Return rows that say that a shape could not be measured at all."""
+    lines = str(error).strip().splitlines() or [""]
+    status = f"failed: {type(error).__name__}: {lines[0]}"
+    nothing = Device("", 1, 1, 1)
+    entries = [Entry(player, player.missing or status) for player in players]
+    return [row for name in PASSES for row in rows_of(shape, name, entries, {}, nothing)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Check, time, print a table, write results and picture; return the exit status."""
     args = parse(arguments)
-    if not torch.cuda.is_available():
+    budget = Budget(args.seconds)
+    if not torch.cuda.is_available() and not args.toy:
         print("benchmarks/scan.py times GPU kernels: it needs a CUDA GPU", file=sys.stderr)
         return 2
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    device = probe()
+    device = Device(f"toy on {processor()}", 1, 1e9, 1e9) if args.toy else probe()
+    clock = WallClock() if args.toy else CudaClock(device.clock_hz)
+    backend, place = ("reference", "cpu") if args.toy else ("triton", "cuda")
     about = environment(device)
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    players = contestants()
-    clock = CudaClock(device.clock_hz)
-    rows: list[dict[str, Any]] = []
-    title = f"Bidirectional scans, bfloat16, M = {M}, {device.name}"
-    for shape in args.shapes:
+    players = toy_contestants() if args.toy else contestants()
+    rows = recorded(args.output, about) if args.resume else []
+    done = {tuple(row["shape"]) for row in rows}
+    missing = [shape for shape in args.shapes if shape not in done]
+    while missing and budget.left:
+        shape = missing.pop(0)
         torch.compiler.reset()  # every shape is compiled for itself; torch keeps only a few
         torch.cuda.empty_cache()
-        with ops.use_backend("triton"):
-            new = run_shape(shape, players, device, clock, args.repetitions)
+        limits = {"place": place, "limit_s": max(10.0, min(args.limit, budget.left / 2))}
+        try:
+            with ops.use_backend(backend):
+                new = run_shape(shape, players, device, clock, args.repetitions, **limits)
+        except torch.OutOfMemoryError as error:
+            new = failed_shape(shape, players, error)
         rows += new
         print(table(new), flush=True)
-        aims = judge(rows, device.name)
-        # After every shape, so that a run cut short leaves what it has.
-        result = {"environment": about, "tolerances": TOLERANCES, "rows": rows, "aims": aims}
-        write_text(args.output, json.dumps(result, indent=1))
-        draw(args.output.with_suffix(".png"), rows, title)
-    print(aims_table(aims))
+        save(
+            args.output, about, rows
+        )  # after every shape, so that a run cut short leaves what it has
+    print(aims_table(judge(rows, device.name)))
     complaint = refused(rows)
     print(complaint, end="\n" if complaint else "", file=sys.stderr)
+    if missing and not complaint:
+        print(f"the time is up, missing: {missing}; --resume continues", file=sys.stderr)
+        return UNFINISHED
     return int(bool(complaint))
+
+
+def save(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write the record, and the picture beside it."""
+    aims = judge(rows, about["name"])
+    result = {"environment": about, "tolerances": TOLERANCES, "rows": rows, "aims": aims}
+    write_text(path, json.dumps(result, indent=1))
+    draw(path.with_suffix(".png"), rows, f"Bidirectional scans, bfloat16, M = {M}, {about['name']}")
 
 
 if __name__ == "__main__":

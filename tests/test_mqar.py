@@ -211,6 +211,19 @@ def test_published_run_stops_when_it_recalls(monkeypatch: pytest.MonkeyPatch) ->
     assert mqar.run_published(**run, **small, enough=-1.0)["epochs"] == 0
 
 
+def test_published_run_ends_with_the_epoch_when_the_time_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mqar, "PUBLISHED", {16: (2, 4)})
+    small = {"vocabulary": 16, "train_count": 8, "test_count": 4, "epochs": 3}
+    run = {"recurrence": "longhorn", "length": 16, "dim": 8, "lr": 1e-3, "seed": 0}
+    whole = mqar.run_published(**run, **small)
+    cut = mqar.run_published(**run, **small, deadline=0.0)
+    assert (cut["epochs"], cut["stopped"]) == (1, True)
+    assert cut["by_epoch"] == whole["by_epoch"][:1]
+    assert "stopped" not in whole
+
+
 def small_rows() -> list[dict]:
     shared = {"lr": 2.2e-3, "parameters": 1234, "accuracy": 0.5}
     return [
@@ -262,7 +275,7 @@ def test_the_rate_with_the_better_mean_is_reported() -> None:
 def test_command_writes_record_and_table(
     setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    def run_all(record: Record, function: object, runs: list[dict], jobs: int) -> None:
+    def run_all(record: Record, function: object, runs: list[dict], jobs: int, **_: object) -> None:
         figures = {"parameters": 1, "accuracy": 0.5, "pairs 2": 0.5, "length 32": 0.5}
         for run in record.missing(runs):
             record.add(run | figures)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import records
+from budget import Budget
 
 
 def double(number: int, seed: int) -> records.Row:
@@ -31,6 +32,15 @@ def test_the_same_command_runs_what_is_missing(tmp_path: Path) -> None:
     assert content["environment"]["commit"]
     found = {(run["number"], run["seed"]): run["doubled"] for run in content["runs"]}
     assert found == {(1, 0): -1, (1, 1): 3, (2, 0): 4, (2, 1): 5}
+
+
+def test_nothing_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
+    record = records.Record(tmp_path / "r.json", {"steps": 3})
+    runs = records.product(number=(1, 2), seed=(0,))
+    assert records.run_all(record, double, runs, jobs=1, budget=Budget(0)) == 2
+    assert record.rows == []
+    assert records.run_all(record, double, runs, jobs=2, budget=Budget(None)) == 0
+    assert sorted(row["doubled"] for row in record.rows) == [2, 4]
 
 
 @pytest.mark.parametrize("part", ["settings", "environment"])

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import budget
 import contestants
+import delta_rule
 import roofline
 import scan
 import scan_results
@@ -91,6 +93,21 @@ def fake_extension() -> SimpleNamespace:
     return SimpleNamespace(fwd=fwd, bwd=bwd)
 
 
+def fake_chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool
+) -> tuple[Tensor, None]:
+    """Compute what flash-linear-attention documents, token by token: q, k, v (B, L, H, N)."""
+    assert use_qk_l2norm_in_kernel
+    q, k = (F.normalize(t, dim=-1) for t in (q, k))
+    state, outputs = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
+    for t in range(q.shape[1]):
+        seen = (state * k[:, t, ..., None]).sum(-2)
+        error = beta[:, t, :, None] * (v[:, t] - seen)
+        state = state + k[:, t, ..., None] * error[..., None, :]
+        outputs.append((state * q[:, t, ..., None]).sum(-2) / q.shape[-1] ** 0.5)
+    return torch.stack(outputs, 1), None
+
+
 def error_in_float64(contestant: Contestant, shape: tuple[int, int, int]) -> float:
     """Return the worst error of outputs and gradients, in float64."""
     inputs = contestants.make_inputs(shape, "cpu", torch.float64)
@@ -152,6 +169,20 @@ def test_layout_for_mamba_ssm_is_contiguous_and_undone() -> None:
 def test_attention_matches_softmax() -> None:
     contestant = Contestant("SDPA", "attention", contestants.attention)
     assert error_in_float64(contestant, (2, 9, 128)) < 1e-12
+
+
+def test_delta_rule_of_both_directions_matches_the_triangular_system() -> None:
+    run = delta_rule.both_ways(fake_chunk_delta_rule)
+    contestant = Contestant("fla", "delta", run)
+    assert error_in_float64(contestant, (2, 21, 128)) < 1e-12
+
+
+def test_delta_rule_is_missing_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'fla'", name="fla")
+
+    monkeypatch.setattr(delta_rule.importlib, "import_module", fail)
+    assert delta_rule.find()[1] == "not installed"
 
 
 def test_mamba_ssm_is_missing_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +261,8 @@ def all_players(**replaced: Callable[..., Tensor]) -> list[Contestant]:
     pair = contestants.selective_scan_pair(fake_selective_scan)
     players[3] = contestants.SelectiveScanPair(contestants.MAMBA_SSM, "mamba", pair)
     players[4] = dataclasses.replace(players[4], run=contestants.chunked_scan)
+    delta = delta_rule.both_ways(fake_chunk_delta_rule)
+    players[6] = dataclasses.replace(players[6], run=delta, missing="")
     return [
         dataclasses.replace(player, run=replaced.get(player.task, player.run)) for player in players
     ]
@@ -238,14 +271,15 @@ def all_players(**replaced: Callable[..., Tensor]) -> list[Contestant]:
 def test_all_contestants_agree_and_are_timed_in_turns(tmp_path: Path) -> None:
     players = all_players()
     rows = play(players)
-    assert [row["status"] for row in rows] == ["ok"] * 6 * len(roofline.PASSES)
+    assert [row["status"] for row in rows] == ["ok"] * 7 * len(roofline.PASSES)
     assert scan_results.refused(rows) == ""
     json.dumps(rows, allow_nan=False)
     exact, peer = rows[0], rows[3]
-    assert (exact["ms"], peer["ms"]) == (7, 10)  # turns of six: 1, 7, 13 and 4, 10, 16
-    assert exact["iqr_ms"] == 6
-    assert exact["faster_than_mamba_ssm"] == pytest.approx(10 / 7)
-    assert exact["of_roofline"] == 7 / roofline.roofline_ms(
+    assert (exact["ms"], peer["ms"]) == (8, 11)  # turns of seven: 1, 8, 15 and 4, 11, 18
+    assert exact["iqr_ms"] == 7
+    assert exact["faster_than_mamba_ssm"] == pytest.approx(11 / 8)
+    assert exact["faster_than"][contestants.FLASH] == pytest.approx(13 / 8)
+    assert exact["of_roofline"] == 8 / roofline.roofline_ms(
         "longhorn_exact", "inference", SMALL, H200
     )
     assert "roofline_ms" not in peer
@@ -304,7 +338,11 @@ def run_main(
     monkeypatch: pytest.MonkeyPatch, players: list[Contestant], arguments: list[str]
 ) -> int:
     """Run the script with all that needs a GPU replaced."""
-    run_shape = functools.partial(scan.run_shape, place="cpu")
+    original = scan.run_shape
+
+    def run_shape(*arguments: object, **options: object) -> list[dict]:
+        return original(*arguments, **options | {"place": "cpu"})
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(scan, "probe", lambda: H200)
     monkeypatch.setattr(scan, "CudaClock", lambda clock_hz: FakeClock())
@@ -322,13 +360,53 @@ def test_results_file(
     arguments = ["--shapes", "1,5,64", "2,3,64", "--repetitions", "2", "--output", str(output)]
     assert run_main(monkeypatch, all_players(), arguments) == 0
     result = json.loads(output.read_text())
-    assert len(result["rows"]) == 2 * 6 * 3
+    assert len(result["rows"]) == 2 * 7 * 3
     assert result["environment"]["name"] == "NVIDIA H200"
     assert [aim["verdict"] for aim in result["aims"]] == ["not measured"] * 4
     assert sorted(path.name for path in output.parent.iterdir()) == ["it.json", "it.png"]
     printed = capsys.readouterr()
     assert printed.out.count("| Longhorn exact (ours) |") == 2 * 3
     assert "REFUSED" not in printed.err
+
+
+def test_time_that_is_up_and_the_rest_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time only the shape that was missing is measured."""
+    output = tmp_path / "it.json"
+    shapes = ["--shapes", "1,5,64", "2,3,64", "--repetitions", "2", "--output", str(output)]
+    players = [all_players()[1]]
+    assert run_main(monkeypatch, players, [*shapes, "--seconds", "0"]) == budget.UNFINISHED
+    assert not output.exists()
+    assert run_main(monkeypatch, players, [shapes[0], shapes[1], *shapes[3:]]) == 0
+    first = json.loads(output.read_text())["rows"]
+    assert run_main(monkeypatch, players, [*shapes, "--resume"]) == 0
+    both = json.loads(output.read_text())["rows"]
+    assert both[:3] == first
+    assert [row["shape"] for row in both] == [[1, 5, 64]] * 3 + [[2, 3, 64]] * 3
+
+
+def test_a_shape_that_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_shape(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    output = tmp_path / "it.json"
+    monkeypatch.setattr(scan, "run_shape", run_shape)
+    arguments = ["--shapes", "1,5,64", "--output", str(output)]
+    monkeypatch.setattr(scan, "toy_contestants", lambda: all_players()[:1])
+    assert scan.main(["--toy", *arguments]) == 1
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["status"] for row in rows} == {"failed: OutOfMemoryError: CUDA out of memory"}
+
+
+def test_toy_goes_through_the_reference(tmp_path: Path) -> None:
+    output = tmp_path / "it.json"
+    arguments = ["--shapes", "1,5,64", "--repetitions", "2", "--output", str(output)]
+    assert scan.main(["--toy", *arguments]) == 0
+    result = json.loads(output.read_text())
+    assert result["environment"]["name"].startswith("toy on ")
+    ours = [row for row in result["rows"] if row["ours"]]
+    assert all(row["status"] == "ok" for row in ours)
 
 
 def test_exit_status_of_a_disagreement(

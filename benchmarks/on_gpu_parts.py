@@ -1,0 +1,165 @@
+"""What ``on_gpu.py`` runs: the parts in order, their commands, their shares of the time."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command that runs in a process of its own.
+
+    In its arguments {output} is the folder of the records, {state} one for what is not a record, and
+    {seconds} the time after which it should begin nothing new.
+    """
+
+    name: str
+    what: str
+    """Shown."""
+    share: float
+    """Of the time, relative to those of the parts after it; the seconds of 25 minutes."""
+    command: tuple[str, ...]
+    """Arguments of Python."""
+    toy: tuple[str, ...]
+    """The same, tiny and without a GPU."""
+    record: str | None = None
+    """File that the command writes."""
+    own: float = 1.0
+    """{seconds} as a share of the limit: the rest is for finishing what was begun."""
+    settles: tuple[str, ...] = ()
+    """Beginnings of commands in PENDING.md that this part runs."""
+
+    def arguments(self, toy: bool, output: Path, state: Path, limit_s: float) -> list[str]:
+        """Return the arguments of Python."""
+        known = {"output": output, "state": state, "seconds": f"{self.own * limit_s:.0f}"}
+        return [argument.format(**known) for argument in (self.toy if toy else self.command)]
+
+
+_SECONDS = ("--seconds", "{seconds}")
+_GPU_TESTS = (
+    *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
+    *("tests/kernels/test_on_gpu.py", "tests/kernels/test_shapes.py"),
+    # The next part.
+    "--deselect=tests/kernels/test_on_gpu.py::test_every_backend_agrees_with_the_reference",
+)
+# Those of an aim and of long sequences first.
+_SHAPES = ("128,197,384", "8,6085,384", "64,197,768", "1,6085,384")
+_SCAN = ("benchmarks/scan.py", "--resume", "--output", "{output}/scan.json", *_SECONDS)
+_MODELS = ("benchmarks/models_speed.py", "--output", "{output}/models_speed.json", *_SECONDS)
+_STEPS = ("benchmarks/train_steps.py", "--output", "{output}/train_steps.json", *_SECONDS)
+_TUNE = ("benchmarks/tune.py", "--output", "{output}/tune.json", *_SECONDS)
+_RECALL = (
+    *("benchmarks/mqar.py", "--setting", "published", "--jobs", "3"),
+    *("--recurrences", "longhorn", "longhorn_exact", "mamba", "--rates", "2.2e-3"),
+    *("--output", "{output}/mqar.json", *_SECONDS),
+)
+_FRACTALS = (
+    *("benchmarks/vision_turns.py", "--output", "{output}/vision_turns.json"),
+    *("--state", "{state}/vision_turns.pt", *_SECONDS),
+)
+
+PARTS = (
+    # First, because its processes compile side by side what the later parts find compiled.
+    Part(
+        "tests",
+        "the tests that need a GPU, and a dozen shapes",
+        250,
+        (*_GPU_TESTS, "-n", "14"),
+        _GPU_TESTS,
+        settles=("pytest -m gpu",),
+    ),
+    Part(
+        "selfcheck",
+        "every backend against the reference",
+        150,
+        ("-m", "vil.selfcheck"),
+        ("-m", "vil.selfcheck"),
+        settles=("python -m vil.selfcheck",),
+    ),
+    Part(
+        "scans",
+        "scans against the roofline and what else does the job",
+        300,
+        (*_SCAN, "--limit", "120", "--shapes", *_SHAPES),
+        (*_SCAN, "--toy", "--repetitions", "2"),
+        record="scan.json",
+        own=0.65,
+        settles=("python benchmarks/scan.py",),
+    ),
+    Part(
+        "models",
+        "images/s and memory of whole models",
+        350,
+        _MODELS,
+        (*_MODELS, "--toy", "--families", "tiny", "--sizes", "32", "--rounds", "2"),
+        record="models_speed.json",
+        own=0.85,
+        settles=("python benchmarks/models_speed.py",),
+    ),
+    Part(
+        "steps",
+        "1,000 bfloat16 steps without a skipped one",
+        170,
+        (*_STEPS, "--batch-size", "64"),
+        (*_STEPS, "--batch-size", "2", "--img-size", "32", "--steps", "12", "--batches", "1"),
+        record="train_steps.json",
+        own=0.7,
+        settles=("python benchmarks/train_steps.py",),
+    ),
+    Part(
+        "blocks",
+        "block sizes by time",
+        180,
+        (*_TUNE, "--jobs", "14"),
+        (*_TUNE, "--toy"),
+        record="tune.json",
+        own=0.9,
+        settles=("python benchmarks/tune.py",),
+    ),
+    Part(
+        "recall",
+        "recall at 512 tokens",
+        130,
+        (*_RECALL, "--lengths", "512", "--dims", "64"),
+        (
+            *(*_RECALL, "--lengths", "64", "--dims", "16", "--vocabulary", "64", "--epochs", "2"),
+            *("--train-count", "512", "--test-count", "64"),
+        ),
+        record="mqar.json",
+        own=0.8,
+    ),
+    Part(
+        "fractals",
+        "ViL, exact, ViM and DeiT on fractals at 224 px",
+        200,
+        _FRACTALS,
+        (*_FRACTALS, "--toy"),
+        record="vision_turns.json",
+        own=0.85,
+    ),
+)
+
+
+def sources(part: Part) -> str:
+    """Return a digest of the files that a part's outcome depends on.
+
+    These are the library and its kernels, the tests or the script that the part runs, and what this
+    imports from benchmarks/.
+    """
+    paths = {*(ROOT / "vil").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")}
+    queue = [ROOT / name for name in part.command if name.endswith(".py")]
+    while queue:
+        path = queue.pop()
+        if path in paths:
+            continue
+        paths.add(path)
+        names = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.M)
+        queue += [p for name in names if (p := BENCHMARKS / f"{name}.py").exists()]
+    digest = hashlib.sha256(repr(part.command).encode())
+    for path in sorted(paths):
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
