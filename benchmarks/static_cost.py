@@ -9,6 +9,9 @@ A loop is what lies between a label and the last branch back to it, if no other 
 code out of line that returns to the main path looks like one.
 Latencies and cache misses are not modelled: these numbers bound a kernel's speed and show when it
 gets worse, but do not replace a measurement.
+
+The last columns are what a cold compilation took: CPU seconds, and how many times that of a plain
+kernel, a matrix product, in the same run: seconds depend on the machine and what else it does.
 """
 
 import os
@@ -16,7 +19,10 @@ import os
 os.environ.pop("TRITON_INTERPRET", None)  # what the interpreter has wrapped cannot be compiled
 
 import argparse
+import functools
 import re
+import resource
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -24,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -47,12 +54,14 @@ class Cost:
         loops: Instructions of every loop around no other, longest first; None for AMD.
         per_unit: Instructions of the variant's loops, or of the whole kernel if it has none, for
             each of its units; None for AMD.
+        seconds: CPU time of a cold compilation.
     """
 
     warps: int
     registers: int
     spills: int
     shared: int
+    seconds: float
     instructions: int | None = None
     loops: tuple[int, ...] | None = None
     per_unit: float | None = None
@@ -98,7 +107,7 @@ def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
         if divisor and not kernel.params[i].do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", int(divisor)]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
+    target = _target(arch)
     options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": variant.fusion}
     if variant.max_registers is not None and not amd:
         options["maxnreg"] = variant.max_registers
@@ -118,20 +127,59 @@ def cost(variant: Variant, arch: str) -> Cost:
         variant: What to count.
         arch: As in ``compile_variant``.
     """
+    before = _cpu_seconds()
     compiled = compile_variant(variant, arch)
+    seconds = _cpu_seconds() - before
     shared = compiled.metadata.shared
     if "amdgcn" in compiled.asm:
         listing = compiled.asm["amdgcn"]
         registers, spills = (
             _amd_field(f"vgpr_{name}", listing) for name in ("count", "spill_count")
         )
-        return Cost(compiled.metadata.num_warps, registers, spills, shared)
+        return Cost(compiled.metadata.num_warps, registers, spills, shared, seconds)
     registers, listing = _disassemble(compiled.asm["cubin"])
     opcodes, loops = _parse(listing)
     counted = sum(loops[: variant.loops]) if loops else len(opcodes)
     spills = sum(opcode in ("LDL", "STL") for opcode in opcodes)
     warps = compiled.metadata.num_warps
-    return Cost(warps, registers, spills, shared, len(opcodes), loops, counted / variant.units)
+    per_unit = counted / variant.units
+    return Cost(warps, registers, spills, shared, seconds, len(opcodes), loops, per_unit)
+
+
+@triton.jit
+def _product_kernel(a_ptr, b_ptr, c_ptr, K, stride, SIZE: tl.constexpr):
+    """Multiply a tile of rows of a by one of columns of b: the plain kernel."""
+    i = tl.arange(0, SIZE)
+    c = tl.zeros((SIZE, SIZE), tl.float32)
+    for first in range(0, K, SIZE):
+        a = tl.load(a_ptr + i[:, None] * stride + (first + i)[None, :])
+        b = tl.load(b_ptr + (first + i)[:, None] * stride + i[None, :])
+        c = tl.dot(a, b, c)
+    tl.store(c_ptr + i[:, None] * stride + i[None, :], c)
+
+
+@functools.cache
+def plain_seconds(arch: str) -> float:
+    """Return the CPU time of a cold compilation of the plain kernel, the median of three sizes."""
+    signature = dict.fromkeys(("a_ptr", "b_ptr"), "*bf16") | {"c_ptr": "*fp32"}
+    signature |= {"K": "i32", "stride": "i32", "SIZE": "constexpr"}
+    times = []
+    for size in (16, 32, 64, 128):
+        source = ASTSource(fn=_product_kernel, signature=signature, constexprs={"SIZE": size})
+        before = _cpu_seconds()
+        triton.compile(source, target=_target(arch), options={"num_warps": 4, "num_stages": 1})
+        times.append(_cpu_seconds() - before)
+    return statistics.median(times[1:])  # the first one loads the compiler
+
+
+def _target(arch: str) -> GPUTarget:
+    amd = arch.startswith("gfx")
+    return GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
+
+
+def _cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _amd_field(name: str, listing: str) -> int:
@@ -180,8 +228,9 @@ def _parse(listing: str) -> tuple[list[str], tuple[int, ...]]:
 def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:
     """Return the costs of (variant, architecture) pairs as a Markdown table."""
     lines = [
-        "| kernel | arch | warps | registers | spills | shared | instructions | loops | per unit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| kernel | arch | warps | registers | spills | shared | instructions | loops | per unit "
+        "| compiled in | x plain |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant, arch, c in rows:
         if c.per_unit is None:
@@ -191,7 +240,7 @@ def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:
             code = f"{c.instructions} | {loops} | {c.per_unit:.2f} per {variant.unit}"
         lines.append(
             f"| {variant.name} | {arch} | {c.warps} | {c.registers} | {c.spills} "
-            f"| {c.shared} | {code} |"
+            f"| {c.shared} | {code} | {c.seconds:.1f} s | {c.seconds / plain_seconds(arch):.1f} |"
         )
     return "\n".join(lines)
 
@@ -206,7 +255,11 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", choices=names, default=names, help="default: all")
     args = parser.parse_args()
     variants = [v for v in VARIANTS if v.name in args.kernel]
-    print(table((v, arch, cost(v, arch)) for v in variants for arch in args.arch))
+    with tempfile.TemporaryDirectory() as cache:  # so that everything is compiled
+        triton.knobs.cache.dir = cache
+        for arch in args.arch:
+            plain_seconds(arch)
+        print(table((v, arch, cost(v, arch)) for v in variants for arch in args.arch))
 
 
 if __name__ == "__main__":

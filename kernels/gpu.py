@@ -11,11 +11,23 @@ from torch import Tensor
 from vil.kernels import conv, longhorn_exact, sequential
 from vil.kernels.tuning import CHUNK
 
+# Largest d_state of a recurrence: beyond, programs outgrow registers or shared memory.
+_MOST_STATES = {"longhorn_exact": 128, "longhorn": 64, "mamba": 64}
+
 
 def _check_dtype(x: Tensor) -> None:
     if x.dtype == torch.float64:
         raise NotImplementedError(
             'the backend "triton" computes in float32, x is torch.float64; use "reference"'
+        )
+
+
+def _check_states(k: Tensor, recurrence: str) -> None:
+    most = _MOST_STATES[recurrence]
+    if k.shape[-1] > most:
+        raise NotImplementedError(
+            f'the backend "triton" serves up to {most} states of {recurrence}, k has {k.shape[-1]}; '
+            'use "reference"'
         )
 
 
@@ -27,6 +39,7 @@ def _forward(
     recurrence: str,
 ) -> tuple[Tensor | None, ...]:
     _check_dtype(x)
+    _check_states(rest[1], recurrence)
     if recurrence == "longhorn_exact":
         return longhorn_exact.forward(x, dt, *rest)
     return sequential.forward(x, dt, A, *rest)

@@ -13,6 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from vil.kernels import compile_lock
+
+compile_lock.install()
+
 _record: "list[Launch] | None" = None
 
 

@@ -225,7 +225,7 @@ def _forward_direction(
         elif direction == 0:
             store_rows(y_ptr + token + d, sign * D, y, alive)
         else:
-            y += load_rows(y_ptr + token + d, sign * D, channel)
+            y += load_rows(y_ptr + token + d, sign * D, alive)
             z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
             z = load_rows(z_row, sign * z_stride_l, channel)
             if states_ptr is not None:

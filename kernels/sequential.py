@@ -82,8 +82,9 @@ _RUN_TIME = (
 def _broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load M consecutive float32, a multiple of 4, into a tuple of M columns [BLOCK_D]."""
     row, lanes = (), tl.zeros((BLOCK_D,), tl.int32)
-    for first in tl.static_range(0, M, M & -M):
-        row += load_quads(pointer + first + lanes, 4, M & -M)
+    SIZE: tl.constexpr = min(M & -M, 16)
+    for first in tl.static_range(0, M, SIZE):
+        row += load_quads(pointer + first + lanes, 4, SIZE)
     return row
 
 
@@ -96,8 +97,8 @@ def _state_rows(pointer, channel, SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _load_states(pointer, channel, mask, D: tl.constexpr, M: tl.constexpr):
-    """Load a tuple of M states of channels from (M / 4, D, 4), as many at once as are 2^n."""
-    SIZE: tl.constexpr = M & -M
+    """Load a tuple of M states of channels from (M / 4, D, 4), by 16, 8 or 4 at once."""
+    SIZE: tl.constexpr = min(M & -M, 16)
     states = ()
     for first in tl.static_range(0, M, SIZE):
         rows = _state_rows(pointer + first * D, channel, SIZE, D)
@@ -108,8 +109,8 @@ def _load_states(pointer, channel, mask, D: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _store_states(pointer, states, channel, mask, D: tl.constexpr, M: tl.constexpr):
-    """Store a tuple of M states of channels to (M / 4, D, 4), as many at once as are 2^n."""
-    SIZE: tl.constexpr = M & -M
+    """Store a tuple of M states of channels to (M / 4, D, 4), by 16, 8 or 4 at once."""
+    SIZE: tl.constexpr = min(M & -M, 16)
     for first in tl.static_range(0, M, SIZE):
         tile = join_columns(states[first : first + SIZE], SIZE)
         tile = tl.permute(tl.reshape(tile, (channel.shape[0], SIZE // 4, 4)), (1, 0, 2))
@@ -282,21 +283,22 @@ def _summary_kernel(
     end = _full_states(0.0, M, BLOCK_D)
     product = _full_states(1.0, M, BLOCK_D)
     for i in range(count):
-        row = rows + i * sign * (2 * M + 4)
+        token = (i * sign).to(tl.int64)
+        row = rows + token * (2 * M + 4)
         k = _broadcast_row(row, M, BLOCK_D)
-        v = load_row(dt_row + i * sign * dt_stride_l, mask) + bias
+        v = load_row(dt_row + token * dt_stride_l, mask) + bias
         step = _step_size(v, row + 2 * M, mask, MAMBA, FAST)
         if ADJOINT:
-            dy = load_row(dout_row + i * sign * D, mask)
+            dy = load_row(dout_row + token * D, mask)
             if N == 2:
-                dy *= half_silu(load_row(z_row + i * sign * z_stride_l, mask), FAST)
+                dy *= half_silu(load_row(z_row + token * z_stride_l, mask), FAST)
             q = _broadcast_row(row + M, M, BLOCK_D)
             read = ()
             for j in tl.static_range(M):
                 read += (end[j] + dy * q[j],)
             end = _fade(read, step, k, rates, M, MAMBA, FAST)
         else:
-            x = load_row(x_row + i * sign * x_stride_l, mask)
+            x = load_row(x_row + token * x_stride_l, mask)
             end = _advance(end, x, step, k, rates, M, MAMBA, FAST)
         product = _fade(product, step, k, rates, M, MAMBA, FAST)
     offset = (sequence * segments + segment) * (M * D)

@@ -13,12 +13,24 @@ import triton.language as tl
 
 @triton.jit
 def columns(tile, N: tl.constexpr):
-    """Split a tile [BLOCK_D, N], N a power of two, into the tuple of its columns."""
+    """Split a tile [BLOCK_D, N], N a power of two from 4 to 16, into the tuple of its columns."""
+    if N == 16:
+        return _columns(tl.reshape(tile, (tile.shape[0], 2, 2, 2, 2)), 16)
+    elif N == 8:
+        return _columns(tl.reshape(tile, (tile.shape[0], 2, 2, 2)), 8)
+    else:
+        tl.static_assert(N == 4)
+        return _columns(tl.reshape(tile, (tile.shape[0], 2, 2)), 4)
+
+
+@triton.jit
+def _columns(tile, N: tl.constexpr):
+    """Split by the lowest bit of the columns' numbers, then each half."""
     if N == 2:
         return tl.split(tile)
     else:
-        even, odd = tl.split(tl.reshape(tile, (tile.shape[0], N // 2, 2)))
-        evens, odds = columns(even, N // 2), columns(odd, N // 2)
+        even, odd = tl.split(tile)
+        evens, odds = _columns(even, N // 2), _columns(odd, N // 2)
         result = ()
         for i in tl.static_range(N // 2):
             result += (evens[i], odds[i])
@@ -46,7 +58,7 @@ def load_quads(pointer, step: tl.constexpr, N: tl.constexpr):
     Args:
         pointer: To the first number of each lane, [BLOCK_D]; aligned to 16 bytes.
         step: Elements from four numbers to the next four.
-        N: How many, a power of two from 4 on.
+        N: How many: 4, 8 or 16.
     """
     quad, j = tl.arange(0, N // 4)[:, None, None], tl.arange(0, 4)[None, None, :]
     tile = tl.load(pointer[None, :, None] + quad * step + j)
@@ -100,10 +112,12 @@ def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D
     row, quad = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, :, None, None]
     j = tl.arange(0, 4)[None, None, :, None]
     pointers = pointer + (row * 16 + quad * 4 + j) + tl.zeros((1, 1, 1, BLOCK_D), tl.int32)
-    if FIRST == 0 and END == 4:
-        tile = tl.load(pointers)
+    if FIRST > 0:
+        tile = tl.load(pointers, mask=quad >= FIRST, other=0.0)
+    elif END < 4:
+        tile = tl.load(pointers, mask=quad < END, other=0.0)
     else:
-        tile = tl.load(pointers, mask=(quad >= FIRST) & (quad < END), other=0.0)
+        tile = tl.load(pointers)
     tile = tl.reshape(tl.permute(tile, (1, 2, 3, 0)), (16, BLOCK_D, 2, 2))
     even, odd = tl.split(tile)
     row0, row2 = tl.split(even)
@@ -283,21 +297,32 @@ def gate_sigmoid(z, divisor, FAST: tl.constexpr):
 
 @triton.jit
 def for_product(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
-    """Return a float32 operand of a product in TF32, of which tensor cores cut what TF32 lacks.
+    """Round a float32 operand to TF32, of which tensor cores cut what TF32 does not hold.
 
     Cut operands would make every product too small, by 0.03 % each in the mean. From sm_90 on one
-    instruction rounds to nearest. Before, that takes three, so one multiplication by 1 + c / 2^11
-    stands for it: it adds between c and 2 c halves of a last place, and c = 1 / (2 ln 2) makes the mean
-    over the mantissas of numbers, log-uniform, zero. What TF32 holds exactly stays as it is either way.
+    instruction rounds to nearest. Before, that takes three, so two stand for it: a multiplication by
+    1 + c / 2^11 and the cut. It adds between c and 2 c halves of a last place, and c = 1 / (2 ln 2)
+    makes the mean over the mantissas of numbers, log-uniform, zero. NaN and infinity stay either way,
+    and so does what TF32 holds.
     """
     if PRECISION != "tf32":
         return tile
-    elif FAST >= 90:
+    if FAST >= 90:
         return tl.inline_asm_elementwise(
             "cvt.rn.tf32.f32 $0, $1;", "=r,r", [tile], dtype=tl.float32, is_pure=True, pack=1
         )
-    else:
-        return tile * 1.000352218
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 t;
+        mul.f32 t, $1, 0f3F800B8B;
+        and.b32 $0, t, 0xFFFFE000;
+        }""",
+        "=r,r",
+        [tile],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -85,3 +85,12 @@ def test_float64_is_refused() -> None:
             ops.longhorn_scan(x, x, q, q)
         with pytest.raises(NotImplementedError, match=r"x is torch\.float64"):
             ops.causal_conv1d_bidirectional(x, taps.double(), taps[..., 0].double())
+
+
+def test_more_states_than_a_program_holds_are_refused() -> None:
+    x, q = torch.randn(1, 4, 8, device=DEVICE), torch.randn(1, 4, 256, device=DEVICE)
+    with ops.use_backend("triton"):
+        with pytest.raises(NotImplementedError, match=r"up to 64 states of longhorn, k has 256"):
+            ops.longhorn_scan(x, x, q, q)
+        with pytest.raises(NotImplementedError, match=r"up to 128 states of longhorn_exact, k has"):
+            ops.longhorn_scan(x, x, q, q, form="exact")

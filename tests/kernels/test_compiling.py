@@ -1,0 +1,107 @@
+"""How often kernels are compiled, without a GPU: by Triton's own launch path, in processes apart."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+MODELS = {"vil_tiny": 5, "vil_tiny_exact": 6, "vim_tiny": 5}  # kernels of a training step
+
+PREAMBLE = f"""
+import json, sys
+sys.path.insert(0, {str(HERE)!r})
+import without_gpu
+import torch
+from vil import warmup
+"""
+
+# Prints for every mode and size the kernels of a step.
+COUNT = """
+for name in sys.argv[1:]:
+    for img_size, batch_size in ((224, 8), (224, 5), (384, 8), (208, 1)):
+        model = warmup._create(name, img_size, torch.device("cpu"))
+        modes = warmup.launches(model, batch_size, img_size, torch.bfloat16, torch.device("cpu"))
+        kernels = {mode: sorted(warmup.specializations(noted)) for mode, noted in modes.items()}
+        print(json.dumps([name, kernels]))
+"""
+# Compiles the kernel that packs keys and queries, and prints whether it was in the cache.
+PACK = """
+from triton import knobs
+from vil.kernels import sequential
+
+knobs.compilation.listener = lambda *, cache_hit, **_: print("hit" if cache_hit else "compiled")
+launches = warmup.launches(
+    warmup._create("vil_tiny", 224, torch.device("cpu")), 2, 224, torch.float32, torch.device("cpu")
+)
+pack = next(l for l in launches["eval"] if l.kernel is sequential._pack_kernel)
+print("ready", flush=True)
+sys.stdin.readline()
+pack.kernel.warmup(**pack.arguments, grid=(1,))
+"""
+AHEAD = """
+if __name__ == "__main__":
+    model = warmup._create("vil_tiny", 224, torch.device("cpu"))
+    noted = warmup.launches(model, 2, 224, torch.float32, torch.device("cpu"))["eval"]
+    wanted = warmup.specializations(noted)
+    print(json.dumps([one.name for one, seconds in warmup.compile_ahead(wanted, jobs=2)]))
+    from triton import knobs
+    found = []
+    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    for launch in noted:
+        launch.kernel.warmup(**launch.arguments, grid=(1,))
+    print(json.dumps(found))
+"""
+
+
+def start(code: str, cache: Path, *arguments: str) -> subprocess.Popen:
+    script = cache.with_suffix(".py")
+    script.write_text(PREAMBLE + code)
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(process: subprocess.Popen) -> list[str]:
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0
+    return out.splitlines()
+
+
+def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in lines_of(start(COUNT, tmp_path / "cache", *MODELS))]
+    for name, training in MODELS.items():
+        of_it = [kernels for model, kernels in rows if model == name]
+        assert len(of_it) == 4
+        assert all(kernels == of_it[0] for kernels in of_it)
+        first = of_it[0]
+        assert len(first["train"]) == training
+        both = {tuple(kernel) for mode in first.values() for kernel in mode}
+        assert len(both) == training + 1  # evaluation saves nothing for a backward pass
+
+
+def test_processes_of_a_machine_compile_a_kernel_once(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    processes = [start(PACK, cache) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert sorted(line for p in processes for line in lines_of(p)) == ["compiled", "hit"]
+    assert [path.name for path in cache.glob("*.lock")] == ["vil.kernels._pack_kernel.lock"]
+
+
+def test_kernels_compiled_ahead_are_those_that_launches_find(tmp_path: Path) -> None:
+    names, found = map(json.loads, lines_of(start(AHEAD, tmp_path / "cache")))
+    assert sorted(names) == ["_forward_kernel", "_forward_kernel", "_pack_kernel"]
+    assert found == [True, True, True]

@@ -1,0 +1,166 @@
+"""Compile the Triton kernels of models ahead of their first step: ``python -m vil.warmup MODEL``.
+
+    python -m vil.warmup vil_tiny_exact [--img-size 224 384] [--batch-size 128] [--dtype bfloat16]
+
+Compiles for the GPU at hand what a step of training and one of evaluation launch, several kernels at a
+time, into Triton's cache: once for a machine, before a job starts its processes. Sizes do not matter to
+the kernels but for one thing: where batch and tokens are too few to fill the GPU, sequences are cut, by
+kernels of their own. Give those that will be used.
+
+Exit status 0 if everything is compiled, 2 if this machine has no GPU that the kernels run on.
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import nn
+
+from vil.kernels import ops
+from vil.kernels.backends import automatic_backend
+from vil.kernels.launch import Launch, recording
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Specialization(NamedTuple):
+    """What Triton compiles once.
+
+    Attributes:
+        module: Of the kernel.
+        name: Of the kernel in its module.
+        data: Types, constants and options, as ``triton.JITFunction.preload`` takes them.
+    """
+
+    module: str
+    name: str
+    data: str
+
+
+def launches(
+    model: nn.Module, batch_size: int, img_size: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, list[Launch]]:
+    """Return what a step of each mode, "train" and "eval", launches; nothing is run.
+
+    Args:
+        model: Of this package, with parameters on the device.
+        batch_size: Images.
+        img_size: Height and width in pixels.
+        dtype: Of the activations; autocast makes them so unless it is float32.
+        device: Where the kernels would run.
+    """
+    images = torch.zeros(batch_size, 3, img_size, img_size, device=device)
+    noted = {}
+    for mode in ("train", "eval"):
+        training = mode == "train"
+        model.train(training)
+        autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+        with ops.use_backend("triton"), recording() as noted[mode]:
+            with autocast, torch.set_grad_enabled(training):
+                logits = model(images)
+            if training:
+                logits.float().sum().backward()
+    return noted
+
+
+def specializations(noted: Iterable[Launch]) -> list[Specialization]:
+    """Return what must be compiled for launches, each once, for Triton's active device."""
+    from triton import knobs
+
+    found: dict[tuple[str, str, str], Specialization] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        kernel = fn.jit_function
+        data = compile["specialization_data"]
+        key = (kernel.module, kernel.__name__, json.loads(data)["key"])
+        found[key] = Specialization(kernel.module, kernel.__name__, data)
+        return True  # do not compile
+
+    previous, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    try:
+        for launch in noted:
+            launch.kernel.warmup(**launch.arguments, grid=(1,))
+    finally:
+        knobs.runtime.jit_cache_hook = previous
+    return list(found.values())
+
+
+def compile_ahead(
+    wanted: list[Specialization], jobs: int
+) -> Iterator[tuple[Specialization, float]]:
+    """Compile into Triton's cache; yield each as it is done, with the seconds it took.
+
+    Args:
+        wanted: What to compile.
+        jobs: Compilations at a time, each in a process of its own.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, max(len(wanted), 1)), context) as pool:
+        futures = {pool.submit(_compile, one): one for one in wanted}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _compile(wanted: Specialization) -> float:
+    start = time.perf_counter()
+    getattr(importlib.import_module(wanted.module), wanted.name).preload(wanted.data)
+    return time.perf_counter() - start
+
+
+def _create(name: str, img_size: int, device: torch.device) -> nn.Module:
+    # All blocks launch the same.
+    return timm.create_model(name, img_size=img_size, depth=1).to(device)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="as of timm.create_model")
+    parser.add_argument("--img-size", type=int, nargs="+", default=[224], help="pixels")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[128], help="of one GPU")
+    parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="default: all cores")
+    args = parser.parse_args(arguments)
+    known = set(timm.list_models(module="backbone"))
+    for name in args.models:
+        if name not in known:
+            parser.error(f"MODEL must be one of {', '.join(sorted(known))}, got {name}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile what the command line asks for and return the exit status."""
+    args = _parse(arguments)
+    if not torch.cuda.is_available() or automatic_backend("cuda", double=False) != "triton":
+        print("vil.warmup compiles for the GPU at hand: it needs one and triton", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    noted: list[Launch] = []
+    sizes = itertools.product(args.models, args.img_size, args.batch_size, args.dtype)
+    for name, img_size, batch_size, dtype in sizes:
+        model = _create(name, img_size, device)
+        modes = launches(model, batch_size, img_size, getattr(torch, dtype), device)
+        noted += [launch for mode in modes.values() for launch in mode]
+    wanted = specializations(noted)
+    print(f"{len(wanted)} kernels for {torch.cuda.get_device_name()}", flush=True)
+    start = time.perf_counter()
+    for number, (one, seconds) in enumerate(compile_ahead(wanted, args.jobs), 1):
+        kernel = f"{one.module.rpartition('.')[2]}.{one.name.strip('_')}"
+        print(f"{number}/{len(wanted)}  {kernel:32} {seconds:5.1f} s", flush=True)
+    print(f"ready after {time.perf_counter() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
