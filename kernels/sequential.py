@@ -272,35 +272,38 @@ def _summary_kernel(
     back = (direction if N == 2 else REVERSE) ^ ADJOINT
     sign = 1 - 2 * back
     first = (start + back * (count - 1)).to(tl.int64)
-    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + first * dt_stride_l + d
+    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + first * dt_stride_l
     if ADJOINT:
-        dout_row = dout_ptr + (b * L + first) * D + d
+        dout_row = dout_ptr + (b * L + first) * D
         if N == 2:
-            z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
+            z_row = z_ptr + b * z_stride_b + first * z_stride_l
     else:
-        x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l + d
-    rows = rows_ptr + (sequence * tl.cdiv(L, INTERVAL) * INTERVAL + first) * (2 * M + 4)
+        x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l
+    row = rows_ptr + (sequence * tl.cdiv(L, INTERVAL) * INTERVAL + first) * (2 * M + 4)
     end = _full_states(0.0, M, BLOCK_D)
     product = _full_states(1.0, M, BLOCK_D)
-    for i in range(count):
-        token = (i * sign).to(tl.int64)
-        row = rows + token * (2 * M + 4)
+    for _ in range(count):
         k = _broadcast_row(row, M, BLOCK_D)
-        v = load_row(dt_row + token * dt_stride_l, mask) + bias
+        v = load_row(dt_row + d, mask) + bias
         step = _step_size(v, row + 2 * M, mask, MAMBA, FAST)
         if ADJOINT:
-            dy = load_row(dout_row + token * D, mask)
+            dy = load_row(dout_row + d, mask)
+            dout_row += sign * D
             if N == 2:
-                dy *= half_silu(load_row(z_row + token * z_stride_l, mask), FAST)
+                dy *= half_silu(load_row(z_row + d, mask), FAST)
+                z_row += sign * z_stride_l
             q = _broadcast_row(row + M, M, BLOCK_D)
             read = ()
             for j in tl.static_range(M):
                 read += (end[j] + dy * q[j],)
             end = _fade(read, step, k, rates, M, MAMBA, FAST)
         else:
-            x = load_row(x_row + token * x_stride_l, mask)
+            x = load_row(x_row + d, mask)
+            x_row += sign * x_stride_l
             end = _advance(end, x, step, k, rates, M, MAMBA, FAST)
         product = _fade(product, step, k, rates, M, MAMBA, FAST)
+        dt_row += sign * dt_stride_l
+        row += sign * (2 * M + 4)
     offset = (sequence * segments + segment) * (M * D)
     _store_states(ends_ptr + offset, end, d, mask, D, M)
     _store_states(products_ptr + offset, product, d, mask, D, M)

@@ -19,7 +19,7 @@ BUDGETS = {
     "diagonal_backward": (168, 0, 34.5),
     "diagonal_summary": (72, 0, 7.5),
     "diagonal_summary_adjoint": (72, 0, 9.6),
-    "mamba_forward": (80, 0, 9.8),
+    "mamba_forward": (88, 0, 9.8),
     "mamba_forward_saving": (80, 0, 10.4),
     "mamba_backward": (255, 0, 36),
     "mamba_summary": (96, 0, 8.6),
