@@ -27,6 +27,7 @@ from vil.kernels import longhorn_diagonal, mamba, tuning
 from vil.kernels.launch import launch
 from vil.kernels.layout import adjacent_channels
 from vil.kernels.tiles import (
+    LANES_NEXT,
     alive_row,
     columns,
     decay_and_eps,
@@ -37,6 +38,7 @@ from vil.kernels.tiles import (
     load_quads,
     load_row,
     longhorn_eps,
+    no_lane,
 )
 
 # Tokens from one saved state to the next. The backward pass keeps a scratch of 2 KB per token of it
@@ -81,7 +83,7 @@ _RUN_TIME = (
 @triton.jit
 def _broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load M consecutive float32, a multiple of 4, into a tuple of M columns [BLOCK_D]."""
-    row, lanes = (), tl.zeros((BLOCK_D,), tl.int32)
+    row, lanes = (), no_lane(BLOCK_D)
     SIZE: tl.constexpr = min(M & -M, 16)
     for first in tl.static_range(0, M, SIZE):
         row += load_quads(pointer + first + lanes, 4, SIZE)
@@ -92,7 +94,8 @@ def _broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
 def _state_rows(pointer, channel, SIZE: tl.constexpr, D: tl.constexpr):
     """Return pointers [SIZE / 4, BLOCK_D, 4] to SIZE states of channels in (M / 4, D, 4)."""
     quad, j = tl.arange(0, SIZE // 4)[:, None, None], tl.arange(0, 4)[None, None, :]
-    return pointer + (channel * 4)[None, :, None] + (quad * (4 * D) + j)
+    pointers = pointer + (channel * 4)[None, :, None] + (quad * (4 * D) + j)
+    return tl.max_contiguous(pointers, [1, LANES_NEXT, 4])
 
 
 @triton.jit

@@ -10,6 +10,17 @@ tl.exp, for NVIDIA GPUs.
 import triton
 import triton.language as tl
 
+# Said to be contiguous to have the channels of an access, after its four numbers in a row, lie across the
+# lanes. It is no fact, and only orders the axes: which of two that are as contiguous comes first differs
+# between releases of Triton.
+LANES_NEXT = tl.constexpr(2)
+
+
+@triton.jit
+def no_lane(BLOCK_D: tl.constexpr):
+    """Return zeros [BLOCK_D] that Triton's compiler takes for offsets, so that what is said stays."""
+    return tl.arange(0, BLOCK_D) // BLOCK_D * 4
+
 
 @triton.jit
 def columns(tile, N: tl.constexpr):
@@ -61,7 +72,8 @@ def load_quads(pointer, step: tl.constexpr, N: tl.constexpr):
         N: How many: 4, 8 or 16.
     """
     quad, j = tl.arange(0, N // 4)[:, None, None], tl.arange(0, 4)[None, None, :]
-    tile = tl.load(pointer[None, :, None] + quad * step + j)
+    pointers = pointer[None, :, None] + (quad * step + j)
+    tile = tl.load(tl.max_contiguous(pointers, [1, LANES_NEXT, 4]))
     return columns(tl.reshape(tl.permute(tile, (1, 0, 2)), (pointer.shape[0], N)), N)
 
 
@@ -102,7 +114,8 @@ def one_row(rows, t: tl.constexpr):
 def broadcast_rows(pointer, BLOCK_D: tl.constexpr):
     """Load 16 float32 into the rows of a chunk, one 128-bit load for four of them."""
     quad, j = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
-    tile = tl.load(pointer + (quad * 4 + j) + tl.zeros((1, 1, BLOCK_D), tl.int32))
+    pointers = pointer + (quad * 4 + j + no_lane(BLOCK_D)[None, None, :])
+    tile = tl.load(tl.max_contiguous(pointers, [1, 4, LANES_NEXT]))
     return tl.reshape(tile, (16, BLOCK_D))
 
 
@@ -111,7 +124,8 @@ def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D
     """Load 4 x 16 float32 into four chunks, as ``broadcast_rows``; of each, quads FIRST to END."""
     row, quad = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, :, None, None]
     j = tl.arange(0, 4)[None, None, :, None]
-    pointers = pointer + (row * 16 + quad * 4 + j) + tl.zeros((1, 1, 1, BLOCK_D), tl.int32)
+    pointers = pointer + (row * 16 + quad * 4 + j + no_lane(BLOCK_D)[None, None, None, :])
+    pointers = tl.max_contiguous(pointers, [1, 1, 4, LANES_NEXT])
     if FIRST > 0:
         tile = tl.load(pointers, mask=quad >= FIRST, other=0.0)
     elif END < 4:
