@@ -1,0 +1,397 @@
+"""Cases of every kernel: inputs, launcher, float64 reference.
+
+``errors(case)`` runs in whatever executes Triton kernels in this process: the emulator
+(``runtime``) or Triton's interpreter.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one operation, and what is special about them."""
+
+    op: str  # exact, longhorn, mamba, conv, mixer, model
+    B: int
+    L: int
+    D: int
+    M: int = 16
+    dtype: str = "f32"
+    directions: int = 2
+    reverse: bool = False
+    segments: bool = False
+    extreme: str = ""  # what is extreme; which mixer or model
+    K: int = 4  # taps; blocks of a model
+    parameters: str = "f32"
+    strides: str = "backbone"
+    quick: bool | int = False  # or only on one architecture
+    initial: bool = True
+    saved: bool = True
+
+    @property
+    def name(self) -> str:
+        """What is printed and asked for."""
+        parts = [self.op, f"B{self.B}", f"L{self.L}", f"D{self.D}"]
+        parts.append(f"K{self.K}" if self.op in ("conv", "model") else f"M{self.M}")
+        parts.append(self.dtype)
+        if self.op in ("exact", "longhorn", "mamba"):
+            one = "reverse" if self.reverse else "one"
+            parts.append("both" if self.directions == 2 else one)
+        special = {
+            "segments": self.segments,
+            self.extreme: self.extreme,
+            self.strides: self.strides != "backbone",
+            "no-initial": not self.initial,
+            f"weights-{self.parameters}": self.parameters != "f32",
+            "unsaved": not self.saved,
+        }
+        return "-".join([*parts, *(text for text, on in special.items() if on)])
+
+
+def _randn(generator: torch.Generator):
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def _odd(t: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros(*t.shape[:-1], t.shape[-1] + 1, dtype=t.dtype).flatten()
+    wide = torch.cat((wide[:1], wide))[1:].view(*t.shape[:-1], t.shape[-1] + 1)
+    wide[..., 1:] = t
+    return wide[..., 1:]
+
+
+def scan_inputs(c: Case) -> tuple[tuple, torch.Tensor, torch.Tensor | None]:
+    """Return arguments of a scan, the gradient of its output and that of its last state."""
+    g = torch.Generator().manual_seed(hash((c.L, c.D, c.M)) % 2**31)
+    randn, dtype, N = _randn(g), DTYPES[c.dtype], c.directions
+    pad = 3 if c.strides != "aligned" else 0
+    projected = randn(N, c.B, c.L, pad + 2 * c.M).to(dtype)
+    k, q = projected[..., pad : pad + c.M], projected[..., pad + c.M :]
+    x, dt = randn(N, c.B, c.L, c.D).to(dtype), randn(N, c.B, c.L, c.D).to(dtype)
+    z = randn(c.B, c.L, 2 * c.D).to(dtype)[..., c.D :] if N == 2 else None
+    if c.extreme in ("beta60", "keys1e3"):
+        dt = torch.where(dt < -0.4, -60.0, torch.where(dt > 0.4, 60.0, dt.float())).to(dtype)
+    if c.extreme == "keys1e3":
+        k = (k.float() * (1e3 / k.float().norm(dim=-1, keepdim=True))).to(dtype)
+    if c.extreme == "keys0":
+        k = k * 0
+    if c.strides == "transposed":
+        x, dt, q, k = (t.mT.contiguous().mT for t in (x, dt, q, k))
+        z = None if z is None else z.mT.contiguous().mT
+    if c.strides == "odd":  # base and rows no multiple of anything
+        x, dt, z = _odd(x), _odd(dt), None if z is None else _odd(z)
+    A = -randn(N, c.D, c.M).exp() if c.op == "mamba" else None
+    D, bias = randn(N, c.D), randn(N, c.D)
+    initial = randn(c.B, c.D, c.M) if N == 1 and c.initial else None
+    dout = randn(c.B, c.L, c.D).to(dtype)
+    dfinal = randn(c.B, c.D, c.M) if N == 1 else None
+    return (x, dt, A, q, k, D, bias, z, initial), dout, dfinal
+
+
+def scan_reference(
+    c: Case, inputs: Sequence, dout: torch.Tensor, dfinal: torch.Tensor | None
+) -> tuple[list, list]:
+    """Return outputs and gradients of the reference in float64."""
+    from vil.kernels import reference
+
+    recurrence = {"exact": "longhorn_exact"}.get(c.op, c.op)
+    leaves = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
+    if c.directions == 2:
+        outputs = [reference.bidirectional_scan(*leaves[:8], recurrence)]
+    else:
+        one = [None if t is None else t[0] for t in leaves[:7]]
+        outputs = list(reference.scan(*one, leaves[8], recurrence, c.reverse))
+    grads = [g.double() for g in (dout, dfinal) if g is not None]
+    gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], grads)
+    outputs = [o.detach() for o in outputs]
+    if c.directions == 2:  # and the float32 sum before the gate, which no rounding hides
+        with torch.no_grad():
+            one = [[None if t is None else t[n] for t in leaves[:7]] for n in (0, 1)]
+            sums = [reference.scan(*one[n], None, recurrence, n == 1)[0] for n in (0, 1)]
+            outputs.append(sum(sums))
+    return outputs, list(gradients)
+
+
+def scan_run(
+    c: Case, inputs: Sequence, dout: torch.Tensor, dfinal: torch.Tensor | None
+) -> tuple[list, list]:
+    """Return the same of the kernels."""
+    from vil.kernels import longhorn_exact, sequential
+
+    x, dt, A, q, k, D, bias, z, initial = inputs
+    if c.op == "exact":
+        given = (x, dt, q, k, D, bias, z, initial)
+        out, y_sum, states, final = longhorn_exact.forward(*given, c.reverse, True)
+        plain = out
+        if c.D >= 200:  # another specialisation, slow to compile
+            plain, *_ = longhorn_exact.forward(*given, c.reverse, False)
+        total = y_sum
+        if not c.saved:
+            y_sum = states = None
+        grads = longhorn_exact.backward(dout, dfinal, *given, y_sum, states, c.reverse)
+        dx, ddt, dq, dk, dD, db, dz, di = grads
+        grads = (dx, ddt, None, dq, dk, dD, db, dz, di)
+    else:
+        out, y_sum, states, final = sequential.forward(*inputs, c.reverse, True)
+        plain, *_ = sequential.forward(*inputs, c.reverse, False)
+        total = y_sum
+        if not c.saved:
+            y_sum = states = None
+        grads = sequential.backward(dout, dfinal, *inputs, y_sum, states, c.reverse)
+    if not torch.equal(out, plain):
+        raise AssertionError("the output differs if states are saved")
+    outputs = [out, total] if c.directions == 2 else [out, final]
+    return outputs, [g for g in grads if g is not None]
+
+
+NAMES = ("x", "dt", "A", "q", "k", "D", "bias", "z", "initial_state")
+
+
+def scan_results(c: Case) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return (ours, truth) of every output and gradient of a scan."""
+    inputs, dout, dfinal = scan_inputs(c)
+    truths, gradients = scan_reference(c, inputs, dout, dfinal)
+    outputs, grads = scan_run(c, inputs, dout, dfinal)
+    names = ["out", "sum" if c.directions == 2 else "final"]
+    names += ["d" + n for n, t in zip(NAMES, inputs, strict=True) if t is not None]
+    pairs = zip([*outputs, *grads], [*truths, *gradients], strict=True)
+    return dict(zip(names, pairs, strict=True))
+
+
+def scales(c: Case) -> dict[str, float]:
+    """Return the factor by which every output and gradient of a scan is too large, less 1.
+
+    That of least squares: rounding to nearest leaves it 0 but for noise, cutting does not.
+    """
+    results = {n: (a.double(), b.double()) for n, (a, b) in scan_results(c).items()}
+    return {n: float((a * b).sum() / b.square().sum()) - 1 for n, (a, b) in results.items()}
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest error of a relative to the largest value of b."""
+    if a.shape != b.shape:
+        raise AssertionError(f"shape {tuple(a.shape)} is not {tuple(b.shape)}")
+    if not torch.isfinite(a).all():
+        return math.inf
+    return float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-30))
+
+
+@contextmanager
+def in_segments(on: bool) -> Iterator[None]:
+    """Cut scans into segments of two chunks, which no small input would otherwise be."""
+    from vil.kernels import tuning
+
+    def segments(warps, chunks, device, overhead):
+        return (chunks, 1) if chunks < 4 else (-(-chunks // 2), 2)
+
+    old = tuning.segments
+    if on:
+        tuning.segments = segments
+    try:
+        yield
+    finally:
+        tuning.segments = old
+
+
+def errors(c: Case) -> dict[str, float]:
+    """Return the error of every output and gradient, relative to its largest value."""
+    others = {"conv": conv_errors, "mixer": mixer_errors, "model": model_errors}
+    if c.op in others:
+        return others[c.op](c)
+    with in_segments(c.segments):
+        return {n: relative(a, b) for n, (a, b) in scan_results(c).items()}
+
+
+def conv_errors(c: Case) -> dict[str, float]:
+    """Return the errors of the convolution, forward and backward."""
+    from vil.kernels import conv, reference
+
+    g = torch.Generator().manual_seed(c.L * c.D + c.K)
+    randn, dtype, pdtype = _randn(g), DTYPES[c.dtype], DTYPES[c.parameters]
+    x = (randn(c.B, c.L, 2 * c.D) * (1e3 if c.extreme else 1)).to(dtype)[..., : c.D]
+    weight, bias = randn(2, c.D, c.K).to(pdtype), randn(2, c.D).to(pdtype)
+    grad = randn(2, c.B, c.L, c.D).to(dtype)
+    if c.extreme:  # whole numbers, whose products add up exactly
+        x, weight, bias = x.round(), (4 * weight).round(), bias.round()
+    if c.strides == "odd":
+        x = x[..., 1:]
+        weight, bias, grad = weight[:, 1:], bias[:, 1:], grad[..., 1:]
+    if c.strides == "transposed":
+        x = x.mT.contiguous().mT
+    exact = [t.double() for t in (x, weight, bias)]
+    gradients = reference.causal_conv1d_bidirectional_backward(grad.double(), *exact)
+    truth = (reference.causal_conv1d_bidirectional(*exact), *gradients)
+    ours = (conv.forward(x, weight, bias), *conv.backward(grad, x, weight, bias))
+    names = ("out", "dx", "dweight", "dbias")
+    return {n: relative(a, b) for n, a, b in zip(names, ours, truth, strict=True)}
+
+
+def mixer_errors(c: Case) -> dict[str, float]:
+    """Return the errors of the whole mixer and its gradients."""
+    from vil.kernels import ops
+    from vil.mixer import BidirectionalMixer
+
+    recurrence = c.extreme
+    torch.manual_seed(0)
+    m = BidirectionalMixer(c.D, recurrence, d_state=c.M)
+    with torch.no_grad():
+        m.dt_bias.normal_()
+        m.D.normal_()
+    A = None if m.A_log is None else -m.A_log.exp()
+    xz = torch.randn(c.B, c.L, 4 * c.D).to(DTYPES[c.dtype])
+    given = {
+        "xz": xz,
+        "conv_weight": m.conv_weight,
+        "conv_bias": m.conv_bias,
+        "x_proj": m.x_proj_weight,
+        "dt_weight": m.dt_weight,
+        "dt_bias": m.dt_bias,
+        "A": A,
+        "D": m.D,
+    }
+    grad = torch.randn(c.B, c.L, 2 * c.D).to(xz)
+
+    def run(backend, double):
+        copies = {n: None if t is None else t.detach().clone() for n, t in given.items()}
+        if double:
+            copies = {n: None if t is None else t.double() for n, t in copies.items()}
+        leaves = [t.requires_grad_() for t in copies.values() if t is not None]
+        with ops.use_backend(backend):
+            out = torch.ops.vil.mixer(*copies.values(), recurrence, True)[0]
+            grads = torch.autograd.grad(out, leaves, grad.to(out.dtype))
+        return [out.detach(), *grads]
+
+    names = ["out", *("d" + n for n, t in given.items() if t is not None)]
+    truth, ours = run("reference", True), run("triton", False)
+    return {n: relative(a, b) for n, a, b in zip(names, ours, truth, strict=True)}
+
+
+def model_errors(c: Case) -> dict[str, float]:
+    """Return the errors of the logits and of the worst gradient of a model of K blocks."""
+    import timm
+
+    import vil  # noqa: F401  (registers the models)
+    from vil.kernels import ops
+
+    torch.manual_seed(0)
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": c.D, "depth": c.K}
+    model = timm.create_model(c.extreme, **size, num_classes=3)
+    images = torch.randn(c.B, 3, 16, 16)
+    results = []
+    for backend in ("reference", "triton"):
+        model = model.double() if backend == "reference" else model.float()
+        model.zero_grad()
+        with ops.use_backend(backend):
+            logits = model(images.double() if backend == "reference" else images)
+            logits.square().sum().backward()
+        results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    error = {"logits": relative(results[1][0], results[0][0])}
+    pairs = zip(results[1][1:], results[0][1:], strict=True)
+    error["gradients"] = max(relative(a, b) for a, b in pairs)
+    return error
+
+
+# Large enough that the noise of rounding is far below what cutting operands would do.
+BIAS = Case("exact", 8, 197, 72, M=16, dtype="bf16")
+
+
+def all_cases() -> list[Case]:
+    """Return every case, in the order in which they share compiled kernels."""
+    cases = []
+
+    def add(op, B, L, D, **k):
+        cases.append(Case(op, B, L, D, **k))
+
+    for op in ("longhorn", "mamba"):
+        longhorn = op == "longhorn"
+        # one specialisation, several lengths: ragged groups, chunks, one token more than a chunk
+        for L in (5, 17, 37, 50):
+            add(op, 2, L, 40, M=4, dtype="f32")
+        for L in (17, 37, 197):
+            add(op, 2, L, 200, M=16, dtype="bf16", quick=90 * (longhorn and L == 37))
+        for dtype in ("bf16", "f16"):  # what the project's own tests and its selfcheck run
+            add(op, 1, 18, 32, M=4, dtype=dtype)
+            add(op, 1, 197, 384, M=16, dtype=dtype)
+        add(op, 1, 197, 384, M=16)
+        add(op, 2, 1, 40, M=4)
+        add(op, 1, 33, 64, M=16, dtype="f32")
+        add(op, 1, 50, 24, M=5, dtype="f16")
+        add(op, 2, 64, 96, M=16, dtype="bf16")
+        add(op, 1, 5, 8, M=64)
+        add(op, 1, 37, 384, M=16, dtype="bf16")
+        for reverse in (False, True):
+            quick = 80 if reverse and not longhorn else False
+            add(op, 2, 19, 40, M=5, directions=1, reverse=reverse, quick=quick)
+        add(op, 2, 5, 8, M=4, directions=1, initial=False)
+        add(op, 2, 67, 40, M=4, segments=True, quick=80 if longhorn else 90)
+        add(op, 2, 67, 40, M=4, directions=1, segments=True)
+        add(op, 2, 67, 40, M=4, directions=1, reverse=True, segments=True)
+        add(op, 2, 67, 136, M=16, dtype="bf16", segments=True)
+        add(op, 1, 18, 32, M=4, extreme="keys1e3")
+        add(op, 1, 18, 32, M=4, extreme="beta60")
+        add(op, 1, 18, 32, M=4, extreme="keys0")
+        add(op, 2, 5, 36, M=4, strides="transposed")
+        add(op, 2, 21, 37, M=4, strides="odd", dtype="bf16", quick=90 if longhorn else 80)
+        add(op, 2, 7, 40, M=4, saved=False)
+    # exact: compiling is slow, so few specialisations and several lengths for each. More than 64
+    # channels: products of whole warp groups on sm_90.
+    for L in (37, 17, 197):
+        add("exact", 2, L, 72, M=4, dtype="bf16", quick=L == 37)
+    add("exact", 2, 37, 72, M=4, dtype="bf16", extreme="beta60")
+    add("exact", 2, 197, 72, M=4, dtype="bf16", extreme="keys1e3")
+    add("exact", 2, 37, 72, M=4, dtype="bf16", saved=False)
+    for L in (37, 197):
+        add("exact", 2, L, 72, M=4, dtype="f32")
+    add("exact", 2, 37, 72, M=4, dtype="f32", extreme="keys1e3")
+    add("exact", 2, 67, 24, M=4, dtype="bf16", segments=True)
+    for reverse in (False, True):
+        add("exact", 2, 37, 24, M=16, dtype="f32", directions=1, reverse=reverse)
+    add("exact", 2, 37, 200, M=16, dtype="bf16")
+    for dtype in ("f16", "bf16"):  # what the project's own tests and its selfcheck run
+        add("exact", 1, 20, 32, M=16, dtype=dtype)
+        add("exact", 1, 197, 384, M=16, dtype=dtype)
+    add("exact", 2, 37, 72, M=4, dtype="f16")
+    add("exact", 2, 37, 40, M=4, dtype="bf16")
+    add("exact", 2, 50, 384, M=16, dtype="bf16")
+    add("exact", 1, 21, 37, M=4, dtype="bf16", strides="odd")
+    add("exact", 1, 20, 40, M=32, dtype="bf16")
+    for L in (67, 197):  # 3 and 7 segments: the loop over them is a pipeline of copies
+        add("exact", 2, L, 24, M=4, dtype="bf16", directions=1, segments=True)
+    add("exact", 2, 1, 72, M=4, dtype="f32")
+    add("exact", 2, 5, 72, M=4, dtype="f32")
+    # convolution
+    for L in (1, 3, 17, 70):
+        add("conv", 2, L, 70, K=4)
+    for K in (1, 2, 3, 8):
+        add("conv", 1, 5, 3, K=K)
+    add("conv", 2, 37, 200, dtype="bf16", quick=90)
+    add("conv", 2, 197, 384, dtype="bf16")
+    add("conv", 2, 17, 16, dtype="f16", parameters="f16")
+    add("conv", 2, 17, 16, dtype="bf16", parameters="bf16")
+    add("conv", 1, 17, 16, extreme="large")
+    add("conv", 2, 17, 6, strides="transposed")
+    add("conv", 2, 17, 41, strides="odd", dtype="bf16", quick=80)
+    add("conv", 600, 37, 8)  # programs that take several tiles
+    # the mixer and whole models
+    for recurrence in ("longhorn", "mamba", "longhorn_exact"):
+        add("mixer", 2, 21, 12, M=4, extreme=recurrence, quick=90 * (recurrence == "longhorn"))
+    add("mixer", 2, 21, 12, M=4, dtype="bf16", extreme="longhorn")
+    for model in ("vil_tiny", "vim_tiny", "vil_tiny_exact"):
+        add("model", 1, 17, 16, extreme=model, K=1)
+        add("model", 2, 17, 16, extreme=model, K=2, quick=80 * (model == "vil_tiny"))
+    for dtype in ("f32", "bf16"):
+        add("exact", 2, 67, 72, M=4, dtype=dtype, segments=True)  # both directions
+        add("exact", 2, 67, 24, M=4, dtype=dtype, directions=1, reverse=True, segments=True)
+    add("exact", 1, 37, 24, M=128, dtype="bf16")
+    add("exact", 1, 37, 24, M=64, dtype="f32")
+    add("exact", 2, 5, 72, M=4, dtype="bf16")
+    add("exact", 1, 5, 24, M=16, dtype="bf16", directions=1, reverse=True)
+    add("mixer", 2, 21, 12, M=4, dtype="bf16", extreme="longhorn_exact")
+    add("mixer", 2, 21, 12, M=4, dtype="bf16", extreme="mamba")
+    return cases
