@@ -19,6 +19,7 @@ from triton.language.extra import libdevice
 from vil.kernels import tuning
 from vil.kernels.launch import launch
 from vil.kernels.layout import adjacent_channels
+from vil.kernels.tiles import one_row
 
 BLOCK_L = 16
 # Programs of the backward pass, each with sums of its own of the parameters' gradients: eight for
@@ -37,12 +38,6 @@ def _sigmoid(v, FAST: tl.constexpr):
     if FAST:
         return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-v))
     return 1.0 / (1.0 + tl.exp(-v))
-
-
-@triton.jit
-def _row(tile, i: tl.constexpr, ROWS: tl.constexpr):
-    """Return row i of a tile. No instruction: all that is added to it are -0.0."""
-    return tl.sum(tl.where(tl.arange(0, ROWS)[:, None] == i, tile, -0.0), 0)
 
 
 @triton.jit
@@ -81,7 +76,7 @@ def _load_rows(
                 other=0.0,
             ).to(tl.float32)
             for i in tl.static_range(16 >> bit):
-                rows += (_row(tile, i, 16 >> bit),)
+                rows += (one_row(tile, i),)
     return rows
 
 

@@ -249,8 +249,8 @@ def _backward_direction(
 ):  # fmt: skip
     """Take one direction of one segment of one batch element and block of channels back.
 
-    Of two directions, direction 0 also writes the gradient of the
-    gate. For ``_keys_kernel`` it leaves the sums over the block's channels of
+    Of two directions, direction 0 also writes the gradient of the gate. For ``_keys_kernel`` it
+    leaves the sums over the block's channels of
 
         [dY | eps W] by [S0 | C] and of C by dS,    (blocks, N, B, chunks, 16 (3 BLOCK_M + 32)).
     """
@@ -741,7 +741,8 @@ def forward(
     Returns:
         out (B, L, D) in the dtype of x; the sum of both directions before the gate, (B, L, D)
         float32, with ``save`` if N = 2; the state before every chunk, (N, B, chunks, D, BLOCK_M)
-        float32, with ``save``; the final state, (B, D, M) float32, if N = 1. None for the others.
+        float32, rounded as products take it, with ``save``; the final state, (B, D, M) float32, if
+        N = 1. None for the others.
     """
     length = x.shape[2]
     x, dt, q, k, z = padded_tokens(tuning.CHUNK, x, dt, q, k, z)

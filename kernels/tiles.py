@@ -88,9 +88,8 @@ def from_columns(c, BLOCK_D: tl.constexpr):
     x1 = tl.join(tl.join(c[4], c[5]), tl.join(c[6], c[7]))
     x2 = tl.join(tl.join(c[8], c[9]), tl.join(c[10], c[11]))
     x3 = tl.join(tl.join(c[12], c[13]), tl.join(c[14], c[15]))
-    x = tl.join(
-        tl.join(x0, x1), tl.join(x2, x3)
-    )  # BLOCK_D, then the bits of the index, lowest first
+    # BLOCK_D, then the bits of the index, the lowest first.
+    x = tl.join(tl.join(x0, x1), tl.join(x2, x3))
     return tl.reshape(tl.permute(x, (0, 4, 3, 2, 1)), (BLOCK_D, 16))
 
 
@@ -106,8 +105,8 @@ def to_rows(tile, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def one_row(rows, t: tl.constexpr):
-    """Return row t of a chunk, [BLOCK_D]. No instruction: all that is added to it are -0.0."""
-    return tl.sum(tl.where(tl.arange(0, 16)[:, None] == t, rows, -0.0), 0)
+    """Return row t of a tile of rows, [BLOCK_D]. No instruction: all that is added are -0.0."""
+    return tl.sum(tl.where(tl.arange(0, rows.shape[0])[:, None] == t, rows, -0.0), 0)
 
 
 @triton.jit
