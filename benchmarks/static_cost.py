@@ -11,7 +11,7 @@ Latencies and cache misses are not modelled: these numbers bound a kernel's spee
 gets worse, but do not replace a measurement.
 
 The last columns are what a cold compilation took: CPU seconds, and how many times that of a plain
-kernel, a matrix product, in the same run: seconds depend on the machine and what else it does.
+kernel, a matrix product for sm_90, in the same run: seconds depend on the machine and what else it does.
 """
 
 import os
@@ -19,13 +19,12 @@ import os
 os.environ.pop("TRITON_INTERPRET", None)  # what the interpreter has wrapped cannot be compiled
 
 import argparse
-import functools
+import contextlib
 import re
 import resource
-import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +54,7 @@ class Cost:
         per_unit: Instructions of the variant's loops, or of the whole kernel if it has none, for
             each of its units; None for AMD.
         seconds: CPU time of a cold compilation.
+        times_plain: The same as a multiple of the plain kernel's, measured before and after.
     """
 
     warps: int
@@ -62,6 +62,7 @@ class Cost:
     spills: int
     shared: int
     seconds: float
+    times_plain: float
     instructions: int | None = None
     loops: tuple[int, ...] | None = None
     per_unit: float | None = None
@@ -127,23 +128,28 @@ def cost(variant: Variant, arch: str) -> Cost:
         variant: What to count.
         arch: As in ``compile_variant``.
     """
-    before = _cpu_seconds()
-    compiled = compile_variant(variant, arch)
-    seconds = _cpu_seconds() - before
+    plain = plain_seconds()
+    with _empty_cache():
+        before = _cpu_seconds()
+        compiled = compile_variant(variant, arch)
+        seconds = _cpu_seconds() - before
+    times_plain = 2 * seconds / (plain + plain_seconds())  # as busy as the machine is just now
     shared = compiled.metadata.shared
     if "amdgcn" in compiled.asm:
         listing = compiled.asm["amdgcn"]
         registers, spills = (
             _amd_field(f"vgpr_{name}", listing) for name in ("count", "spill_count")
         )
-        return Cost(compiled.metadata.num_warps, registers, spills, shared, seconds)
+        warps = compiled.metadata.num_warps
+        return Cost(warps, registers, spills, shared, seconds, times_plain)
     registers, listing = _disassemble(compiled.asm["cubin"])
     opcodes, loops = _parse(listing)
     counted = sum(loops[: variant.loops]) if loops else len(opcodes)
     spills = sum(opcode in ("LDL", "STL") for opcode in opcodes)
     warps = compiled.metadata.num_warps
     per_unit = counted / variant.units
-    return Cost(warps, registers, spills, shared, seconds, len(opcodes), loops, per_unit)
+    code = (len(opcodes), loops, per_unit)
+    return Cost(warps, registers, spills, shared, seconds, times_plain, *code)
 
 
 @triton.jit
@@ -158,18 +164,28 @@ def _product_kernel(a_ptr, b_ptr, c_ptr, K, stride, SIZE: tl.constexpr):
     tl.store(c_ptr + i[:, None] * stride + i[None, :], c)
 
 
-@functools.cache
-def plain_seconds(arch: str) -> float:
-    """Return the CPU time of a cold compilation of the plain kernel, the median of three sizes."""
+def plain_seconds() -> float:
+    """Return the CPU time of a cold compilation of the plain kernel, for 4 and for 8 warps."""
     signature = dict.fromkeys(("a_ptr", "b_ptr"), "*bf16") | {"c_ptr": "*fp32"}
     signature |= {"K": "i32", "stride": "i32", "SIZE": "constexpr"}
-    times = []
-    for size in (16, 32, 64, 128):
-        source = ASTSource(fn=_product_kernel, signature=signature, constexprs={"SIZE": size})
+    source = ASTSource(fn=_product_kernel, signature=signature, constexprs={"SIZE": 64})
+    with _empty_cache():
         before = _cpu_seconds()
-        triton.compile(source, target=_target(arch), options={"num_warps": 4, "num_stages": 1})
-        times.append(_cpu_seconds() - before)
-    return statistics.median(times[1:])  # the first one loads the compiler
+        for warps in (4, 8):
+            options = {"num_warps": warps, "num_stages": 1}
+            triton.compile(source, target=_target("90"), options=options)
+        return (_cpu_seconds() - before) / 2
+
+
+@contextlib.contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Let Triton compile everything within a ``with`` block, whatever it has compiled before."""
+    previous = triton.knobs.cache.dir
+    with tempfile.TemporaryDirectory() as triton.knobs.cache.dir:
+        try:
+            yield
+        finally:
+            triton.knobs.cache.dir = previous
 
 
 def _target(arch: str) -> GPUTarget:
@@ -240,7 +256,7 @@ def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:
             code = f"{c.instructions} | {loops} | {c.per_unit:.2f} per {variant.unit}"
         lines.append(
             f"| {variant.name} | {arch} | {c.warps} | {c.registers} | {c.spills} "
-            f"| {c.shared} | {code} | {c.seconds:.1f} s | {c.seconds / plain_seconds(arch):.1f} |"
+            f"| {c.shared} | {code} | {c.seconds:.1f} s | {c.times_plain:.1f} |"
         )
     return "\n".join(lines)
 
@@ -255,11 +271,8 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", choices=names, default=names, help="default: all")
     args = parser.parse_args()
     variants = [v for v in VARIANTS if v.name in args.kernel]
-    with tempfile.TemporaryDirectory() as cache:  # so that everything is compiled
-        triton.knobs.cache.dir = cache
-        for arch in args.arch:
-            plain_seconds(arch)
-        print(table((v, arch, cost(v, arch)) for v in variants for arch in args.arch))
+    plain_seconds()  # before anything is measured, so that no kernel loads the compiler
+    print(table((v, arch, cost(v, arch)) for v in variants for arch in args.arch))
 
 
 if __name__ == "__main__":
