@@ -186,7 +186,13 @@ class Laboratory:
         splits = {"train_split": "train", "val_split": "validation"}
         config = TrainConfig(
             model=ModelConfig(
-                num_classes=4, img_size=16, patch_size=8, embed_dim=16, depth=2, drop_path_rate=0.2
+                name="vil_tiny",
+                num_classes=4,
+                img_size=16,
+                patch_size=8,
+                embed_dim=16,
+                depth=2,
+                drop_path_rate=0.2,
             ),
             data=DataConfig(dataset=dataset, path=str(data), batch_size=8, num_workers=0, **splits),
             optim=OptimConfig(lr_base=1e-3, lr_base_size=8, model_ema_decay=0.9),

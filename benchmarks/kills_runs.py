@@ -113,7 +113,13 @@ def write_recipe(root: Path, case: Case, epochs: int = 3) -> Path:
     shards = {"train_split": "train-{0..2}.tar", "val_split": "val-{0..2}.tar"}
     config = TrainConfig(
         model=ModelConfig(
-            num_classes=4, img_size=16, patch_size=8, embed_dim=16, depth=2, drop_path_rate=0.2
+            name="vil_tiny",
+            num_classes=4,
+            img_size=16,
+            patch_size=8,
+            embed_dim=16,
+            depth=2,
+            drop_path_rate=0.2,
         ),
         data=DataConfig(
             dataset=case.dataset,
@@ -152,7 +158,7 @@ def outcome(folder: Path) -> dict[str, str]:
         log = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
     told = folder / "skipped.txt"
     skipped = told.read_text().replace(str(folder.parent), "") if told.exists() else ""
-    parts = {key: last[key] for key in last if key not in ("config", "versions")}
+    parts = {key: last[key] for key in last if key not in ("config", "asked", "versions")}
     parts |= {f"best {key}": best[key] for key in ("state_dict", "state_dict_ema", "epoch")}
     parts |= {"log.csv": log, "skipped.txt": skipped}
     parts["files"] = sorted(path.name for path in folder.iterdir())

@@ -58,10 +58,12 @@ from vil.training.data import TrainData
 from vil.training.distributed import World
 from vil.training.draws import key, seed_image
 from vil.training.files import write_text
+from vil.training.resolve import fill_from_weights
 from vil.training.sources import decode
 
 SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16
+MODEL = ModelConfig(name="vil_tiny", num_classes=CLASSES)
 EPOCHS = 3  # of one run, so that starting the processes weighs little
 STEPS = ("crop, resize", "flip", "RandAugment", "to tensor")  # of either's transform
 CPU = torch.device("cpu")
@@ -158,7 +160,7 @@ def our_config(
         num_workers=workers,
     )
     schedule = ScheduleConfig(epochs=EPOCHS, warmup_epochs=0)
-    return TrainConfig(model=ModelConfig(num_classes=CLASSES), data=data, schedule=schedule)
+    return fill_from_weights(TrainConfig(model=MODEL, data=data, schedule=schedule), None)
 
 
 def run_ours(
@@ -338,7 +340,7 @@ def time_device_part(batch_size: int, rounds: int) -> list[Row]:
     """Time what is left to the training process, on one core."""
     images = torch.randint(256, (batch_size, 3, 224, 224), dtype=torch.uint8)
     targets = torch.randint(CLASSES, (batch_size,))
-    augment = BatchAugment(TrainConfig(model=ModelConfig(num_classes=CLASSES)), CPU)
+    augment = BatchAugment(fill_from_weights(TrainConfig(model=MODEL), None), CPU)
     prefetch = PrefetchLoader([(images, targets)], device=CPU, **ERASE)
     runs = {
         "timm: normalise, erase": lambda: list(prefetch),

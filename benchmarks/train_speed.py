@@ -28,6 +28,7 @@ from vil.training.distributed import World
 from vil.training.engine import train_step
 from vil.training.files import write_text
 from vil.training.recipes import read_recipe
+from vil.training.resolve import fill_from_weights
 from vil.training.setup import build_training, resolve_device
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny", "vil_small")
@@ -59,13 +60,17 @@ class Contestant:
         """Build it and train the first steps, which compile it and tell how much memory it takes."""
         recipe = read_recipe(RECIPE)
         self.name = name
-        self.config = dataclasses.replace(
+        model = dataclasses.replace(
+            recipe.model, name=name, num_classes=1000, img_size=args.img_size
+        )
+        config = dataclasses.replace(
             recipe,
-            model=dataclasses.replace(recipe.model, name=name, img_size=args.img_size),
+            model=model,
             data=dataclasses.replace(recipe.data, batch_size=args.batch_size),
             augment=dataclasses.replace(recipe.augment, mix_size=None),
             run=dataclasses.replace(recipe.run, amp=args.amp, torchcompile=args.compile),
         )
+        self.config = fill_from_weights(config, None)
         self.device = resolve_device(self.config.run, World())
         on_gpu = self.device.type == "cuda"
         others = torch.cuda.memory_allocated() if on_gpu else 0

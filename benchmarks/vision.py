@@ -34,6 +34,7 @@ from vil.training.distributed import World
 from vil.training.draws import seed_everything
 from vil.training.engine import evaluate, train_step
 from vil.training.recipes import load_config
+from vil.training.resolve import fill_from_weights
 from vil.training.setup import Training, build_training, resolve_device
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,7 +171,7 @@ def configure(
     arguments = ["--config", str(recipe), *experiment.arguments, *experiment.models[model]]
     arguments += ["--data.images-per-class", str(images_per_class)]
     arguments += ["--optim.lr-base", str(lr), "--run.seed", str(seed)]
-    config, _ = load_config(arguments, recipe)
+    config = fill_from_weights(load_config(arguments, recipe)[0], None)
     length = TrainData(config, torch.device("cpu"), World()).steps_per_epoch
     epochs = max(round(experiment.steps / length), 1)
     warmup = max(round(epochs * config.schedule.warmup_epochs / config.schedule.epochs), 1)

@@ -18,5 +18,6 @@ if (_repository / "pyproject.toml").is_file():
     __path__.append(str(_repository))
 
 from vil.backbone import VisionLonghorn
+from vil.loading import load
 
-__all__ = ["VisionLonghorn", "__version__"]
+__all__ = ["VisionLonghorn", "__version__", "load"]

@@ -22,6 +22,7 @@ from vil.training.config import (
 )
 from vil.training.errors import run_script
 from vil.training.recipes import to_yaml
+from vil.training.resolve import fill_from_weights
 
 CLASSES = ("ash", "birch", "cedar", "dogwood")
 SPLITS = {"train": 8, "val": 3}  # images of a class
@@ -64,15 +65,22 @@ def image_shards(tmp_path: Path, image_folder: Path) -> Path:
 @pytest.fixture
 def config(image_folder: Path) -> TrainConfig:
     """Three epochs of a minuscule ViL with everything random switched on."""
-    return TrainConfig(
+    config = TrainConfig(
         model=ModelConfig(
-            num_classes=4, img_size=16, patch_size=8, embed_dim=16, depth=2, drop_path_rate=0.2
+            name="vil_tiny",
+            num_classes=4,
+            img_size=16,
+            patch_size=8,
+            embed_dim=16,
+            depth=2,
+            drop_path_rate=0.2,
         ),
         data=DataConfig(path=str(image_folder), batch_size=8, num_workers=0),
         optim=OptimConfig(lr_base=1e-3, lr_base_size=8, model_ema_decay=0.9),
         schedule=ScheduleConfig(epochs=3, warmup_epochs=1, warmup_lr=1e-4),
         run=RunConfig(log_interval=3, device="cpu", save_minutes=1e6),
     )
+    return fill_from_weights(config, None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 
 from vil.training import checkpoint as checkpoint_module
 from vil.training import files
-from vil.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
+from vil.training.checkpoint import About, load_checkpoint, load_weights, save_checkpoint
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import OutputError
@@ -28,7 +28,15 @@ from vil.training.files import (
 from vil.training.setup import Training, build_model, build_training
 from vil.training.state import RunState
 
-DATA = {"training": "1", "validation": "2"}
+
+def about(config: TrainConfig) -> About:
+    """Describe a run on four kinds of trees."""
+    return About(
+        config=config,
+        asked=config,
+        fingerprints={"training": "1", "validation": "2"},
+        classes=("ash", "birch", "cedar", "dogwood"),
+    )
 
 
 def state(*scores: float, step: int = 4) -> RunState:
@@ -49,7 +57,7 @@ def training(config: TrainConfig) -> Training:
 @pytest.fixture
 def saved(training: Training, config: TrainConfig, tmp_path: Path) -> Path:
     """A checkpoint."""
-    save_checkpoint(tmp_path, training, config, state(50.0), DATA)
+    save_checkpoint(tmp_path, training, about(config), state(50.0))
     return tmp_path / "last.pt"
 
 
@@ -86,7 +94,7 @@ def test_failed_save_leaves_the_old_checkpoint(
 
     monkeypatch.setattr(checkpoint_module.torch, "save", fail)
     with pytest.raises(OutputError, match="the disk took only a part of it"):
-        save_checkpoint(saved.parent, training, config, state(50.0, 60.0), DATA)
+        save_checkpoint(saved.parent, training, about(config), state(50.0, 60.0))
     assert load_checkpoint(saved)["metric"] == 50.0
     assert load_checkpoint(saved.with_name("best.pt"))["metric"] == 50.0
 
@@ -105,7 +113,7 @@ def test_checkpoint_that_does_not_read_back_does_not_replace_the_old_one(
 
     monkeypatch.setattr(checkpoint_module.torch, "save", write_rotten)
     with pytest.raises(OutputError, match=r"last\.pt.*\.tmp is (damaged|truncated)"):
-        save_checkpoint(saved.parent, training, config, state(50.0, 60.0), DATA)
+        save_checkpoint(saved.parent, training, about(config), state(50.0, 60.0))
     assert load_checkpoint(saved)["metric"] == 50.0
     assert not list(saved.parent.glob(".*.tmp"))
 
@@ -114,7 +122,7 @@ def test_the_checkpoint_before_is_kept(
     saved: Path, training: Training, config: TrainConfig
 ) -> None:
     for scores in ((50.0, 40.0), (50.0, 40.0, 60.0)):
-        save_checkpoint(saved.parent, training, config, state(*scores), DATA)
+        save_checkpoint(saved.parent, training, about(config), state(*scores))
     epochs = {
         name: load_checkpoint(saved.with_name(f"{name}.pt"))["epoch"]
         for name in ("last", "previous", "best")
@@ -126,7 +134,7 @@ def test_best_is_not_renewed_within_an_epoch(
     saved: Path, training: Training, config: TrainConfig
 ) -> None:
     within = RunState(step=5, loss_sum=1.0, loss_count=1, history=state(50.0).history)
-    save_checkpoint(saved.parent, training, config, within, DATA)
+    save_checkpoint(saved.parent, training, about(config), within)
     runs = [load_checkpoint(saved.with_name(f"{n}.pt"))["run"]["step"] for n in ("last", "best")]
     assert runs == [5, 4]
 
@@ -178,7 +186,7 @@ def test_flipped_bit_is_detected(saved: Path, training: Training) -> None:
 
 def test_file_of_another_program_is_named(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "other.pt")
-    with pytest.raises(OutputError, match=r"other\.pt was not written by .* it lacks arch, opt"):
+    with pytest.raises(OutputError, match=r"other\.pt was not written by .* it lacks arch, model"):
         load_checkpoint(tmp_path / "other.pt")
 
 

@@ -11,17 +11,18 @@ from PIL import Image
 
 import vil  # noqa: F401  registers the models
 from vil.training.augment import Normalize, train_transform, val_transform
-from vil.training.config import OptimConfig, RunConfig, TrainConfig
+from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.recipes import (
-    changed_keys,
+    changes,
     config_from_dict,
     flat_dict,
     load_config,
     read_recipe,
     to_yaml,
 )
+from vil.training.resolve import fill_from_weights
 from vil.training.setup import (
     Training,
     build_model,
@@ -36,7 +37,7 @@ FINER_RECIPES = tuple(f"{name}_finer" for name in IMAGENET_RECIPES)
 CPU = torch.device("cpu")
 
 SHARED = {
-    "model.num_classes": 1000,
+    "model.num_classes": None,  # ImageNet's 1,000 are the data's
     "model.img_size": 224,
     "data.dataset": "folder",
     "data.aug_repeats": 3,
@@ -74,7 +75,7 @@ SHARED = {
 }
 FROM_SCRATCH = {
     "model.patch_stride": None,
-    "model.init_checkpoint": None,
+    "model.pretrained": None,
     "schedule.epochs": 300,
     "schedule.warmup_lr": 1e-6,
 }
@@ -107,14 +108,20 @@ FINER = {
 
 
 def build(config: TrainConfig) -> Training:
-    """Build what a recipe trains, but small."""
-    sizes = dataclasses.replace(config.model, depth=3, embed_dim=32)
-    return build_training(dataclasses.replace(config, model=sizes), CPU, World())
+    """Build what a recipe trains on ImageNet, but small."""
+    classes = config.model.num_classes or 1000
+    sizes = dataclasses.replace(config.model, num_classes=classes, depth=3, embed_dim=32)
+    return build_training(filled(dataclasses.replace(config, model=sizes)), CPU, World())
+
+
+def filled(config: TrainConfig) -> TrainConfig:
+    """Fill in what a recipe leaves open, without weights to start from."""
+    return fill_from_weights(config, None)
 
 
 @pytest.mark.parametrize("name", IMAGENET_RECIPES)
 def test_recipe_has_published_values(name: str) -> None:
-    resolved = flat_dict(read_recipe(CONFIGS / f"{name}.yaml"))
+    resolved = flat_dict(filled(read_recipe(CONFIGS / f"{name}.yaml")))
     expected = SHARED | FROM_SCRATCH | BY_SIZE[name.split("_")[1]] | {"model.name": name}
     assert {key: resolved[key] for key in expected} == expected
 
@@ -122,9 +129,9 @@ def test_recipe_has_published_values(name: str) -> None:
 @pytest.mark.parametrize("name", FINER_RECIPES)
 def test_finer_recipe_has_published_values(name: str) -> None:
     base = name.removesuffix("_finer")
-    resolved = flat_dict(read_recipe(CONFIGS / f"{name}.yaml"))
+    resolved = flat_dict(filled(read_recipe(CONFIGS / f"{name}.yaml")))
     expected = SHARED | FINER | {"model.name": base}
-    expected |= {"model.init_checkpoint": f"output/{base}/last.pt"}
+    expected |= {"model.pretrained": f"output/{base}/last.pt"}
     assert {key: resolved[key] for key in expected} == expected
 
 
@@ -202,7 +209,7 @@ def test_batch_that_cannot_be_divided_is_refused(
 
 
 def test_transforms_are_the_published_ones() -> None:
-    config = read_recipe(CONFIGS / "vil_tiny.yaml")
+    config = filled(read_recipe(CONFIGS / "vil_tiny.yaml"))
     crop, flip, policy, to_tensor = train_transform(config).transforms
     assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
     assert "bicubic" in repr(crop)
@@ -258,8 +265,9 @@ def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
 def test_weight_decay_falls_on_the_published_parameters(name: str) -> None:
-    config = read_recipe(CONFIGS / "vil_tiny.yaml").model
-    model = build_model(dataclasses.replace(config, name=name, depth=1, embed_dim=32))
+    config = filled(read_recipe(CONFIGS / "vil_tiny.yaml")).model
+    sizes = {"num_classes": 1000, "depth": 1, "embed_dim": 32}
+    model = build_model(dataclasses.replace(config, name=name, **sizes))
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=1e-3)
     decay = {
         id(parameter): group["weight_decay"]
@@ -316,7 +324,7 @@ def test_yaml_exponent_without_point_is_a_number(tmp_path: Path) -> None:
         ("run:\n  grad_accum_steps: 0\n", "has a wrong value"),
         ("run:\n  save_minutes: -1\n", "has a wrong value"),
         ("data:\n  batch_size: 7\n", "has a wrong value"),
-        ("model:\n  in_chans: 1\n", "has a wrong value"),
+        ("model: {in_chans: 1}\ndata: {mean: [0.1, 0.2, 0.3]}\n", "has a wrong value"),
         ("schedule:\n  epochs: 2\n", "has a wrong value"),
     ],
 )
@@ -358,15 +366,17 @@ def test_unknown_key_of_checkpoint_is_refused() -> None:
         config_from_dict(values, "here")
 
 
-def test_changed_keys_ignores_what_cannot_change_the_result() -> None:
-    old = TrainConfig()
+def test_what_cannot_change_the_result_is_no_change() -> None:
+    old = TrainConfig(model=ModelConfig(name="vil_tiny"))
     moved = dataclasses.replace(
         old,
         run=dataclasses.replace(old.run, output="there", grad_accum_steps=2, log_interval=1),
     )
-    assert changed_keys(old, moved) == []
+    assert changes(old, filled(old), moved) == []
+    assert changes(old, filled(old), filled(old)) == []
     other = dataclasses.replace(old, optim=dataclasses.replace(old.optim, lr_base=0.5))
-    assert changed_keys(old, other) == ["optim.lr_base (0.001 -> 0.5)"]
+    (change,) = changes(old, filled(old), other)
+    assert str(change) == "optim.lr_base (0.001 -> 0.5)"
 
 
 @pytest.mark.parametrize(
@@ -378,9 +388,9 @@ def test_changed_keys_ignores_what_cannot_change_the_result() -> None:
     ],
 )
 def test_impossible_model_is_refused(field: str, value: object, message: str) -> None:
-    config = dataclasses.replace(TrainConfig().model, **{field: value})
+    config = ModelConfig(name="vil_tiny", num_classes=2)
     with pytest.raises(ConfigError, match=message):
-        build_model(config)
+        build_model(dataclasses.replace(config, **{field: value}))
 
 
 def test_unknown_optimizer_is_refused() -> None:

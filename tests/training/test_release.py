@@ -28,7 +28,8 @@ def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -
 def test_timm_loads_what_was_released(checkpoint: Path, ema: bool, tmp_path: Path) -> None:
     folder = tmp_path / "released"
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), ema=ema))
-    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "config.json"}
+    files = {"model.safetensors", "config.json", "README.md"}
+    assert {path.name for path in folder.iterdir()} == files
     saved = torch.load(checkpoint, weights_only=True)["state_dict_ema" if ema else "state_dict"]
     assert load_file(folder / "model.safetensors").keys() == saved.keys()
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)

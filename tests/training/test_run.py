@@ -40,7 +40,7 @@ def with_(config: TrainConfig, section: str, **changes: object) -> TrainConfig:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint without what must differ between equal runs."""
     checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["config"]
+    del checkpoint["config"], checkpoint["asked"]  # the output folder
     for row in checkpoint["run"]["history"]:
         for key in TIMES:
             del row[key]
@@ -214,7 +214,7 @@ def test_run_starts_from_the_weights_of_another_with_other_patches(
 ) -> None:
     train(config, "--run.output", str(tmp_path / "coarse"), "--schedule.epochs", "1")
     coarse = tmp_path / "coarse" / "last.pt"
-    finer = ("--model.patch-stride", "4", "--model.init-checkpoint", str(coarse))
+    finer = ("--model.patch-stride", "4", "--model.pretrained", str(coarse))
     still = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-lr", "0")
     folder = tmp_path / "finer"
     assert train(config, "--run.output", str(folder), *finer, *still) == 0
@@ -222,7 +222,7 @@ def test_run_starts_from_the_weights_of_another_with_other_patches(
     assert new.pop("pos_embed").shape[1] == 9 + 1
     assert old.pop("pos_embed").shape[1] == 4 + 1
     assert_same(dict(new), dict(old))
-    assert train(config, "--run.output", str(tmp_path / "other"), *finer[:3], "none.pt") == 5
+    assert train(config, "--run.output", str(tmp_path / "other"), *finer[:3], "none.pt") == 2
 
 
 def test_two_seeds_differ(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> None:
@@ -294,20 +294,21 @@ def test_run_that_failed_before_training_does_not_block_its_folder(
     assert train(config, *arguments) == 0
 
 
-def test_default_folder_is_named_after_the_recipe_and_under_torchrun_found_again(
+def test_default_folder_is_named_after_the_recipe_and_found_again(
     config: TrainConfig,
     train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = with_(config, "schedule", epochs=1)
     assert train(chosen) == 0
-    assert re.fullmatch(r"recipe-20\d{6}-\d{6}", *os.listdir("output"))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert train(chosen) == train(chosen) == 0
-    assert sorted(os.listdir("output"))[0] == "recipe"
-    assert len(os.listdir("output")) == 2
+    assert os.listdir("output") == ["recipe"]
+    capsys.readouterr()
+    assert train(chosen) == 0
+    assert os.listdir("output") == ["recipe"]
+    assert "finished before; nothing is left to train" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -560,13 +561,17 @@ def test_evaluation_options_that_do_not_fit_are_refused(
     capsys.readouterr()
     for arguments, code, message in (
         ((path, "--ema"), 2, "has no averaged weights"),
-        ((path, "--model", "test_vit"), 5, "does not fit model test_vit"),
-        ((path, "--img-size", "17"), 2, "--img-size 17"),
+        (
+            (path, "--model", "test_vit"),
+            2,
+            "last.pt has weights of vil_tiny (longhorn), and test_vit",
+        ),
+        ((path, "--img-size", "17"), 2, "img_size must be covered by patches of 8 px"),
         ((path, "--device", "nonsense"), 2, "device nonsense is not available"),
         ((path, "--data.path", "/nowhere"), 3, "data.path /nowhere is not a folder"),
-        ((str(folder / "none.pt"),), 5, "none.pt does not exist"),
-        (("vil_gigantic",), 2, "neither a file nor a model of timm"),
-        (("vil_tiny", "--ema"), 2, "need a checkpoint file"),
+        ((str(folder / "none.pt"),), 2, "none.pt is no file, no folder, no hf-hub:NAME"),
+        (("vil_gigantic",), 2, "vil_gigantic is no file, no folder, no hf-hub:NAME and no model"),
+        (("vil_tiny", "--ema"), 2, "--ema and --model need weights, vil_tiny has none"),
     ):
         assert evaluate(*arguments) == code, arguments
         error = capsys.readouterr().err
@@ -594,7 +599,7 @@ def test_weights_of_another_program_are_loaded(tmp_path: Path) -> None:
     ("command", "code", "message"),
     [
         (["train_imagenet.py", "--config", "none.yaml"], 2, "error: --config none.yaml: No such"),
-        (["eval.py", "none.pt"], 5, "error: checkpoint none.pt does not exist"),
+        (["eval.py", "none.pt"], 2, "error: none.pt is no file, no folder, no hf-hub:NAME"),
     ],
     ids=["train", "eval"],
 )

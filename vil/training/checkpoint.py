@@ -1,16 +1,17 @@
 """Checkpoints: plain dictionaries, written whole or not at all, verified when read.
 
-A checkpoint holds arch, state_dict, state_dict_ema (where an average is kept), optimizer, run (how
-far it has come, see state.py), epoch (how many are finished), metric (the best top-1 so far), config,
-data (fingerprints of both splits) and versions. The names are timm's, so
-timm.create_model(name, checkpoint_path=...) reads the weights; it prefers state_dict_ema, while
-training and evaluation here report state_dict.
+A checkpoint holds arch, model_args and pretrained_cfg (timm's name and arguments of the model, its
+classes and preprocessing), state_dict, state_dict_ema (where an average is kept), optimizer, run (how
+far it has come, see state.py), epoch (how many are finished), metric (the best top-1 so far), config
+(every setting), asked (the settings as they were asked for), data (fingerprints of both splits) and
+versions. The names are timm's, so timm.create_model(name, checkpoint_path=...) reads the weights; it
+prefers state_dict_ema, while training and evaluation here report state_dict.
 
 A run's folder has last.pt, previous.pt (the one before) and best.pt.
 """
 
 import dataclasses
-import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,47 @@ from torch import nn
 from vil.training.config import TrainConfig
 from vil.training.errors import OutputError
 from vil.training.files import link_atomically, write_atomically
+from vil.training.resolve import model_arguments
 from vil.training.setup import Training, versions
 from vil.training.state import RunState
+from vil.weights import check_sums
 
-_KEYS = ("arch", "state_dict", "optimizer", "run", "epoch", "metric", "config", "data")
+_KEYS = (
+    *("arch", "model_args", "pretrained_cfg", "state_dict", "optimizer"),
+    *("run", "epoch", "metric", "config", "asked", "data"),
+)
 
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 
 
-def save_checkpoint(
-    folder: Path,
-    training: Training,
-    config: TrainConfig,
-    state: RunState,
-    data: dict[str, str],
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a run is, beside how far it has come."""
+
+    config: TrainConfig
+    """All settings, filled in."""
+    asked: TrainConfig
+    """The settings as they were asked for."""
+    fingerprints: dict[str, str]
+    """Of the training and validation images."""
+    classes: tuple[str, ...] | None
+    """Names of the classes, None where the data holds bare indices."""
+
+    def pretrained_cfg(self) -> dict[str, Any]:
+        """Describe the classes and the preprocessing of images in timm's terms."""
+        model, data = self.config.model, self.config.data
+        names = {} if self.classes is None else {"label_names": list(self.classes)}
+        return names | {
+            "num_classes": model.num_classes,
+            "input_size": (model.in_chans, model.img_size, model.img_size),
+            "mean": data.mean,
+            "std": data.std,
+            "interpolation": data.interpolation,
+            "crop_pct": data.crop_pct,
+        }
+
+
+def save_checkpoint(folder: Path, training: Training, about: About, state: RunState) -> None:
     """Write last.pt, having kept the one before as previous.pt; best.pt, too, after its epoch.
 
     The new file is read back before it takes the old one's name.
@@ -42,22 +69,24 @@ def save_checkpoint(
     Args:
         folder: The run's folder.
         training: Model, average and optimiser.
-        config: The run's configuration.
-        state: How far the run has come.
-        data: Fingerprints of the training and validation images.
+        about: What the run is.
+        state: How far it has come.
 
     Raises:
         OutputError: it could not be written; the earlier ones are intact.
     """
     checkpoint = {
-        "arch": config.model.name,
+        "arch": about.config.model.name,
+        "model_args": model_arguments(about.config.model),
+        "pretrained_cfg": about.pretrained_cfg(),
         "state_dict": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
         "run": state.as_dict(),
         "epoch": len(state.history),
         "metric": state.best["top1"] if state.history else None,
-        "config": dataclasses.asdict(config),
-        "data": data,
+        "config": dataclasses.asdict(about.config),
+        "asked": dataclasses.asdict(about.asked),
+        "data": about.fingerprints,
         "versions": versions(),
     }
     if training.ema is not None:
@@ -115,20 +144,17 @@ def load_weights(model: nn.Module, state_dict: dict[str, Any], path: Path, arch:
 
 
 def _check_sums(path: Path) -> None:
-    """Compare the file with its checksums, which torch.load does not do, and zipfile does.
+    """Compare the file with its checksums.
 
     Raises:
         OutputError: it is missing, cut off, no checkpoint, or a checksum is wrong.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
+        check_sums(path)
     except FileNotFoundError as error:
         raise OutputError(f"checkpoint {path} does not exist") from error
-    except Exception as error:  # zipfile raises many things for a damaged file
-        raise _unreadable(path, error) from error
-    if damaged is not None:
-        raise OutputError(f"checkpoint {path} is damaged: wrong checksum in {damaged}")
+    except ValueError as error:
+        raise OutputError(f"checkpoint {error}") from error
 
 
 def _unreadable(path: Path, error: Exception) -> OutputError:

@@ -7,8 +7,6 @@ share; a recipe states what it changes, and the command line overrides the recip
 from dataclasses import dataclass, field
 from typing import Literal
 
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-
 from vil.training.errors import ConfigError
 
 
@@ -16,14 +14,23 @@ from vil.training.errors import ConfigError
 class ModelConfig:
     """The model; what is None stays as the named model defines it."""
 
-    name: str = "vil_tiny"
-    """Any name that timm.create_model knows."""
-    num_classes: int = 1000
-    """Number of classes; must equal that of the data."""
-    in_chans: int = 3
-    """Image channels: 3 reads images as RGB, 1 as grey."""
-    img_size: int = 224
-    """Height and width in pixels, in training and in evaluation."""
+    name: str | None = None
+    """Any name that timm.create_model knows; None is the model that model.pretrained is of."""
+    pretrained: str | None = None
+    """Weights that a new run starts from: a checkpoint of train_imagenet.py, a folder of release.py, a
+    .safetensors file, a file with a state dict (the official Vision Mamba's), local-dir:FOLDER,
+    hf-hub:NAME, or the name of a timm model that has weights. What it says of its model and its images
+    holds where nothing is set here. Embeddings of other sizes are resampled, a head for other classes
+    is new."""
+    pretrained_ema: bool = False
+    """Start from the averaged weights of that checkpoint."""
+    num_classes: int | None = None
+    """Number of classes; None counts those of the data."""
+    in_chans: int | None = None
+    """Image channels: 3 reads images as RGB, 1 as grey; None is as of model.pretrained, or 3."""
+    img_size: int | None = None
+    """Height and width in pixels, in training and in evaluation; None is as of model.pretrained, or
+    224."""
     patch_size: int | None = None
     """Patch height and width in pixels."""
     embed_dim: int | None = None
@@ -34,12 +41,11 @@ class ModelConfig:
     """Distance of neighbouring patches in pixels; below patch_size they overlap."""
     drop_path_rate: float = 0.0
     """Drop-path rate of the last block; the rate grows linearly from 0 at the first."""
-    init_checkpoint: str | None = None
-    """Checkpoint of train_imagenet.py whose weights a new run starts from; a position embedding of
-    another grid is resampled."""
+    args: tuple[str, ...] = ()
+    """Further arguments of the model as key=value, such as global_pool=avg norm_layer=layernorm."""
 
     def __post_init__(self) -> None:
-        if self.in_chans not in (1, 3):
+        if self.in_chans not in (None, 1, 3):
             raise ValueError(f"model.in_chans must be 1 or 3, got {self.in_chans}")
 
 
@@ -62,8 +68,9 @@ class DataConfig:
     images of a smaller number are among those of a larger; None takes all (fractals: 1000)."""
     fractal_seed: int = 0
     """Names the data set (fractals); apart from run.seed, so that runs can vary on the same images."""
-    batch_size: int = 1024
-    """Images per optimiser step, over all processes and accumulated micro-batches."""
+    batch_size: int | None = 1024
+    """Images per optimiser step, over all processes and accumulated micro-batches; None is the power of
+    two that makes about 16 steps of an epoch, 8 to 256."""
     validation_batch_size: int | None = None
     """Images per process and step in validation; those of a training micro-batch if None."""
     aug_repeats: int = 3
@@ -74,16 +81,18 @@ class DataConfig:
     max_bad_images: float = 0.001
     """Largest share of the training images that may turn out unreadable or unlabelled before the run
     stops. Each is replaced, counted and named in skipped.txt. In validation none is tolerated."""
-    num_workers: int = 8
-    """Loader processes of each training process; 0 loads in the training process."""
-    mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
-    """Mean of each channel, pixels in [0, 1]."""
-    std: tuple[float, ...] = IMAGENET_DEFAULT_STD
-    """Standard deviation of each channel, pixels in [0, 1]."""
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """Interpolation of every resize."""
-    crop_pct: float = 0.875
-    """Validation resizes to img_size / crop_pct and keeps the centre."""
+    num_workers: int | None = None
+    """Loader processes of each training process; 0 loads in the training process; None is one per core
+    that the process may use, at most 8."""
+    mean: tuple[float, ...] | None = None
+    """Mean of each channel, pixels in [0, 1]; None is as of model.pretrained, or ImageNet's."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each channel, likewise."""
+    interpolation: Literal["bicubic", "bilinear"] | None = None
+    """Interpolation of every resize; None is as of model.pretrained, or bicubic."""
+    crop_pct: float | None = None
+    """Validation resizes to img_size / crop_pct and keeps the centre; None is as of model.pretrained, or
+    0.875."""
 
     def __post_init__(self) -> None:
         positive = ("images_per_class", "batch_size", "validation_batch_size", "shuffle_shards")
@@ -92,7 +101,7 @@ class DataConfig:
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {value}")
         for name in ("aug_repeats", "num_workers"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"data.{name} must be at least 0, got {getattr(self, name)}")
         if not 0 <= self.max_bad_images < 1:
             raise ValueError(f"data.max_bad_images must lie in [0, 1), got {self.max_bad_images}")
@@ -160,6 +169,9 @@ class OptimConfig:
     """Decay of the two moments."""
     opt_eps: float = 1e-8
     """Added to the denominator."""
+    layer_decay: float | None = None
+    """Factor of the learning rate from one block to the one below it, 0.75 say, for fine-tuning; None is
+    one rate for all."""
     weight_decay: float = 0.05
     """Decay of matrices; none on vectors nor on what model.no_weight_decay() names."""
     clip_grad: float | None = None
@@ -179,15 +191,15 @@ class ScheduleConfig:
     """Shape after the warm-up."""
     epochs: int = 300
     """Epochs in all, warm-up included."""
-    warmup_epochs: int = 5
-    """Epochs of linear warm-up."""
+    warmup_epochs: int | None = 5
+    """Epochs of linear warm-up; None is a tenth of the epochs, at most 5."""
     warmup_lr: float = 1e-6
     """Rate at the start of the warm-up."""
     min_lr: float = 1e-5
     """Rate at the end of the cosine."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup_epochs <= self.epochs or self.epochs < 1:
+        if not 0 <= (self.warmup_epochs or 0) <= self.epochs or self.epochs < 1:
             raise ValueError(
                 f"schedule.warmup_epochs must lie in 0 ... schedule.epochs = {self.epochs} >= 1, "
                 f"got {self.warmup_epochs}"
@@ -199,8 +211,11 @@ class RunConfig:
     """This run: where it writes, on what it computes."""
 
     output: str | None = None
-    """Output folder. A run that is in it is continued, if its configuration is the same. None makes
-    output/<recipe>-<date>-<time>, and output/<recipe> under torchrun, whose restarts find it again."""
+    """Output folder. A run that is in it is continued, if its configuration is the same. None is
+    output/<recipe>."""
+    allow_changes: bool = False
+    """Continue the run in the output folder with other settings than it began with: of schedule,
+    augment and optim, amp, torchcompile and drop path. changes.csv says what changed at which step."""
     seed: int = 0
     """Seed of the initial weights, the data order and the augmentation."""
     device: str = "auto"
@@ -271,13 +286,13 @@ class TrainConfig:
         return micro
 
     def __post_init__(self) -> None:
-        if self.augment.mixes and self.data.batch_size % 2:
+        if self.augment.mixes and (self.data.batch_size or 0) % 2:
             raise ValueError(
                 f"data.batch_size must be even for mixup and cutmix, got {self.data.batch_size}"
             )
         for name in ("mean", "std"):
             values = getattr(self.data, name)
-            if len(values) != self.model.in_chans:
+            if None not in (values, self.model.in_chans) and len(values) != self.model.in_chans:
                 raise ValueError(
                     f"data.{name} must have model.in_chans = {self.model.in_chans} values, "
                     f"got {values}"

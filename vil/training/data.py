@@ -33,15 +33,27 @@ class Step(NamedTuple):
 class TrainData:
     """The training images, step by step; all randomness follows from the seed and the step."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, world: World) -> None:
-        """Open the data and check that an epoch has at least one step.
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        world: World,
+        source: Source | None = None,
+    ) -> None:
+        """Take the data, or open it, and check that an epoch has at least one step.
+
+        Args:
+            config: The settings, all of them filled in.
+            device: What this process computes on.
+            world: The processes.
+            source: The images, if they are open already.
 
         Raises:
             ConfigError: the batch cannot be divided among the processes.
             DataError: there are fewer images than a batch holds.
         """
         self.micro_batch = config.micro_batch(world.size)
-        self.source = open_source(config.data, config.model, training=True)
+        self.source = source or open_source(config.data, config.model, training=True)
         self.config = config
         self.world = world
         self.pin_memory = device.type == "cuda"
@@ -110,8 +122,15 @@ class TrainData:
 class ValData:
     """The validation images, each exactly once over all processes."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, world: World) -> None:
-        self.source = open_source(config.data, config.model, training=False)
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        world: World,
+        source: Source | None = None,
+    ) -> None:
+        """Take the data, or open it; arguments as of TrainData."""
+        self.source = source or open_source(config.data, config.model, training=False)
         self.config = config
         self.world = world
         self.pin_memory = device.type == "cuda"

@@ -8,24 +8,24 @@ from typing import Annotated, Any, Literal
 
 import timm
 import tyro
-from timm.data import resolve_model_data_config
 from torch import nn
 from tyro.conf import Positional
 
+from vil.loading import model_with
 from vil.training.augment import Normalize
-from vil.training.checkpoint import load_checkpoint, load_weights
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from vil.training.data import ValData
 from vil.training.distributed import World
 from vil.training.engine import evaluate
-from vil.training.errors import ConfigError, OutputError
+from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.files import write_text
 from vil.training.recipes import config_from_dict
 from vil.training.report import model_size
-from vil.training.setup import build_model, resolve_device, versions
+from vil.training.resolve import fill_from_weights
+from vil.training.setup import build_model, read_source, resolve_device, versions
+from vil.weights import Weights, no_weights
 
 _BATCH_SIZE = 128  # where no checkpoint says
-_FILE_SUFFIXES = (".pt", ".pth", ".tar", ".bin", ".safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,16 @@ class EvalDataConfig:
 class EvalConfig:
     """Evaluate a vision model."""
 
-    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="CHECKPOINT_OR_MODEL")]
-    """Checkpoint that train_imagenet.py wrote, or the name of a timm model."""
+    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Weights: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file, a file with
+    a state dict (the official Vision Mamba's), local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
     model: str | None = None
-    """timm model that the file's weights belong to, where another program wrote the file."""
+    """timm model that the weights belong to, where SOURCE does not say it."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     img_size: int | None = None
     """Height and width in pixels; None stays as trained."""
+    crop_pct: float | None = None
+    """Resize to img_size / crop_pct and keep the centre; None stays as trained."""
     ema: bool = False
     """Evaluate the averaged weights instead of the last ones."""
     amp: bool | None = None
@@ -74,24 +77,34 @@ class Subject:
     weights: str
     """Where the weights come from."""
     epoch: int | None
+    label_names: tuple[str, ...] | None
+    """Of the classes, None if unknown."""
 
 
 def load_subject(options: EvalConfig) -> Subject:
-    """Build the model, load its weights, and merge the options into its configuration.
+    """Build the model with its weights, and the configuration that says how to evaluate it.
 
     Raises:
-        ConfigError: the name is unknown, or an option does not fit the checkpoint.
-        OutputError: the checkpoint cannot be read or does not fit the model.
+        ConfigError: the name is unknown, the weights do not fit it, or an option does not fit.
+        OutputError: the source cannot be read.
     """
-    path = Path(options.checkpoint)
-    is_file = path.is_file() or path.suffix in _FILE_SUFFIXES
-    if is_file and options.model is None:
-        subject = _from_checkpoint(path, options.ema)
-    elif is_file:
-        subject = _from_foreign_file(path, options.model, options.ema)
+    name = options.checkpoint
+    if timm.is_model(name) and not timm.is_model_pretrained(name):
+        if options.ema or options.model is not None:
+            raise ConfigError(f"--ema and --model need weights, {name} has none")
+        config = fill_from_weights(_foreign_config(name), no_weights(name))
+        config = _with_options(config, options)
+        model = build_model(config.model)
+        config = _with_classes(config, model)
+        return Subject(model, config, "RANDOM (it has no pretrained ones)", None, None)
+    weights = read_source(name, options.ema)
+    if weights.config is None:
+        config = fill_from_weights(_foreign_config(options.model), weights)
     else:
-        subject = _from_name(options)
-    return _with_options(subject, options)
+        config = config_from_dict(weights.config, name)
+    config = _with_options(config, options)
+    model, line = _model(weights, config, options)
+    return Subject(model, _with_classes(config, model), line, weights.epoch, weights.label_names)
 
 
 def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
@@ -104,6 +117,7 @@ def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
     device = resolve_device(config.run, World())
     model = subject.model.to(device)
     data = ValData(config, device, World())
+    _check_classes(subject.label_names, data.source.classes)
     score = evaluate(model, data, Normalize(config, device), config.run.amp)
     return {
         "checkpoint": str(Path(options.checkpoint).resolve()),
@@ -157,10 +171,10 @@ def write_result(path: Path | None, result: dict[str, Any]) -> None:
 
 def describe(result: dict[str, Any], path: Path | None) -> str:
     """Put the result into words."""
-    epoch = "" if result["epoch"] is None else f", epoch {result['epoch']}"
     installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        f"model    {result['model']} at {result['img_size']} px, {result['weights']}{epoch}\n"
+        f"model    {result['model']} at {result['img_size']} px\n"
+        f"weights  {result['weights']}\n"
         f"top-1    {result['top1']:.2f}%   top-5 {result['top5']:.2f}%   "
         f"loss {result['loss']:.4f}   on {result['num_images']:,} images\n"
         f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
@@ -169,82 +183,53 @@ def describe(result: dict[str, Any], path: Path | None) -> str:
     )
 
 
-def _from_checkpoint(path: Path, ema: bool) -> Subject:
-    """Rebuild what train_imagenet.py saved."""
-    checkpoint = load_checkpoint(path)
-    config = config_from_dict(checkpoint["config"], str(path))
-    key = "state_dict_ema" if ema else "state_dict"
-    if key not in checkpoint:
-        raise ConfigError(f"--ema: checkpoint {path} has no averaged weights")
-    model = build_model(config.model)
-    load_weights(model, checkpoint[key], path, config.model.name)
-    return Subject(model, config, "averaged weights" if ema else "weights", checkpoint["epoch"])
-
-
-def _from_foreign_file(path: Path, name: str, ema: bool) -> Subject:
-    """Load weights that another program saved, in any layout that timm reads."""
-    model = _create(name, pretrained=False)
-    try:
-        timm.models.load_checkpoint(model, str(path), use_ema=ema)
-    except FileNotFoundError as error:
-        raise OutputError(f"checkpoint {path} does not exist") from error
-    except Exception as error:  # torch.load raises whatever its unpickler meets
-        reason = " ".join(str(error).split())[:200]
-        raise OutputError(f"checkpoint {path} does not fit model {name}: {reason}") from error
-    return Subject(model, _config_of(name, model), f"weights of {path.name}", None)
-
-
-def _from_name(options: EvalConfig) -> Subject:
-    """Create a model by name, with timm's weights where it has them."""
-    name = options.checkpoint
-    if options.model is not None or options.ema:
-        raise ConfigError(f"--model and --ema need a checkpoint file, {name} is not a file")
-    pretrained = ":" in name or timm.is_model_pretrained(name)
-    model = _create(name, pretrained)
-    weights = "pretrained weights" if pretrained else "RANDOM weights (it has no pretrained ones)"
-    return Subject(model, _config_of(name, model), weights, None)
-
-
-def _create(name: str, pretrained: bool) -> nn.Module:
-    """Create a timm model as its entry point defines it."""
-    try:
-        return timm.create_model(name, pretrained=pretrained)
-    except Exception as error:  # also whatever a download raises
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{name} is neither a file nor a model of timm: {reason}") from error
-
-
-def _config_of(name: str, model: nn.Module) -> TrainConfig:
-    """Derive the configuration of a model that was not trained here."""
-    resolved = resolve_model_data_config(model)
-    channels, _, width = resolved["input_size"]
-    return TrainConfig(
-        model=ModelConfig(
-            name=name, num_classes=model.num_classes, in_chans=channels, img_size=width
-        ),
-        data=DataConfig(
-            validation_batch_size=_BATCH_SIZE,
-            **{key: resolved[key] for key in ("mean", "std", "interpolation", "crop_pct")},
-        ),
+def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
+    """Refuse images of which some classes are the model's, and others not or in another order."""
+    if None in (trained, found) or trained == found or not set(trained) & set(found):
+        return  # other names may be other words for the same
+    first = next(i for i, pair in enumerate(zip(trained, found, strict=True)) if len(set(pair)) > 1)
+    raise DataError(
+        f"class {first} is {found[first]} in the data and {trained[first]} in the model"
     )
 
 
-def _with_options(subject: Subject, options: EvalConfig) -> Subject:
-    """Merge the command line into the configuration, and resize the model if asked to."""
-    config, model = subject.config, subject.model
+def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:
+    """Build the model; its head must come from the weights, too."""
+    size = {} if options.img_size is None else {"img_size": options.img_size}
+    try:
+        model, line = model_with(weights, options.model, **size)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot evaluate {options.checkpoint}: {reason}") from error
+    if "; new " in line:
+        raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
+    return model, line
+
+
+def _foreign_config(name: str | None) -> TrainConfig:
+    """Return the settings of a model that was not trained here."""
+    return TrainConfig(
+        model=ModelConfig(name=name), data=DataConfig(validation_batch_size=_BATCH_SIZE)
+    )
+
+
+def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
+    """Note how many classes the model tells apart."""
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, num_classes=model.num_classes)
+    )
+
+
+def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
+    """Merge the command line into the configuration."""
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
+    if options.crop_pct is not None:
+        chosen["crop_pct"] = options.crop_pct
     amp = config.run.amp if options.amp is None else options.amp
-    sizes = config.model
-    if options.img_size is not None and options.img_size != sizes.img_size:
-        try:
-            model.set_input_size(img_size=options.img_size)
-        except (AttributeError, AssertionError, ValueError) as error:
-            raise ConfigError(f"--img-size {options.img_size}: {error}") from error
-        sizes = dataclasses.replace(sizes, img_size=options.img_size)
-    config = dataclasses.replace(
+    size = options.img_size or config.model.img_size
+    return dataclasses.replace(
         config,
-        model=sizes,
+        model=dataclasses.replace(config.model, img_size=size),
         data=dataclasses.replace(config.data, **chosen),
         run=RunConfig(device=options.device, amp=amp, num_threads=config.run.num_threads),
     )
-    return dataclasses.replace(subject, config=config)

@@ -17,6 +17,7 @@ from vil.training.errors import DataError
 _MOST_WORKER_DEATHS = 20
 _START_SECONDS = 60.0  # for a process to be forked, which takes milliseconds, or spawned, seconds
 _MOST_STARTS = 5
+_MOST_WORKERS = 8  # where none are asked for
 
 _Item = TypeVar("_Item")
 
@@ -75,11 +76,15 @@ class _Arrivals:
             time.sleep(0.001)
 
 
-def worker_arguments(count: int) -> dict[str, Any]:
-    """Return DataLoader's arguments for loader processes.
+def worker_arguments(count: int | None) -> dict[str, Any]:
+    """Return DataLoader's arguments for loader processes; None is one per core of this process's share.
 
     Forked on Linux, as PyTorch always did: Python 3.14's default would import it anew in each.
     """
+    if count is None:
+        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        cores = len(usable(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count = max(min(cores, _MOST_WORKERS), 1)
     if count == 0:
         return {"num_workers": 0}
     context = "fork" if sys.platform == "linux" else None

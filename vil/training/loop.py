@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vil.training.checkpoint import save_checkpoint
+from vil.training.checkpoint import About, save_checkpoint
 from vil.training.config import TrainConfig
 from vil.training.data import Step, TrainData, ValData
 from vil.training.engine import StepResult, check_score, evaluate, train_step
@@ -29,16 +29,19 @@ class Run:
     training: Training
     train_data: TrainData
     val_data: ValData
-    config: TrainConfig
+    about: About
     folder: Path
     state: RunState
-    fingerprints: dict[str, str]
-    """Of the training and validation images."""
     agreement: Agreement
     report: Report
     unread: list[tuple[Step, StepResult]] = field(default_factory=list)
     """Steps whose loss was not read yet, without their images: reading waits for the device."""
     failed_saves: int = 0
+
+    @property
+    def config(self) -> TrainConfig:
+        """All settings."""
+        return self.about.config
 
     @property
     def is_main(self) -> bool:
@@ -187,7 +190,7 @@ def save(run: Run, must: bool = False) -> None:
     if not run.is_main:
         return
     try:
-        save_checkpoint(run.folder, run.training, run.config, run.state, run.fingerprints)
+        save_checkpoint(run.folder, run.training, run.about, run.state)
         run.failed_saves = 0
     except OutputError as error:
         run.failed_saves += 1

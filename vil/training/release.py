@@ -1,5 +1,6 @@
-"""Turn a checkpoint into a folder that timm loads: safetensors and the model's configuration."""
+"""Turn a checkpoint into a folder that timm, transformers and the hub take: weights, config, card."""
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -8,14 +9,16 @@ from typing import Annotated, Any
 
 import tyro
 from timm.models import save_for_hf
+from torch import nn
 from tyro.conf import Positional
 
-from vil.training.checkpoint import load_checkpoint, load_weights
-from vil.training.config import TrainConfig
+from vil.loading import model_with
 from vil.training.errors import ConfigError, OutputError
 from vil.training.files import sync
+from vil.training.model_card import model_card
 from vil.training.recipes import config_from_dict
-from vil.training.setup import build_model
+from vil.training.setup import read_source
+from vil.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,31 +31,32 @@ class ReleaseConfig:
     """Folder to write, which must not exist."""
     ema: bool = False
     """Release the averaged weights instead of the last ones."""
+    license: str = "apache-2.0"
+    """Licence of the weights, by its name on the Hugging Face hub."""
 
 
 def release(options: ReleaseConfig) -> dict[str, Any]:
-    """Write model.safetensors and config.json; the folder is there whole or not at all.
+    """Write model.safetensors, config.json and README.md; the folder is there whole or not at all.
 
     Returns:
         Model name, which weights, epoch and the folder's path.
 
     Raises:
-        ConfigError: the checkpoint has no averaged weights.
+        ConfigError: there is no such file, it has no averaged weights, or train_imagenet.py did not
+            write it.
         OutputError: the checkpoint cannot be read, or the folder exists or cannot be written.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
     if folder.exists():
         raise OutputError(f"{folder} exists; choose another folder")
-    checkpoint = load_checkpoint(path)
-    config = config_from_dict(checkpoint["config"], str(path))
-    key = "state_dict_ema" if options.ema else "state_dict"
-    if key not in checkpoint:
-        raise ConfigError(f"--ema: checkpoint {path} has no averaged weights")
-    model = build_model(config.model).eval()
-    load_weights(model, checkpoint[key], path, config.model.name)
+    weights = read_source(options.checkpoint, options.ema)
+    if weights.config is None:
+        raise ConfigError(f"{path} was not written by train_imagenet.py, whose runs are released")
+    config = config_from_dict(weights.config, str(path))
+    card = model_card(folder.name, weights, config, options.license)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        save_for_hf(model, temporary, safe_serialization=True, data_config=_preprocessing(config))
+        _write(temporary, model_with(weights)[0].eval(), weights, card, options.license)
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
@@ -65,18 +69,29 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "weights": "averaged weights" if options.ema else "weights",
-        "epoch": checkpoint["epoch"],
+        "epoch": weights.epoch,
         "folder": str(folder.resolve()),
     }
 
 
-def _preprocessing(config: TrainConfig) -> dict[str, Any]:
-    """Return how images are prepared for the model, in timm's terms."""
-    size = config.model.img_size
-    return {
-        "input_size": (config.model.in_chans, size, size),
-        "mean": config.data.mean,
-        "std": config.data.std,
-        "interpolation": config.data.interpolation,
-        "crop_pct": config.data.crop_pct,
+def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license: str) -> None:
+    """Write the files."""
+    names = weights.label_names
+    cfg = dict(weights.pretrained_cfg)
+    preprocessing = {
+        key: cfg[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")
     }
+    save_for_hf(
+        model,
+        folder,
+        safe_serialization=True,
+        data_config=preprocessing,
+        model_config={"pretrained_cfg": {"license": license}}
+        | ({} if names is None else {"label_names": list(names)}),
+    )
+    path = folder / "config.json"
+    described = json.loads(path.read_text(encoding="utf-8"))
+    # The number of classes stands above, and transformers hands it over itself.
+    described["model_args"].pop("num_classes", None)
+    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")

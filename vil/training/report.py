@@ -62,6 +62,7 @@ def print_banner(
         f"data     {config.data.dataset}{path}: {train_data.num_images:,} images to train on, "
         f"{val_data.num_images:,} held out, {config.model.num_classes} classes"
         + (f"; {excluded} without a usable label left out" if excluded else "")
+        + f"\nweights  {training.origin if state.step == 0 else 'of the run that is continued'}"
         + f"\nepochs   {config.schedule.epochs} of {train_data.steps_per_epoch:,} batches "
         f"of {config.data.batch_size}{spread if world.size * parts > 1 else ''}, "
         f"peak lr {config.peak_lr:g} for that batch\n"

@@ -4,7 +4,6 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 
-import timm
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -14,10 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import vil
+from vil.loading import create, model_with
 from vil.training.augment import BatchAugment
 from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from vil.training.distributed import World
-from vil.training.errors import ConfigError
+from vil.training.errors import ConfigError, OutputError
+from vil.training.resolve import model_arguments
+from vil.weights import Weights, read_weights
 
 _FUSED = ("adam", "adamw")  # of PyTorch's optimisers, as timm spells them
 
@@ -28,6 +30,8 @@ class Training:
 
     model: nn.Module
     """Holds the weights."""
+    origin: str
+    """Where the weights that it began with come from, in words."""
     compiled: nn.Module
     """The model, compiled where asked for."""
     forward: nn.Module
@@ -50,18 +54,31 @@ class Training:
         return self.optimizer.param_groups[0]["lr"]
 
 
-def build_training(config: TrainConfig, device: torch.device, world: World) -> Training:
+def build_training(
+    config: TrainConfig,
+    device: torch.device,
+    world: World,
+    weights: Weights | None = None,
+    classes: tuple[str, ...] | None = None,
+) -> Training:
     """Build the model and everything that trains it.
 
     Args:
-        config: The run's configuration.
+        config: The run's configuration, all of it filled in.
         device: What this process computes on.
         world: The processes, connected if there are several.
+        weights: What the model starts from; None draws its weights.
+        classes: Names of the data's classes; weights of as many others get a new head.
 
     Raises:
-        ConfigError: a name or a value is not one that timm or the model accepts.
+        ConfigError: a name or a value is not one that timm or the model accepts, or the weights do not
+            fit the model.
     """
-    model = build_model(config.model).to(device)
+    if weights is None:
+        model, origin = build_model(config.model), "drawn at random"
+    else:
+        model, origin = _model_from(weights, config.model, classes)
+    model = model.to(device)
     optimizer = build_optimizer(model, config.optim, config.peak_lr)
     schedule = config.schedule
     scheduler, _ = create_scheduler_v2(
@@ -77,6 +94,7 @@ def build_training(config: TrainConfig, device: torch.device, world: World) -> T
     compiled = torch.compile(model) if config.run.torchcompile else model
     return Training(
         model=model,
+        origin=origin,
         compiled=compiled,
         forward=_distribute(compiled, config.model, device, world),
         ema=None if decay is None else ModelEmaV3(model, decay=decay),
@@ -90,25 +108,66 @@ def build_training(config: TrainConfig, device: torch.device, world: World) -> T
     )
 
 
+def read_pretrained(config: ModelConfig) -> Weights | None:
+    """Read the weights that a new run starts from, if it names some.
+
+    Raises:
+        ConfigError: they do not exist.
+        OutputError: they cannot be read.
+    """
+    if config.pretrained is None:
+        if config.pretrained_ema:
+            raise ConfigError("model.pretrained_ema has no use without model.pretrained")
+        return None
+    return read_source(config.pretrained, config.pretrained_ema)
+
+
+def read_source(source: str, ema: bool) -> Weights:
+    """Read weights; arguments as of vil.weights.read_weights.
+
+    Raises:
+        ConfigError: there is no such source, or it has no averaged weights.
+        OutputError: it cannot be read.
+    """
+    try:
+        return read_weights(source, ema)
+    except (FileNotFoundError, LookupError) as error:
+        raise ConfigError(_line(error)) from error
+    except (OSError, ValueError) as error:
+        raise OutputError(_line(error)) from error
+
+
 def build_model(config: ModelConfig) -> nn.Module:
-    """Create the model.
+    """Create the model with weights drawn at random.
 
     Raises:
         ConfigError: timm does not know the name, or the model refuses an argument.
     """
-    names = ("patch_size", "embed_dim", "depth", "patch_stride")
-    sizes = {name: getattr(config, name) for name in names}
     try:
-        return timm.create_model(
-            config.name,
-            num_classes=config.num_classes,
-            in_chans=config.in_chans,
-            img_size=config.img_size,
-            drop_path_rate=config.drop_path_rate,
-            **{name: value for name, value in sizes.items() if value is not None},
-        )
+        return create(config.name, **model_arguments(config), **_drop_path(config))
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"cannot create model {config.name}: {error}") from error
+        raise ConfigError(f"cannot create model {config.name}: {_line(error)}") from error
+
+
+def _model_from(
+    weights: Weights, config: ModelConfig, classes: tuple[str, ...] | None
+) -> tuple[nn.Module, str]:
+    """Create the model with given weights, and say what was taken of them."""
+    others = None not in (classes, weights.label_names) and classes != weights.label_names
+    try:
+        arguments = model_arguments(config) | _drop_path(config)
+        return model_with(weights, config.name, keep_head=not others, **arguments)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"model.pretrained: {_line(error)}") from error
+
+
+def _drop_path(config: ModelConfig) -> dict[str, float]:
+    """Return the argument of models that have drop path; others are asked only if it is set."""
+    return {"drop_path_rate": config.drop_path_rate} if config.drop_path_rate else {}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
@@ -130,6 +189,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.o
             weight_decay=config.weight_decay,
             betas=config.opt_betas,
             eps=config.opt_eps,
+            layer_decay=config.layer_decay,
             **({"fused": True} if config.opt.lower() in _FUSED else {}),
         )
     except (TypeError, ValueError) as error:

@@ -55,13 +55,14 @@ class ShardSource:
     fingerprint: str
     """Equal for equal data, wherever it lies."""
 
-    def __init__(self, data: DataConfig, training: bool, num_classes: int) -> None:
+    def __init__(self, data: DataConfig, training: bool, num_classes: int | None) -> None:
         """Find all images and check that every shard is whole.
 
         Args:
             data: Names the folder and the shards.
             training: Training split, or validation.
-            num_classes: Labels must lie below.
+            num_classes: Labels must lie below; None takes the number of the classes' names, if the
+                shards have any, and else any label.
 
         Raises:
             ConfigError: the split is no pattern of shards.
@@ -72,6 +73,8 @@ class ShardSource:
         key = "data.train_split" if training else "data.val_split"
         splits = read_info(root)
         names, self.classes = _find_shards(root, key, getattr(data, key[5:]), splits)
+        if num_classes is None and self.classes is not None:
+            num_classes = len(self.classes)
         stated = {
             name: length
             for split in splits.values()
@@ -263,14 +266,14 @@ def _expand(root: Path, key: str, split: str, splits: dict[str, Split]) -> list[
         raise ConfigError(f"{key} must be a brace pattern, got {split}: {error}") from error
 
 
-def _open_shard(root: Path, name: str, stated: int | None, num_classes: int) -> _Images:
+def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | None) -> _Images:
     """Load a shard's index and check it.
 
     Args:
         root: Folder of the shards.
         name: The shard's name in it.
         stated: Images that it holds by _info.json, None if that does not say.
-        num_classes: Labels must lie below.
+        num_classes: Labels must lie below; None allows any.
     """
     samples = load_index(root / name)
     count = sum(sample.offset is not None for sample in samples)
@@ -283,7 +286,7 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int) -> 
         fault = _fault(sample)
         if fault is not None:
             excluded.append(f"{name}: {key}: {fault}")
-        elif not 0 <= label < num_classes:
+        elif label < 0 or (num_classes is not None and label >= num_classes):
             raise DataError(
                 f"shard {root / name} sample {key} has label {label}, "
                 f"model.num_classes is {num_classes}"

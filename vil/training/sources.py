@@ -53,11 +53,12 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
 
     Args:
         data: Names the data.
-        model: Gives the number of classes and channels, and the size of fractals.
+        model: Gives the number of classes, if it is set, and of fractals and their size, which must be.
         training: Training split, or validation.
 
     Raises:
-        ConfigError: data.path is missing or has no meaning, or fractals cannot be computed.
+        ConfigError: data.path is missing or has no meaning, or fractals cannot be computed or lack
+            their number of classes.
         DataError: the data is missing, damaged, or has another number of classes, or a class has
             fewer training images than data.images_per_class.
     """
@@ -66,11 +67,11 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     _check_excluded(source, split, data.max_bad_images if training else 0.0)
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
-    if source.classes is not None and len(source.classes) != model.num_classes:
+    if source.classes is not None and model.num_classes not in (None, len(source.classes)):
         found = len(source.classes)
         raise DataError(
-            f"the {split} data has {found} classes, "
-            f"model.num_classes is {model.num_classes}; pass --model.num-classes {found}"
+            f"the {split} data has {found} classes, model.num_classes is {model.num_classes}; "
+            f"leave it out, or pass --model.num-classes {found}"
         )
     if training and data.images_per_class is not None and data.dataset != "fractals":
         return ClassSubset(source, data.images_per_class, model.num_classes)
@@ -181,18 +182,18 @@ class FolderSource:
 class ClassSubset:
     """Some images of each class of another source: the same in every run, and nested by number."""
 
-    def __init__(self, source: Source, images_per_class: int, num_classes: int) -> None:
+    def __init__(self, source: Source, images_per_class: int, num_classes: int | None) -> None:
         """Choose the images.
 
         Args:
             source: The whole split.
             images_per_class: Images to keep of each class.
-            num_classes: Number of classes, whose names the source may not know.
+            num_classes: Number of classes; None is that of the source's names.
 
         Raises:
             DataError: a class has fewer images.
         """
-        counts = np.bincount(source.labels, minlength=num_classes)
+        counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
         least = int(counts.argmin())
         if counts[least] < images_per_class:
             name = least if source.classes is None else source.classes[least]
@@ -241,6 +242,8 @@ def _open(data: DataConfig, model: ModelConfig, training: bool) -> Source:
             )
         if data.dataset == "digits":
             return DigitSource(training)
+        if model.num_classes is None:
+            raise ConfigError("data.dataset fractals needs --model.num-classes, 1000 say")
         count = data.images_per_class or TRAINING_IMAGES if training else VALIDATION_IMAGES
         return FractalSource(data.fractal_seed, model.num_classes, count, model.img_size, training)
     if data.path is None:

@@ -20,6 +20,8 @@ class RunState:
     """Training images that could not be read so far, and why."""
     bad_steps: dict[int, float] = field(default_factory=dict)
     """Steps skipped because loss or gradient was not finite, and their loss."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Settings changed on the way: step, epoch, setting, before, after."""
 
     @property
     def best(self) -> dict[str, Any]:

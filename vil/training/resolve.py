@@ -1,0 +1,148 @@
+"""What a run's settings leave open, filled in from the weights it starts with and from its data.
+
+A setting that is None asks for that; after this the configuration of a run says everything.
+"""
+
+import ast
+from dataclasses import replace
+from typing import Any
+
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from vil.training.config import ModelConfig, TrainConfig
+from vil.training.errors import ConfigError, DataError
+from vil.training.sources import Source
+from vil.weights import Weights
+
+_SIZES = ("patch_size", "embed_dim", "depth", "patch_stride")
+_OWN = ("num_classes", "in_chans", "img_size", *_SIZES)  # arguments that are settings of their own
+_PREPROCESSING = {
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "interpolation": "bicubic",
+    "crop_pct": 0.875,
+}
+_STEPS_PER_EPOCH = 16  # that batch_size None aims at
+_BATCHES = (8, 256)
+
+
+def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConfig:
+    """Fill in what the weights say of their model and of its images, and the defaults where none do.
+
+    Args:
+        config: The settings as asked for.
+        weights: What model.pretrained is, or None.
+
+    Raises:
+        ConfigError: no model is named, or a size is not one number.
+    """
+    model, described = config.model, {} if weights is None else weights.pretrained_cfg
+    name = model.name or (weights and weights.architecture)
+    if not name:
+        raise ConfigError(
+            "model.name is missing: "
+            + (f"{weights.origin} does not say it" if weights else "name a model of timm")
+        )
+    channels, height, width = described.get("input_size", (3, 224, 224))
+    if height != width and model.img_size is None:
+        raise ConfigError(
+            f"model.img_size is missing: {weights.origin} is of {height} x {width} px"
+        )
+    args = {} if weights is None else weights.model_args
+    sizes = {key: args[key] for key in _SIZES if isinstance(args.get(key), int)}
+    others = {key: value for key, value in args.items() if key not in _OWN or key in _SIZES}
+    stated = parse_args(model.args)
+    others = {k: v for k, v in others.items() if k not in sizes and k not in stated}
+    model = replace(
+        model,
+        name=name,
+        in_chans=model.in_chans or channels,
+        img_size=model.img_size or height,
+        args=(*model.args, *(f"{key}={value!r}" for key, value in others.items())),
+        **{key: value for key, value in sizes.items() if getattr(model, key) is None},
+    )
+    data = config.data
+    for key, default in _PREPROCESSING.items():
+        if getattr(data, key) is None:
+            value = described.get(key, default)
+            if isinstance(value, tuple | list):
+                value = _per_channel(tuple(value), model.in_chans)
+            data = replace(data, **{key: value})
+    return replace(config, model=model, data=data)
+
+
+def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConfig:
+    """Fill in the number of classes, and the batch and the warm-up that suit the number of images.
+
+    Args:
+        config: As of fill_from_weights.
+        train: The training images.
+        val: The validation images.
+
+    Raises:
+        DataError: the data holds bare class indices, so that their number has to be stated.
+    """
+    num_classes = config.model.num_classes
+    if num_classes is None:
+        if train.classes is None:
+            largest = max(int(source.labels.max()) for source in (train, val))
+            raise DataError(
+                f"model.num_classes is missing: the data holds class indices without names, up to "
+                f"{largest}; pass --model.num-classes {largest + 1} if that is all"
+            )
+        num_classes = len(train.classes)
+    batch, warmup = config.data.batch_size, config.schedule.warmup_epochs
+    if batch is None:
+        batch = suitable_batch(train.num_images)
+    if warmup is None:
+        warmup = min(config.schedule.epochs // 10, 5)
+    return replace(
+        config,
+        model=replace(config.model, num_classes=num_classes),
+        data=replace(config.data, batch_size=batch),
+        schedule=replace(config.schedule, warmup_epochs=warmup),
+    )
+
+
+def suitable_batch(num_images: int) -> int:
+    """Return the batch for a number of training images where none is set."""
+    least, most = _BATCHES
+    share = min(max(num_images // _STEPS_PER_EPOCH, least), most, num_images)
+    return 1 << (share.bit_length() - 1)
+
+
+def model_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments that make timm's entry point build the model.
+
+    Raises:
+        ConfigError: model.args names a setting of its own.
+    """
+    given = {key: getattr(model, key) for key in _OWN if getattr(model, key) is not None}
+    return given | parse_args(model.args)
+
+
+def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
+    """Read model.args: Python's literals where they are some, text elsewhere.
+
+    Raises:
+        ConfigError: one is not key=value, or is a setting of its own.
+    """
+    parsed = {}
+    for word in args:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"model.args takes key=value, got {word}")
+        if key in ("name", "drop_path_rate", *_OWN):
+            raise ConfigError(f"model.args: {key} is a setting, model.{key}")
+        try:
+            parsed[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[key] = value
+    return parsed
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Give every channel a value: grey has the mean of the colours', as in timm."""
+    if len(values) == channels:
+        return values
+    return (sum(values) / len(values),) * channels

@@ -1,0 +1,273 @@
+"""Where weights come from: a file, a folder or a hub, read without executing anything in it."""
+
+import argparse
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors.torch import load_file
+from timm.models import (
+    clean_state_dict,
+    load_model_config_from_hf,
+    load_state_dict_from_hf,
+)
+from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
+from torch import Tensor
+
+from vil.convert import convert_official_vim, is_official_vim
+
+_RAW = ("state_dict", "model")  # where files of training programs keep weights
+_AVERAGED = ("state_dict_ema", "model_ema")
+_CHECKPOINT = ("arch", "model_args", "pretrained_cfg", "epoch")  # of train_imagenet.py
+_OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
+_FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 px every 8
+_PREPROCESSING = ("mean", "std", "interpolation", "crop_pct")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights, and what their source says about the model they belong to."""
+
+    state_dict: dict[str, Tensor]
+    origin: str
+    """The source, as it was named."""
+    averaged: bool = False
+    """Whether these are averages over the steps of a training run."""
+    architecture: str | None = None
+    """timm's name of the model; None where the source does not say."""
+    model_args: dict[str, Any]
+    """Arguments with which timm's entry point makes that model, the number of classes too."""
+    pretrained_cfg: dict[str, Any]
+    """Classes and preprocessing in timm's terms: num_classes, input_size, mean, std, interpolation,
+    crop_pct, label_names; what the source does not say is left out."""
+    epoch: int | None = None
+    """Epochs that they were trained for; this and the next two only of train_imagenet.py."""
+    config: dict[str, Any] | None = None
+    """All settings of the run that trained them."""
+    history: list[dict[str, Any]] | None = None
+    """That run's log, a row per epoch."""
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Names of the classes in the order of the head's outputs, None if unknown."""
+        names = self.pretrained_cfg.get("label_names")
+        return tuple(names) if isinstance(names, list | tuple) else None
+
+
+def read_weights(source: str | Path, ema: bool = False) -> Weights:
+    """Read weights from any of the places they are kept in.
+
+    Args:
+        source: A checkpoint of train_imagenet.py; a folder of release.py, also as ``local-dir:FOLDER``;
+            a ``.safetensors`` file, which takes its description from a config.json beside it; a file
+            of another training program with a state dict or with one as "state_dict" or "model", the
+            official Vision Mamba's among them; ``hf-hub:NAME``; or the name of a timm model, which
+            stands for the weights that timm has of it.
+        ema: Read the averaged weights of a training program instead of the last ones.
+
+    Raises:
+        FileNotFoundError: there is no such file, folder or model.
+        LookupError: it has no averaged weights.
+        ValueError: it holds no weights, is damaged, or would execute code.
+    """
+    name = str(source)
+    scheme, _, place = name.partition(":")
+    path = Path(place if scheme == "local-dir" else name)
+    if path.is_file() and path.suffix != ".safetensors":
+        return _from_file(path, ema)
+    if ema:
+        raise LookupError(f"{name} has no averaged weights; only a checkpoint has both")
+    if scheme == "hf-hub":
+        return _from_hub(name, place)
+    if path.is_dir() or scheme == "local-dir":
+        return _from_folder(path, name)
+    if path.is_file():
+        return _from_safetensors(path)
+    if timm.is_model(name.partition(".")[0]) and "/" not in name:
+        return _from_timm(name)
+    raise FileNotFoundError(f"{name} is no file, no folder, no hf-hub:NAME and no model of timm")
+
+
+def no_weights(name: str) -> Weights:
+    """Describe a timm model by its entry point alone, without weights."""
+    return Weights(
+        state_dict={},
+        origin=name,
+        architecture=name.partition(".")[0],
+        model_args={},
+        pretrained_cfg=_relevant(timm.get_pretrained_cfg(name).to_dict()),
+    )
+
+
+def check_sums(path: Path) -> None:
+    """Compare a zip archive, which torch.save writes, with its checksums; torch.load does not.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: a checksum is wrong, or it is cut off or no archive.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # zipfile raises many things for a damaged file
+        raise ValueError(f"{path} is truncated or not a checkpoint: {_line(error)}") from error
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: wrong checksum in {damaged}")
+
+
+def _from_file(path: Path, ema: bool) -> Weights:
+    """Read what torch.save wrote, by train_imagenet.py or another program."""
+    content = _load(path)
+    keys = _AVERAGED if ema else _RAW
+    found = next((key for key in keys if isinstance(content.get(key), dict)), None)
+    if ema and found is None:
+        raise LookupError(f"{path} has no averaged weights ({' or '.join(_AVERAGED)})")
+    state_dict = content[found] if found else content
+    if not state_dict or not all(isinstance(value, Tensor) for value in state_dict.values()):
+        raise ValueError(
+            f"{path} holds no state dict, neither itself nor as {' or '.join(keys)}: "
+            f"it has {', '.join(map(str, list(content)[:5])) or 'nothing'}"
+        )
+    described = _describe_checkpoint(content) if all(key in content for key in _CHECKPOINT) else {}
+    if is_official_vim(state_dict):
+        described = _describe_official_vim(state_dict)
+        state_dict = convert_official_vim(state_dict)
+    elif not described and timm.is_model(str(content.get("arch"))):
+        described = {"architecture": content["arch"]}  # as timm's trainer leaves it
+    return Weights(
+        state_dict=_clean(state_dict),
+        origin=str(path),
+        averaged=ema,
+        **{"model_args": {}, "pretrained_cfg": {}} | described,
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Load a file of tensors and plain values."""
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    if zipfile.is_zipfile(path):
+        check_sums(path)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the options of a trainer
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors and plain values, or is no file of torch.save; what could "
+            f"execute code is not read"
+        ) from error
+    except Exception as error:  # torch.load raises whatever its unpickler meets
+        raise ValueError(f"{path} cannot be read as weights: {_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} and no state dict")
+    return content
+
+
+def _describe_checkpoint(content: dict[str, Any]) -> dict[str, Any]:
+    """Say what a checkpoint of train_imagenet.py knows of its model."""
+    return {
+        "architecture": content["arch"],
+        "model_args": content["model_args"],
+        "pretrained_cfg": _relevant(content["pretrained_cfg"]),
+        "epoch": content["epoch"],
+        "config": content["config"],
+        "history": content["run"]["history"],
+    }
+
+
+def _describe_official_vim(state_dict: dict[str, Tensor]) -> dict[str, Any]:
+    """Tell the official Vision Mamba's models from each other by their shapes."""
+    _, tokens, dim = state_dict["pos_embed"].shape
+    args = {"patch_stride": 8} if tokens == _FINER_PATCHES + 1 else {}
+    return {"architecture": _OFFICIAL_VIM.get(dim), "model_args": args}
+
+
+def _from_folder(folder: Path, name: str) -> Weights:
+    """Read a folder in timm's layout: config.json and weights."""
+    if (folder / "best.pt").is_file():
+        raise ValueError(
+            f"{name} is the folder of a run; name its checkpoint, {folder / 'best.pt'}"
+        )
+    try:
+        described = _describe_config(*load_model_config_from_path(folder))
+        state_dict = load_state_dict_from_path(folder)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{name} is no folder with a config.json and weights") from None
+    except Exception as error:  # of JSON, of safetensors, of the unpickler
+        raise ValueError(f"{name} cannot be read as a released model: {_line(error)}") from error
+    return Weights(state_dict=_clean(state_dict), origin=name, **described)
+
+
+def _from_safetensors(path: Path) -> Weights:
+    """Read one file; config.json beside it says what it is of."""
+    described: dict[str, Any] = {"model_args": {}, "pretrained_cfg": {}}
+    try:
+        if (path.parent / "config.json").is_file():
+            described = _describe_config(*load_model_config_from_path(path.parent))
+        state_dict = load_file(path)
+    except Exception as error:  # of JSON and of safetensors
+        raise ValueError(f"{path} cannot be read as weights: {_line(error)}") from error
+    if is_official_vim(state_dict):
+        described |= _describe_official_vim(state_dict)
+        state_dict = convert_official_vim(state_dict)
+    return Weights(state_dict=_clean(state_dict), origin=str(path), **described)
+
+
+def _from_hub(name: str, place: str) -> Weights:
+    """Read a model of the Hugging Face hub, or of its cache on this machine."""
+    try:
+        described = _describe_config(*load_model_config_from_hf(place))
+        state_dict = load_state_dict_from_hf(place)
+    except Exception as error:  # also whatever a download raises
+        raise ValueError(f"{name} cannot be read: {_line(error)}") from error
+    return Weights(state_dict=_clean(state_dict), origin=name, **described)
+
+
+def _from_timm(name: str) -> Weights:
+    """Get the weights that timm has of a model."""
+    if not timm.is_model_pretrained(name):
+        raise ValueError(f"{name} has no trained weights; name a file or a folder that has")
+    try:
+        model = timm.create_model(name, pretrained=True)
+    except Exception as error:  # also whatever a download raises
+        raise ValueError(f"the weights of {name} cannot be had: {_line(error)}") from error
+    return Weights(
+        state_dict=model.state_dict(),
+        origin=name,
+        architecture=model.pretrained_cfg["architecture"],
+        model_args={},
+        pretrained_cfg=_relevant(model.pretrained_cfg),
+    )
+
+
+def _describe_config(
+    pretrained_cfg: dict[str, Any], architecture: str, model_args: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Say what timm's config.json knows of its model."""
+    return {
+        "architecture": architecture,
+        "model_args": dict(model_args or {}) | {"num_classes": pretrained_cfg["num_classes"]},
+        "pretrained_cfg": _relevant(pretrained_cfg),
+    }
+
+
+def _relevant(pretrained_cfg: dict[str, Any]) -> dict[str, Any]:
+    keys = ("num_classes", "input_size", "label_names", *_PREPROCESSING)
+    return {key: pretrained_cfg[key] for key in keys if pretrained_cfg.get(key) is not None}
+
+
+def _clean(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove what torch.compile and DistributedDataParallel put before the names."""
+    cleaned = clean_state_dict(state_dict)
+    return state_dict if cleaned.keys() == state_dict.keys() else cleaned
+
+
+def _line(error: Exception) -> str:
+    """Return what an error says, on one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
