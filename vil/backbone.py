@@ -8,6 +8,7 @@ Papers:
 Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C channels (``embed_dim``).
 """
 
+import operator
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -21,7 +22,9 @@ from timm.layers import (
     get_device_dtype,
     get_norm_layer,
     global_pool_nlc,
+    is_exporting,
     lecun_normal_,
+    register_notrace_function,
     resample_abs_pos_embed,
     resample_patch_embed,
     trunc_normal_,
@@ -38,6 +41,7 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from timm.models._input import get_pretrained_grid_size, update_model_args, update_model_input_size
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.convert import convert_official_vim, is_official_vim
 from vil.mixer import BidirectionalMixer, Recurrence
@@ -81,6 +85,28 @@ class Block(nn.Module):
         return x + self.drop_path(self.mixer(self.norm(x)))
 
 
+@torch.fx.wrap
+@register_notrace_function
+def _pos_embed_of_grid(
+    pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix_tokens: int
+) -> Tensor:
+    """Resample a position embedding (1, L, C) to another grid, or hand out the very same tensor.
+
+    timm's function resamples to the same grid, too, while a program is exported, lest it be bound
+    to the size of the example. A size that is a constant of the program is bound to it anyway.
+    """
+    if not torch.jit.is_scripting():
+        if is_exporting():
+            same = [statically_known_true(grid[i] == own_grid[i]) for i in (0, 1)]
+            if all(same):
+                return pos_embed
+        elif torch.compiler.is_compiling() and torch.is_grad_enabled():
+            # torch (2.15) cannot compile the gradient of this resampling to a size that is no
+            # constant of the program, which index() makes of it.
+            grid = [operator.index(size) for size in grid]
+    return resample_abs_pos_embed(pos_embed, grid, own_grid, num_prefix_tokens)
+
+
 class VisionLonghorn(nn.Module):
     """Image backbone of bidirectional scans with a class token in the middle of the sequence.
 
@@ -107,7 +133,7 @@ class VisionLonghorn(nn.Module):
         dt_rank: int | None = None,
         class_token: bool = True,
         fc_norm: bool | None = None,
-        dynamic_img_size: bool = False,
+        dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
@@ -120,7 +146,7 @@ class VisionLonghorn(nn.Module):
         """Create a backbone.
 
         Args:
-            img_size: Height and width of the images in pixels.
+            img_size: Height and width in pixels of the images that the position embedding is of.
             patch_size: Height and width of a patch in pixels.
             patch_stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
             in_chans: Channels of the images.
@@ -135,8 +161,9 @@ class VisionLonghorn(nn.Module):
             dt_rank: Rank of the step size's projection; ceil(embed_dim / 16) if None.
             class_token: Have one, in the middle of the sequence.
             fc_norm: Normalise after pooling instead of before; if None, where tokens are averaged.
-            dynamic_img_size: Take images of any size, resampling the position embedding.
-            dynamic_img_pad: With dynamic_img_size, pad images to whole patches.
+            dynamic_img_size: Take images of any size of whole patches, resampling the position
+                embedding for those of another size than ``img_size``; if False, refuse these.
+            dynamic_img_pad: Pad images to whole patches.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
             drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
@@ -163,7 +190,6 @@ class VisionLonghorn(nn.Module):
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
 
-        dynamic = {"strict_img_size": False, "output_fmt": "NHWC"} if dynamic_img_size else {}
         self.patch_embed = OverlapPatchEmbed(
             patch_size,
             patch_stride,
@@ -171,7 +197,7 @@ class VisionLonghorn(nn.Module):
             in_chans=in_chans,
             embed_dim=embed_dim,
             dynamic_img_pad=dynamic_img_pad,
-            **dynamic,
+            strict_img_size=not dynamic_img_size,
             **dd,
         )
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
@@ -358,14 +384,14 @@ class VisionLonghorn(nn.Module):
         x = self.patch_embed(x)
         pos_embed = self.pos_embed
         if self.dynamic_img_size:
-            B, H, W, C = x.shape
-            pos_embed = resample_abs_pos_embed(
+            own_grid = self.patch_embed.grid_size
+            pos_embed = _pos_embed_of_grid(
                 pos_embed,
-                new_size=[H, W],
-                old_size=list(self.patch_embed.grid_size),
-                num_prefix_tokens=self.num_prefix_tokens,
+                [x.shape[1], x.shape[2]],
+                [own_grid[0], own_grid[1]],
+                self.num_prefix_tokens,
             )
-            x = x.reshape(B, H * W, C)
+        x = x.flatten(1, 2)
         if self.cls_token is None:
             return self.pos_drop(x + pos_embed)
         x = x + pos_embed[:, 1:]

@@ -10,6 +10,7 @@ import torch
 from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import vil
 from vil.complexity import count_macs, count_parameters
@@ -216,7 +217,7 @@ def test_residual_stream_is_float32_under_autocast() -> None:
 @pytest.mark.parametrize("size", [48, (32, 64), (64, 24)])
 def test_dynamic_size_equals_a_model_of_that_size(size: int | tuple[int, int]) -> None:
     height, width = (size, size) if isinstance(size, int) else size
-    dynamic = small(dynamic_img_size=True)
+    dynamic = small()
     resized = copy.deepcopy(small())
     resized.load_state_dict(dynamic.state_dict())
     resized.set_input_size((height, width))
@@ -227,8 +228,36 @@ def test_dynamic_size_equals_a_model_of_that_size(size: int | tuple[int, int]) -
     assert torch.equal(resized(x), built(x))
 
 
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_own_size_is_computed_without_resampling(name: str, monkeypatch) -> None:
+    def resampled(*args, **kwargs) -> None:
+        raise AssertionError("resampled to the same grid")
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", resampled)
+    fixed = small(name, dynamic_img_size=False)
+    assert torch.equal(small(name)(images()), fixed(images()))
+    with pytest.raises(AssertionError, match="resampled to the same grid"):
+        small(name)(images(40))
+
+
+@pytest.mark.parametrize("size", [20, 28])
+def test_overlapping_patches_take_their_own_sizes(size: int) -> None:
+    """These are whole patches of 8 px every 4 px, and no multiples of 8."""
+    model = small(patch_stride=4, img_size=size)
+    features = model.forward_intermediates(images(size, 36), intermediates_only=True)
+    assert features[0].shape[-2:] == (size // 4 - 1, 8)
+    assert model(images(size, size)).shape == (2, 5)
+
+
+def test_input_config_of_a_model_of_any_size() -> None:
+    for dynamic in (True, False):
+        traits = timm.models._input.get_model_input_config(small(dynamic_img_size=dynamic))
+        assert traits["input_size"] == (3, 32, 32)
+        assert traits["fixed_input_size"] is not dynamic
+
+
 def test_dynamic_padding_takes_any_size() -> None:
-    model = small(dynamic_img_size=True, dynamic_img_pad=True)
+    model = small(dynamic_img_pad=True)
     features = model.forward_intermediates(images(30, 41), intermediates_only=True)
     assert features[0].shape[-2:] == (4, 6)
 
@@ -282,6 +311,49 @@ def test_compiles_without_graph_breaks(name: str) -> None:
         assert torch.allclose(p.grad, p_compiled.grad, atol=1e-5)
 
 
+def test_compiles_images_of_any_size() -> None:
+    model = small(depth=1)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    sizes = [(32, 32), (48, 64), (64, 40), (80, 56)]
+    with torch.no_grad():
+        for size in sizes:
+            assert torch.allclose(compiled(images(*size)), model(images(*size)), atol=1e-6)
+    assert counter.frame_count == 2  # its own size, and any other
+    for size in sizes[:2]:
+        gradients = []
+        for forward in (model, compiled):
+            model.zero_grad()
+            forward(images(*size)).square().sum().backward()
+            gradients.append(model.pos_embed.grad)
+        assert torch.allclose(*gradients, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_of_its_own_size_and_of_any(strict: bool) -> None:
+    model = small(depth=1)
+    own = torch.export.export(model, (images(),), strict=strict)
+    assert not [node for node in own.graph.nodes if "bicubic" in str(node.target)]
+    assert torch.equal(own.module()(images()), model(images()))
+    rows, columns = (torch.export.Dim(name, min=2, max=16) for name in ("rows", "columns"))
+    shapes = ({2: 8 * rows, 3: 8 * columns},)
+    program = torch.export.export(model, (images(),), dynamic_shapes=shapes, strict=strict)
+    for size in ((32, 32), (48, 64), (64, 24)):
+        logits = program.module()(images(*size))
+        assert torch.allclose(logits, model(images(*size)), atol=1e-6)
+
+
+def test_traces_images_of_any_size() -> None:
+    model = small(depth=1)
+    traced = torch.fx.symbolic_trace(model)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    for size in ((32, 32), (48, 64)):
+        assert torch.equal(traced(images(*size)), model(images(*size)))
+    with pytest.raises(AssertionError, match=r"Input height \(36\) must be covered"):
+        traced(images(36))
+
+
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_exports_with_dynamic_batch(name: str, tmp_path: Path) -> None:
     model = small(name, depth=2)
@@ -297,7 +369,9 @@ def test_exports_with_dynamic_batch(name: str, tmp_path: Path) -> None:
 def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
     model = small(name, depth=2, scriptable=True)
     torch.jit.save(torch.jit.script(model), tmp_path / "model.pt")
-    assert torch.allclose(torch.jit.load(tmp_path / "model.pt")(images()), model(images()))
+    loaded = torch.jit.load(tmp_path / "model.pt")
+    for size in ((32, 32), (48, 64)):
+        assert torch.allclose(loaded(images(*size)), model(images(*size)))
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -361,10 +435,32 @@ def test_bad_arguments_are_named(arguments: dict, error: type, message: str) -> 
 def test_bad_images_are_named() -> None:
     with pytest.raises(AssertionError, match=r"Input channels \(4\) don't match model \(3\)"):
         small()(images(channels=4))
+    fixed = small(dynamic_img_size=False)
     with pytest.raises(AssertionError, match=r"Input height \(40\) doesn't match model \(32\)"):
-        small()(images(40))
-    with pytest.raises(AssertionError, match="divisible by patch size"):
-        small(dynamic_img_size=True)(images(36))
+        fixed(images(40))
+    with pytest.raises(AssertionError, match=r"Input width \(40\) doesn't match model \(32\)"):
+        fixed(images(32, 40))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "side"),
+    [
+        ((36, 32), 8, "height"),
+        ((32, 4), 8, "width"),
+        ((4, 32), 4, "height"),
+        ((32, 37), 4, "width"),
+    ],
+)
+def test_images_of_no_whole_patches_are_refused(
+    size: tuple[int, int], stride: int, side: str
+) -> None:
+    message = (
+        rf"Input {side} \({size[side == 'width']}\) must be covered by patches of 8 px every "
+        f"{stride} px; with dynamic_img_pad=True"
+    )
+    with pytest.raises(AssertionError, match=message):
+        small(patch_stride=stride)(images(*size))
+    assert small(patch_stride=stride, dynamic_img_pad=True)(images(*size)).shape == (2, 5)
 
 
 def test_bad_position_embedding_is_named() -> None:
