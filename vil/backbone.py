@@ -8,9 +8,12 @@ Papers:
 Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C channels (``embed_dim``).
 """
 
+import math
 import operator
+from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -349,6 +352,38 @@ class VisionLonghorn(nn.Module):
             self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> NamedTuple:
+        """Load weights as ``torch.nn.Module`` does, and more kinds of them.
+
+        Official Vision Mamba names are converted, and a position embedding of another grid is
+        resampled.
+
+        Args:
+            state_dict: Names and tensors; what ``model.state_dict()`` made records its grid and
+                recurrence besides, also through ``torch.save``.
+            strict: Names must be the model's.
+            assign: Take the tensors themselves instead of copying their values.
+
+        Returns:
+            The missing_keys and unexpected_keys.
+
+        Raises:
+            RuntimeError: The weights are of another architecture, recurrence or shape, or of a
+                grid that cannot be told.
+            ValueError: They are of an official Vision Mamba that no model here is.
+        """
+        _refuse_another_architecture(state_dict, self, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # not where the caller gave a dict of its own
+            destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Tensor],
@@ -366,9 +401,10 @@ class VisionLonghorn(nn.Module):
             state_dict.clear()
             state_dict.update(converted)
         name = prefix + "pos_embed"
-        if name in state_dict and state_dict[name].shape != self.pos_embed.shape:
+        if name in state_dict:
             try:
-                state_dict[name] = _resized_pos_embed(state_dict[name], self, old_size=None)
+                grid = local_metadata.get("grid_size")
+                state_dict[name] = _resized_pos_embed(state_dict[name], self, grid)
             except ValueError as error:
                 error_msgs.append(str(error))
         super()._load_from_state_dict(
@@ -547,24 +583,60 @@ class VisionLonghorn(nn.Module):
         return take_indices
 
 
+def _refuse_another_architecture(
+    state_dict: Mapping[str, Any], model: VisionLonghorn, strict: bool
+) -> None:
+    """Raise one line for weights of another width, patch size or depth, not torch's hundreds."""
+    name = "patch_embed.proj.weight"
+    own = tuple(model.patch_embed.proj.weight.shape)
+    shape = tuple(state_dict[name].shape) if name in state_dict else own
+    depth = len({name.split(".")[1] for name in state_dict if name.startswith("blocks.")})
+    if (shape[0], *shape[2:]) != (own[0], *own[2:]):  # shape[1], in_chans, has torch's message
+        difference = f"{name} is {shape} in the state dict and {own} in the model"
+    elif strict and depth not in (0, len(model.blocks)):
+        difference = f"blocks are {depth} in the state dict and {len(model.blocks)} in the model"
+    else:
+        return
+    raise RuntimeError(f"{difference}; vil.load(path) builds the model that a checkpoint is of")
+
+
 def _resized_pos_embed(
-    pos_embed: Tensor, model: VisionLonghorn, old_size: tuple[int, int] | None
+    pos_embed: Tensor, model: VisionLonghorn, grid: tuple[int, int] | None
 ) -> Tensor:
-    """Resample (1, L, C) to the model's grid; without ``old_size`` the old grid must be square."""
+    """Resample (1, L, C) from its grid, or from a square one where that is None, to the model's.
+
+    Raises:
+        ValueError: The grid is None and not to be told from the number of patches, or not that of
+            so many tokens.
+    """
     patches = pos_embed.shape[1] - model.num_prefix_tokens
-    if old_size is None:
-        side = round(patches**0.5)
-        if side * side != patches:
+    own_grid = model.patch_embed.grid_size
+    if grid is not None and grid[0] * grid[1] != patches:
+        raise ValueError(
+            f"pos_embed has {pos_embed.shape[1]} tokens of a grid of {grid}, and the model expects "
+            f"{model.num_prefix_tokens} beside the grid; class_token must be the checkpoint's"
+        )
+    side = math.isqrt(patches)
+    square = side * side == patches
+    if grid is None and patches == own_grid[0] * own_grid[1]:
+        if square and own_grid != (side, side):
             raise ValueError(
-                f"pos_embed has {patches} patches, which is no square grid, and the model has a "
-                f"grid of {model.patch_embed.grid_size}; build the model with the checkpoint's "
-                "img_size, load, then call set_input_size"
+                f"pos_embed has {patches} patches and no record of their grid, which may be "
+                f"{(side, side)} or the model's {own_grid}; load a state dict as model.state_dict() "
+                "made it, or create the model with pretrained=True and pretrained_cfg_overlay="
+                "dict(file=path, input_size=(3, height, width)) of the checkpoint's images"
             )
-        old_size = (side, side)
+        grid = own_grid
+    if grid is None and not square:
+        raise ValueError(
+            f"pos_embed has {patches} patches, which is no square grid, and the model has a "
+            f"grid of {own_grid}; build the model with the checkpoint's img_size, load, then call "
+            "set_input_size"
+        )
     return resample_abs_pos_embed(
         pos_embed,
-        new_size=model.patch_embed.grid_size,
-        old_size=old_size,
+        new_size=own_grid,
+        old_size=grid or (side, side),
         num_prefix_tokens=model.num_prefix_tokens,
         verbose=True,
     )
@@ -578,13 +650,18 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
         model: That is to load it.
 
     Returns:
-        A state dict with the names and shapes of the model.
+        A state dict with the names, shapes and grid of the model.
+
+    Raises:
+        ValueError: The position embedding is of a grid that cannot be told, or the checkpoint is of
+            an official Vision Mamba with rotary position embeddings or a missing direction.
     """
     state_dict = state_dict.get("model", state_dict)
     state_dict = state_dict.get("state_dict", state_dict)
     if is_official_vim(state_dict):
         state_dict = convert_official_vim(state_dict)
-    adapted = dict(state_dict)
+    adapted = OrderedDict(state_dict)
+    adapted._metadata = OrderedDict(getattr(state_dict, "_metadata", {}))
     weight = state_dict.get("patch_embed.proj.weight")
     patch_size = model.patch_embed.proj.weight.shape[-2:]
     if weight is not None and weight.shape[-2:] != patch_size:
@@ -593,13 +670,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
         )
     pos_embed = state_dict.get("pos_embed")
     if pos_embed is not None:
+        own = adapted._metadata.get("", {})
         patches = pos_embed.shape[1] - model.num_prefix_tokens
-        grid = get_pretrained_grid_size(model, weight, patches)
-        if pos_embed.shape != model.pos_embed.shape or grid not in (
-            None,
-            model.patch_embed.grid_size,
-        ):
-            adapted["pos_embed"] = _resized_pos_embed(pos_embed, model, grid)
+        grid = own.get("grid_size") or get_pretrained_grid_size(model, weight, patches)
+        adapted["pos_embed"] = _resized_pos_embed(pos_embed, model, grid)
+        adapted._metadata[""] = own | {"grid_size": model.patch_embed.grid_size}
     return adapted
 
 

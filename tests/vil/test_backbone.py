@@ -466,7 +466,133 @@ def test_images_of_no_whole_patches_are_refused(
 def test_bad_position_embedding_is_named() -> None:
     source = small(img_size=(32, 48))
     with pytest.raises(RuntimeError, match="24 patches, which is no square grid"):
-        small().load_state_dict(source.state_dict())
+        small().load_state_dict(dict(source.state_dict()))  # without the record of its grid
+
+
+WIDE, SQUARE = {"img_size": (16, 64)}, {"img_size": 32}  # grids of 2 x 8 and 4 x 4
+
+
+def saved(model: torch.nn.Module, path: Path, key: str | None = None) -> Path:
+    state = model.state_dict()
+    torch.save({key: state} if key else state, path)
+    return path
+
+
+@pytest.mark.parametrize(("of", "into"), [(WIDE, SQUARE), (SQUARE, WIDE)])
+@pytest.mark.parametrize("route", ["load_state_dict", "inside", "filter", "cfg"])
+def test_equal_count_of_patches_is_resampled_from_its_grid(
+    of: dict, into: dict, route: str, tmp_path: Path
+) -> None:
+    source, expected, model = small(**of), small(**of), small(**into)
+    expected.set_input_size(into["img_size"])
+    assert not torch.equal(expected.pos_embed, source.pos_embed)
+    path = saved(
+        torch.nn.ModuleDict({"m": source}) if route == "inside" else source, tmp_path / "w"
+    )
+    state = torch.load(path, weights_only=True)
+    if route == "load_state_dict":
+        model.load_state_dict(state)
+    elif route == "inside":
+        torch.nn.ModuleDict({"m": model}).load_state_dict(state)
+    elif route == "filter":
+        model.load_state_dict(vil.backbone.checkpoint_filter_fn({"model": state}, model))
+    else:  # timm's reading drops the record, its configuration says the size
+        height, width = (32, 32) if of is SQUARE else (16, 64)
+        overlay = {"file": path, "input_size": (3, height, width), "num_classes": 5}
+        model = small(pretrained=True, pretrained_cfg_overlay=overlay, **into)
+    assert torch.equal(model.pos_embed, expected.pos_embed)
+
+
+@pytest.mark.parametrize("of", [WIDE, SQUARE])
+def test_unknown_grid_of_equal_count_is_refused(of: dict, tmp_path: Path) -> None:
+    """By checkpoint_path timm drops the record; the error's way of loading works."""
+    source = small(**of)
+    path = saved(source, tmp_path / "weights.pt")
+    message = (
+        r"16 patches and no record of their grid, which may be \(4, 4\) or the model's \(2, 8\)"
+    )
+    with pytest.raises(RuntimeError, match=message + ".*pretrained_cfg_overlay=dict"):
+        small(checkpoint_path=path, **WIDE)
+    height, width = (32, 32) if of is SQUARE else (16, 64)
+    overlay = {"file": path, "input_size": (3, height, width), "num_classes": 5}
+    model = small(pretrained=True, pretrained_cfg_overlay=overlay, **of)
+    assert torch.equal(model.pos_embed, source.pos_embed)
+    square = small(checkpoint_path=saved(small(), tmp_path / "square.pt"), **SQUARE)
+    assert torch.equal(square.pos_embed, small().pos_embed)
+
+
+def test_class_token_is_not_taken_for_a_patch() -> None:
+    with pytest.raises(RuntimeError, match=r"17 tokens of a grid of \(4, 4\).*expects 0 beside"):
+        small(class_token=False, global_pool="avg").load_state_dict(small().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("of", "into"),
+    [("vil_tiny", "vil_tiny_exact"), ("vim_tiny", "vil_tiny"), ("vil_tiny", "vim_tiny")],
+)
+def test_weights_of_another_recurrence_are_refused(of: str, into: str, tmp_path: Path) -> None:
+    state = torch.load(saved(small(of), tmp_path / "weights.pt"), weights_only=True)
+    model = small(into)
+    recurrences = [m.blocks[0].mixer.recurrence for m in (model, small(of))]
+    message = r"^m\.blocks\.0\.mixer has the recurrence '{}', and the state dict .* of '{}'".format(
+        *recurrences
+    )
+    inside = {f"m.{name}": tensor for name, tensor in state.items()}
+    outer = torch.nn.ModuleDict({"m": small(of)}).state_dict()
+    assert list(outer) == list(inside)
+    with pytest.raises(RuntimeError, match=message) as error:
+        torch.nn.ModuleDict({"m": model}).load_state_dict(outer)
+    assert "\n" not in str(error.value)
+    with pytest.raises(RuntimeError, match=r"^blocks\.0\.mixer has the recurrence"):
+        model.load_state_dict(state, strict=False)
+    small(of).load_state_dict(state)
+
+
+def test_weights_without_a_record_load() -> None:
+    """Those of safetensors, of timm's checkpoint_path, or of an older version."""
+    model, source = small("vil_tiny_exact"), small("vil_tiny")
+    with torch.no_grad():
+        source.head.bias.fill_(3)
+    model.load_state_dict(dict(source.state_dict()))
+    assert (model.head.bias == 3).all()
+    destination = {}
+    source.state_dict(destination=destination)  # torch keeps no records in a plain dict
+    assert torch.equal(destination["head.bias"], source.head.bias)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "difference"),
+    [
+        ({"depth": 2}, r"blocks are 2 in the state dict and 4 in the model"),
+        ({"depth": 6}, r"blocks are 6 in the state dict and 4 in the model"),
+        (
+            {"embed_dim": 16, "depth": 2},
+            r"patch_embed\.proj\.weight is \(16, 3, 8, 8\) in the state dict and \(32, 3, 8, 8\)",
+        ),
+        (
+            {"patch_size": 16},
+            r"patch_embed\.proj\.weight is \(32, 3, 16, 16\) in the state dict and \(32, 3, 8, 8\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", [None, "state_dict"])
+def test_weights_of_another_architecture_are_refused_in_one_line(
+    arguments: dict, difference: str, key: str | None, tmp_path: Path
+) -> None:
+    path = saved(small(**arguments), tmp_path / "best.pt", key)
+    with pytest.raises(RuntimeError, match=f"^{difference}.*; vil.load.path. builds") as error:
+        small(checkpoint_path=path)
+    assert "\n" not in str(error.value)
+
+
+def test_other_differences_keep_the_messages_of_torch() -> None:
+    model, state = small(), small().state_dict()
+    with pytest.raises(RuntimeError, match=r"size mismatch for patch_embed\.proj\.weight"):
+        model.load_state_dict(small(in_chans=1).state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
+        model.load_state_dict({name: t for name, t in state.items() if name != "head.bias"})
+    missing = model.load_state_dict(small(depth=2).state_dict(), strict=False).missing_keys
+    assert {name.split(".")[1] for name in missing} == {"2", "3"}
 
 
 def test_conversion_leaves_other_modules_alone() -> None:
