@@ -441,6 +441,34 @@ class VisionLonghorn(nn.Module):
         middle = (x.shape[1] - 1) // 2
         return torch.cat([x[:, middle : middle + 1], x[:, :middle], x[:, middle + 1 :]], dim=1)
 
+    @torch.jit.ignore
+    def reshape_transform(
+        self, tokens: Tensor, height: int | None = None, width: int | None = None
+    ) -> Tensor:
+        """Arrange the tokens inside the blocks as a feature map, for hooks and pytorch-grad-cam.
+
+        Args:
+            tokens: (B, L, C) of any dtype, out of a block or its norm: class token in the middle.
+            height: Rows H of the grid of patches, the model's own if None.
+            width: Columns W of the grid of patches, the model's own if None.
+
+        Returns:
+            The patches (B, C, H, W) of the same dtype, each in its place.
+
+        Raises:
+            ValueError: L is not the number of patches and the class token.
+        """
+        own_height, own_width = self.patch_embed.grid_size
+        H = own_height if height is None else height
+        W = own_width if width is None else width
+        if tokens.ndim != 3 or tokens.shape[1] != H * W + self.num_prefix_tokens:
+            raise ValueError(
+                f"tokens must be (B, {H * W + self.num_prefix_tokens}, C) for a grid of {(H, W)}, "
+                f"got {tuple(tokens.shape)}; give height and width for another grid"
+            )
+        patches = self._class_token_first(tokens)[:, self.num_prefix_tokens :]
+        return rearrange(patches, "b (h w) c -> b c h w", h=H, w=W)
+
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the normalised tokens (B, L, C) of images, class token first."""
         x = self._embed(x)

@@ -202,6 +202,52 @@ def test_intermediates_give_patches_in_place_and_the_class_token_apart() -> None
     assert torch.allclose(layer, final[:, 1:], atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [(32, 32), (24, 24), (40, 64)])
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
+    model = small(global_pool=pool)
+    grid = {"height": size[0] // 8, "width": size[1] // 8}
+    kept = {}
+
+    def keep(name: str):
+        def hook(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+            output.retain_grad()
+            kept[name] = output
+
+        return hook
+
+    model.blocks[-1].norm.register_forward_hook(keep("target"))
+    model.blocks[-1].register_forward_hook(keep("last block"))
+    model(images(*size))[:, 3].sum().backward()
+    target = kept["target"]
+    assert target.grad.abs().amax(-1).all()  # of every token
+    features = model.reshape_transform(target, **grid)
+    gradients = model.reshape_transform(target.grad, **grid)
+    cam = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
+    assert cam.shape == (2, *grid.values())
+    assert (cam.flatten(1).amax(1) > 0).all()
+    # After the last mixer nothing but what is pooled has a gradient, as docs/features.md says.
+    last = model.reshape_transform(kept["last block"].grad, **grid)
+    assert bool(last.any()) is (pool == "avg")
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_reshape_transform_puts_patches_in_place(class_token: bool) -> None:
+    model = small(class_token=class_token, global_pool="avg")
+    kept = []
+    model.blocks[1].register_forward_hook(lambda module, args, output: kept.append(output))
+    for size in ((32, 32), (24, 40)):
+        height, width = size[0] // 8, size[1] // 8
+        (expected,) = model.forward_intermediates(
+            images(*size), indices=[1], intermediates_only=True
+        )
+        assert torch.equal(model.reshape_transform(kept.pop(), height, width), expected)
+    with pytest.raises(
+        ValueError, match=r"tokens must be .* for a grid of \(4, 4\), got \(2, 9, 32"
+    ):
+        model.reshape_transform(torch.zeros(2, 9, 32))
+
+
 def test_residual_stream_is_float32_under_autocast() -> None:
     model = small()
     with torch.autocast("cpu", dtype=torch.bfloat16):
