@@ -8,8 +8,12 @@ Papers:
 Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C channels (``embed_dim``).
 """
 
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -21,7 +25,9 @@ from timm.layers import (
     get_device_dtype,
     get_norm_layer,
     global_pool_nlc,
+    is_exporting,
     lecun_normal_,
+    register_notrace_function,
     resample_abs_pos_embed,
     resample_patch_embed,
     trunc_normal_,
@@ -38,6 +44,7 @@ from timm.models import (
 from timm.models._features import feature_take_indices
 from timm.models._input import get_pretrained_grid_size, update_model_args, update_model_input_size
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.convert import convert_official_vim, is_official_vim
 from vil.mixer import BidirectionalMixer, Recurrence
@@ -81,6 +88,28 @@ class Block(nn.Module):
         return x + self.drop_path(self.mixer(self.norm(x)))
 
 
+@torch.fx.wrap
+@register_notrace_function
+def _pos_embed_of_grid(
+    pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix_tokens: int
+) -> Tensor:
+    """Resample a position embedding (1, L, C) to another grid, or hand out the very same tensor.
+
+    timm's function resamples to the same grid, too, while a program is exported, lest it be bound
+    to the size of the example. A size that is a constant of the program is bound to it anyway.
+    """
+    if not torch.jit.is_scripting():
+        if is_exporting():
+            same = [statically_known_true(grid[i] == own_grid[i]) for i in (0, 1)]
+            if all(same):
+                return pos_embed
+        elif torch.compiler.is_compiling() and torch.is_grad_enabled():
+            # torch (2.15) cannot compile the gradient of this resampling to a size that is no
+            # constant of the program, which index() makes of it.
+            grid = [operator.index(size) for size in grid]
+    return resample_abs_pos_embed(pos_embed, grid, own_grid, num_prefix_tokens)
+
+
 class VisionLonghorn(nn.Module):
     """Image backbone of bidirectional scans with a class token in the middle of the sequence.
 
@@ -107,7 +136,7 @@ class VisionLonghorn(nn.Module):
         dt_rank: int | None = None,
         class_token: bool = True,
         fc_norm: bool | None = None,
-        dynamic_img_size: bool = False,
+        dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
@@ -120,7 +149,7 @@ class VisionLonghorn(nn.Module):
         """Create a backbone.
 
         Args:
-            img_size: Height and width of the images in pixels.
+            img_size: Height and width in pixels of the images that the position embedding is of.
             patch_size: Height and width of a patch in pixels.
             patch_stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
             in_chans: Channels of the images.
@@ -135,8 +164,9 @@ class VisionLonghorn(nn.Module):
             dt_rank: Rank of the step size's projection; ceil(embed_dim / 16) if None.
             class_token: Have one, in the middle of the sequence.
             fc_norm: Normalise after pooling instead of before; if None, where tokens are averaged.
-            dynamic_img_size: Take images of any size, resampling the position embedding.
-            dynamic_img_pad: With dynamic_img_size, pad images to whole patches.
+            dynamic_img_size: Take images of any size of whole patches, resampling the position
+                embedding for those of another size than ``img_size``; if False, refuse these.
+            dynamic_img_pad: Pad images to whole patches.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
             drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
@@ -163,7 +193,6 @@ class VisionLonghorn(nn.Module):
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
 
-        dynamic = {"strict_img_size": False, "output_fmt": "NHWC"} if dynamic_img_size else {}
         self.patch_embed = OverlapPatchEmbed(
             patch_size,
             patch_stride,
@@ -171,7 +200,7 @@ class VisionLonghorn(nn.Module):
             in_chans=in_chans,
             embed_dim=embed_dim,
             dynamic_img_pad=dynamic_img_pad,
-            **dynamic,
+            strict_img_size=not dynamic_img_size,
             **dd,
         )
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
@@ -323,6 +352,38 @@ class VisionLonghorn(nn.Module):
             self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> NamedTuple:
+        """Load weights as ``torch.nn.Module`` does, and more kinds of them.
+
+        Official Vision Mamba names are converted, and a position embedding of another grid is
+        resampled.
+
+        Args:
+            state_dict: Names and tensors; what ``model.state_dict()`` made records its grid and
+                recurrence besides, also through ``torch.save``.
+            strict: Names must be the model's.
+            assign: Take the tensors themselves instead of copying their values.
+
+        Returns:
+            The missing_keys and unexpected_keys.
+
+        Raises:
+            RuntimeError: The weights are of another architecture, recurrence or shape, or of a
+                grid that cannot be told.
+            ValueError: They are of an official Vision Mamba that no model here is.
+        """
+        _refuse_another_architecture(state_dict, self, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # not where the caller gave a dict of its own
+            destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Tensor],
@@ -340,9 +401,10 @@ class VisionLonghorn(nn.Module):
             state_dict.clear()
             state_dict.update(converted)
         name = prefix + "pos_embed"
-        if name in state_dict and state_dict[name].shape != self.pos_embed.shape:
+        if name in state_dict:
             try:
-                state_dict[name] = _resized_pos_embed(state_dict[name], self, old_size=None)
+                grid = local_metadata.get("grid_size")
+                state_dict[name] = _resized_pos_embed(state_dict[name], self, grid)
             except ValueError as error:
                 error_msgs.append(str(error))
         super()._load_from_state_dict(
@@ -358,14 +420,14 @@ class VisionLonghorn(nn.Module):
         x = self.patch_embed(x)
         pos_embed = self.pos_embed
         if self.dynamic_img_size:
-            B, H, W, C = x.shape
-            pos_embed = resample_abs_pos_embed(
+            own_grid = self.patch_embed.grid_size
+            pos_embed = _pos_embed_of_grid(
                 pos_embed,
-                new_size=[H, W],
-                old_size=list(self.patch_embed.grid_size),
-                num_prefix_tokens=self.num_prefix_tokens,
+                [x.shape[1], x.shape[2]],
+                [own_grid[0], own_grid[1]],
+                self.num_prefix_tokens,
             )
-            x = x.reshape(B, H * W, C)
+        x = x.flatten(1, 2)
         if self.cls_token is None:
             return self.pos_drop(x + pos_embed)
         x = x + pos_embed[:, 1:]
@@ -378,6 +440,34 @@ class VisionLonghorn(nn.Module):
             return x
         middle = (x.shape[1] - 1) // 2
         return torch.cat([x[:, middle : middle + 1], x[:, :middle], x[:, middle + 1 :]], dim=1)
+
+    @torch.jit.ignore
+    def reshape_transform(
+        self, tokens: Tensor, height: int | None = None, width: int | None = None
+    ) -> Tensor:
+        """Arrange the tokens inside the blocks as a feature map, for hooks and pytorch-grad-cam.
+
+        Args:
+            tokens: (B, L, C) of any dtype, out of a block or its norm: class token in the middle.
+            height: Rows H of the grid of patches, the model's own if None.
+            width: Columns W of the grid of patches, the model's own if None.
+
+        Returns:
+            The patches (B, C, H, W) of the same dtype, each in its place.
+
+        Raises:
+            ValueError: L is not the number of patches and the class token.
+        """
+        own_height, own_width = self.patch_embed.grid_size
+        H = own_height if height is None else height
+        W = own_width if width is None else width
+        if tokens.ndim != 3 or tokens.shape[1] != H * W + self.num_prefix_tokens:
+            raise ValueError(
+                f"tokens must be (B, {H * W + self.num_prefix_tokens}, C) for a grid of {(H, W)}, "
+                f"got {tuple(tokens.shape)}; give height and width for another grid"
+            )
+        patches = self._class_token_first(tokens)[:, self.num_prefix_tokens :]
+        return rearrange(patches, "b (h w) c -> b c h w", h=H, w=W)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the normalised tokens (B, L, C) of images, class token first."""
@@ -521,24 +611,60 @@ class VisionLonghorn(nn.Module):
         return take_indices
 
 
+def _refuse_another_architecture(
+    state_dict: Mapping[str, Any], model: VisionLonghorn, strict: bool
+) -> None:
+    """Raise one line for weights of another width, patch size or depth, not torch's hundreds."""
+    name = "patch_embed.proj.weight"
+    own = tuple(model.patch_embed.proj.weight.shape)
+    shape = tuple(state_dict[name].shape) if name in state_dict else own
+    depth = len({name.split(".")[1] for name in state_dict if name.startswith("blocks.")})
+    if (shape[0], *shape[2:]) != (own[0], *own[2:]):  # shape[1], in_chans, has torch's message
+        difference = f"{name} is {shape} in the state dict and {own} in the model"
+    elif strict and depth not in (0, len(model.blocks)):
+        difference = f"blocks are {depth} in the state dict and {len(model.blocks)} in the model"
+    else:
+        return
+    raise RuntimeError(f"{difference}; vil.load(path) builds the model that a checkpoint is of")
+
+
 def _resized_pos_embed(
-    pos_embed: Tensor, model: VisionLonghorn, old_size: tuple[int, int] | None
+    pos_embed: Tensor, model: VisionLonghorn, grid: tuple[int, int] | None
 ) -> Tensor:
-    """Resample (1, L, C) to the model's grid; without ``old_size`` the old grid must be square."""
+    """Resample (1, L, C) from its grid, or from a square one where that is None, to the model's.
+
+    Raises:
+        ValueError: The grid is None and not to be told from the number of patches, or not that of
+            so many tokens.
+    """
     patches = pos_embed.shape[1] - model.num_prefix_tokens
-    if old_size is None:
-        side = round(patches**0.5)
-        if side * side != patches:
+    own_grid = model.patch_embed.grid_size
+    if grid is not None and grid[0] * grid[1] != patches:
+        raise ValueError(
+            f"pos_embed has {pos_embed.shape[1]} tokens of a grid of {grid}, and the model expects "
+            f"{model.num_prefix_tokens} beside the grid; class_token must be the checkpoint's"
+        )
+    side = math.isqrt(patches)
+    square = side * side == patches
+    if grid is None and patches == own_grid[0] * own_grid[1]:
+        if square and own_grid != (side, side):
             raise ValueError(
-                f"pos_embed has {patches} patches, which is no square grid, and the model has a "
-                f"grid of {model.patch_embed.grid_size}; build the model with the checkpoint's "
-                "img_size, load, then call set_input_size"
+                f"pos_embed has {patches} patches and no record of their grid, which may be "
+                f"{(side, side)} or the model's {own_grid}; load a state dict as model.state_dict() "
+                "made it, or create the model with pretrained=True and pretrained_cfg_overlay="
+                "dict(file=path, input_size=(3, height, width)) of the checkpoint's images"
             )
-        old_size = (side, side)
+        grid = own_grid
+    if grid is None and not square:
+        raise ValueError(
+            f"pos_embed has {patches} patches, which is no square grid, and the model has a "
+            f"grid of {own_grid}; build the model with the checkpoint's img_size, load, then call "
+            "set_input_size"
+        )
     return resample_abs_pos_embed(
         pos_embed,
-        new_size=model.patch_embed.grid_size,
-        old_size=old_size,
+        new_size=own_grid,
+        old_size=grid or (side, side),
         num_prefix_tokens=model.num_prefix_tokens,
         verbose=True,
     )
@@ -552,13 +678,18 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
         model: That is to load it.
 
     Returns:
-        A state dict with the names and shapes of the model.
+        A state dict with the names, shapes and grid of the model.
+
+    Raises:
+        ValueError: The position embedding is of a grid that cannot be told, or the checkpoint is of
+            an official Vision Mamba with rotary position embeddings or a missing direction.
     """
     state_dict = state_dict.get("model", state_dict)
     state_dict = state_dict.get("state_dict", state_dict)
     if is_official_vim(state_dict):
         state_dict = convert_official_vim(state_dict)
-    adapted = dict(state_dict)
+    adapted = OrderedDict(state_dict)
+    adapted._metadata = OrderedDict(getattr(state_dict, "_metadata", {}))
     weight = state_dict.get("patch_embed.proj.weight")
     patch_size = model.patch_embed.proj.weight.shape[-2:]
     if weight is not None and weight.shape[-2:] != patch_size:
@@ -567,13 +698,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
         )
     pos_embed = state_dict.get("pos_embed")
     if pos_embed is not None:
+        own = adapted._metadata.get("", {})
         patches = pos_embed.shape[1] - model.num_prefix_tokens
-        grid = get_pretrained_grid_size(model, weight, patches)
-        if pos_embed.shape != model.pos_embed.shape or grid not in (
-            None,
-            model.patch_embed.grid_size,
-        ):
-            adapted["pos_embed"] = _resized_pos_embed(pos_embed, model, grid)
+        grid = own.get("grid_size") or get_pretrained_grid_size(model, weight, patches)
+        adapted["pos_embed"] = _resized_pos_embed(pos_embed, model, grid)
+        adapted._metadata[""] = own | {"grid_size": model.patch_embed.grid_size}
     return adapted
 
 

@@ -7,7 +7,7 @@ E = expand * C channels of the scan, M state size, R rank of the step size.
 """
 
 import math
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from timm.layers import is_exportable
@@ -113,6 +113,26 @@ class BidirectionalMixer(nn.Module):
             self.A_log.copy_(rates.log().expand_as(self.A_log))
         self.out_proj.reset_parameters()
         self.out_proj.weight.div_(math.sqrt(self.depth))
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # not where the caller gave a dict of its own
+            destination._metadata[prefix[:-1]]["recurrence"] = self.recurrence
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
+    ) -> None:
+        # Names and shapes of the two Longhorn recurrences agree. Raised rather than collected, since
+        # every further mixer would say the same.
+        recurrence = local_metadata.get("recurrence", self.recurrence)
+        if recurrence != self.recurrence:
+            raise RuntimeError(
+                f"{prefix[:-1]} has the recurrence {self.recurrence!r}, and the state dict has "
+                f"weights of {recurrence!r}, which is another function"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C)."""

@@ -2,7 +2,31 @@
 
 from typing import Any
 
-from timm.layers import PatchEmbed, to_2tuple
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchEmbed, register_notrace_function, to_2tuple
+from timm.layers.trace_utils import _assert
+from torch import Tensor
+
+
+@torch.fx.wrap
+@register_notrace_function
+def _of_whole_patches(
+    images: Tensor, patch_size: tuple[int, int], stride: tuple[int, int]
+) -> Tensor:
+    """Return the very images (B, in_chans, height, width) that were given, if patches cover them.
+
+    A function, and in the flow of data, so that FX traces it and does not take it for dead code. No
+    ``_assert``, since that formats its message always, which binds a compiled program to the size.
+    """
+    for i, name in ((0, "height"), (1, "width")):
+        size, patch = images.shape[i + 2], patch_size[i]
+        if size < patch or (size - patch) % stride[i] != 0:
+            raise AssertionError(
+                f"Input {name} ({size}) must be covered by patches of {patch} px every "
+                f"{stride[i]} px; with dynamic_img_pad=True images are padded instead."
+            )
+    return images
 
 
 class OverlapPatchEmbed(PatchEmbed):
@@ -65,6 +89,29 @@ class OverlapPatchEmbed(PatchEmbed):
             None if img_size is None else to_2tuple(img_size),
             None if patch_size is None else to_2tuple(patch_size),
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed images (B, in_chans, height, width) as patches (B, H, W, C) of the weights' dtype.
+
+        Raises:
+            AssertionError: The images are not of ``img_size``, if ``strict_img_size``, or are not
+                covered by whole patches and not padded either.
+        """
+        height, width = x.shape[-2], x.shape[-1]
+        if self.strict_img_size:
+            _assert(
+                height == self.img_size[0],
+                f"Input height ({height}) doesn't match model ({self.img_size[0]}).",
+            )
+            _assert(
+                width == self.img_size[1],
+                f"Input width ({width}) doesn't match model ({self.img_size[1]}).",
+            )
+        if self.dynamic_img_pad:
+            x = F.pad(x, [0, -width % self.patch_size[1], 0, -height % self.patch_size[0]])
+        else:
+            x = _of_whole_patches(x, self.patch_size, self.stride)
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         """Return the pixels per feature, one number or (height, width)."""

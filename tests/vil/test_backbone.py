@@ -10,6 +10,7 @@ import torch
 from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import vil
 from vil.complexity import count_macs, count_parameters
@@ -201,6 +202,52 @@ def test_intermediates_give_patches_in_place_and_the_class_token_apart() -> None
     assert torch.allclose(layer, final[:, 1:], atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [(32, 32), (24, 24), (40, 64)])
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
+    model = small(global_pool=pool)
+    grid = {"height": size[0] // 8, "width": size[1] // 8}
+    kept = {}
+
+    def keep(name: str):
+        def hook(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+            output.retain_grad()
+            kept[name] = output
+
+        return hook
+
+    model.blocks[-1].norm.register_forward_hook(keep("target"))
+    model.blocks[-1].register_forward_hook(keep("last block"))
+    model(images(*size))[:, 3].sum().backward()
+    target = kept["target"]
+    assert target.grad.abs().amax(-1).all()  # of every token
+    features = model.reshape_transform(target, **grid)
+    gradients = model.reshape_transform(target.grad, **grid)
+    cam = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
+    assert cam.shape == (2, *grid.values())
+    assert (cam.flatten(1).amax(1) > 0).all()
+    # After the last mixer nothing but what is pooled has a gradient, as docs/features.md says.
+    last = model.reshape_transform(kept["last block"].grad, **grid)
+    assert bool(last.any()) is (pool == "avg")
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_reshape_transform_puts_patches_in_place(class_token: bool) -> None:
+    model = small(class_token=class_token, global_pool="avg")
+    kept = []
+    model.blocks[1].register_forward_hook(lambda module, args, output: kept.append(output))
+    for size in ((32, 32), (24, 40)):
+        height, width = size[0] // 8, size[1] // 8
+        (expected,) = model.forward_intermediates(
+            images(*size), indices=[1], intermediates_only=True
+        )
+        assert torch.equal(model.reshape_transform(kept.pop(), height, width), expected)
+    with pytest.raises(
+        ValueError, match=r"tokens must be .* for a grid of \(4, 4\), got \(2, 9, 32"
+    ):
+        model.reshape_transform(torch.zeros(2, 9, 32))
+
+
 def test_residual_stream_is_float32_under_autocast() -> None:
     model = small()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -216,7 +263,7 @@ def test_residual_stream_is_float32_under_autocast() -> None:
 @pytest.mark.parametrize("size", [48, (32, 64), (64, 24)])
 def test_dynamic_size_equals_a_model_of_that_size(size: int | tuple[int, int]) -> None:
     height, width = (size, size) if isinstance(size, int) else size
-    dynamic = small(dynamic_img_size=True)
+    dynamic = small()
     resized = copy.deepcopy(small())
     resized.load_state_dict(dynamic.state_dict())
     resized.set_input_size((height, width))
@@ -227,8 +274,36 @@ def test_dynamic_size_equals_a_model_of_that_size(size: int | tuple[int, int]) -
     assert torch.equal(resized(x), built(x))
 
 
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_own_size_is_computed_without_resampling(name: str, monkeypatch) -> None:
+    def resampled(*args, **kwargs) -> None:
+        raise AssertionError("resampled to the same grid")
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", resampled)
+    fixed = small(name, dynamic_img_size=False)
+    assert torch.equal(small(name)(images()), fixed(images()))
+    with pytest.raises(AssertionError, match="resampled to the same grid"):
+        small(name)(images(40))
+
+
+@pytest.mark.parametrize("size", [20, 28])
+def test_overlapping_patches_take_their_own_sizes(size: int) -> None:
+    """These are whole patches of 8 px every 4 px, and no multiples of 8."""
+    model = small(patch_stride=4, img_size=size)
+    features = model.forward_intermediates(images(size, 36), intermediates_only=True)
+    assert features[0].shape[-2:] == (size // 4 - 1, 8)
+    assert model(images(size, size)).shape == (2, 5)
+
+
+def test_input_config_of_a_model_of_any_size() -> None:
+    for dynamic in (True, False):
+        traits = timm.models._input.get_model_input_config(small(dynamic_img_size=dynamic))
+        assert traits["input_size"] == (3, 32, 32)
+        assert traits["fixed_input_size"] is not dynamic
+
+
 def test_dynamic_padding_takes_any_size() -> None:
-    model = small(dynamic_img_size=True, dynamic_img_pad=True)
+    model = small(dynamic_img_pad=True)
     features = model.forward_intermediates(images(30, 41), intermediates_only=True)
     assert features[0].shape[-2:] == (4, 6)
 
@@ -282,6 +357,49 @@ def test_compiles_without_graph_breaks(name: str) -> None:
         assert torch.allclose(p.grad, p_compiled.grad, atol=1e-5)
 
 
+def test_compiles_images_of_any_size() -> None:
+    model = small(depth=1)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    sizes = [(32, 32), (48, 64), (64, 40), (80, 56)]
+    with torch.no_grad():
+        for size in sizes:
+            assert torch.allclose(compiled(images(*size)), model(images(*size)), atol=1e-6)
+    assert counter.frame_count == 2  # its own size, and any other
+    for size in sizes[:2]:
+        gradients = []
+        for forward in (model, compiled):
+            model.zero_grad()
+            forward(images(*size)).square().sum().backward()
+            gradients.append(model.pos_embed.grad)
+        assert torch.allclose(*gradients, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_of_its_own_size_and_of_any(strict: bool) -> None:
+    model = small(depth=1)
+    own = torch.export.export(model, (images(),), strict=strict)
+    assert not [node for node in own.graph.nodes if "bicubic" in str(node.target)]
+    assert torch.equal(own.module()(images()), model(images()))
+    rows, columns = (torch.export.Dim(name, min=2, max=16) for name in ("rows", "columns"))
+    shapes = ({2: 8 * rows, 3: 8 * columns},)
+    program = torch.export.export(model, (images(),), dynamic_shapes=shapes, strict=strict)
+    for size in ((32, 32), (48, 64), (64, 24)):
+        logits = program.module()(images(*size))
+        assert torch.allclose(logits, model(images(*size)), atol=1e-6)
+
+
+def test_traces_images_of_any_size() -> None:
+    model = small(depth=1)
+    traced = torch.fx.symbolic_trace(model)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    for size in ((32, 32), (48, 64)):
+        assert torch.equal(traced(images(*size)), model(images(*size)))
+    with pytest.raises(AssertionError, match=r"Input height \(36\) must be covered"):
+        traced(images(36))
+
+
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_exports_with_dynamic_batch(name: str, tmp_path: Path) -> None:
     model = small(name, depth=2)
@@ -297,7 +415,9 @@ def test_exports_with_dynamic_batch(name: str, tmp_path: Path) -> None:
 def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
     model = small(name, depth=2, scriptable=True)
     torch.jit.save(torch.jit.script(model), tmp_path / "model.pt")
-    assert torch.allclose(torch.jit.load(tmp_path / "model.pt")(images()), model(images()))
+    loaded = torch.jit.load(tmp_path / "model.pt")
+    for size in ((32, 32), (48, 64)):
+        assert torch.allclose(loaded(images(*size)), model(images(*size)))
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -361,16 +481,164 @@ def test_bad_arguments_are_named(arguments: dict, error: type, message: str) -> 
 def test_bad_images_are_named() -> None:
     with pytest.raises(AssertionError, match=r"Input channels \(4\) don't match model \(3\)"):
         small()(images(channels=4))
+    fixed = small(dynamic_img_size=False)
     with pytest.raises(AssertionError, match=r"Input height \(40\) doesn't match model \(32\)"):
-        small()(images(40))
-    with pytest.raises(AssertionError, match="divisible by patch size"):
-        small(dynamic_img_size=True)(images(36))
+        fixed(images(40))
+    with pytest.raises(AssertionError, match=r"Input width \(40\) doesn't match model \(32\)"):
+        fixed(images(32, 40))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "side"),
+    [
+        ((36, 32), 8, "height"),
+        ((32, 4), 8, "width"),
+        ((4, 32), 4, "height"),
+        ((32, 37), 4, "width"),
+    ],
+)
+def test_images_of_no_whole_patches_are_refused(
+    size: tuple[int, int], stride: int, side: str
+) -> None:
+    message = (
+        rf"Input {side} \({size[side == 'width']}\) must be covered by patches of 8 px every "
+        f"{stride} px; with dynamic_img_pad=True"
+    )
+    with pytest.raises(AssertionError, match=message):
+        small(patch_stride=stride)(images(*size))
+    assert small(patch_stride=stride, dynamic_img_pad=True)(images(*size)).shape == (2, 5)
 
 
 def test_bad_position_embedding_is_named() -> None:
     source = small(img_size=(32, 48))
     with pytest.raises(RuntimeError, match="24 patches, which is no square grid"):
-        small().load_state_dict(source.state_dict())
+        small().load_state_dict(dict(source.state_dict()))  # without the record of its grid
+
+
+WIDE, SQUARE = {"img_size": (16, 64)}, {"img_size": 32}  # grids of 2 x 8 and 4 x 4
+
+
+def saved(model: torch.nn.Module, path: Path, key: str | None = None) -> Path:
+    state = model.state_dict()
+    torch.save({key: state} if key else state, path)
+    return path
+
+
+@pytest.mark.parametrize(("of", "into"), [(WIDE, SQUARE), (SQUARE, WIDE)])
+@pytest.mark.parametrize("route", ["load_state_dict", "inside", "filter", "cfg"])
+def test_equal_count_of_patches_is_resampled_from_its_grid(
+    of: dict, into: dict, route: str, tmp_path: Path
+) -> None:
+    source, expected, model = small(**of), small(**of), small(**into)
+    expected.set_input_size(into["img_size"])
+    assert not torch.equal(expected.pos_embed, source.pos_embed)
+    path = saved(
+        torch.nn.ModuleDict({"m": source}) if route == "inside" else source, tmp_path / "w"
+    )
+    state = torch.load(path, weights_only=True)
+    if route == "load_state_dict":
+        model.load_state_dict(state)
+    elif route == "inside":
+        torch.nn.ModuleDict({"m": model}).load_state_dict(state)
+    elif route == "filter":
+        model.load_state_dict(vil.backbone.checkpoint_filter_fn({"model": state}, model))
+    else:  # timm's reading drops the record, its configuration says the size
+        height, width = (32, 32) if of is SQUARE else (16, 64)
+        overlay = {"file": path, "input_size": (3, height, width), "num_classes": 5}
+        model = small(pretrained=True, pretrained_cfg_overlay=overlay, **into)
+    assert torch.equal(model.pos_embed, expected.pos_embed)
+
+
+@pytest.mark.parametrize("of", [WIDE, SQUARE])
+def test_unknown_grid_of_equal_count_is_refused(of: dict, tmp_path: Path) -> None:
+    """By checkpoint_path timm drops the record; the error's way of loading works."""
+    source = small(**of)
+    path = saved(source, tmp_path / "weights.pt")
+    message = (
+        r"16 patches and no record of their grid, which may be \(4, 4\) or the model's \(2, 8\)"
+    )
+    with pytest.raises(RuntimeError, match=message + ".*pretrained_cfg_overlay=dict"):
+        small(checkpoint_path=path, **WIDE)
+    height, width = (32, 32) if of is SQUARE else (16, 64)
+    overlay = {"file": path, "input_size": (3, height, width), "num_classes": 5}
+    model = small(pretrained=True, pretrained_cfg_overlay=overlay, **of)
+    assert torch.equal(model.pos_embed, source.pos_embed)
+    square = small(checkpoint_path=saved(small(), tmp_path / "square.pt"), **SQUARE)
+    assert torch.equal(square.pos_embed, small().pos_embed)
+
+
+def test_class_token_is_not_taken_for_a_patch() -> None:
+    with pytest.raises(RuntimeError, match=r"17 tokens of a grid of \(4, 4\).*expects 0 beside"):
+        small(class_token=False, global_pool="avg").load_state_dict(small().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("of", "into"),
+    [("vil_tiny", "vil_tiny_exact"), ("vim_tiny", "vil_tiny"), ("vil_tiny", "vim_tiny")],
+)
+def test_weights_of_another_recurrence_are_refused(of: str, into: str, tmp_path: Path) -> None:
+    state = torch.load(saved(small(of), tmp_path / "weights.pt"), weights_only=True)
+    model = small(into)
+    recurrences = [m.blocks[0].mixer.recurrence for m in (model, small(of))]
+    message = r"^m\.blocks\.0\.mixer has the recurrence '{}', and the state dict .* of '{}'".format(
+        *recurrences
+    )
+    inside = {f"m.{name}": tensor for name, tensor in state.items()}
+    outer = torch.nn.ModuleDict({"m": small(of)}).state_dict()
+    assert list(outer) == list(inside)
+    with pytest.raises(RuntimeError, match=message) as error:
+        torch.nn.ModuleDict({"m": model}).load_state_dict(outer)
+    assert "\n" not in str(error.value)
+    with pytest.raises(RuntimeError, match=r"^blocks\.0\.mixer has the recurrence"):
+        model.load_state_dict(state, strict=False)
+    small(of).load_state_dict(state)
+
+
+def test_weights_without_a_record_load() -> None:
+    """Those of safetensors, of timm's checkpoint_path, or of an older version."""
+    model, source = small("vil_tiny_exact"), small("vil_tiny")
+    with torch.no_grad():
+        source.head.bias.fill_(3)
+    model.load_state_dict(dict(source.state_dict()))
+    assert (model.head.bias == 3).all()
+    destination = {}
+    source.state_dict(destination=destination)  # torch keeps no records in a plain dict
+    assert torch.equal(destination["head.bias"], source.head.bias)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "difference"),
+    [
+        ({"depth": 2}, r"blocks are 2 in the state dict and 4 in the model"),
+        ({"depth": 6}, r"blocks are 6 in the state dict and 4 in the model"),
+        (
+            {"embed_dim": 16, "depth": 2},
+            r"patch_embed\.proj\.weight is \(16, 3, 8, 8\) in the state dict and \(32, 3, 8, 8\)",
+        ),
+        (
+            {"patch_size": 16},
+            r"patch_embed\.proj\.weight is \(32, 3, 16, 16\) in the state dict and \(32, 3, 8, 8\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", [None, "state_dict"])
+def test_weights_of_another_architecture_are_refused_in_one_line(
+    arguments: dict, difference: str, key: str | None, tmp_path: Path
+) -> None:
+    path = saved(small(**arguments), tmp_path / "best.pt", key)
+    with pytest.raises(RuntimeError, match=f"^{difference}.*; vil.load.path. builds") as error:
+        small(checkpoint_path=path)
+    assert "\n" not in str(error.value)
+
+
+def test_other_differences_keep_the_messages_of_torch() -> None:
+    model, state = small(), small().state_dict()
+    with pytest.raises(RuntimeError, match=r"size mismatch for patch_embed\.proj\.weight"):
+        model.load_state_dict(small(in_chans=1).state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
+        model.load_state_dict({name: t for name, t in state.items() if name != "head.bias"})
+    missing = model.load_state_dict(small(depth=2).state_dict(), strict=False).missing_keys
+    assert {name.split(".")[1] for name in missing} == {"2", "3"}
 
 
 def test_conversion_leaves_other_modules_alone() -> None:
