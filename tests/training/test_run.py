@@ -115,7 +115,7 @@ def test_best_is_the_first_epoch_with_the_best_top1(
     original = loop.evaluate
     scores = iter([25.0, 50.0, 50.0])
     monkeypatch.setattr(
-        loop, "evaluate", lambda *arguments: original(*arguments)._replace(top1=next(scores))
+        loop, "evaluate", lambda *arguments: [original(*arguments)[0]._replace(top1=next(scores))]
     )
     config = with_(config, "optim", model_ema_decay=None)
     train(config, "--run.output", str(tmp_path / "run"))

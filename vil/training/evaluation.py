@@ -104,7 +104,7 @@ def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
     device = resolve_device(config.run, World())
     model = subject.model.to(device)
     data = ValData(config, device, World())
-    score = evaluate(model, data, Normalize(config, device), config.run.amp)
+    [score] = evaluate([model], data, Normalize(config, device), config.run.amp)
     return {
         "checkpoint": str(Path(options.checkpoint).resolve()),
         "model": config.model.name,

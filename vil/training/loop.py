@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -104,12 +103,14 @@ def finish_epoch(run: Run, pace: Pace) -> None:
     state, training, config = run.state, run.training, run.config
     epoch = len(state.history)
 
-    def score(model: torch.nn.Module) -> Any:
-        normalize = training.augment.normalize
-        check = run.agreement.check
-        return evaluate(model, run.val_data, normalize, config.run.amp, lambda: check(False))
-
-    raw = score(training.compiled)
+    models = [training.compiled] + ([] if training.ema is None else [training.ema.module])
+    raw, *averaged = evaluate(
+        models,
+        run.val_data,
+        training.augment.normalize,
+        config.run.amp,
+        lambda: run.agreement.check(may_save=False),
+    )
     check_score(raw, epoch)
     row = {
         "epoch": epoch + 1,
@@ -119,9 +120,8 @@ def finish_epoch(run: Run, pace: Pace) -> None:
         "top1": raw.top1,
         "top5": raw.top5,
     }
-    if training.ema is not None:
-        averaged = score(training.ema.module)
-        row |= {"ema_loss": averaged.loss, "ema_top1": averaged.top1, "ema_top5": averaged.top5}
+    for score in averaged:
+        row |= {"ema_loss": score.loss, "ema_top1": score.top1, "ema_top5": score.top5}
     row |= {
         "skipped_images": len(state.bad_images) + len(run.train_data.source.excluded),
         "skipped_steps": len(state.bad_steps),
