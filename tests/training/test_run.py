@@ -93,6 +93,7 @@ def test_run_leaves_everything_it_promises(
         "previous.pt",
         "config.yaml",
         "log.csv",
+        "steps.csv",
         "curve.png",
     }
     assert read_recipe(folder / "config.yaml") == with_(config, "run", output=str(folder))

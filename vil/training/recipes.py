@@ -32,6 +32,7 @@ _FREE_ON_RESUME = (
     "run.num_threads",
     "run.log_interval",
     "run.save_minutes",
+    "run.tracker",
 )
 
 
