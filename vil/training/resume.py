@@ -20,9 +20,10 @@ from vil.training.checkpoint import (
     load_weights,
 )
 from vil.training.config import TrainConfig
-from vil.training.distributed import World, is_launched
+from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, write_text
+from vil.training.launcher import is_launched
 from vil.training.recipes import changed_keys, config_from_dict, to_yaml
 from vil.training.setup import Training
 from vil.training.state import RunState
