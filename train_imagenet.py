@@ -30,6 +30,7 @@ from vil.training.resume import RunFolder, open_for_all, restore_or_start
 from vil.training.setup import build_training, read_pretrained, resolve_device
 from vil.training.sources import open_source
 from vil.training.stopping import Agreement
+from vil.training.tracking import check_installed
 
 DEFAULT_RECIPE = Path(__file__).parent / "configs" / "digits.yaml"
 
@@ -37,6 +38,7 @@ DEFAULT_RECIPE = Path(__file__).parent / "configs" / "digits.yaml"
 def main() -> None:
     """Train as the command line says."""
     config, recipe = load_config(sys.argv[1:], DEFAULT_RECIPE)
+    check_installed(config.run.tracker)
     world = world_from_environment()
     device = resolve_device(config.run, world)
     with process_group(world, device):

@@ -154,13 +154,17 @@ def outcome(folder: Path) -> dict[str, str]:
     for row in last["run"]["history"]:
         for name in TIMES:
             del row[name]
-    with (folder / "log.csv").open() as file:
-        log = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+    tables = {}
+    for table in ("log.csv", "steps.csv"):
+        with (folder / table).open() as file:
+            rows = list(csv.DictReader(file))
+        timed = (*TIMES, "data_wait")
+        tables[table] = [{k: v for k, v in row.items() if k not in timed} for row in rows]
     told = folder / "skipped.txt"
     skipped = told.read_text().replace(str(folder.parent), "") if told.exists() else ""
     parts = {key: last[key] for key in last if key not in ("config", "asked", "versions")}
     parts |= {f"best {key}": best[key] for key in ("state_dict", "state_dict_ema", "epoch")}
-    parts |= {"log.csv": log, "skipped.txt": skipped}
+    parts |= {**tables, "skipped.txt": skipped}
     parts["files"] = sorted(path.name for path in folder.iterdir())
     return {name: _digest(value) for name, value in parts.items()}
 

@@ -202,9 +202,8 @@ def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int
     training = build_training(config, device, world)
     data = TrainData(config, device, world)
     losses, seconds = train(training, data, config)
-    score = evaluate(
-        training.model, ValData(config, device, world), training.augment.normalize, config.run.amp
-    )
+    held_out = ValData(config, device, world)
+    [score] = evaluate([training.model], held_out, training.augment.normalize, config.run.amp)
     row = {
         "loss": score.loss,
         "top1": score.top1,
@@ -270,7 +269,7 @@ def other_sizes(training: Training, config: TrainConfig, scales: tuple[int, ...]
             ("resized", ValData(larger, training.device, World())),
             ("padded", PaddedData(config, training.device, size)),
         ):
-            score = evaluate(model, data, training.augment.normalize, config.run.amp)
+            [score] = evaluate([model], data, training.augment.normalize, config.run.amp)
             accuracy[name][str(scale**2)] = score.top1
     return accuracy
 

@@ -29,7 +29,7 @@ def test_default_training_reaches_99_percent_and_eval_agrees(tmp_path: Path) -> 
     best, last = float(reached.group(1)), float(reached.group(2))
     assert best >= 99
     assert last >= 98.6  # what k nearest neighbours reach; the last epoch is not selected
-    for name in ("best.pt", "last.pt", "config.yaml", "log.csv", "curve.png"):
+    for name in ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png"):
         assert (folder / name).stat().st_size > 0
     for checkpoint, expected in (("best", best), ("last", last)):
         assert f"top-1    {expected:.2f}%" in run("eval.py", str(folder / f"{checkpoint}.pt"))

@@ -93,6 +93,7 @@ def test_run_leaves_everything_it_promises(
         "previous.pt",
         "config.yaml",
         "log.csv",
+        "steps.csv",
         "curve.png",
     }
     assert read_recipe(folder / "config.yaml") == with_(config, "run", output=str(folder))
@@ -115,7 +116,7 @@ def test_best_is_the_first_epoch_with_the_best_top1(
     original = loop.evaluate
     scores = iter([25.0, 50.0, 50.0])
     monkeypatch.setattr(
-        loop, "evaluate", lambda *arguments: original(*arguments)._replace(top1=next(scores))
+        loop, "evaluate", lambda *arguments: [original(*arguments)[0]._replace(top1=next(scores))]
     )
     config = with_(config, "optim", model_ema_decay=None)
     train(config, "--run.output", str(tmp_path / "run"))

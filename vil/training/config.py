@@ -232,6 +232,9 @@ class RunConfig:
     """Steps between two readings of the loss."""
     save_minutes: float = 10.0
     """Minutes between two checkpoints within an epoch; there is one after each epoch, too."""
+    tracker: Literal["tensorboard", "wandb"] | None = None
+    """Where steps.csv and log.csv are shown, too, by a package to be installed; wandb takes its own
+    environment variables, as WANDB_PROJECT and WANDB_MODE=offline."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and self.num_threads < 1:

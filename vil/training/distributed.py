@@ -81,11 +81,6 @@ def world_from_environment() -> World:
         raise ConfigError(f"RANK is set but WORLD_SIZE is missing or wrong: {error}") from error
 
 
-def is_launched() -> bool:
-    """Tell whether torchrun started this process, so that it may be started again."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 @contextmanager
 def process_group(world: World, device: torch.device) -> Iterator[None]:
     """Connect the processes for the duration of a run: gloo between CPUs, NCCL between GPUs.

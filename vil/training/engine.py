@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
 
 
 class Score(NamedTuple):
-    """An evaluation."""
+    """An evaluation of one model."""
 
     loss: float
     top1: float
@@ -38,6 +38,7 @@ class Score(NamedTuple):
     """Percent."""
     num_images: int
     images_per_s: float
+    """Images of the pass by its time; a pass that scores several models scores each image that often."""
 
 
 def train_step(training: Training, step: Step, config: TrainConfig) -> StepResult:
@@ -78,30 +79,35 @@ def train_step(training: Training, step: Step, config: TrainConfig) -> StepResul
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    models: Sequence[nn.Module],
     data: ValData,
     normalize: Normalize,
     amp: bool,
     between_batches: Callable[[], object] = lambda: None,
-) -> Score:
-    """Score every validation image once, over all processes.
+) -> list[Score]:
+    """Score every validation image once by each model, over all processes, decoding it once.
 
-    Hits are counted, not averaged, so the accuracy does not depend on the batch size.
+    Hits are counted, not averaged, so the accuracy does not depend on the batch size; nor does a score
+    depend on the other models.
 
     Args:
-        model: Returns logits, (B, classes).
+        models: Each returns logits, (B, classes).
         data: The validation images.
         normalize: Brings them to the model's device.
         amp: Autocast to bfloat16.
         between_batches: Called equally often in all processes.
 
+    Returns:
+        A score per model.
+
     Raises:
         DataError: the loader gave fewer or more images than the data holds.
     """
-    model.eval()
+    for model in models:
+        model.eval()
     device, num_classes = normalize.device, data.config.model.num_classes
     # Loss, hits at 1, hits at 5, images: kept on the device, because reading one waits for it.
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    sums = [torch.zeros(4, dtype=torch.float64, device=device) for _ in models]
     start, batches, scored = time.perf_counter(), data.batches(), 0
     for _ in range(data.num_batches):
         between_batches()
@@ -110,21 +116,25 @@ def evaluate(
             continue
         check_targets(targets, num_classes)
         images, targets = normalize(images), targets.to(device, non_blocking=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            logits = model(images)
-        logits = logits.float()
-        hits = logits.topk(min(5, num_classes)).indices == targets[:, None]
-        loss = functional.cross_entropy(logits, targets, reduction="sum")
-        sums[:3] += torch.stack([loss.double(), hits[:, 0].sum(), hits.sum()])
+        for model, total in zip(models, sums, strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                logits = model(images)
+            total[:3] += _sums(logits.float(), targets)
         scored += len(targets)
-    sums[3] = scored
-    loss, top1, top5, count = data.world.sum(sums).tolist()
+    for total in sums:
+        total[3] = scored
+    # One sum after the other: how a larger tensor is divided among the processes, and with it the
+    # rounding, would depend on the number of models.
+    totals = [data.world.sum(total).tolist() for total in sums]
+    count, seconds = totals[0][3], time.perf_counter() - start
     if count != data.num_images:
         raise DataError(
             f"the validation data holds {data.num_images} images, {count:.0f} could be scored"
         )
-    seconds = time.perf_counter() - start
-    return Score(loss / count, 100 * top1 / count, 100 * top5 / count, int(count), count / seconds)
+    return [
+        Score(loss / count, 100 * top1 / count, 100 * top5 / count, int(count), count / seconds)
+        for loss, top1, top5, _ in totals
+    ]
 
 
 def check_score(score: Score, epoch: int) -> None:
@@ -150,6 +160,13 @@ def check_targets(targets: torch.Tensor, num_classes: int) -> None:
     if low < 0 or high >= num_classes:
         wrong = int(low if low < 0 else high)
         raise DataError(f"the data holds label {wrong}, model.num_classes is {num_classes}")
+
+
+def _sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss, the hits at 1 and those at 5 of a batch, (3,), float64."""
+    hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+    loss = functional.cross_entropy(logits, targets, reduction="sum")
+    return torch.stack([loss.double(), hits[:, 0].sum(), hits.sum()])
 
 
 def _update(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

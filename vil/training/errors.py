@@ -8,6 +8,9 @@
 - 6: another process of the run is gone; its own error says why
 - 130, 138, 143: stopped by SIGINT (Ctrl-C), SIGUSR1 or SIGTERM, after writing a checkpoint: the same
   command continues
+
+torchrun itself always ends with 1. It starts a process again whatever the code; after 2, 3 and 4, which
+would only come again, it is ended.
 """
 
 import multiprocessing
@@ -17,27 +20,35 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from vil.training.launcher import end_restarts, is_first
+
 
 class UserError(Exception):
     """An error that one line can explain; the scripts print it without a traceback."""
 
     exit_code = 2
+    is_final = False
+    """Whether another attempt would end the same way."""
 
 
 class ConfigError(UserError):
     """A wrong argument or configuration."""
+
+    is_final = True
 
 
 class DataError(UserError):
     """Data that is missing, unreadable or not what the configuration says."""
 
     exit_code = 3
+    is_final = True
 
 
 class NonFiniteLossError(UserError):
-    """A loss that is NaN or infinite."""
+    """A loss that is NaN or infinite; another attempt has the same images and draws."""
 
     exit_code = 4
+    is_final = True
 
 
 class OutputError(UserError):
@@ -63,6 +74,8 @@ class StoppedError(UserError):
 def run_script(script: Callable[[], None]) -> int:
     """Run a script's body and turn its user errors into one line on stderr.
 
+    Of the processes that torchrun started on a node, only the first to meet an error says it.
+
     Args:
         script: The body; its own arguments already bound.
 
@@ -77,7 +90,11 @@ def run_script(script: Callable[[], None]) -> int:
     except UserError as error:
         # A loader worker's error arrives as its whole traceback; the last line is the message.
         message = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.")
-        console.print(f"{prefix}error: {message.removeprefix(f'{type(error).__name__}: ')}")
+        message = message.removeprefix(f"{type(error).__name__}: ")
+        if is_first(message):
+            console.print(f"{prefix}error: {message}")
+            if error.is_final:
+                end_restarts()
         return error.exit_code
     except KeyboardInterrupt:
         console.print("interrupted")

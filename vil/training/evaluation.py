@@ -118,7 +118,7 @@ def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
     model = subject.model.to(device)
     data = ValData(config, device, World())
     _check_classes(subject.label_names, data.source.classes)
-    score = evaluate(model, data, Normalize(config, device), config.run.amp)
+    [score] = evaluate([model], data, Normalize(config, device), config.run.amp)
     return {
         "checkpoint": str(Path(options.checkpoint).resolve()),
         "model": config.model.name,

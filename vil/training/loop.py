@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from vil.training.report import Pace, Report
 from vil.training.setup import Training
 from vil.training.skipped import write_skipped
 from vil.training.state import RunState
+from vil.training.step_log import StepRow
 from vil.training.stopping import Agreement
 
 _MOST_FAILED_SAVES = 5  # in a row; a full disk may be cleared meanwhile
@@ -34,6 +34,8 @@ class Run:
     state: RunState
     agreement: Agreement
     report: Report
+    pace: Pace = field(init=False)
+    """Of the current epoch."""
     unread: list[tuple[Step, StepResult]] = field(default_factory=list)
     """Steps whose loss was not read yet, without their images: reading waits for the device."""
     failed_saves: int = 0
@@ -63,56 +65,54 @@ def fit(run: Run) -> None:
         _name_skipped(run)
     try:
         while len(run.state.history) < run.config.schedule.epochs:
-            pace = train_epoch(run, steps)
-            finish_epoch(run, pace)
+            train_epoch(run, steps)
+            finish_epoch(run)
     except StoppedError:
         run.agreement.settle()
         save(run, must=True)
         raise
 
 
-def train_epoch(run: Run, steps: Iterator[Step]) -> Pace:
+def train_epoch(run: Run, steps: Iterator[Step]) -> None:
     """Train to the end of the current epoch.
 
     Args:
         run: Updated in place.
         steps: The rest of the run's steps.
-
-    Returns:
-        How fast it went.
     """
     state, training = run.state, run.training
     epoch, length = len(state.history), run.train_data.steps_per_epoch
     training.set_epoch(epoch)
     training.model.train()
-    pace = Pace(run.config.data.batch_size)
+    run.pace = Pace(run.config.data.batch_size)
     while state.step < (epoch + 1) * length:
         if run.agreement.check():
             save(run)
-        with pace.waiting():
+        with run.pace.waiting():
             step = next(steps)
         result = train_step(training, step, run.config)
         run.unread.append((step._replace(micro_batches=[]), result))
         state.step += 1
-        pace.steps += 1
+        run.pace.steps += 1
         done = state.step - epoch * length
         if done % run.config.run.log_interval == 0 or done == length:
             loss, norm = read_results(run)
-            run.report.step(done, loss, norm, training.lr, pace)
-    return pace
+            run.report.step(done, loss, norm, training.lr, run.pace)
 
 
-def finish_epoch(run: Run, pace: Pace) -> None:
+def finish_epoch(run: Run) -> None:
     """Score the model after an epoch, write a checkpoint, and log both."""
     state, training, config = run.state, run.training, run.config
     epoch = len(state.history)
 
-    def score(model: torch.nn.Module) -> Any:
-        normalize = training.augment.normalize
-        check = run.agreement.check
-        return evaluate(model, run.val_data, normalize, config.run.amp, lambda: check(False))
-
-    raw = score(training.compiled)
+    models = [training.compiled] + ([] if training.ema is None else [training.ema.module])
+    raw, *averaged = evaluate(
+        models,
+        run.val_data,
+        training.augment.normalize,
+        config.run.amp,
+        lambda: run.agreement.check(may_save=False),
+    )
     check_score(raw, epoch)
     row = {
         "epoch": epoch + 1,
@@ -122,19 +122,19 @@ def finish_epoch(run: Run, pace: Pace) -> None:
         "top1": raw.top1,
         "top5": raw.top5,
     }
-    if training.ema is not None:
-        averaged = score(training.ema.module)
-        row |= {"ema_loss": averaged.loss, "ema_top1": averaged.top1, "ema_top5": averaged.top5}
+    for score in averaged:
+        row |= {"ema_loss": score.loss, "ema_top1": score.top1, "ema_top5": score.top5}
     row |= {
         "skipped_images": len(state.bad_images) + len(run.train_data.source.excluded),
         "skipped_steps": len(state.bad_steps),
-        "images_per_s": pace.images_per_s,
-        "seconds": pace.seconds,
+        "images_per_s": run.pace.images_per_s,
+        "seconds": run.pace.seconds,
     }
     state.history.append(row)
     state.loss_sum, state.loss_count = 0.0, 0
-    save(run, must=len(state.history) == config.schedule.epochs)
+    # Ahead of the checkpoint: a run that is killed in between records the epoch again, or would never.
     run.report.record(row)
+    save(run, must=len(state.history) == config.schedule.epochs)
 
 
 def read_results(run: Run) -> tuple[float, float]:
@@ -158,20 +158,22 @@ def read_results(run: Run) -> tuple[float, float]:
     ]
     skipped = len(state.bad_images) + len(state.bad_steps)
     state.bad_images = dict(sorted((state.bad_images | _merged(told)).items()))
-    good = []
-    for (step, _), loss, norm in zip(run.unread, losses, norms, strict=True):
-        if math.isfinite(loss) and math.isfinite(norm):
-            good.append((loss, norm))
-            state.loss_sum += loss
-            state.loss_count += 1
-        else:
-            state.bad_steps[step.number] = loss
+    rows = _rows(run, losses, norms)
     run.unread.clear()
+    run.report.log_steps(rows)
+    good = [row for row in rows if row.is_finite]
+    for row in good:
+        state.loss_sum += row.loss
+        state.loss_count += 1
+    state.bad_steps |= {row.step - 1: row.loss for row in rows if not row.is_finite}
     if len(state.bad_images) + len(state.bad_steps) > skipped:
         _account_for_skipped(run)
     if not good:
         return math.nan, math.nan
-    return tuple(sum(values) / len(good) for values in zip(*good, strict=True))
+    return (
+        sum(row.loss for row in good) / len(good),
+        sum(row.grad_norm for row in good) / len(good),
+    )
 
 
 def save(run: Run, must: bool = False) -> None:
@@ -186,6 +188,7 @@ def save(run: Run, must: bool = False) -> None:
         OutputError: the checkpoint could not be written; earlier ones are intact.
     """
     read_results(run)
+    run.report.sync()
     run.agreement.has_saved()
     if not run.is_main:
         return
@@ -197,6 +200,16 @@ def save(run: Run, must: bool = False) -> None:
         if must or run.failed_saves == _MOST_FAILED_SAVES:
             raise
         run.report.warn(f"{error}; training goes on without")
+
+
+def _rows(run: Run, losses: list[float], norms: list[float]) -> list[StepRow]:
+    """Describe the unread steps, all of the current epoch."""
+    images_per_s, data_wait = run.pace.lap()
+    epoch, lr = len(run.state.history) + 1, run.training.lr
+    return [
+        StepRow(step.number + 1, epoch, loss, norm, lr, images_per_s, data_wait)
+        for (step, _), loss, norm in zip(run.unread, losses, norms, strict=True)
+    ]
 
 
 def _merged(told: list[tuple[list[float], dict[int, str]]]) -> dict[int, str]:

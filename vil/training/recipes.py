@@ -17,6 +17,7 @@ import yaml
 
 from vil.training.config import TrainConfig
 from vil.training.errors import ConfigError
+from vil.training.launcher import said_once
 
 _Config = TypeVar("_Config")
 
@@ -35,6 +36,7 @@ _FREE_ON_RESUME = (
     "run.num_threads",
     "run.log_interval",
     "run.save_minutes",
+    "run.tracker",
 )
 # What run.allow_changes lets differ besides: how a run goes on training, not what it trains on what.
 _CHANGEABLE = re.compile(
@@ -77,7 +79,8 @@ def parse_arguments(
         ConfigError: an argument is unknown.
         SystemExit: a value is wrong; tyro has printed why.
     """
-    config, unknown = tyro.cli(kind, args=arguments, default=default, return_unknown_args=True)
+    with said_once():
+        config, unknown = tyro.cli(kind, args=arguments, default=default, return_unknown_args=True)
     if unknown:
         given = unknown[0].partition("=")[0]
         known = [f"--{key}".replace("_", "-") for key in flat_dict(config)]
@@ -102,7 +105,8 @@ def read_recipe(path: Path) -> TrainConfig:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     arguments = [word for key, value in _flatten(path, sections) for word in _words(key, value)]
     try:
-        return tyro.cli(TrainConfig, args=arguments, prog=str(path))
+        with said_once():
+            return tyro.cli(TrainConfig, args=arguments, prog=str(path))
     except SystemExit as error:
         raise ConfigError(f"--config {path} has a wrong value, see above") from error
 

@@ -1,4 +1,4 @@
-"""What a run shows and records: banner, progress, log.csv, curve.png, summary."""
+"""What a run shows and records: banner, progress, steps.csv, log.csv, curve.png, tracker, summary."""
 
 import csv
 import io
@@ -22,6 +22,8 @@ from vil.training.errors import OutputError
 from vil.training.files import write_atomically, write_text
 from vil.training.setup import Training, versions
 from vil.training.state import RunState
+from vil.training.step_log import STEPS, StepLog, StepRow
+from vil.training.tracking import Tracking
 
 _CURVE_EVERY = 30.0  # seconds between two drawings of the curve
 
@@ -90,6 +92,7 @@ class Pace:
         self.start = time.perf_counter()
         self.steps = 0
         self.waited = 0.0
+        self.lap_began = (self.start, 0, 0.0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -113,6 +116,14 @@ class Pace:
         """Share of the time spent waiting for data."""
         return 100 * self.waited / self.seconds
 
+    def lap(self) -> tuple[float, float]:
+        """Return images per second, and percent of waiting, since the last call or the start."""
+        start, steps, waited = self.lap_began
+        self.lap_began = now, _, _ = time.perf_counter(), self.steps, self.waited
+        seconds = now - start
+        images = (self.steps - steps) * self.batch_size
+        return images / seconds, 100 * (self.waited - waited) / seconds
+
 
 class Report:
     """The progress of a run: a bar on a terminal, plain lines elsewhere, and its files.
@@ -132,7 +143,7 @@ class Report:
 
         Args:
             console: Where to print.
-            folder: Receives log.csv and curve.png.
+            folder: Receives steps.csv, log.csv, curve.png and what the tracker writes.
             config: The run's configuration.
             steps_per_epoch: Steps of an epoch.
             state: How far it has come; read, never written.
@@ -143,6 +154,8 @@ class Report:
         self.epochs = config.schedule.epochs
         self.steps_per_epoch = steps_per_epoch
         self.first_step = state.step
+        self.step_log = StepLog(folder / STEPS, state.step)
+        self.tracking = Tracking(config, folder, state.step, self.warn)
         self.start = self.drawn = time.perf_counter()
         self.bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -157,11 +170,27 @@ class Report:
         )
 
     def __enter__(self) -> "Report":
+        if not self.console.quiet and self.first_step < self.epochs * self.steps_per_epoch:
+            self.tolerate(self.step_log.open)
+            self.tracking.start()
         self.bar.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.bar.stop()
+        self.tracking.finish(failed=kind is not None)
+
+    def log_steps(self, rows: list[StepRow]) -> None:
+        """Record steps whose loss was read."""
+        if not self.console.quiet:
+            self.tolerate(lambda: self.step_log.append(rows))
+            self.tracking.log_steps(rows)
+
+    def sync(self) -> None:
+        """Bring what was recorded to disk, ahead of a checkpoint that it is to agree with."""
+        if not self.console.quiet:
+            self.tolerate(self.step_log.sync)
+            self.tracking.flush()
 
     def step(self, done: int, loss: float, grad_norm: float, lr: float, pace: Pace) -> None:
         """Show the state within an epoch.
@@ -196,6 +225,7 @@ class Report:
         )
         if not self.console.quiet:
             self.tolerate(lambda: write_log(self.folder / "log.csv", self.state.history))
+            self.tracking.log_epoch(self.state.step, row)
         now = time.perf_counter()
         if now - self.drawn > _CURVE_EVERY:
             self._draw()
@@ -227,7 +257,7 @@ class Report:
             f"{last['top1']:.2f}% (last{ema}) on {num_images:,} held-out images, "
             f"in {timedelta(seconds=seconds)}\n"
             f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps{named}\n"
-            f"files    {self.folder}: best.pt, last.pt, config.yaml, log.csv, curve.png\n"
+            f"files    {self.folder}: best.pt, last.pt, config.yaml, log.csv, steps.csv, curve.png\n"
             f"evaluate python eval.py {shlex.quote(str(best_path))}"
         )
 

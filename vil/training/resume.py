@@ -28,10 +28,12 @@ from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, write
 from vil.training.recipes import Change, changes, config_from_dict, continued, to_yaml
 from vil.training.setup import Training
 from vil.training.state import RunState
+from vil.training.step_log import STEPS
+from vil.training.tracking import TRACKERS
 
 CONFIG, SKIPPED, CHANGES = "config.yaml", "skipped.txt", "changes.csv"
 # What a run may leave that ends before its first checkpoint.
-_UNTRAINED = {CONFIG, SKIPPED, LOCK_NAME}
+_UNTRAINED = {CONFIG, SKIPPED, STEPS, LOCK_NAME, *TRACKERS}
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,0 +1,57 @@
+"""Scoring several models in one pass."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vil.training.config import TrainConfig
+from vil.training.data import ValData
+from vil.training.distributed import World
+from vil.training.engine import Score, evaluate
+from vil.training.setup import Training, build_training
+
+CPU = torch.device("cpu")
+
+
+class CountedData(ValData):
+    """Validation images that count how often they are read."""
+
+    passes = 0
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Read them."""
+        self.passes += 1
+        return super().batches()
+
+
+@pytest.fixture
+def training(config: TrainConfig) -> Training:
+    """A model, and an average that differs from it."""
+    training = build_training(config, CPU, World())
+    with torch.no_grad():
+        for parameter in training.ema.module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.manual_seed(0)))
+    return training
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_models_scored_together_score_as_alone_and_images_are_read_once(
+    training: Training, config: TrainConfig, amp: bool
+) -> None:
+    small = dataclasses.replace(config.data, validation_batch_size=5)  # 12 images: 5, 5, 2
+    data = CountedData(dataclasses.replace(config, data=small), CPU, World())
+    models = [training.model, training.ema.module, training.model]
+    normalize = training.augment.normalize
+    together = evaluate(models, data, normalize, amp)
+    assert data.passes == 1
+    alone = [evaluate([model], data, normalize, amp)[0] for model in models]
+    assert [untimed(score) for score in together] == [untimed(score) for score in alone]
+    assert together[0].loss != together[1].loss
+    assert not any(module.training for model in models for module in model.modules())
+
+
+def untimed(score: Score) -> Score:
+    """Return a score without its speed."""
+    return score._replace(images_per_s=0.0)

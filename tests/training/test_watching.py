@@ -1,0 +1,394 @@
+"""steps.csv and trackers: every step once and in order, whatever happened to the run or to them."""
+
+import csv
+import dataclasses
+import math
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vil.training import loop, tracking
+from vil.training.config import TrainConfig
+from vil.training.data import Step
+from vil.training.engine import StepResult
+from vil.training.errors import ConfigError, OutputError
+from vil.training.setup import Training
+from vil.training.step_log import StepLog, StepRow
+
+TIMES = ("images_per_s", "data_wait")
+FIRST = StepRow(1, 1, 1.5, 0.25, 1e-4, 100.0, 2.0)
+
+
+@pytest.fixture
+def each_step(config: TrainConfig) -> TrainConfig:
+    """Three epochs of four steps, whose loss is read at each."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, log_interval=1))
+
+
+def steps(folder: Path) -> list[dict[str, str]]:
+    """Read steps.csv without its times."""
+    with (folder / "steps.csv").open() as file:
+        return [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+
+
+@contextmanager
+def killed_at(step: int) -> Iterator[None]:
+    """End the run, without a checkpoint, when it has done a number of steps."""
+    original = loop.train_step
+
+    def train_step(training: Training, images: Step, config: TrainConfig) -> StepResult:
+        if images.number == step:
+            raise KeyboardInterrupt
+        return original(training, images, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        yield
+
+
+def rows(first: int, last: int) -> list[StepRow]:
+    """Return rows of some steps."""
+    return [FIRST._replace(step=step) for step in range(first, last + 1)]
+
+
+def opened(path: Path, done: int = 0) -> StepLog:
+    """Return an open log."""
+    log = StepLog(path, done)
+    log.open()
+    return log
+
+
+@pytest.mark.parametrize("log_interval", [1, 3])
+def test_every_step_has_a_row_also_a_skipped_one(
+    config: TrainConfig, log_interval: int, train: Callable[..., int], tmp_path: Path
+) -> None:
+    original = loop.train_step
+
+    def train_step(training: Training, step: Step, config: TrainConfig) -> StepResult:
+        result = original(training, step, config)
+        return result._replace(grad_norm=result.grad_norm * (math.inf if step.number == 5 else 1))
+
+    arguments = ("--run.output", str(tmp_path / "run"), "--run.log-interval", str(log_interval))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        assert train(config, *arguments) == 0
+    found = steps(tmp_path / "run")
+    assert [int(row["step"]) for row in found] == list(range(1, 13))
+    assert [int(row["epoch"]) for row in found] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [row["grad_norm"] for row in found].index("inf") == 5
+    with (tmp_path / "run" / "log.csv").open() as file:
+        for epoch in csv.DictReader(file):
+            own = [row for row in found if row["epoch"] == epoch["epoch"]]
+            losses = [float(row["loss"]) for row in own if row["grad_norm"] != "inf"]
+            mean = sum(losses) / len(losses)
+            assert mean == pytest.approx(float(epoch["train_loss"]), rel=1e-7)
+            assert {float(row["lr"]) for row in own} == {float(epoch["lr"])}
+    with (tmp_path / "run" / "steps.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert float(row["images_per_s"]) > 0
+            assert 0 <= float(row["data_wait"]) <= 100
+
+
+@pytest.mark.parametrize("moment", [2, 6, 8], ids=["before-a-checkpoint", "after", "at-one"])
+def test_killed_run_that_continues_has_each_step_once(
+    each_step: TrainConfig,
+    moment: int,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    assert train(each_step, "--run.output", str(tmp_path / "whole")) == 0
+    with killed_at(moment):
+        assert train(each_step, "--run.output", str(tmp_path / "parts")) == 130
+    path = tmp_path / "parts" / "steps.csv"
+    assert len(steps(tmp_path / "parts")) == moment
+    path.write_bytes(path.read_bytes() + b"9,3,0.12")  # as an append that was cut short
+    assert train(each_step, "--run.output", str(tmp_path / "parts")) == 0
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_run_goes_on_without_a_log_that_cannot_be_written(
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def full(self: StepLog, lines: bytes) -> None:
+        raise OutputError("cannot write steps.csv: No space left on device")
+
+    monkeypatch.setattr(StepLog, "_write", full)
+    assert train(each_step, "--run.output", str(tmp_path / "run")) == 0
+    told = capsys.readouterr().out
+    assert told.count("warning: cannot write steps.csv") == 1
+    assert "No space left on device; training goes on without" in told
+    assert steps(tmp_path / "run") == []
+
+
+def test_rows_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) -> None:
+    log = opened(tmp_path / "steps.csv")
+    log.append(rows(1, 2))
+    before = log.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot write .*steps\.csv: No space left"):
+            log.append(rows(3, 3))
+        assert log.path.read_bytes() == before
+        log.append(rows(4, 4))  # said already
+        assert log.path.read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.append(rows(5, 5))
+    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"\0" * 90, b"7,1,0.1\n", b"3,1,1,1,1,1,1\n", b"4,1,x,1,1,1,1\n"]
+)
+def test_log_is_cut_at_the_first_line_that_is_no_row(tmp_path: Path, rubbish: bytes) -> None:
+    log = opened(tmp_path / "steps.csv")
+    log.append(rows(1, 3))
+    whole = log.path.read_bytes()
+    log.path.write_bytes(whole + rubbish + rows(4, 4)[0].line.encode())
+    opened(log.path, done=3)
+    assert log.path.read_bytes() == whole
+
+
+def test_missing_rows_are_told_once(tmp_path: Path) -> None:
+    opened(tmp_path / "steps.csv").append(rows(1, 3))
+    log = StepLog(tmp_path / "steps.csv", done=5)
+    with pytest.raises(OutputError, match="has no rows of steps 4 to 5"):
+        log.open()
+    log.append(rows(6, 7))
+    opened(log.path, done=7)
+    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3", "6", "7"]
+
+
+def test_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text("mine")
+    log = StepLog(path, done=0)
+    for _ in range(2):
+        with pytest.raises(OutputError, match="must begin with step,epoch,loss"):
+            log.open()
+    path.unlink()
+    log.append(rows(1, 1))
+    path.write_text("mine")
+    with pytest.raises(OutputError, match="was changed by another program"):
+        log.append(rows(2, 2))
+    assert path.read_text() == "mine"
+
+
+class FakeWandB:
+    """Stands in for wandb: a server that survives runs, and fails where it is told to."""
+
+    def __init__(self, fails: str = "") -> None:
+        """Start the server; `fails` names the call that raises."""
+        self.fails = fails
+        self.begun: list[dict[str, Any]] = []
+        self.history: dict[int, dict[str, float]] = {}
+        self.finished: list[int] = []
+        self.shown: dict[str, float] = {}
+
+    def init(self, **arguments: Any) -> SimpleNamespace:
+        """Begin a run, or go on."""
+        self.refuse("init")
+        self.begun.append(arguments)
+        return SimpleNamespace(
+            starting_step=max(self.history, default=-1) + 1,
+            summary=dict(self.shown),
+            log=self.log,
+            finish=self.finish,
+        )
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Take values of the last step or a later one, as wandb does."""
+        self.refuse("log")
+        assert step >= max(self.history, default=0)
+        self.history.setdefault(step, {}).update(values)
+        self.shown |= values
+
+    def finish(self, exit_code: int) -> None:
+        """End."""
+        self.refuse("finish")
+        self.finished.append(exit_code)
+
+    def refuse(self, call: str) -> None:
+        """Raise if told to."""
+        if call == self.fails:
+            raise ConnectionError(f"{call}: no network\nand more")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeWandB], FakeWandB]:
+    """Return a function that installs a FakeWandB as the package."""
+
+    def install(fake: FakeWandB) -> FakeWandB:
+        module = ModuleType("wandb")
+        module.__spec__ = ModuleSpec("wandb", None, origin="here")
+        module.init = fake.init
+        module.Settings = lambda **settings: settings
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        return fake
+
+    return install
+
+
+def test_tracker_gets_what_the_files_have_and_goes_on_with_the_run(
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    install: Callable[[FakeWandB], FakeWandB],
+    tmp_path: Path,
+) -> None:
+    server, folder = install(FakeWandB()), tmp_path / "run"
+    arguments = ("--run.output", str(folder), "--run.tracker", "wandb")
+    with killed_at(6):
+        assert train(each_step, *arguments) == 130
+    assert train(each_step, *arguments) == 0
+    assert train(each_step, *arguments) == 0  # finished: nothing to show
+    first, second = server.begun
+    assert first["id"] == second["id"] == (folder / "wandb" / "id.txt").read_text()
+    assert (first["dir"], first["resume"]) == (str(folder), "allow")
+    assert first["config"]["optim"]["lr_base"] == 1e-3
+    assert server.finished == [1, 0]
+    assert list(server.history) == list(range(1, 13))
+    for row in steps(folder):
+        shown = server.history[int(row["step"])]
+        assert shown["step/loss"] == pytest.approx(float(row["loss"]), rel=1e-8)
+        assert shown["step/grad_norm"] == pytest.approx(float(row["grad_norm"]), rel=1e-8)
+    with (folder / "log.csv").open() as file:
+        for row in csv.DictReader(file):
+            shown = server.history[4 * int(row["epoch"])]
+            assert {f"epoch/{name}": float(value) for name, value in row.items()}.items() <= {
+                name: float(value) for name, value in shown.items()
+            }.items()
+
+
+def test_epoch_whose_last_step_the_server_has_already_is_shown(
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    install: Callable[[FakeWandB], FakeWandB],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    server = install(FakeWandB())
+    arguments = ("--run.output", str(tmp_path / "run"), "--run.tracker", "wandb")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", killed)
+        assert train(each_step, *arguments) == 130
+    assert list(server.history) == [1, 2, 3, 4]
+    assert train(each_step, *arguments) == 0
+    epochs = [values.get("epoch/epoch") for _, values in sorted(server.history.items())]
+    assert [epoch for epoch in epochs if epoch is not None] == [1, 2, 3]
+    assert list(server.history) == list(range(1, 13))
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_tracker_that_fails_is_told_once_and_stops_nothing(
+    each_step: TrainConfig,
+    call: str,
+    train: Callable[..., int],
+    install: Callable[[FakeWandB], FakeWandB],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    install(FakeWandB(fails=call))
+    assert train(each_step, "--run.output", str(tmp_path / "run"), "--run.tracker", "wandb") == 0
+    told = capsys.readouterr().out
+    assert told.count("warning") == 1
+    assert (
+        "warning: run.tracker wandb fails, training goes on without: "
+        f"ConnectionError: {call}: no network and more\n"
+    ) in told
+    assert len(steps(tmp_path / "run")) == 12
+
+
+def test_tracker_that_is_not_installed_is_refused_before_anything_starts(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "wandb").mkdir()  # as wandb leaves it in the current folder; no package
+    for name in ("wandb", "tensorboard"):
+        monkeypatch.setattr(
+            tracking, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
+        )
+        with pytest.raises(ConfigError, match=f"pip install {name}$"):
+            tracking.check_installed(name)
+    arguments = ("--run.output", str(tmp_path / "run"), "--run.tracker", "wandb")
+    assert train(config, *arguments) == 2
+    assert capsys.readouterr().err == (
+        "error: run.tracker wandb needs its package, pip install wandb\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_shows_each_step_once(
+    each_step: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "run"
+    arguments = ("--run.output", str(folder), "--run.tracker", "tensorboard")
+    for moment in (2, 6):  # before the first checkpoint, and after it
+        with killed_at(moment):
+            assert train(each_step, *arguments) == 130
+    assert train(each_step, *arguments) == 0
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name in ("loss", "grad_norm", "lr"):
+        shown = events.Scalars(f"step/{name}")
+        assert [event.step for event in shown] == list(range(1, 13))
+        for event, row in zip(shown, steps(folder), strict=True):
+            assert event.value == pytest.approx(float(row[name]), rel=1e-6)
+    with (folder / "log.csv").open() as file:
+        logged = [float(row["top1"]) for row in csv.DictReader(file)]
+    shown = [(event.step, event.value) for event in events.Scalars("epoch/top1")]
+    assert shown == [
+        (4, pytest.approx(logged[0])),
+        (8, pytest.approx(logged[1])),
+        (12, pytest.approx(logged[2])),
+    ]
+    text = events.Tensors("config/text_summary")
+    assert {event.step for event in text} == {1, 5}  # one a start
+    assert b"lr_base: 0.001" in text[0].tensor_proto.string_val[0]
+
+
+def test_wandb_writes_into_the_folder_without_a_network(
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    arguments = ("--run.output", str(folder), "--run.tracker", "wandb")
+    with killed_at(2):
+        assert train(each_step, *arguments) == 130
+    assert train(each_step, *arguments) == 0
+    assert "warning" not in capsys.readouterr().out
+    name = (folder / "wandb" / "id.txt").read_text()
+    records = sorted((folder / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+    assert len(records) == 2
+    for record in records:
+        assert b"step/grad_norm" in record.read_bytes()
+    assert b"epoch/top1" in records[1].read_bytes()
+    assert not (tmp_path / "wandb").exists()
