@@ -62,6 +62,7 @@ def print_banner(
         f"data     {config.data.dataset}{path}: {train_data.num_images:,} images to train on, "
         f"{val_data.num_images:,} held out, {config.model.num_classes} classes"
         + (f"; {excluded} without a usable label left out" if excluded else "")
+        + _notes(train_data, val_data)
         + f"\nepochs   {config.schedule.epochs} of {train_data.steps_per_epoch:,} batches "
         f"of {config.data.batch_size}{spread if world.size * parts > 1 else ''}, "
         f"peak lr {config.peak_lr:g} for that batch\n"
@@ -260,6 +261,12 @@ def write_log(path: Path, history: list[dict[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(history)
     write_text(path, table.getvalue())
+
+
+def _notes(train_data: TrainData, val_data: ValData) -> str:
+    """Say in lines of their own what of the data goes unused."""
+    notes = [data.source.ignored for data in (train_data, val_data) if data.source.ignored]
+    return "".join(f"\n         {note}" for note in notes)
 
 
 def _memory() -> str:

@@ -13,12 +13,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import create_dataset
 
 from vil.training.config import DataConfig, ModelConfig
 from vil.training.draws import key
 from vil.training.errors import ConfigError, DataError
 from vil.training.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
+from vil.training.image_files import list_images
 from vil.training.shards import ShardSource
 
 _MODES = {1: "L", 3: "RGB"}
@@ -35,6 +35,8 @@ class Source(Protocol):
     """Names of the classes, None where the data holds bare indices."""
     excluded: list[str]
     """Images left out for want of a label, a line each."""
+    ignored: str
+    """A line about the files in a folder that are no images; empty where there are none."""
     fingerprint: str
     """Equal for equal data, wherever it lies."""
 
@@ -122,6 +124,7 @@ class DigitSource:
         self.num_images = len(labels)
         self.classes = tuple(str(name) for name in digits.target_names)
         self.excluded: list[str] = []
+        self.ignored = ""
         self.fingerprint = _digest(pixels.tobytes(), self.labels.tobytes())
 
     def read(self, index: int) -> bytes:
@@ -142,25 +145,15 @@ class FolderSource:
 
     def __init__(self, data: DataConfig, training: bool) -> None:
         self.folder = _find_split(data, training)
-        try:
-            reader = create_dataset("", root=str(self.folder), search_split=False).reader
-        except RuntimeError as error:
-            raise DataError(f"there are no images in the sub-folders of {self.folder}") from error
+        found = list_images(self.folder)
         # Arrays, because a million Python strings would be copied into every loader process.
-        paths = [str(Path(path).relative_to(self.folder)) for path, _ in reader.samples]
-        self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in paths])
-        self.labels = np.array([label for _, label in reader.samples], dtype=np.int64)
-        self.num_images = len(paths)
-        self.classes = tuple(reader.class_to_idx)
+        self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in found.paths])
+        self.labels = np.array(found.labels, dtype=np.int64)
+        self.num_images = len(found.paths)
+        self.classes = found.classes
         self.excluded: list[str] = []
+        self.ignored = found.ignored
         self.fingerprint = _digest(self.paths.tobytes(), self.labels.tobytes())
-        folders = [path for path in self.folder.iterdir() if path.is_dir()]
-        empty = sorted(path.name for path in folders if path.name not in reader.class_to_idx)
-        if empty:
-            raise DataError(
-                f"class folder {self.folder / empty[0]} has no images "
-                f"({len(empty)} such, of {len(folders)})"
-            )
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
@@ -210,6 +203,7 @@ class ClassSubset:
         self.labels = source.labels[self.kept]
         self.classes = source.classes
         self.excluded: list[str] = []  # counted against the whole split, when it was opened
+        self.ignored = source.ignored
         self.fingerprint = _digest(source.fingerprint.encode(), self.kept.tobytes())
 
     def read(self, index: int) -> bytes:

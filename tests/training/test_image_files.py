@@ -1,0 +1,221 @@
+"""Which files are images, and which are told of."""
+
+import dataclasses
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, features
+from rich.console import Console
+from timm.data import create_dataset
+
+from vil.training.config import DataConfig, TrainConfig
+from vil.training.data import TrainData
+from vil.training.distributed import World
+from vil.training.errors import DataError
+from vil.training.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
+from vil.training.shard_writer import MakeOptions, make_shards
+from vil.training.shards import ShardSource
+from vil.training.sources import FolderSource, decode
+
+CPU = torch.device("cpu")
+KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
+if features.check("avif"):
+    KINDS.append("avif")
+NO_IMAGES = ["bufr", "eps", "grib", "h5", "heic", "json", "mp4", "mpg", "pdf", "ps", "svg", "wmf"]
+
+
+def fill(folder: Path, *names: str) -> Path:
+    """Put files that are never opened into a folder."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    return folder
+
+
+def pixels(content: bytes, mode: str = "L") -> np.ndarray:
+    """Decode an image; uint8, (H, W) or (H, W, 3)."""
+    image = decode(content, mode)
+    assert image.mode == mode
+    return np.asarray(image)
+
+
+def listed_by_timm(folder: Path) -> tuple[list[str], list[int], tuple[str, ...]]:
+    """List a folder as timm does: paths, labels and classes."""
+    reader = create_dataset("", root=str(folder), search_split=False).reader
+    paths = [str(Path(path).relative_to(folder)) for path, _ in reader.samples]
+    return paths, [label for _, label in reader.samples], tuple(reader.class_to_idx)
+
+
+# Which files are images
+
+
+@pytest.fixture
+def every_kind(tmp_path: Path) -> Path:
+    """A class with an image of every kind, each of another grey, and one with a file of other kinds."""
+    for split in ("train", "val"):
+        folder = fill(tmp_path / "kinds" / split, "b/1.jpg", *(f"b/1.{kind}" for kind in NO_IMAGES))
+        (folder / "a").mkdir()
+        for number, kind in enumerate(KINDS):
+            image = Image.new("L", (16, 16), 20 * number)
+            image.save(folder / "a" / f"{number}.{kind}")
+    return tmp_path / "kinds"
+
+
+def test_every_kind_that_pillow_reads_is_an_image(every_kind: Path) -> None:
+    source = FolderSource(DataConfig(path=str(every_kind)), training=True)
+    assert source.labels.tolist() == [0] * len(KINDS) + [1]
+    for number in range(len(KINDS)):
+        assert source.name(number).endswith(f"a/{number}.{KINDS[number]}")
+        assert abs(int(pixels(source.read(number))[8, 8]) - 20 * number) <= 2
+
+
+def test_shards_hold_every_kind(tmp_path: Path, every_kind: Path) -> None:
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    options = MakeOptions(images=str(every_kind), shards=str(tmp_path / "made"), num_workers=1)
+    make_shards(options, console)
+    listed = ", ".join(f"1 .{kind}" for kind in NO_IMAGES[:6])
+    for line, split in zip(console.file.getvalue().splitlines(), ("train", "val"), strict=False):
+        assert line == f"ignored in {every_kind / split}: {listed}, 6 of 6 other kinds"
+    folder = FolderSource(DataConfig(path=str(every_kind)), training=True)
+    data = DataConfig(path=str(tmp_path / "made"), dataset="wds")
+    for _ in range(2):  # by the indexes as they were written, then as they are scanned
+        shards = ShardSource(data, training=True, num_classes=2)
+        assert shards.num_images == folder.num_images == len(KINDS) + 1
+        contents = {shards.read(i): shards.labels[i] for i in range(shards.num_images)}
+        assert contents == {folder.read(i): folder.labels[i] for i in range(folder.num_images)}
+        assert shards.ignored == ""
+        for path in (tmp_path / "made").glob("train-*.tar"):
+            with tarfile.open(path) as tar:
+                extensions = {name.partition(".")[2] for name in tar.getnames()}
+            # timm looks for no other extension of JPEG files.
+            assert extensions == {"cls", "jpg", *(kind.lower() for kind in KINDS)} - {
+                "jfif",
+                "jpeg",
+            }
+        for path in (tmp_path / "made").glob("*.idx.json"):
+            path.unlink()
+
+
+def test_what_pillow_opens_and_cannot_read_is_no_image() -> None:
+    assert IMAGE_EXTENSIONS.isdisjoint([*NO_IMAGES, "palm", "mpeg", "hdf", "emf"])
+    assert {kind.lower() for kind in KINDS} | {"jpe", "mpo", "bmp", "apng"} <= IMAGE_EXTENSIONS
+    assert {"EPS", "MPEG", "HDF5", "WMF"}.isdisjoint(IMAGE_FORMATS)
+
+
+# What is told of
+
+
+def test_ignored_files_are_told_by_kind_and_number(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg", "a/2.JPG", "b/1.jpg", "a/1.txt", "b/notes.TXT", "labels.txt")
+    fill(tmp_path, "b/meta.json", "b/README", "b/LICENSE", "a/notes/1.xml", "a/.hidden.jpg")
+    found = list_images(tmp_path)
+    assert found.paths == ["a/1.jpg", "a/2.JPG", "b/1.jpg"]
+    kinds = "3 .txt, 2 extensionless files, 1 .json, 1 .xml, 1 hidden file"
+    assert found.ignored == f"ignored in {tmp_path}: {kinds}"
+    fill(tmp_path, "a/x.\udce9", "a/x.b\nc")
+    assert r"1 .\udce9" in list_images(tmp_path).ignored
+    assert r"1 .b\nc" in list_images(tmp_path).ignored
+    assert (list_images(tmp_path).ignored + "\n").splitlines() == [list_images(tmp_path).ignored]
+
+
+def test_nothing_is_told_where_all_are_images(image_folder: Path) -> None:
+    assert list_images(image_folder / "train").ignored == ""
+
+
+def test_hidden_files_and_folders_are_no_classes_and_no_images(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg", ".ipynb_checkpoints/1.jpg", "a/.ipynb_checkpoints/1.jpg")
+    fill(tmp_path, "__MACOSX/a/1.jpg", "a/._1.jpg", ".DS_Store", "a/.DS_Store", "a/Thumbs.db")
+    found = list_images(tmp_path)
+    assert found == (["a/1.jpg"], [0], ("a",), found.ignored)
+    assert found.ignored == f"ignored in {tmp_path}: 4 hidden files, 3 hidden folders"
+
+
+def test_run_tells_what_it_ignores(
+    config: TrainConfig,
+    image_folder: Path,
+    tmp_path: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fill(image_folder, "train/ash/a.txt", "val/ash/.DS_Store")
+    chosen = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, epochs=1, warmup_epochs=0)
+    )
+    arguments = ["--data.images-per-class", "4", "--run.output", str(tmp_path / "run")]
+    assert train(chosen, *arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("data "))
+    assert lines[place + 1] == f"         ignored in {image_folder / 'train'}: 1 .txt"
+    assert lines[place + 2] == f"         ignored in {image_folder / 'val'}: 1 hidden file"
+    assert lines[place + 3].startswith("epochs")
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (["b.jpg", "a.png"], "a.png"),
+        (["cat/wild/2.jpg", "cat/wild/1.jpg", "cat/tame/3.jpg"], "cat/wild/1.jpg"),
+        (["cat/wild/young/1.webp", "cat/wild/1.txt"], "cat/wild/young/1.webp"),
+    ],
+)
+def test_image_at_another_depth_is_an_error(tmp_path: Path, names: list[str], first: str) -> None:
+    fill(tmp_path, "cat/1.jpg", "dog/1.jpg", *names)
+    with pytest.raises(DataError) as error:
+        list_images(tmp_path)
+    assert str(error.value) == f"image {tmp_path / first} must lie at {tmp_path}/<class>/<image>"
+
+
+def test_error_of_missing_images_tells_what_there_is(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.heic", "a/2.heic")
+    ignored = f"; ignored in {tmp_path}: 2 .heic"
+    with pytest.raises(DataError) as error:
+        list_images(tmp_path)
+    assert str(error.value) == f"there are no images in the sub-folders of {tmp_path}{ignored}"
+    fill(tmp_path, "b/1.jpg")
+    with pytest.raises(DataError) as error:
+        list_images(tmp_path)
+    expected = f"class folder {tmp_path / 'a'} has no images (1 such, of 2){ignored}"
+    assert str(error.value) == expected
+
+
+def test_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg")
+    (tmp_path / "a" / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match=r"folder .*/a cannot be read: Too many levels of symbolic"):
+        list_images(tmp_path)
+
+
+def test_linked_class_folder_is_a_class(tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", "1.jpg")
+    fill(tmp_path / "split", "a/1.jpg")
+    (tmp_path / "split" / "b").symlink_to(tmp_path / "elsewhere")
+    assert list_images(tmp_path / "split").paths == ["a/1.jpg", "b/1.jpg"]
+
+
+# Their order
+
+
+def test_order_is_that_of_timm(tmp_path: Path) -> None:
+    classes = ["n10", "n9", "N09b", "cat", "cat-1", "cat 2", "Cats", "1", "1a", "20", "é", "ca.t"]
+    images = ["10.jpg", "9.jpg", "x9y10.JPEG", "x10y9.png", "A.jpg", "b.jpg", "a b.jpg", "a-1.jpg"]
+    fill(tmp_path, *(f"{name}/{image}" for name in classes for image in images))
+    assert listed_by_timm(tmp_path) == list_images(tmp_path)[:3]
+
+
+def test_fingerprint_of_known_images_is_as_ever(config: TrainConfig) -> None:
+    """Runs in progress compare it."""
+    assert TrainData(config, CPU, World()).source.fingerprint == "c1955f508c2ea6a1"
+
+
+def test_classes_that_timm_puts_in_any_order_have_one(tmp_path: Path) -> None:
+    fill(tmp_path, "01/b.jpg", "1/a.jpg", "001/c.jpg", "2²2/d.jpg")  # on the last timm fails
+    found = list_images(tmp_path)
+    assert found.classes == ("001", "01", "1", "2²2")
+    assert found.paths == ["1/a.jpg", "01/b.jpg", "001/c.jpg", "2²2/d.jpg"]
+    assert found.labels == [2, 1, 0, 3]
