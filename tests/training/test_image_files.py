@@ -1,8 +1,10 @@
-"""Which files are images, and which are told of."""
+"""Which files are images, which are told of, and how every kind of image is decoded."""
 
 import dataclasses
 import io
+import struct
 import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +38,13 @@ def fill(folder: Path, *names: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     return folder
+
+
+def encoded(image: Image.Image, form: str, **arguments: object) -> bytes:
+    """Return an image's file."""
+    file = io.BytesIO()
+    image.save(file, form, **arguments)
+    return file.getvalue()
 
 
 def pixels(content: bytes, mode: str = "L") -> np.ndarray:
@@ -106,6 +115,14 @@ def test_what_pillow_opens_and_cannot_read_is_no_image() -> None:
     assert IMAGE_EXTENSIONS.isdisjoint([*NO_IMAGES, "palm", "mpeg", "hdf", "emf"])
     assert {kind.lower() for kind in KINDS} | {"jpe", "mpo", "bmp", "apng"} <= IMAGE_EXTENSIONS
     assert {"EPS", "MPEG", "HDF5", "WMF"}.isdisjoint(IMAGE_FORMATS)
+
+
+def test_drawing_named_as_an_image_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("was drawn"))
+    content = encoded(Image.new("L", (8, 8)), "EPS")
+    assert Image.open(io.BytesIO(content)).format == "EPS"
+    with pytest.raises(DataError, match="cannot identify image file"):
+        decode(content, "L")
 
 
 # What is told of
@@ -219,3 +236,102 @@ def test_classes_that_timm_puts_in_any_order_have_one(tmp_path: Path) -> None:
     assert found.classes == ("001", "01", "1", "2²2")
     assert found.paths == ["1/a.jpg", "01/b.jpg", "001/c.jpg", "2²2/d.jpg"]
     assert found.labels == [2, 1, 0, 3]
+
+
+# How they are decoded
+
+GREY = np.linspace(0, 65535, 12).astype(np.uint16).reshape(3, 4)
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "JPEG2000", "PPM"])
+def test_16_bits_are_scaled(form: str) -> None:
+    content = encoded(Image.fromarray(GREY), form)
+    assert np.array_equal(pixels(content), GREY >> 8)
+    assert np.array_equal(pixels(content, "RGB"), np.stack([GREY >> 8] * 3, axis=2))
+
+
+def tiff(bits: int, order: str, content: bytes) -> bytes:
+    """Return a grey TIFF of 2 x 1 pixels, of kinds that Pillow does not write."""
+    tags = [(256, 2), (257, 1), (258, bits), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1)]
+    entries = [(*tag, 0) for tag in [*tags, (279, len(content))]]
+    body = b"".join(struct.pack(f"{order}HHIHH", tag, 3, 1, n, zero) for tag, n, zero in entries)
+    magic = b"II*\0" if order == "<" else b"MM\0*"
+    place = 8 + len(content) + len(content) % 2
+    image = content + b"\0" * (len(content) % 2)
+    count = struct.pack(f"{order}H", len(entries))
+    return magic + struct.pack(f"{order}I", place) + image + count + body + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "order", "content"),
+    [
+        (16, ">", bytes([0x12, 0x34, 0xFE, 0xDC])),
+        (16, "<", bytes([0x34, 0x12, 0xDC, 0xFE])),
+        (12, "<", bytes([0x12, 0x3F, 0xED])),
+    ],
+)
+def test_bits_and_byte_order_of_a_tiff_are_minded(bits: int, order: str, content: bytes) -> None:
+    assert pixels(tiff(bits, order, content)).tolist() == [[0x12, 0xFE]]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_32_bits_are_refused(mode: str) -> None:
+    message = f"TIFF with pixels of mode {mode}, whose range is not defined; they must have 8 or 16"
+    with pytest.raises(DataError, match=message):
+        decode(encoded(Image.new(mode, (4, 4)), "TIFF"), "RGB")
+
+
+def palette_image() -> Image.Image:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0])
+    image.putpixel((1, 0), 1)
+    return image
+
+
+@pytest.mark.parametrize(
+    ("content", "colours"),
+    [
+        (encoded(palette_image(), "PNG", transparency=b"\0\x80"), [[255, 0, 0], [0, 255, 0]]),
+        (encoded(palette_image(), "GIF", transparency=1), [[255, 0, 0], [0, 255, 0]]),
+        (encoded(Image.new("CMYK", (2, 1), (0, 0, 0, 0)), "JPEG"), [[255] * 3] * 2),
+        (encoded(Image.new("CMYK", (2, 1), (0, 255, 0, 0)), "TIFF"), [[255, 0, 255]] * 2),
+        (encoded(Image.new("LA", (2, 1), (200, 0)), "PNG"), [[200] * 3] * 2),
+        (encoded(Image.new("RGBA", (2, 1), (10, 200, 30, 0)), "PNG"), [[10, 200, 30]] * 2),
+        (encoded(Image.new("1", (2, 1), 1), "PNG"), [[255] * 3] * 2),
+    ],
+    ids=["transparent palette", "GIF", "JPEG of CMYK", "CMYK", "LA", "RGBA", "1 bit"],
+)
+def test_colours_are_those_of_timm(content: bytes, colours: list[list[int]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = pixels(content, "RGB")
+        grey = pixels(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert np.array_equal(found, np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    assert found.tolist() == [colours]
+    luminance = np.array(colours) @ [0.299, 0.587, 0.114]
+    assert np.abs(grey[0] - luminance).max() < 1
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_first_of_several_images_is_taken(form: str) -> None:
+    images = [Image.new("RGB", (8, 8), (60 * n, 0, 0)) for n in (1, 2, 3)]
+    lossless = {"lossless": True} if form == "WEBP" else {}
+    content = encoded(images[0], form, save_all=True, append_images=images[1:], **lossless)
+    assert Image.open(io.BytesIO(content)).n_frames == 3
+    assert pixels(content, "RGB")[4, 4].tolist() == [60, 0, 0]
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_truncated_file_is_an_error(form: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    content = encoded(Image.fromarray(noise), form)
+    with pytest.raises(DataError):
+        decode(content[: len(content) // 2], "RGB")
+
+
+def test_image_too_large_for_pillow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match=r"Image size \(400 pixels\) exceeds limit of 200 pixels"):
+        decode(encoded(Image.new("L", (20, 20)), "PNG"), "L")

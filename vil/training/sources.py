@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from vil.training.config import DataConfig, ModelConfig
 from vil.training.draws import key
 from vil.training.errors import ConfigError, DataError
 from vil.training.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
-from vil.training.image_files import list_images
+from vil.training.image_files import IMAGE_FORMATS, list_images
 from vil.training.shards import ShardSource
 
 _MODES = {1: "L", 3: "RGB"}
@@ -80,18 +80,25 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
 
 
 def decode(content: bytes, mode: str) -> Image.Image:
-    """Decode an image file, whatever its name says it is.
+    """Decode an image file, whatever its name says it is; of a film or a stack, the first image.
+
+    Where an image is transparent its colours are those below. 16-bit pixels keep their upper byte.
 
     Args:
         content: The file.
         mode: Pillow's name of the colours wanted, RGB or L.
 
     Raises:
-        DataError: it is no image, or not a whole one.
+        DataError: it is no image, not a whole one, too large for Pillow, or its pixels are 32-bit
+            numbers of no defined range.
     """
     try:
-        image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
         image.load()
+        if image.mode[0] in "IF":
+            image = _to_eight_bits(image)
+        # It changes nothing in RGB or L, and leads Pillow to a warning.
+        image.info.pop("transparency", None)
         return image if image.mode == mode else image.convert(mode)
     except Exception as error:  # the decoders raise whatever a broken file leads them to
         reason = " ".join(str(error).split()) if content else "the file is empty"
@@ -275,6 +282,22 @@ def _digest(*parts: bytes) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
+
+
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """Return 16-bit grey as L, which Pillow's conversion would clip.
+
+    The upper byte is what Pillow itself takes of 16-bit colours, as do OpenCV and libpng.
+    """
+    # Pillow reads 16 bits of PPM into 32, and once read those of PNG so.
+    in_32 = image.mode == "I" and image.format in ("PNG", "PPM")
+    if not image.mode.startswith("I;16") and not in_32:
+        raise DataError(
+            f"{image.format} with pixels of mode {image.mode}, whose range is not defined; "
+            f"they must have 8 or 16 bits"
+        )
+    bits = image.tag_v2[TiffImagePlugin.BITSPERSAMPLE][0] if image.format == "TIFF" else 16
+    return Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
 
 
 def _enlarged_png(pixels: np.ndarray) -> bytes:
