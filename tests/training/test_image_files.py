@@ -16,13 +16,13 @@ from rich.console import Console
 from timm.data import create_dataset
 
 from vil.training.config import DataConfig, TrainConfig
-from vil.training.data import TrainData
+from vil.training.data import TrainData, ValData
 from vil.training.distributed import World
 from vil.training.errors import DataError
 from vil.training.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
 from vil.training.shard_writer import MakeOptions, make_shards
 from vil.training.shards import ShardSource
-from vil.training.sources import FolderSource, decode
+from vil.training.sources import FolderSource, decode, orientation
 
 CPU = torch.device("cpu")
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
@@ -47,9 +47,9 @@ def encoded(image: Image.Image, form: str, **arguments: object) -> bytes:
     return file.getvalue()
 
 
-def pixels(content: bytes, mode: str = "L") -> np.ndarray:
+def pixels(content: bytes, mode: str = "L", **arguments: bool) -> np.ndarray:
     """Decode an image; uint8, (H, W) or (H, W, 3)."""
-    image = decode(content, mode)
+    image = decode(content, mode, **arguments)
     assert image.mode == mode
     return np.asarray(image)
 
@@ -335,3 +335,129 @@ def test_image_too_large_for_pillow_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(DataError, match=r"Image size \(400 pixels\) exceeds limit of 200 pixels"):
         decode(encoded(Image.new("L", (20, 20)), "PNG"), "L")
+
+
+# Rotated photographs
+
+
+def with_exif(form: str, value: int) -> bytes:
+    """Return a white image, 16 x 8, whose upper left quarter is black, with an orientation."""
+    image = Image.new("L", (16, 8), 255)
+    image.paste(0, (0, 0, 8, 4))
+    exif = Image.Exif()
+    exif[274] = value
+    return encoded(image, form, exif=exif)
+
+
+UPRIGHT = pixels(with_exif("PNG", 1))
+TURNED = {
+    1: UPRIGHT,
+    2: UPRIGHT[:, ::-1],
+    3: UPRIGHT[::-1, ::-1],
+    4: UPRIGHT[::-1],
+    5: UPRIGHT.T,
+    6: UPRIGHT.T[:, ::-1],
+    7: UPRIGHT.T[::-1, ::-1],
+    8: UPRIGHT.T[::-1],
+    9: UPRIGHT,  # no orientation
+}
+
+
+@pytest.mark.parametrize("value", TURNED)
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_photographs_are_turned_if_asked(form: str, value: int) -> None:
+    content = with_exif(form, value)
+    assert np.abs(pixels(content).astype(int) - UPRIGHT).max() <= 8
+    turned = pixels(content, exif_rotation=True)
+    assert np.abs(turned.astype(int) - TURNED[value]).max() <= 8
+    assert orientation(decode(content, "RGB")) == (value if value < 9 else 1)
+    assert orientation(decode(content, "RGB", exif_rotation=True)) == 1
+
+
+def test_16_bits_are_turned() -> None:
+    exif = Image.Exif()
+    exif[274] = 6
+    content = encoded(Image.fromarray(GREY), "PNG", exif=exif)
+    assert np.array_equal(pixels(content, exif_rotation=True), (GREY >> 8).T[:, ::-1])
+    assert orientation(decode(content, "L")) == 6
+
+
+@pytest.mark.parametrize("exif_rotation", [False, True])
+def test_tiff_is_turned_in_any_case_and_once(exif_rotation: bool) -> None:
+    content = with_exif("TIFF", 6)
+    assert np.array_equal(pixels(content, exif_rotation=exif_rotation), TURNED[6])
+    assert orientation(decode(content, "L")) == 1
+
+
+def test_damaged_exif_data_turn_nothing() -> None:
+    content = encoded(Image.new("L", (16, 8)), "PNG", exif=b"Exif\0\0no TIFF header")
+    with pytest.raises(SyntaxError):
+        Image.open(io.BytesIO(content)).getexif()
+    assert pixels(content, exif_rotation=True).shape == (8, 16)
+    assert orientation(decode(content, "L")) == 1
+
+
+@pytest.fixture
+def rotated(config: TrainConfig, image_folder: Path) -> TrainConfig:
+    """Every image on its side, and two upright ones to validate on."""
+    for path in image_folder.glob("*/*/*.jpg"):
+        path.write_bytes(with_exif("JPEG", 1 if path.match("val/ash/[01].jpg") else 6))
+    return config
+
+
+def turning(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, exif_rotation=True))
+
+
+def test_setting_turns_images_of_validation(rotated: TrainConfig) -> None:
+    dark = []
+    for config in (rotated, turning(rotated)):
+        images = torch.cat([images for images, _ in ValData(config, CPU, World()).batches()])
+        assert images.shape == (12, 3, 16, 16)
+        # Of the upright, the upper left is dark; turned by a quarter to the right, the upper right.
+        dark.append([bool(image[0, 4, 4] < image[0, 4, 11]) for image in images])
+    assert dark == [[True] * 12, [True] * 2 + [False] * 10]
+
+
+def test_setting_turns_images_of_training(rotated: TrainConfig) -> None:
+    augment = dataclasses.replace(
+        rotated.augment, aa=None, hflip=0.0, scale=(1.0, 1.0), ratio=(0.5, 2.0)
+    )
+    dark = []
+    for config in (rotated, turning(rotated)):
+        data = TrainData(dataclasses.replace(config, augment=augment), CPU, World())
+        images = torch.cat([step.micro_batches[0][0] for step in data.steps(8)])
+        dark.append({bool(image[0, 2, 2] < image[0, 2, 13]) for image in images})
+    assert dark == [{True}, {False}]
+
+
+def test_run_tells_of_rotated_images(
+    rotated: TrainConfig,
+    tmp_path: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chosen = dataclasses.replace(
+        rotated, schedule=dataclasses.replace(rotated.schedule, epochs=1, warmup_epochs=0)
+    )
+    told = (
+        "         10 of 12 validation images are rotated by their EXIF tag, "
+        "which data.exif_rotation is to apply"
+    )
+    assert train(chosen, "--run.output", str(tmp_path / "ignoring")) == 0
+    assert capsys.readouterr().out.splitlines().count(told) == 1
+    assert train(turning(chosen), "--run.output", str(tmp_path / "applying")) == 0
+    assert "EXIF" not in capsys.readouterr().out
+    assert train(turning(chosen), "--run.output", str(tmp_path / "ignoring")) == 2
+    assert "with other data.exif_rotation (False -> True)" in capsys.readouterr().err
+
+
+def test_rotated_images_are_counted_over_all_processes(
+    rotated: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    monkeypatch.setattr(World, "gather", lambda self, count: counts.append(count) or [count, 100])
+    data = ValData(rotated, CPU, World(1, 2))
+    data.check()
+    assert counts == [5]  # of images 1, 3, 5, ..., the first upright
+    assert data.num_rotated == 105

@@ -266,6 +266,11 @@ def write_log(path: Path, history: list[dict[str, Any]]) -> None:
 def _notes(train_data: TrainData, val_data: ValData) -> str:
     """Say in lines of their own what of the data goes unused."""
     notes = [data.source.ignored for data in (train_data, val_data) if data.source.ignored]
+    if val_data.num_rotated:
+        notes.append(
+            f"{val_data.num_rotated:,} of {val_data.num_images:,} validation images are rotated by "
+            f"their EXIF tag, which data.exif_rotation is to apply"
+        )
     return "".join(f"\n         {note}" for note in notes)
 
 

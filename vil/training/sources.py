@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image, TiffImagePlugin
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from vil.training.config import DataConfig, ModelConfig
 from vil.training.draws import key
@@ -79,7 +79,7 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     return source
 
 
-def decode(content: bytes, mode: str) -> Image.Image:
+def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Image:
     """Decode an image file, whatever its name says it is; of a film or a stack, the first image.
 
     Where an image is transparent its colours are those below. 16-bit pixels keep their upper byte.
@@ -87,6 +87,7 @@ def decode(content: bytes, mode: str) -> Image.Image:
     Args:
         content: The file.
         mode: Pillow's name of the colours wanted, RGB or L.
+        exif_rotation: Turn the image as orientation() says.
 
     Raises:
         DataError: it is no image, not a whole one, too large for Pillow, or its pixels are 32-bit
@@ -95,6 +96,8 @@ def decode(content: bytes, mode: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
         image.load()
+        if exif_rotation and orientation(image) != 1:
+            ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
             image = _to_eight_bits(image)
         # It changes nothing in RGB or L, and leads Pillow to a warning.
@@ -103,6 +106,18 @@ def decode(content: bytes, mode: str) -> Image.Image:
     except Exception as error:  # the decoders raise whatever a broken file leads them to
         reason = " ".join(str(error).split()) if content else "the file is empty"
         raise DataError(reason.split(" <_io", 1)[0]) from error
+
+
+def orientation(image: Image.Image) -> int:
+    """Return how a decoded image has still to be turned, 2 ... 8 as EXIF numbers it, or 1 if not.
+
+    A TIFF never has to be: Pillow turns it when it loads it. Damaged EXIF data turn nothing.
+    """
+    try:
+        value = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # of any kind, as in decoding
+        return 1
+    return value if value in range(2, 9) else 1
 
 
 def image_mode(in_chans: int) -> str:
@@ -297,7 +312,9 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
             f"they must have 8 or 16 bits"
         )
     bits = image.tag_v2[TiffImagePlugin.BITSPERSAMPLE][0] if image.format == "TIFF" else 16
-    return Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
+    grey = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
+    grey.info = image.info  # the EXIF data among it
+    return grey
 
 
 def _enlarged_png(pixels: np.ndarray) -> bytes:
