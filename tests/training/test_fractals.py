@@ -107,7 +107,9 @@ def test_images_are_read_as_grey() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_labels_are_balanced_in_every_stretch(training: bool) -> None:
-    source = open_source(DataConfig(dataset="fractals"), ModelConfig(num_classes=7, img_size=224), training)
+    source = open_source(
+        DataConfig(dataset="fractals"), ModelConfig(num_classes=7, img_size=224), training
+    )
     assert source.num_images == len(source.labels) == 7 * (1000 if training else 50)
     assert source.labels.dtype == np.int64
     assert (np.bincount(source.labels) == source.num_images // 7).all()

@@ -81,6 +81,9 @@ class DataConfig:
     max_bad_images: float = 0.001
     """Largest share of the training images that may turn out unreadable or unlabelled before the run
     stops. Each is replaced, counted and named in skipped.txt. In validation none is tolerated."""
+    exif_rotation: bool = False
+    """Turn photographs as their EXIF orientation says; off in the published recipes, which ignored
+    it."""
     num_workers: int | None = None
     """Loader processes of each training process; 0 loads in the training process; None is one per core
     that the process may use, at most 8."""

@@ -14,7 +14,7 @@ from vil.training.distributed import World
 from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image
 from vil.training.errors import DataError
 from vil.training.loader_processes import outliving_deaths, start, worker_arguments
-from vil.training.sources import Source, decode, image_mode, open_source
+from vil.training.sources import Source, decode, image_mode, open_source, orientation
 
 _MOST_TRIES = 8  # unreadable images in a row are no accident
 
@@ -105,8 +105,11 @@ class TrainData:
     def _load(self, first: int) -> Iterator[Step]:
         """Load steps by one loader for all epochs, so that none waits for its first."""
         mode = image_mode(self.config.model.in_chans)
+        config = self.config
         loader = DataLoader(
-            _TrainImages(self.source, self.transform, mode, self.config.run.seed),
+            _TrainImages(
+                self.source, self.transform, mode, config.data.exif_rotation, config.run.seed
+            ),
             batch_sampler=self._stream(range(first, self.num_steps)),
             collate_fn=_collate,
             pin_memory=self.pin_memory,
@@ -136,6 +139,8 @@ class ValData:
         self.pin_memory = device.type == "cuda"
         share = config.data.batch_size // (world.size * config.run.grad_accum_steps)
         self.batch_size = config.data.validation_batch_size or max(share, 1)
+        self.num_rotated = 0
+        """Images that EXIF rotates and data.exif_rotation does not, over all processes; by check()."""
 
     @property
     def num_images(self) -> int:
@@ -159,14 +164,17 @@ class ValData:
     def check(self) -> None:
         """Decode every image once, so that a bad one is not found after the first epoch.
 
+        It also counts those that are rotated. All processes must call it.
+
         Raises:
             DataError: an image cannot be read, or too many loader processes died.
         """
-        for _ in self._load(_nothing):
-            pass
+        found = sum(int(rotated.sum()) for rotated, _ in self._load(_is_rotated))
+        self.num_rotated = sum(self.world.gather(found))
 
     def _load(self, transform: Transform) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        images = _ValImages(self.source, transform, image_mode(self.config.model.in_chans))
+        mode = image_mode(self.config.model.in_chans)
+        images = _ValImages(self.source, transform, mode, self.config.data.exif_rotation)
         share = range(self.world.rank, self.num_images, self.world.size)
 
         def load(first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -204,8 +212,11 @@ class _TrainImages(Dataset):
     Which other follows from the seed, so that a resumed run replaces it by the same one.
     """
 
-    def __init__(self, source: Source, transform: Transform, mode: str, seed: int) -> None:
-        self.source, self.transform, self.mode, self.seed = source, transform, mode, seed
+    def __init__(
+        self, source: Source, transform: Transform, mode: str, exif_rotation: bool, seed: int
+    ) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+        self.mode, self.exif_rotation = mode, exif_rotation
         # The last image decoded: repeated augmentation asks for it again at once.
         self.decoded: tuple[Any, ...] = (None,)
 
@@ -222,7 +233,7 @@ class _TrainImages(Dataset):
         index = draw.index
         for attempt in range(_MOST_TRIES):
             try:
-                image = decode(self.source.read(index), self.mode)
+                image = decode(self.source.read(index), self.mode, self.exif_rotation)
             except (DataError, OSError) as error:
                 bad[index] = str(error)
                 place = (draw.epoch, draw.index, attempt)
@@ -239,12 +250,15 @@ class _TrainImages(Dataset):
 class _ValImages(Dataset):
     """Validation images; an unreadable one is an error, for nothing can stand in for it."""
 
-    def __init__(self, source: Source, transform: Transform, mode: str) -> None:
-        self.source, self.transform, self.mode = source, transform, mode
+    def __init__(
+        self, source: Source, transform: Transform, mode: str, exif_rotation: bool
+    ) -> None:
+        self.source, self.transform = source, transform
+        self.mode, self.exif_rotation = mode, exif_rotation
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         try:
-            image = decode(self.source.read(index), self.mode)
+            image = decode(self.source.read(index), self.mode, self.exif_rotation)
         except (DataError, OSError) as error:
             raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
         return self.transform(image), int(self.source.labels[index])
@@ -261,6 +275,10 @@ def _collate(
     return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}
 
 
-def _nothing(image: Image.Image) -> torch.Tensor:
-    """Stand in for a transform where decoding is all that is wanted."""
-    return torch.empty(0)
+def _is_rotated(image: Image.Image) -> torch.Tensor:
+    """Stand in for a transform where no pixels are wanted: tell if EXIF still rotates an image.
+
+    Returns:
+        bool, ().
+    """
+    return torch.tensor(orientation(image) != 1)

@@ -37,6 +37,8 @@ class FractalSource:
     """The classes' numbers."""
     excluded: list[str]
     """None ever is."""
+    ignored: str
+    """Empty, for there are no files."""
     fingerprint: str
     """Of the classes, the images' number and size, and one image's pixels."""
 
@@ -65,6 +67,7 @@ class FractalSource:
         self.labels = np.tile(np.arange(num_classes, dtype=np.int64), images_per_class)
         self.classes = tuple(str(number) for number in range(num_classes))
         self.excluded = []
+        self.ignored = ""
         digest = hashlib.blake2b(digest_size=8)
         place = (seed, num_classes, images_per_class, size, int(training))
         # The pixels stand for how images are drawn, should that ever change.

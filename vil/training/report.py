@@ -64,6 +64,7 @@ def print_banner(
         f"data     {config.data.dataset}{path}: {train_data.num_images:,} images to train on, "
         f"{val_data.num_images:,} held out, {config.model.num_classes} classes"
         + (f"; {excluded} without a usable label left out" if excluded else "")
+        + _notes(train_data, val_data)
         + f"\nweights  {training.origin if state.step == 0 else 'of the run that is continued'}"
         + f"\nepochs   {config.schedule.epochs} of {train_data.steps_per_epoch:,} batches "
         f"of {config.data.batch_size}{spread if world.size * parts > 1 else ''}, "
@@ -291,6 +292,17 @@ def write_log(path: Path, history: list[dict[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(history)
     write_text(path, table.getvalue())
+
+
+def _notes(train_data: TrainData, val_data: ValData) -> str:
+    """Say in lines of their own what of the data goes unused."""
+    notes = [data.source.ignored for data in (train_data, val_data) if data.source.ignored]
+    if val_data.num_rotated:
+        notes.append(
+            f"{val_data.num_rotated:,} of {val_data.num_images:,} validation images are rotated by "
+            f"their EXIF tag, which data.exif_rotation is to apply"
+        )
+    return "".join(f"\n         {note}" for note in notes)
 
 
 def _memory() -> str:

@@ -19,8 +19,9 @@ from webdataset.tariterators import base_plus_ext
 
 from vil.training.errors import DataError, OutputError
 from vil.training.files import write_text
+from vil.training.image_files import IMAGE_EXTENSIONS
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # of a sample with several, the first counts
+_USUAL_IMAGES = ("jpg", "jpeg", "png", "webp")  # go before other images of a sample, in this order
 _LABEL_EXTENSION = "cls"
 _MOST_LABEL_BYTES = 64
 _MOST_PADDING = 1 << 20  # zeros after the last member; writers pad to some KiB
@@ -143,7 +144,9 @@ def scan_shard(shard: Path) -> list[Sample]:
     samples = [s for s in samples if s.offset is not None or s.label is not None]
     if all(sample.offset is None for sample in samples):
         first = f", its first file is {named[0][2].name!r}" if named else ""
-        raise DataError(f"shard {shard} holds no images (.{', .'.join(IMAGE_EXTENSIONS)}){first}")
+        raise DataError(
+            f"shard {shard} holds no images (.jpg, .png or another kind that Pillow opens){first}"
+        )
     return samples
 
 
@@ -180,17 +183,17 @@ def _sample(
     for _, extension, member in files:
         if extension in found:
             raise DataError(f"shard {shard} holds two files {member.name!r} in a row")
-        if extension in (*IMAGE_EXTENSIONS, _LABEL_EXTENSION):
+        if extension in IMAGE_EXTENSIONS or extension == _LABEL_EXTENSION:
             if not member.isreg() or member.issparse():
                 raise DataError(f"shard {shard} holds {member.name!r} as a link or a sparse file")
             found[extension] = member
-    label = None
-    if _LABEL_EXTENSION in found:
-        label = _read_label(file, found[_LABEL_EXTENSION])
-    images = [found[extension] for extension in IMAGE_EXTENSIONS if extension in found]
-    if not images:
+    labelled = found.pop(_LABEL_EXTENSION, None)
+    label = None if labelled is None else _read_label(file, labelled)
+    if not found:
         return Sample(key, None, 0, label, None)
-    return Sample(key, images[0].offset_data, images[0].size, label, None)
+    usual = next((extension for extension in _USUAL_IMAGES if extension in found), None)
+    image = found[usual or min(found)]
+    return Sample(key, image.offset_data, image.size, label, None)
 
 
 def _read_label(file: BinaryIO, member: tarfile.TarInfo) -> int | str:

@@ -28,6 +28,7 @@ from tyro.conf import Positional
 from vil.training.config import DataConfig
 from vil.training.errors import DataError, OutputError
 from vil.training.files import lock_folder, remove_temporaries, write_atomically, write_text
+from vil.training.image_files import EXTENSION_FORMATS
 from vil.training.shard_index import Sample, index_path, read_index, scan_shard, write_index
 from vil.training.shards import INFO_NAME, read_info
 from vil.training.sources import FolderSource
@@ -106,6 +107,8 @@ class _Plan:
     """The options, and a digest of all names, labels and sizes."""
     shards: list[tuple[str, list[_Image]]]
     """File names and contents."""
+    ignored: str
+    """A line about the files that are no images; empty where there are none."""
 
     def info(self) -> dict[str, Any]:
         """Describe the split as timm does, and more."""
@@ -135,6 +138,9 @@ def make_shards(options: MakeOptions, console: Console) -> None:
         raise DataError(f"IMAGE_FOLDER {options.images} is not a folder")
     num_workers = options.num_workers or os.cpu_count() or 1
     plans = [_plan(split, options, num_workers) for split in options.splits]
+    for plan in plans:
+        if plan.ignored:
+            console.print(plan.ignored)
     folder = Path(options.shards)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +237,7 @@ def _plan(split: str, options: MakeOptions, num_workers: int) -> _Plan:
         (f"{split}-{number:06d}.tar", images[first : first + options.shard_images])
         for number, first in enumerate(range(0, len(images), options.shard_images))
     ]
-    return _Plan(split, images, source.classes, made_from, shards)
+    return _Plan(split, images, source.classes, made_from, shards, source.ignored)
 
 
 def _sizes(paths: list[str], num_workers: int) -> list[int]:
@@ -336,9 +342,9 @@ def _write_shard(job: tuple[Path, list[_Image]]) -> int:
             for image in images:
                 content = _read(image)
                 checksums.append(zlib.crc32(content))
-                extension = os.path.splitext(image.path)[1][1:].lower()
-                if extension == "jpeg":  # which timm does not look for
-                    extension = "jpg"
+                extension = image.path.rpartition(".")[2].lower()
+                if EXTENSION_FORMATS[extension] == "JPEG":
+                    extension = "jpg"  # the only one that timm looks for
                 label = str(image.label).encode()
                 tar.write({"__key__": image.key, extension: content, "cls": label})
 

@@ -52,6 +52,8 @@ class ShardSource:
     """Names of the classes, None where the shards hold bare indices."""
     excluded: list[str]
     """Samples left out for want of a label or an image, a line each."""
+    ignored: str
+    """Empty: it is usual for samples to have more files than an image and a label."""
     fingerprint: str
     """Equal for equal data, wherever it lies."""
 
@@ -87,6 +89,7 @@ class ShardSource:
         with ThreadPoolExecutor(_INDEX_THREADS) as pool:
             shards = list(pool.map(open_shard, names))
         self.excluded = [line for shard in shards for line in shard.excluded]
+        self.ignored = ""
         self._places = np.concatenate([shard.places for shard in shards])
         self._starts = np.cumsum([0, *(len(shard.places) for shard in shards)])
         keys = [key for shard in shards for key in shard.keys]

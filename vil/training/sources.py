@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image
-from timm.data import create_dataset
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from vil.training.config import DataConfig, ModelConfig
 from vil.training.draws import key
 from vil.training.errors import ConfigError, DataError
 from vil.training.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
+from vil.training.image_files import IMAGE_FORMATS, list_images
 from vil.training.shards import ShardSource
 
 _MODES = {1: "L", 3: "RGB"}
@@ -35,6 +35,8 @@ class Source(Protocol):
     """Names of the classes, None where the data holds bare indices."""
     excluded: list[str]
     """Images left out for want of a label, a line each."""
+    ignored: str
+    """A line about the files in a folder that are no images; empty where there are none."""
     fingerprint: str
     """Equal for equal data, wherever it lies."""
 
@@ -78,23 +80,45 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     return source
 
 
-def decode(content: bytes, mode: str) -> Image.Image:
-    """Decode an image file, whatever its name says it is.
+def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Image:
+    """Decode an image file, whatever its name says it is; of a film or a stack, the first image.
+
+    Where an image is transparent its colours are those below. 16-bit pixels keep their upper byte.
 
     Args:
         content: The file.
         mode: Pillow's name of the colours wanted, RGB or L.
+        exif_rotation: Turn the image as orientation() says.
 
     Raises:
-        DataError: it is no image, or not a whole one.
+        DataError: it is no image, not a whole one, too large for Pillow, or its pixels are 32-bit
+            numbers of no defined range.
     """
     try:
-        image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
         image.load()
+        if exif_rotation and orientation(image) != 1:
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode[0] in "IF":
+            image = _to_eight_bits(image)
+        # It changes nothing in RGB or L, and leads Pillow to a warning.
+        image.info.pop("transparency", None)
         return image if image.mode == mode else image.convert(mode)
     except Exception as error:  # the decoders raise whatever a broken file leads them to
         reason = " ".join(str(error).split()) if content else "the file is empty"
         raise DataError(reason.split(" <_io", 1)[0]) from error
+
+
+def orientation(image: Image.Image) -> int:
+    """Return how a decoded image has still to be turned, 2 ... 8 as EXIF numbers it, or 1 if not.
+
+    A TIFF never has to be: Pillow turns it when it loads it. Damaged EXIF data turn nothing.
+    """
+    try:
+        value = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # of any kind, as in decoding
+        return 1
+    return value if value in range(2, 9) else 1
 
 
 def image_mode(in_chans: int) -> str:
@@ -123,6 +147,7 @@ class DigitSource:
         self.num_images = len(labels)
         self.classes = tuple(str(name) for name in digits.target_names)
         self.excluded: list[str] = []
+        self.ignored = ""
         self.fingerprint = _digest(pixels.tobytes(), self.labels.tobytes())
 
     def read(self, index: int) -> bytes:
@@ -143,25 +168,15 @@ class FolderSource:
 
     def __init__(self, data: DataConfig, training: bool) -> None:
         self.folder = _find_split(data, training)
-        try:
-            reader = create_dataset("", root=str(self.folder), search_split=False).reader
-        except RuntimeError as error:
-            raise DataError(f"there are no images in the sub-folders of {self.folder}") from error
+        found = list_images(self.folder)
         # Arrays, because a million Python strings would be copied into every loader process.
-        paths = [str(Path(path).relative_to(self.folder)) for path, _ in reader.samples]
-        self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in paths])
-        self.labels = np.array([label for _, label in reader.samples], dtype=np.int64)
-        self.num_images = len(paths)
-        self.classes = tuple(reader.class_to_idx)
+        self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in found.paths])
+        self.labels = np.array(found.labels, dtype=np.int64)
+        self.num_images = len(found.paths)
+        self.classes = found.classes
         self.excluded: list[str] = []
+        self.ignored = found.ignored
         self.fingerprint = _digest(self.paths.tobytes(), self.labels.tobytes())
-        folders = [path for path in self.folder.iterdir() if path.is_dir()]
-        empty = sorted(path.name for path in folders if path.name not in reader.class_to_idx)
-        if empty:
-            raise DataError(
-                f"class folder {self.folder / empty[0]} has no images "
-                f"({len(empty)} such, of {len(folders)})"
-            )
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
@@ -211,6 +226,7 @@ class ClassSubset:
         self.labels = source.labels[self.kept]
         self.classes = source.classes
         self.excluded: list[str] = []  # counted against the whole split, when it was opened
+        self.ignored = source.ignored
         self.fingerprint = _digest(source.fingerprint.encode(), self.kept.tobytes())
 
     def read(self, index: int) -> bytes:
@@ -284,6 +300,24 @@ def _digest(*parts: bytes) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
+
+
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """Return 16-bit grey as L, which Pillow's conversion would clip.
+
+    The upper byte is what Pillow itself takes of 16-bit colours, as do OpenCV and libpng.
+    """
+    # Pillow reads 16 bits of PPM into 32, and once read those of PNG so.
+    in_32 = image.mode == "I" and image.format in ("PNG", "PPM")
+    if not image.mode.startswith("I;16") and not in_32:
+        raise DataError(
+            f"{image.format} with pixels of mode {image.mode}, whose range is not defined; "
+            f"they must have 8 or 16 bits"
+        )
+    bits = image.tag_v2[TiffImagePlugin.BITSPERSAMPLE][0] if image.format == "TIFF" else 16
+    grey = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
+    grey.info = image.info  # the EXIF data among it
+    return grey
 
 
 def _enlarged_png(pixels: np.ndarray) -> bytes:

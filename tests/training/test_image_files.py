@@ -1,0 +1,463 @@
+"""Which files are images, which are told of, and how every kind of image is decoded."""
+
+import dataclasses
+import io
+import struct
+import tarfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, features
+from rich.console import Console
+from timm.data import create_dataset
+
+from vil.training.config import DataConfig, TrainConfig
+from vil.training.data import TrainData, ValData
+from vil.training.distributed import World
+from vil.training.errors import DataError
+from vil.training.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
+from vil.training.shard_writer import MakeOptions, make_shards
+from vil.training.shards import ShardSource
+from vil.training.sources import FolderSource, decode, orientation
+
+CPU = torch.device("cpu")
+KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
+if features.check("avif"):
+    KINDS.append("avif")
+NO_IMAGES = ["bufr", "eps", "grib", "h5", "heic", "json", "mp4", "mpg", "pdf", "ps", "svg", "wmf"]
+
+
+def fill(folder: Path, *names: str) -> Path:
+    """Put files that are never opened into a folder."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    return folder
+
+
+def encoded(image: Image.Image, form: str, **arguments: object) -> bytes:
+    """Return an image's file."""
+    file = io.BytesIO()
+    image.save(file, form, **arguments)
+    return file.getvalue()
+
+
+def pixels(content: bytes, mode: str = "L", **arguments: bool) -> np.ndarray:
+    """Decode an image; uint8, (H, W) or (H, W, 3)."""
+    image = decode(content, mode, **arguments)
+    assert image.mode == mode
+    return np.asarray(image)
+
+
+def listed_by_timm(folder: Path) -> tuple[list[str], list[int], tuple[str, ...]]:
+    """List a folder as timm does: paths, labels and classes."""
+    reader = create_dataset("", root=str(folder), search_split=False).reader
+    paths = [str(Path(path).relative_to(folder)) for path, _ in reader.samples]
+    return paths, [label for _, label in reader.samples], tuple(reader.class_to_idx)
+
+
+# Which files are images
+
+
+@pytest.fixture
+def every_kind(tmp_path: Path) -> Path:
+    """A class with an image of every kind, each of another grey, and one with a file of other kinds."""
+    for split in ("train", "val"):
+        folder = fill(tmp_path / "kinds" / split, "b/1.jpg", *(f"b/1.{kind}" for kind in NO_IMAGES))
+        (folder / "a").mkdir()
+        for number, kind in enumerate(KINDS):
+            image = Image.new("L", (16, 16), 20 * number)
+            image.save(folder / "a" / f"{number}.{kind}")
+    return tmp_path / "kinds"
+
+
+def test_every_kind_that_pillow_reads_is_an_image(every_kind: Path) -> None:
+    source = FolderSource(DataConfig(path=str(every_kind)), training=True)
+    assert source.labels.tolist() == [0] * len(KINDS) + [1]
+    for number in range(len(KINDS)):
+        assert source.name(number).endswith(f"a/{number}.{KINDS[number]}")
+        assert abs(int(pixels(source.read(number))[8, 8]) - 20 * number) <= 2
+
+
+def test_shards_hold_every_kind(tmp_path: Path, every_kind: Path) -> None:
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    options = MakeOptions(images=str(every_kind), shards=str(tmp_path / "made"), num_workers=1)
+    make_shards(options, console)
+    listed = ", ".join(f"1 .{kind}" for kind in NO_IMAGES[:6])
+    for line, split in zip(console.file.getvalue().splitlines(), ("train", "val"), strict=False):
+        assert line == f"ignored in {every_kind / split}: {listed}, 6 of 6 other kinds"
+    folder = FolderSource(DataConfig(path=str(every_kind)), training=True)
+    data = DataConfig(path=str(tmp_path / "made"), dataset="wds")
+    for _ in range(2):  # by the indexes as they were written, then as they are scanned
+        shards = ShardSource(data, training=True, num_classes=2)
+        assert shards.num_images == folder.num_images == len(KINDS) + 1
+        contents = {shards.read(i): shards.labels[i] for i in range(shards.num_images)}
+        assert contents == {folder.read(i): folder.labels[i] for i in range(folder.num_images)}
+        assert shards.ignored == ""
+        for path in (tmp_path / "made").glob("train-*.tar"):
+            with tarfile.open(path) as tar:
+                extensions = {name.partition(".")[2] for name in tar.getnames()}
+            # timm looks for no other extension of JPEG files.
+            assert extensions == {"cls", "jpg", *(kind.lower() for kind in KINDS)} - {
+                "jfif",
+                "jpeg",
+            }
+        for path in (tmp_path / "made").glob("*.idx.json"):
+            path.unlink()
+
+
+def test_what_pillow_opens_and_cannot_read_is_no_image() -> None:
+    assert IMAGE_EXTENSIONS.isdisjoint([*NO_IMAGES, "palm", "mpeg", "hdf", "emf"])
+    assert {kind.lower() for kind in KINDS} | {"jpe", "mpo", "bmp", "apng"} <= IMAGE_EXTENSIONS
+    assert {"EPS", "MPEG", "HDF5", "WMF"}.isdisjoint(IMAGE_FORMATS)
+
+
+def test_drawing_named_as_an_image_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("was drawn"))
+    content = encoded(Image.new("L", (8, 8)), "EPS")
+    assert Image.open(io.BytesIO(content)).format == "EPS"
+    with pytest.raises(DataError, match="cannot identify image file"):
+        decode(content, "L")
+
+
+# What is told of
+
+
+def test_ignored_files_are_told_by_kind_and_number(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg", "a/2.JPG", "b/1.jpg", "a/1.txt", "b/notes.TXT", "labels.txt")
+    fill(tmp_path, "b/meta.json", "b/README", "b/LICENSE", "a/notes/1.xml", "a/.hidden.jpg")
+    found = list_images(tmp_path)
+    assert found.paths == ["a/1.jpg", "a/2.JPG", "b/1.jpg"]
+    kinds = "3 .txt, 2 extensionless files, 1 .json, 1 .xml, 1 hidden file"
+    assert found.ignored == f"ignored in {tmp_path}: {kinds}"
+    fill(tmp_path, "a/x.\udce9", "a/x.b\nc")
+    assert r"1 .\udce9" in list_images(tmp_path).ignored
+    assert r"1 .b\nc" in list_images(tmp_path).ignored
+    assert (list_images(tmp_path).ignored + "\n").splitlines() == [list_images(tmp_path).ignored]
+
+
+def test_nothing_is_told_where_all_are_images(image_folder: Path) -> None:
+    assert list_images(image_folder / "train").ignored == ""
+
+
+def test_hidden_files_and_folders_are_no_classes_and_no_images(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg", ".ipynb_checkpoints/1.jpg", "a/.ipynb_checkpoints/1.jpg")
+    fill(tmp_path, "__MACOSX/a/1.jpg", "a/._1.jpg", ".DS_Store", "a/.DS_Store", "a/Thumbs.db")
+    found = list_images(tmp_path)
+    assert found == (["a/1.jpg"], [0], ("a",), found.ignored)
+    assert found.ignored == f"ignored in {tmp_path}: 4 hidden files, 3 hidden folders"
+
+
+def test_run_tells_what_it_ignores(
+    config: TrainConfig,
+    image_folder: Path,
+    tmp_path: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fill(image_folder, "train/ash/a.txt", "val/ash/.DS_Store")
+    chosen = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, epochs=1, warmup_epochs=0)
+    )
+    arguments = ["--data.images-per-class", "4", "--run.output", str(tmp_path / "run")]
+    assert train(chosen, *arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("data "))
+    assert lines[place + 1] == f"         ignored in {image_folder / 'train'}: 1 .txt"
+    assert lines[place + 2] == f"         ignored in {image_folder / 'val'}: 1 hidden file"
+    assert lines[place + 3].startswith("epochs")
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (["b.jpg", "a.png"], "a.png"),
+        (["cat/wild/2.jpg", "cat/wild/1.jpg", "cat/tame/3.jpg"], "cat/wild/1.jpg"),
+        (["cat/wild/young/1.webp", "cat/wild/1.txt"], "cat/wild/young/1.webp"),
+    ],
+)
+def test_image_at_another_depth_is_an_error(tmp_path: Path, names: list[str], first: str) -> None:
+    fill(tmp_path, "cat/1.jpg", "dog/1.jpg", *names)
+    with pytest.raises(DataError) as error:
+        list_images(tmp_path)
+    assert str(error.value) == f"image {tmp_path / first} must lie at {tmp_path}/<class>/<image>"
+
+
+def test_error_of_missing_images_tells_what_there_is(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.heic", "a/2.heic")
+    ignored = f"; ignored in {tmp_path}: 2 .heic"
+    with pytest.raises(DataError) as error:
+        list_images(tmp_path)
+    assert str(error.value) == f"there are no images in the sub-folders of {tmp_path}{ignored}"
+    fill(tmp_path, "b/1.jpg")
+    with pytest.raises(DataError) as error:
+        list_images(tmp_path)
+    expected = f"class folder {tmp_path / 'a'} has no images (1 such, of 2){ignored}"
+    assert str(error.value) == expected
+
+
+def test_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg")
+    (tmp_path / "a" / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match=r"folder .*/a cannot be read: Too many levels of symbolic"):
+        list_images(tmp_path)
+
+
+def test_linked_class_folder_is_a_class(tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", "1.jpg")
+    fill(tmp_path / "split", "a/1.jpg")
+    (tmp_path / "split" / "b").symlink_to(tmp_path / "elsewhere")
+    assert list_images(tmp_path / "split").paths == ["a/1.jpg", "b/1.jpg"]
+
+
+# Their order
+
+
+def test_order_is_that_of_timm(tmp_path: Path) -> None:
+    classes = ["n10", "n9", "N09b", "cat", "cat-1", "cat 2", "Cats", "1", "1a", "20", "é", "ca.t"]
+    images = ["10.jpg", "9.jpg", "x9y10.JPEG", "x10y9.png", "A.jpg", "b.jpg", "a b.jpg", "a-1.jpg"]
+    fill(tmp_path, *(f"{name}/{image}" for name in classes for image in images))
+    assert listed_by_timm(tmp_path) == list_images(tmp_path)[:3]
+
+
+def test_fingerprint_of_known_images_is_as_ever(config: TrainConfig) -> None:
+    """Runs in progress compare it."""
+    assert TrainData(config, CPU, World()).source.fingerprint == "c1955f508c2ea6a1"
+
+
+def test_classes_that_timm_puts_in_any_order_have_one(tmp_path: Path) -> None:
+    fill(tmp_path, "01/b.jpg", "1/a.jpg", "001/c.jpg", "2²2/d.jpg")  # on the last timm fails
+    found = list_images(tmp_path)
+    assert found.classes == ("001", "01", "1", "2²2")
+    assert found.paths == ["1/a.jpg", "01/b.jpg", "001/c.jpg", "2²2/d.jpg"]
+    assert found.labels == [2, 1, 0, 3]
+
+
+# How they are decoded
+
+GREY = np.linspace(0, 65535, 12).astype(np.uint16).reshape(3, 4)
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "JPEG2000", "PPM"])
+def test_16_bits_are_scaled(form: str) -> None:
+    content = encoded(Image.fromarray(GREY), form)
+    assert np.array_equal(pixels(content), GREY >> 8)
+    assert np.array_equal(pixels(content, "RGB"), np.stack([GREY >> 8] * 3, axis=2))
+
+
+def tiff(bits: int, order: str, content: bytes) -> bytes:
+    """Return a grey TIFF of 2 x 1 pixels, of kinds that Pillow does not write."""
+    tags = [(256, 2), (257, 1), (258, bits), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1)]
+    entries = [(*tag, 0) for tag in [*tags, (279, len(content))]]
+    body = b"".join(struct.pack(f"{order}HHIHH", tag, 3, 1, n, zero) for tag, n, zero in entries)
+    magic = b"II*\0" if order == "<" else b"MM\0*"
+    place = 8 + len(content) + len(content) % 2
+    image = content + b"\0" * (len(content) % 2)
+    count = struct.pack(f"{order}H", len(entries))
+    return magic + struct.pack(f"{order}I", place) + image + count + body + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "order", "content"),
+    [
+        (16, ">", bytes([0x12, 0x34, 0xFE, 0xDC])),
+        (16, "<", bytes([0x34, 0x12, 0xDC, 0xFE])),
+        (12, "<", bytes([0x12, 0x3F, 0xED])),
+    ],
+)
+def test_bits_and_byte_order_of_a_tiff_are_minded(bits: int, order: str, content: bytes) -> None:
+    assert pixels(tiff(bits, order, content)).tolist() == [[0x12, 0xFE]]
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_32_bits_are_refused(mode: str) -> None:
+    message = f"TIFF with pixels of mode {mode}, whose range is not defined; they must have 8 or 16"
+    with pytest.raises(DataError, match=message):
+        decode(encoded(Image.new(mode, (4, 4)), "TIFF"), "RGB")
+
+
+def palette_image() -> Image.Image:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0])
+    image.putpixel((1, 0), 1)
+    return image
+
+
+@pytest.mark.parametrize(
+    ("content", "colours"),
+    [
+        (encoded(palette_image(), "PNG", transparency=b"\0\x80"), [[255, 0, 0], [0, 255, 0]]),
+        (encoded(palette_image(), "GIF", transparency=1), [[255, 0, 0], [0, 255, 0]]),
+        (encoded(Image.new("CMYK", (2, 1), (0, 0, 0, 0)), "JPEG"), [[255] * 3] * 2),
+        (encoded(Image.new("CMYK", (2, 1), (0, 255, 0, 0)), "TIFF"), [[255, 0, 255]] * 2),
+        (encoded(Image.new("LA", (2, 1), (200, 0)), "PNG"), [[200] * 3] * 2),
+        (encoded(Image.new("RGBA", (2, 1), (10, 200, 30, 0)), "PNG"), [[10, 200, 30]] * 2),
+        (encoded(Image.new("1", (2, 1), 1), "PNG"), [[255] * 3] * 2),
+    ],
+    ids=["transparent palette", "GIF", "JPEG of CMYK", "CMYK", "LA", "RGBA", "1 bit"],
+)
+def test_colours_are_those_of_timm(content: bytes, colours: list[list[int]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = pixels(content, "RGB")
+        grey = pixels(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert np.array_equal(found, np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    assert found.tolist() == [colours]
+    luminance = np.array(colours) @ [0.299, 0.587, 0.114]
+    assert np.abs(grey[0] - luminance).max() < 1
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_first_of_several_images_is_taken(form: str) -> None:
+    images = [Image.new("RGB", (8, 8), (60 * n, 0, 0)) for n in (1, 2, 3)]
+    lossless = {"lossless": True} if form == "WEBP" else {}
+    content = encoded(images[0], form, save_all=True, append_images=images[1:], **lossless)
+    assert Image.open(io.BytesIO(content)).n_frames == 3
+    assert pixels(content, "RGB")[4, 4].tolist() == [60, 0, 0]
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_truncated_file_is_an_error(form: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    content = encoded(Image.fromarray(noise), form)
+    with pytest.raises(DataError):
+        decode(content[: len(content) // 2], "RGB")
+
+
+def test_image_too_large_for_pillow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match=r"Image size \(400 pixels\) exceeds limit of 200 pixels"):
+        decode(encoded(Image.new("L", (20, 20)), "PNG"), "L")
+
+
+# Rotated photographs
+
+
+def with_exif(form: str, value: int) -> bytes:
+    """Return a white image, 16 x 8, whose upper left quarter is black, with an orientation."""
+    image = Image.new("L", (16, 8), 255)
+    image.paste(0, (0, 0, 8, 4))
+    exif = Image.Exif()
+    exif[274] = value
+    return encoded(image, form, exif=exif)
+
+
+UPRIGHT = pixels(with_exif("PNG", 1))
+TURNED = {
+    1: UPRIGHT,
+    2: UPRIGHT[:, ::-1],
+    3: UPRIGHT[::-1, ::-1],
+    4: UPRIGHT[::-1],
+    5: UPRIGHT.T,
+    6: UPRIGHT.T[:, ::-1],
+    7: UPRIGHT.T[::-1, ::-1],
+    8: UPRIGHT.T[::-1],
+    9: UPRIGHT,  # no orientation
+}
+
+
+@pytest.mark.parametrize("value", TURNED)
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_photographs_are_turned_if_asked(form: str, value: int) -> None:
+    content = with_exif(form, value)
+    assert np.abs(pixels(content).astype(int) - UPRIGHT).max() <= 8
+    turned = pixels(content, exif_rotation=True)
+    assert np.abs(turned.astype(int) - TURNED[value]).max() <= 8
+    assert orientation(decode(content, "RGB")) == (value if value < 9 else 1)
+    assert orientation(decode(content, "RGB", exif_rotation=True)) == 1
+
+
+def test_16_bits_are_turned() -> None:
+    exif = Image.Exif()
+    exif[274] = 6
+    content = encoded(Image.fromarray(GREY), "PNG", exif=exif)
+    assert np.array_equal(pixels(content, exif_rotation=True), (GREY >> 8).T[:, ::-1])
+    assert orientation(decode(content, "L")) == 6
+
+
+@pytest.mark.parametrize("exif_rotation", [False, True])
+def test_tiff_is_turned_in_any_case_and_once(exif_rotation: bool) -> None:
+    content = with_exif("TIFF", 6)
+    assert np.array_equal(pixels(content, exif_rotation=exif_rotation), TURNED[6])
+    assert orientation(decode(content, "L")) == 1
+
+
+def test_damaged_exif_data_turn_nothing() -> None:
+    content = encoded(Image.new("L", (16, 8)), "PNG", exif=b"Exif\0\0no TIFF header")
+    with pytest.raises(SyntaxError):
+        Image.open(io.BytesIO(content)).getexif()
+    assert pixels(content, exif_rotation=True).shape == (8, 16)
+    assert orientation(decode(content, "L")) == 1
+
+
+@pytest.fixture
+def rotated(config: TrainConfig, image_folder: Path) -> TrainConfig:
+    """Every image on its side, and two upright ones to validate on."""
+    for path in image_folder.glob("*/*/*.jpg"):
+        path.write_bytes(with_exif("JPEG", 1 if path.match("val/ash/[01].jpg") else 6))
+    return config
+
+
+def turning(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, exif_rotation=True))
+
+
+def test_setting_turns_images_of_validation(rotated: TrainConfig) -> None:
+    dark = []
+    for config in (rotated, turning(rotated)):
+        images = torch.cat([images for images, _ in ValData(config, CPU, World()).batches()])
+        assert images.shape == (12, 3, 16, 16)
+        # Of the upright, the upper left is dark; turned by a quarter to the right, the upper right.
+        dark.append([bool(image[0, 4, 4] < image[0, 4, 11]) for image in images])
+    assert dark == [[True] * 12, [True] * 2 + [False] * 10]
+
+
+def test_setting_turns_images_of_training(rotated: TrainConfig) -> None:
+    augment = dataclasses.replace(
+        rotated.augment, aa=None, hflip=0.0, scale=(1.0, 1.0), ratio=(0.5, 2.0)
+    )
+    dark = []
+    for config in (rotated, turning(rotated)):
+        data = TrainData(dataclasses.replace(config, augment=augment), CPU, World())
+        images = torch.cat([step.micro_batches[0][0] for step in data.steps(8)])
+        dark.append({bool(image[0, 2, 2] < image[0, 2, 13]) for image in images})
+    assert dark == [{True}, {False}]
+
+
+def test_run_tells_of_rotated_images(
+    rotated: TrainConfig,
+    tmp_path: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chosen = dataclasses.replace(
+        rotated, schedule=dataclasses.replace(rotated.schedule, epochs=1, warmup_epochs=0)
+    )
+    told = (
+        "         10 of 12 validation images are rotated by their EXIF tag, "
+        "which data.exif_rotation is to apply"
+    )
+    assert train(chosen, "--run.output", str(tmp_path / "ignoring")) == 0
+    assert capsys.readouterr().out.splitlines().count(told) == 1
+    assert train(turning(chosen), "--run.output", str(tmp_path / "applying")) == 0
+    assert "EXIF" not in capsys.readouterr().out
+    assert train(turning(chosen), "--run.output", str(tmp_path / "ignoring")) == 2
+    assert "with other data.exif_rotation (False -> True)" in capsys.readouterr().err
+
+
+def test_rotated_images_are_counted_over_all_processes(
+    rotated: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    monkeypatch.setattr(World, "gather", lambda self, count: counts.append(count) or [count, 100])
+    data = ValData(rotated, CPU, World(1, 2))
+    data.check()
+    assert counts == [5]  # of images 1, 3, 5, ..., the first upright
+    assert data.num_rotated == 105
