@@ -8,6 +8,7 @@ Importing this package registers its models with timm::
     model = timm.create_model("vil_tiny")
 """
 
+import sys
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -17,7 +18,10 @@ if (_repository / "pyproject.toml").is_file():
     # In a source checkout kernels/ stands beside vil/; a wheel has it inside as vil/kernels/.
     __path__.append(str(_repository))
 
-from vil.backbone import VisionLonghorn
-from vil.loading import load
+if not getattr(sys.modules.get("__main__"), "SETTINGS_FIRST", False):
+    # A script that says so tells what is wrong with its settings before torch is imported, which takes
+    # seconds; what it imports of this package afterwards registers the models, too.
+    from vil.backbone import VisionLonghorn
+    from vil.loading import load
 
 __all__ = ["VisionLonghorn", "__version__", "load"]

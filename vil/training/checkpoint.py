@@ -83,7 +83,7 @@ def save_checkpoint(folder: Path, training: Training, about: About, state: RunSt
         "optimizer": training.optimizer.state_dict(),
         "run": state.as_dict(),
         "epoch": len(state.history),
-        "metric": state.best["top1"] if state.history else None,
+        "metric": state.best_top1 if state.history else None,
         "config": dataclasses.asdict(about.config),
         "asked": dataclasses.asdict(about.asked),
         "data": about.fingerprints,

@@ -9,6 +9,9 @@ from typing import Literal
 
 from vil.training.errors import ConfigError
 
+_STEPS_PER_EPOCH = 16  # that a batch_size of None aims at
+_BATCHES = (8, 256)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -43,10 +46,6 @@ class ModelConfig:
     """Drop-path rate of the last block; the rate grows linearly from 0 at the first."""
     args: tuple[str, ...] = ()
     """Further arguments of the model as key=value, such as global_pool=avg norm_layer=layernorm."""
-
-    def __post_init__(self) -> None:
-        if self.in_chans not in (None, 1, 3):
-            raise ValueError(f"model.in_chans must be 1 or 3, got {self.in_chans}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +95,6 @@ class DataConfig:
     crop_pct: float | None = None
     """Validation resizes to img_size / crop_pct and keeps the centre; None is as of model.pretrained, or
     0.875."""
-
-    def __post_init__(self) -> None:
-        positive = ("images_per_class", "batch_size", "validation_batch_size", "shuffle_shards")
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"data.{name} must be at least 1, got {value}")
-        for name in ("aug_repeats", "num_workers"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"data.{name} must be at least 0, got {getattr(self, name)}")
-        if not 0 <= self.max_bad_images < 1:
-            raise ValueError(f"data.max_bad_images must lie in [0, 1), got {self.max_bad_images}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +166,8 @@ class OptimConfig:
     """Decay of matrices; none on vectors nor on what model.no_weight_decay() names."""
     clip_grad: float | None = None
     """Largest norm of the gradient; None does not clip."""
+    best: Literal["raw", "ema"] = "raw"
+    """Whether best.pt is of the epoch with the best top-1 of the weights, or of the averaged ones."""
     max_bad_steps: int = 10
     """Steps of the run that may have a loss or a gradient that is not finite before it stops. Such a
     step changes no weight; it is counted, and its images are named in skipped.txt."""
@@ -200,13 +189,6 @@ class ScheduleConfig:
     """Rate at the start of the warm-up."""
     min_lr: float = 1e-5
     """Rate at the end of the cosine."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= (self.warmup_epochs or 0) <= self.epochs or self.epochs < 1:
-            raise ValueError(
-                f"schedule.warmup_epochs must lie in 0 ... schedule.epochs = {self.epochs} >= 1, "
-                f"got {self.warmup_epochs}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,15 +220,6 @@ class RunConfig:
     tracker: Literal["tensorboard", "wandb"] | None = None
     """Where steps.csv and log.csv are shown, too, by a package to be installed; wandb takes its own
     environment variables, as WANDB_PROJECT and WANDB_MODE=offline."""
-
-    def __post_init__(self) -> None:
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(f"run.num_threads must be at least 1, got {self.num_threads}")
-        for name in ("log_interval", "grad_accum_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"run.{name} must be at least 1, got {getattr(self, name)}")
-        if self.save_minutes < 0:
-            raise ValueError(f"run.save_minutes must be at least 0, got {self.save_minutes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,15 +264,9 @@ class TrainConfig:
             )
         return micro
 
-    def __post_init__(self) -> None:
-        if self.augment.mixes and (self.data.batch_size or 0) % 2:
-            raise ValueError(
-                f"data.batch_size must be even for mixup and cutmix, got {self.data.batch_size}"
-            )
-        for name in ("mean", "std"):
-            values = getattr(self.data, name)
-            if None not in (values, self.model.in_chans) and len(values) != self.model.in_chans:
-                raise ValueError(
-                    f"data.{name} must have model.in_chans = {self.model.in_chans} values, "
-                    f"got {values}"
-                )
+
+def suitable_batch(num_images: int) -> int:
+    """Return the batch for a number of training images where none is set."""
+    least, most = _BATCHES
+    share = min(max(num_images // _STEPS_PER_EPOCH, least), most, num_images)
+    return 1 << (share.bit_length() - 1)

@@ -44,6 +44,23 @@ class DataError(UserError):
     is_final = True
 
 
+class SettingsError(UserError):
+    """Everything that is wrong with the settings, by themselves and for the data."""
+
+    is_final = True
+
+    def __init__(self, problems: list[UserError]) -> None:
+        """Put them together.
+
+        Args:
+            problems: Each a ConfigError, or a DataError; the exit code is the smallest of theirs.
+        """
+        lines = [str(problem) for problem in problems]
+        several = [f"{len(lines)} things are wrong:", *(f"  - {line}" for line in lines)]
+        super().__init__(lines[0] if len(lines) == 1 else "\n".join(several))
+        self.exit_code = min(problem.exit_code for problem in problems)
+
+
 class NonFiniteLossError(UserError):
     """A loss that is NaN or infinite; another attempt has the same images and draws."""
 
@@ -72,7 +89,7 @@ class StoppedError(UserError):
 
 
 def run_script(script: Callable[[], None]) -> int:
-    """Run a script's body and turn its user errors into one line on stderr.
+    """Run a script's body and turn its user errors into one line on stderr, those of settings into more.
 
     Of the processes that torchrun started on a node, only the first to meet an error says it.
 
@@ -88,9 +105,11 @@ def run_script(script: Callable[[], None]) -> int:
     try:
         script()
     except UserError as error:
-        # A loader worker's error arrives as its whole traceback; the last line is the message.
-        message = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.")
-        message = message.removeprefix(f"{type(error).__name__}: ")
+        message = str(error).strip()
+        if not isinstance(error, SettingsError):
+            # A loader worker's error arrives as its whole traceback; the last line is the message.
+            message = message.splitlines()[-1].removeprefix(f"{type(error).__module__}.")
+            message = message.removeprefix(f"{type(error).__name__}: ")
         if is_first(message):
             console.print(f"{prefix}error: {message}")
             if error.is_final:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageFile
 
+from vil.training.config import DataConfig
 from vil.training.errors import DataError
 
 _LITTER = {"__macosx", "thumbs.db"}  # hidden where it was made, and nowhere else
@@ -27,6 +28,21 @@ class ImageList(NamedTuple):
     """Names of the class folders, in timm's order."""
     ignored: str
     """A line about what is no image; empty where all is."""
+
+
+def find_split(data: DataConfig, training: bool) -> Path:
+    """Return the folder of a split; validation also goes by its usual short name.
+
+    Raises:
+        DataError: there is none.
+    """
+    split = data.train_split if training else data.val_split
+    names = [split, "val"] if split == "validation" else [split]
+    for name in names:
+        folder = Path(data.path, name)
+        if folder.is_dir():
+            return folder
+    raise DataError(f"data.path {data.path} has no folder {' or '.join(names)}")
 
 
 def list_images(folder: Path) -> ImageList:

@@ -18,6 +18,12 @@ _PATIENCE = 10.0  # seconds
 _MODULES = {"torch.distributed.run", "torch.distributed.launch"}
 
 
+def world_size() -> int:
+    """Return the number of processes that the launcher says there are; what is no number is found later."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if size.isdigit() and "RANK" in os.environ else 1
+
+
 def is_launched() -> bool:
     """Tell whether torchrun started this process, so that it may be started again."""
     return "TORCHELASTIC_RUN_ID" in os.environ

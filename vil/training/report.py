@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -221,7 +222,7 @@ class Report:
         self.console.print(
             f"epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.4f}  "
             f"held-out loss {row['val_loss']:.4f}  top-1 {row['top1']:.2f}{ema}  "
-            f"best {self.state.best['top1']:.2f}  {row['images_per_s']:,.0f} images/s  "
+            f"best {self.state.best_top1:.2f}  {row['images_per_s']:,.0f} images/s  "
             f"lr {row['lr']:.2e}  {self._skipped()}{self._time_left()} left"
         )
         if not self.console.quiet:
@@ -252,19 +253,20 @@ class Report:
         seconds = round(sum(row["seconds"] for row in self.state.history))
         skipped = last["skipped_images"] + last["skipped_steps"]
         named = f", named in {self.folder / 'skipped.txt'}" if skipped else ""
+        averaged = ", EMA" if self.state.best_key == "ema_top1" else ""
         best_path = self.folder / "best.pt"
         self.console.print(
-            f"\n{name} reached top-1 {best['top1']:.2f}% (best, epoch {best['epoch']}) and "
+            f"\n{name} reached top-1 {self.state.best_top1:.2f}% (best{averaged}, epoch {best['epoch']}) and "
             f"{last['top1']:.2f}% (last{ema}) on {num_images:,} held-out images, "
             f"in {timedelta(seconds=seconds)}\n"
             f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps{named}\n"
             f"files    {self.folder}: best.pt, last.pt, config.yaml, log.csv, steps.csv, curve.png\n"
-            f"evaluate python eval.py {shlex.quote(str(best_path))}"
+            f"evaluate python eval.py {shlex.quote(str(best_path))}{' --ema' if averaged else ''}"
         )
 
     def _draw(self) -> None:
         if not self.console.quiet:
-            self.tolerate(lambda: draw_curve(self.folder / "curve.png", self.state.history))
+            self.tolerate(lambda: draw_curve(self.folder / "curve.png", self.state))
             self.drawn = time.perf_counter()
 
     def _skipped(self) -> str:
@@ -288,7 +290,8 @@ def write_log(path: Path, history: list[dict[str, Any]]) -> None:
         history: A row per epoch.
     """
     table = io.StringIO()
-    writer = csv.DictWriter(table, fieldnames=list(history[0]), lineterminator="\n")
+    columns = list(dict.fromkeys(key for row in reversed(history) for key in row))
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(history)
     write_text(path, table.getvalue())
@@ -312,15 +315,16 @@ def _memory() -> str:
     return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  "
 
 
-def draw_curve(path: Path, history: list[dict[str, Any]]) -> None:
+def draw_curve(path: Path, state: RunState) -> None:
     """Draw loss and top-1 by epoch.
 
     Args:
         path: Destination, PNG.
-        history: A row per epoch.
+        state: Holds a row per epoch.
     """
     from matplotlib.figure import Figure
 
+    history = state.history
     epochs = [row["epoch"] for row in history]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     loss_axes, top1_axes = figure.subplots(1, 2)
@@ -329,9 +333,10 @@ def draw_curve(path: Path, history: list[dict[str, Any]]) -> None:
     loss_axes.set(xlabel="epoch", ylabel="loss", yscale="log")
     top1_axes.plot(epochs, [row["top1"] for row in history], color="C1", label="held out")
     if "ema_top1" in history[-1]:
-        top1_axes.plot(epochs, [row["ema_top1"] for row in history], color="C2", label="EMA")
-    best = max(history, key=lambda row: row["top1"])
-    top1_axes.set(xlabel="epoch", ylabel="top-1 (%)", title=f"best {best['top1']:.2f}%")
+        top1_axes.plot(
+            epochs, [row.get("ema_top1", math.nan) for row in history], color="C2", label="EMA"
+        )
+    top1_axes.set(xlabel="epoch", ylabel="top-1 (%)", title=f"best {state.best_top1:.2f}%")
     for axes in (loss_axes, top1_axes):
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from vil.training.config import ModelConfig, TrainConfig
+from vil.training.config import ModelConfig, TrainConfig, suitable_batch
 from vil.training.errors import ConfigError, DataError
 from vil.training.sources import Source
 from vil.weights import Weights
@@ -22,8 +22,6 @@ _PREPROCESSING = {
     "interpolation": "bicubic",
     "crop_pct": 0.875,
 }
-_STEPS_PER_EPOCH = 16  # that batch_size None aims at
-_BATCHES = (8, 256)
 
 
 def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConfig:
@@ -102,13 +100,6 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
         data=replace(config.data, batch_size=batch),
         schedule=replace(config.schedule, warmup_epochs=warmup),
     )
-
-
-def suitable_batch(num_images: int) -> int:
-    """Return the batch for a number of training images where none is set."""
-    least, most = _BATCHES
-    share = min(max(num_images // _STEPS_PER_EPOCH, least), most, num_images)
-    return 1 << (share.bit_length() - 1)
 
 
 def model_arguments(model: ModelConfig) -> dict[str, Any]:

@@ -105,6 +105,7 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
             {"step": state.step, "epoch": epoch, "setting": key, "before": old, "after": new}
             for key, old, new in folder.changed
         ]
+    state.best_key = "ema_top1" if about.config.optim.best == "ema" else "top1"
     if world.is_main and (checkpoint is None or folder.changed):
         write_text(folder.path / CONFIG, to_yaml(about.config))
         if state.changes:

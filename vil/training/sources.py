@@ -18,7 +18,7 @@ from vil.training.config import DataConfig, ModelConfig
 from vil.training.draws import key
 from vil.training.errors import ConfigError, DataError
 from vil.training.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
-from vil.training.image_files import IMAGE_FORMATS, list_images
+from vil.training.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
 from vil.training.shards import ShardSource
 
 _MODES = {1: "L", 3: "RGB"}
@@ -50,13 +50,16 @@ class Source(Protocol):
         """Draw an epoch's order, int64, (num_images,)."""
 
 
-def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
+def open_source(
+    data: DataConfig, model: ModelConfig, training: bool, listed: ImageList | None = None
+) -> Source:
     """Open one split of the configured data and check it against the model.
 
     Args:
         data: Names the data.
         model: Gives the number of classes, if it is set, and of fractals and their size, which must be.
         training: Training split, or validation.
+        listed: The images in the split's folder, if they are listed already.
 
     Raises:
         ConfigError: data.path is missing or has no meaning, or fractals cannot be computed or lack
@@ -64,7 +67,7 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
         DataError: the data is missing, damaged, or has another number of classes, or a class has
             fewer training images than data.images_per_class.
     """
-    source = _open(data, model, training)
+    source = _open(data, model, training, listed)
     split = "training" if training else "validation"
     _check_excluded(source, split, data.max_bad_images if training else 0.0)
     if source.num_images == 0:
@@ -166,9 +169,10 @@ class DigitSource:
 class FolderSource:
     """A folder per class below data.path/<split>, numbered in timm's order of their names."""
 
-    def __init__(self, data: DataConfig, training: bool) -> None:
-        self.folder = _find_split(data, training)
-        found = list_images(self.folder)
+    def __init__(self, data: DataConfig, training: bool, listed: ImageList | None = None) -> None:
+        """List the images, unless that was done already."""
+        self.folder = find_split(data, training)
+        found = listed or list_images(self.folder)
         # Arrays, because a million Python strings would be copied into every loader process.
         self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in found.paths])
         self.labels = np.array(found.labels, dtype=np.int64)
@@ -249,7 +253,7 @@ class ClassSubset:
         return drawn[drawn >= 0]
 
 
-def _open(data: DataConfig, model: ModelConfig, training: bool) -> Source:
+def _open(data: DataConfig, model: ModelConfig, training: bool, listed: ImageList | None) -> Source:
     """Open one split of the configured data, whole."""
     if data.dataset in ("digits", "fractals"):
         if data.path is not None:
@@ -269,7 +273,7 @@ def _open(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     if not Path(data.path).is_dir():
         raise DataError(f"data.path {data.path} is not a folder")
     if data.dataset == "folder":
-        return FolderSource(data, training)
+        return FolderSource(data, training, listed)
     return ShardSource(data, training, model.num_classes)
 
 
@@ -281,17 +285,6 @@ def _check_excluded(source: Source, split: str, share: float) -> None:
             f"{count} of {source.num_images + count} {split} images have no usable label, "
             f"the first: {source.excluded[0]}"
         )
-
-
-def _find_split(data: DataConfig, training: bool) -> Path:
-    """Return the folder of a split; validation also goes by its usual short name."""
-    split = data.train_split if training else data.val_split
-    names = [split, "val"] if split == "validation" else [split]
-    for name in names:
-        folder = Path(data.path, name)
-        if folder.is_dir():
-            return folder
-    raise DataError(f"data.path {data.path} has no folder {' or '.join(names)}")
 
 
 def _digest(*parts: bytes) -> str:

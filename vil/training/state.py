@@ -23,10 +23,19 @@ class RunState:
     changes: list[dict[str, Any]] = field(default_factory=list)
     """Settings changed on the way: step, epoch, setting, before, after."""
 
+    best_key: str = "top1"
+    """What makes an epoch the best: top1, or ema_top1."""
+
     @property
     def best(self) -> dict[str, Any]:
         """The row of the epoch with the best top-1, the first of equals."""
-        return max(self.history, key=lambda row: row["top1"])
+        # Where the average began on the way, earlier epochs have none.
+        return max(self.history, key=lambda row: row.get(self.best_key, -1.0))
+
+    @property
+    def best_top1(self) -> float:
+        """Its top-1 in percent."""
+        return self.best.get(self.best_key, self.best["top1"])
 
     @property
     def best_is_last(self) -> bool:

@@ -1,0 +1,262 @@
+"""Everything in the settings that is wrong, told at once and before anything heavy is imported.
+
+What only the model, the device or the files' contents can tell is found later. This module and what it
+imports do not import torch.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vil.training.config import TrainConfig, suitable_batch
+from vil.training.errors import ConfigError, DataError, SettingsError, UserError
+from vil.training.image_files import ImageList, find_split, list_images
+from vil.training.recipes import flat_dict
+
+_LEAST = {
+    "model.num_classes": 1,
+    "model.img_size": 1,
+    "model.patch_size": 1,
+    "model.patch_stride": 1,
+    "model.embed_dim": 1,
+    "model.depth": 1,
+    "data.images_per_class": 1,
+    "data.batch_size": 1,
+    "data.validation_batch_size": 1,
+    "data.shuffle_shards": 1,
+    "data.aug_repeats": 0,
+    "data.num_workers": 0,
+    "augment.mix_size": 1,
+    "augment.mixup": 0,
+    "augment.cutmix": 0,
+    "augment.recount": 1,
+    "optim.lr_base": 0,
+    "optim.lr_base_size": 1,
+    "optim.weight_decay": 0,
+    "optim.max_bad_steps": 0,
+    "schedule.epochs": 1,
+    "schedule.warmup_epochs": 0,
+    "schedule.warmup_lr": 0,
+    "schedule.min_lr": 0,
+    "run.grad_accum_steps": 1,
+    "run.num_threads": 1,
+    "run.log_interval": 1,
+    "run.save_minutes": 0,
+}
+_SHARES = (
+    *("model.drop_path_rate", "data.max_bad_images", "data.crop_pct"),
+    *("augment.translate", "augment.hflip", "augment.reprob", "augment.smoothing"),
+    *("augment.mixup_prob", "augment.mixup_switch_prob"),
+    *("optim.layer_decay", "optim.model_ema_decay"),
+)
+_NOT_ZERO = ("data.crop_pct", "optim.layer_decay")
+_NOT_ONE = ("model.drop_path_rate", "data.max_bad_images", "augment.smoothing")
+_OURS = ("vil_", "vim_")  # models whose patches must cover the image
+_PATCH = 16  # of theirs, where nothing else is said
+_WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
+_DIGITS = {"training": 1437, "validation": 360}
+
+
+@dataclass(frozen=True)
+class _Split:
+    """What is known of a split of the data."""
+
+    num_images: int
+    classes: tuple[str, ...]
+    fewest: tuple[str, int] | None = None
+    """The class with the fewest images, and how many those are."""
+
+
+def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList]:
+    """Check the settings with each other and with the data.
+
+    Args:
+        config: The settings as asked for.
+        world_size: Number of processes.
+
+    Returns:
+        The images of a folder that were listed for that, so that they need not be again: those to train
+        on under True, those to validate on under False.
+
+    Raises:
+        SettingsError: something is wrong; tells all of it, each with what would be right.
+    """
+    problems: list[UserError] = [
+        *map(ConfigError, _out_of_range(flat_dict(config))),
+        *map(ConfigError, _contradictions(config)),
+    ]
+    listed, found = _list_folders(config)
+    problems += found
+    problems += _against_data(config, _splits(config, listed), world_size)
+    if problems:
+        raise SettingsError(problems)
+    return listed
+
+
+def _out_of_range(values: dict[str, Any]) -> Iterator[str]:
+    """Check single numbers."""
+    for key, least in _LEAST.items():
+        if values[key] is not None and not values[key] >= least:
+            yield f"{key} must be at least {least}, got {values[key]}"
+    for key in _SHARES:
+        value = values[key]
+        wrong = (key in _NOT_ZERO and value == 0) or (key in _NOT_ONE and value == 1)
+        if value is not None and (wrong or not 0 <= value <= 1):
+            opening, closing = "(" if key in _NOT_ZERO else "[", ")" if key in _NOT_ONE else "]"
+            yield f"{key} must lie in {opening}0, 1{closing}, got {value}"
+    for key in ("augment.scale", "augment.ratio", "augment.zoom"):
+        low, high = values[key]
+        if not 0 < low <= high:
+            yield f"{key} must be two numbers, 0 < first <= second, got {low} {high}"
+    if values["model.in_chans"] not in (None, 1, 3):
+        yield f"model.in_chans must be 1 or 3, got {values['model.in_chans']}"
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    """Check settings with each other."""
+    model, data, schedule = config.model, config.data, config.schedule
+    yield from _unknown_weights(config)
+    for word in model.args:
+        if not word.partition("=")[0].isidentifier() or "=" not in word:
+            yield f"model.args takes key=value, got {word}"
+    yield from _uncovered_image(config)
+    if schedule.warmup_epochs is not None and schedule.warmup_epochs > schedule.epochs > 0:
+        yield (
+            f"schedule.warmup_epochs {schedule.warmup_epochs} is longer than the run, schedule.epochs "
+            f"{schedule.epochs}: {schedule.epochs // 10}, say"
+        )
+    for name in ("mean", "std"):
+        values = getattr(data, name)
+        if None not in (values, model.in_chans) and len(values) != model.in_chans:
+            yield f"data.{name} must have model.in_chans = {model.in_chans} values, got {values}"
+    if data.dataset in ("digits", "fractals") and data.path is not None:
+        yield f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
+    if data.dataset in ("folder", "wds") and data.path is None:
+        yield f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
+    if data.dataset == "fractals" and model.num_classes is None:
+        yield "data.dataset fractals needs --model.num-classes, 1000 say"
+    if config.optim.best == "ema" and config.optim.model_ema_decay is None:
+        yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"
+
+
+def _unknown_weights(config: TrainConfig) -> Iterator[str]:
+    """Check what the run starts from."""
+    model = config.model
+    if model.pretrained is None:
+        if model.name is None:
+            yield "model.name is missing: a model of timm, vil_tiny say, or --model.pretrained SOURCE"
+        if model.pretrained_ema:
+            yield "model.pretrained_ema has no use without model.pretrained"
+        return
+    place = model.pretrained.removeprefix("local-dir:")
+    is_path = place != model.pretrained or os.sep in place or place.endswith(_WEIGHTS)
+    if is_path and not model.pretrained.startswith("hf-hub:") and not Path(place).exists():
+        yield f"model.pretrained {model.pretrained} does not exist"
+
+
+def _uncovered_image(config: TrainConfig) -> Iterator[str]:
+    """Check that whole patches cover the image, where the settings say both."""
+    model = config.model
+    if (
+        not (model.name or "").startswith(_OURS)
+        or min(model.patch_size or 1, model.img_size or 1) < 1
+    ):
+        return
+    patch = model.patch_size or _PATCH
+    stride = patch if model.patch_stride is None else model.patch_stride
+    if stride > patch:
+        yield f"model.patch_stride must be at most the patch's {patch} px, got {stride}"
+    elif model.img_size is not None and stride > 0:
+        below = max(model.img_size - patch, 0) // stride * stride + patch
+        if model.img_size != below:
+            yield (
+                f"model.img_size {model.img_size} is not covered by patches of {patch} px every "
+                f"{stride} px: {below} or {below + stride} is"
+            )
+
+
+def _list_folders(config: TrainConfig) -> tuple[dict[bool, ImageList], list[UserError]]:
+    """List the images where they lie in folders; also return what is wrong with them."""
+    data = config.data
+    if data.dataset not in ("folder", "wds") or data.path is None:
+        return {}, []
+    if not Path(data.path).is_dir():
+        return {}, [DataError(f"data.path {data.path} is not a folder")]
+    listed: dict[bool, ImageList] = {}
+    problems: list[UserError] = []
+    for training in (True, False) if data.dataset == "folder" else ():
+        try:
+            listed[training] = list_images(find_split(data, training))
+        except DataError as error:
+            problems.append(error)
+    return listed, problems
+
+
+def _splits(config: TrainConfig, listed: dict[bool, ImageList]) -> dict[str, _Split]:
+    """Count images and classes, as far as that is known without reading any."""
+    data, model = config.data, config.model
+    if data.dataset == "digits":
+        names = tuple(map(str, range(10)))
+        return {split: _Split(count, names) for split, count in _DIGITS.items()}
+    if data.dataset == "fractals" and model.num_classes and (data.images_per_class or 1) > 0:
+        names = tuple(map(str, range(model.num_classes)))
+        return {"training": _Split(model.num_classes * (data.images_per_class or 1000), names)}
+    splits = {}
+    for training, images in listed.items():
+        counts = Counter(images.labels)
+        label = min(counts, key=counts.__getitem__)
+        fewest = (images.classes[label], counts[label])
+        split = "training" if training else "validation"
+        splits[split] = _Split(len(images.labels), images.classes, fewest)
+    return splits
+
+
+def _against_data(
+    config: TrainConfig, splits: dict[str, _Split], world_size: int
+) -> Iterator[UserError]:
+    """Check the settings with the number of classes and images."""
+    model, data = config.model, config.data
+    for name, split in splits.items():
+        found = len(split.classes)
+        if model.num_classes not in (None, found):
+            yield DataError(
+                f"the {name} data has {found} classes, model.num_classes is {model.num_classes}; "
+                f"leave it out, or pass --model.num-classes {found}"
+            )
+    if len(splits) == 2:
+        yield from _differing_classes(splits["training"], splits["validation"])
+    batch, train = data.batch_size, splits.get("training")
+    if train is not None:
+        total = train.num_images
+        if (data.images_per_class or 0) > 0 and data.dataset != "fractals":
+            if train.fewest is not None and data.images_per_class > train.fewest[1]:
+                name, count = train.fewest
+                yield DataError(
+                    f"data.images_per_class must be at most the {count} training images that class "
+                    f"{name} has, got {data.images_per_class}"
+                )
+            total = min(total, data.images_per_class * len(train.classes))
+        fitting = suitable_batch(max(total, 1))
+        if batch is not None and batch > total:
+            yield DataError(
+                f"an epoch has {total} training images, fewer than data.batch_size {batch}; pass "
+                f"--data.batch-size {fitting}, say"
+            )
+        batch = fitting if batch is None else min(batch, fitting) if batch > total else batch
+    if batch is not None and batch > 0 and config.run.grad_accum_steps > 0:
+        try:
+            replace(config, data=replace(data, batch_size=batch)).micro_batch(world_size)
+        except ConfigError as error:
+            yield error
+
+
+def _differing_classes(train: _Split, val: _Split) -> Iterator[DataError]:
+    differing = sorted(set(train.classes) ^ set(val.classes))
+    if differing:
+        where = "training" if differing[0] in train.classes else "validation"
+        yield DataError(
+            f"class {differing[0]} is in the {where} data only ({len(differing)} classes differ)"
+        )

@@ -1,0 +1,87 @@
+"""A run from its settings to its summary, in one of its processes."""
+
+import torch
+from rich.console import Console
+
+from vil.training.checkpoint import About
+from vil.training.config import TrainConfig
+from vil.training.data import TrainData, ValData, check_same_classes
+from vil.training.distributed import World, process_group, world_from_environment
+from vil.training.draws import seed_everything
+from vil.training.image_files import ImageList
+from vil.training.loop import Run, fit
+from vil.training.report import Report, new_console, print_banner
+from vil.training.resolve import fill_from_data, fill_from_weights
+from vil.training.resume import RunFolder, open_for_all, restore_or_start
+from vil.training.setup import build_training, read_pretrained, resolve_device
+from vil.training.sources import open_source
+from vil.training.stopping import Agreement
+
+
+def run(config: TrainConfig, recipe: str, listed: dict[bool, ImageList]) -> None:
+    """Train as the settings say.
+
+    Args:
+        config: The settings as asked for, checked.
+        recipe: Name of the recipe, for the default folder.
+        listed: Images of folders, as far as they are listed: to train on under True, to validate on
+            under False.
+    """
+    world = world_from_environment()
+    device = resolve_device(config.run, world)
+    console = new_console(quiet=not world.is_main)
+    with (
+        process_group(world, device),
+        open_for_all(config, recipe, world, console.print) as folder,
+    ):
+        _train(folder, listed, console, device, world)
+
+
+def _train(
+    folder: RunFolder,
+    listed: dict[bool, ImageList],
+    console: Console,
+    device: torch.device,
+    world: World,
+) -> None:
+    """Build everything, go to where the run was, and train."""
+    weights = read_pretrained(folder.config.model) if folder.checkpoint is None else None
+    config = fill_from_weights(folder.config, weights)
+    with world.main_first():
+        sources = [
+            open_source(config.data, config.model, training, listed.get(training))
+            for training in (True, False)
+        ]
+    config = fill_from_data(config, *sources)
+    train_data = TrainData(config, device, world, sources[0])
+    val_data = ValData(config, device, world, sources[1])
+    check_same_classes(train_data, val_data)
+    seed_everything(config.run.seed)
+    training = build_training(config, device, world, weights, sources[0].classes)
+    about = About(
+        config=config,
+        asked=folder.asked,
+        fingerprints={"training": sources[0].fingerprint, "validation": sources[1].fingerprint},
+        classes=sources[0].classes,
+    )
+    state = restore_or_start(training, folder, about, world)
+    if state.step == 0:
+        val_data.check()
+    print_banner(console, training, train_data, val_data, config, state)
+    with (
+        Report(console, folder.path, config, train_data.steps_per_epoch, state) as report,
+        Agreement(world, config.run.save_minutes) as agreement,
+    ):
+        fit(
+            Run(
+                training=training,
+                train_data=train_data,
+                val_data=val_data,
+                about=about,
+                folder=folder.path,
+                state=state,
+                agreement=agreement,
+                report=report,
+            )
+        )
+    report.summarize(config.model.name, val_data.num_images)
