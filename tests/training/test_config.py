@@ -319,13 +319,6 @@ def test_yaml_exponent_without_point_is_a_number(tmp_path: Path) -> None:
         ("optim:\n  lr_base: fast\n", "has a wrong value"),
         ("data:\n  batch_size: 12.5\n", "has a wrong value"),
         ("data:\n  dataset: cifar\n", "has a wrong value"),
-        ("data:\n  aug_repeats: -1\n", "has a wrong value"),
-        ("data:\n  max_bad_images: 1\n", "has a wrong value"),
-        ("run:\n  grad_accum_steps: 0\n", "has a wrong value"),
-        ("run:\n  save_minutes: -1\n", "has a wrong value"),
-        ("data:\n  batch_size: 7\n", "has a wrong value"),
-        ("model: {in_chans: 1}\ndata: {mean: [0.1, 0.2, 0.3]}\n", "has a wrong value"),
-        ("schedule:\n  epochs: 2\n", "has a wrong value"),
     ],
 )
 def test_wrong_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -368,9 +361,9 @@ def test_unknown_key_of_checkpoint_is_refused() -> None:
 
 def test_what_cannot_change_the_result_is_no_change() -> None:
     old = TrainConfig(model=ModelConfig(name="vil_tiny"))
+    watched = {"log_interval": 1, "tracker": "wandb"}
     moved = dataclasses.replace(
-        old,
-        run=dataclasses.replace(old.run, output="there", grad_accum_steps=2, log_interval=1),
+        old, run=dataclasses.replace(old.run, output="there", grad_accum_steps=2, **watched)
     )
     assert changes(old, filled(old), moved) == []
     assert changes(old, filled(old), filled(old)) == []
@@ -398,7 +391,7 @@ def test_unknown_optimizer_is_refused() -> None:
         build_optimizer(torch.nn.Linear(2, 2), OptimConfig(opt="sgdd"), lr=1e-3)
 
 
-def test_number_of_threads_is_set_and_checked() -> None:
+def test_number_of_threads_is_set() -> None:
     before = torch.get_num_threads()
     try:
         resolve_device(RunConfig(device="cpu", num_threads=2), World())
@@ -407,5 +400,3 @@ def test_number_of_threads_is_set_and_checked() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    with pytest.raises(ValueError, match=r"run.num_threads must be at least 1, got 0"):
-        RunConfig(num_threads=0)

@@ -372,11 +372,6 @@ def test_more_images_than_a_class_has_are_refused(
         train_data(with_data(chosen, images_per_class=9))
 
 
-def test_fewer_images_than_one_of_each_class_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.images_per_class must be at least 1, got 0"):
-        DataConfig(images_per_class=0)
-
-
 _hanging: list[float] = []  # an entry, in seconds, for each process that shall hang when forked
 os.register_at_fork(
     after_in_child=lambda: time.sleep(_hanging[-1]) if _hanging else None,

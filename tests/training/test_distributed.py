@@ -55,9 +55,9 @@ def start(config: TrainConfig, folder: Path, world_size: int) -> list[subprocess
     ]
 
 
-def log(folder: Path) -> list[dict[str, str]]:
+def log(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
     """Read a run's log."""
-    with (folder / "log.csv").open() as file:
+    with (folder / name).open() as file:
         return list(csv.DictReader(file))
 
 
@@ -78,6 +78,16 @@ def test_two_processes_equal_one(
         for key in ("train_loss", "val_loss", "ema_loss"):
             assert float(left[key]) == pytest.approx(float(right[key]), abs=1e-6)
         assert left["top1"] == right["top1"]
+    one, two = log(tmp_path / "one", "steps.csv"), log(tmp_path / "two", "steps.csv")
+    assert [row["step"] for row in one] == [str(step) for step in range(1, 21)]
+    for left, right in zip(one, two, strict=True):
+        assert (left["step"], left["epoch"], left["lr"]) == (
+            right["step"],
+            right["epoch"],
+            right["lr"],
+        )
+        for key in ("loss", "grad_norm"):
+            assert float(left[key]) == pytest.approx(float(right[key]), rel=1e-4)
 
 
 def test_signal_to_one_process_stops_all_of_them_at_the_same_step(

@@ -1,0 +1,197 @@
+"""What is wrong with settings is told together, with what would be right, before torch is imported."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vil.training.config import ModelConfig, TrainConfig, suitable_batch
+from vil.training.errors import SettingsError, run_script
+from vil.training.preflight import check_settings
+from vil.training.recipes import load_config, read_recipe
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+SCRIPT = str(ROOT / "train_imagenet.py")
+
+
+def changed(config: TrainConfig, **settings: object) -> TrainConfig:
+    """Return the settings with some of them, as section__name, replaced."""
+    for key, value in settings.items():
+        section, name = key.split("__")
+        part = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+def problems(config: TrainConfig, world_size: int = 1) -> list[str]:
+    """Return what is told about the settings, a line each."""
+    try:
+        check_settings(config, world_size)
+    except SettingsError as error:
+        lines = str(error).splitlines()
+        return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
+    return []
+
+
+def test_right_settings_pass_and_the_images_listed_are_returned(config: TrainConfig) -> None:
+    listed = check_settings(config, 1)
+    assert {training: len(images.paths) for training, images in listed.items()} == {
+        True: 32,
+        False: 12,
+    }
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_are_right_but_for_what_a_user_adds(path: Path, image_folder: Path) -> None:
+    config = read_recipe(path)
+    if config.model.pretrained is not None:
+        config = changed(config, model__pretrained=str(path))  # any file
+    elif config.model.name is None:
+        config = changed(config, model__name="vil_tiny")
+    if config.data.dataset == "folder":
+        config = changed(config, data__path=str(image_folder), data__batch_size=None)
+        config = changed(config, augment__mix_size=None)
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"data__aug_repeats": -1}, "data.aug_repeats must be at least 0, got -1"),
+        ({"data__max_bad_images": 1.0}, r"data.max_bad_images must lie in [0, 1), got 1.0"),
+        ({"data__max_bad_images": float("nan")}, "data.max_bad_images must lie in [0, 1), got nan"),
+        ({"data__images_per_class": 0}, "data.images_per_class must be at least 1, got 0"),
+        ({"run__grad_accum_steps": 0}, "run.grad_accum_steps must be at least 1, got 0"),
+        ({"run__save_minutes": -1.0}, "run.save_minutes must be at least 0, got -1.0"),
+        ({"run__num_threads": 0}, "run.num_threads must be at least 1, got 0"),
+        ({"optim__layer_decay": 0.0}, "optim.layer_decay must lie in (0, 1], got 0.0"),
+        ({"model__drop_path_rate": 1.0}, "model.drop_path_rate must lie in [0, 1), got 1.0"),
+        ({"augment__scale": (0.5, 0.1)}, "augment.scale must be two numbers, 0 < first <= second"),
+        ({"model__in_chans": 2}, "model.in_chans must be 1 or 3, got 2"),
+        ({"model__in_chans": 1}, "data.mean must have model.in_chans = 1 values, got"),
+        (
+            {"model__num_classes": 5},
+            "the training data has 4 classes, model.num_classes is 5; leave",
+        ),
+        ({"model__args": ("pool",)}, "model.args takes key=value, got pool"),
+        ({"model__name": None}, "model.name is missing: a model of timm, vil_tiny say, or"),
+        ({"model__pretrained_ema": True}, "model.pretrained_ema has no use without"),
+        ({"model__pretrained": "none.pt"}, "model.pretrained none.pt does not exist"),
+        ({"model__pretrained": "local-dir:none"}, "model.pretrained local-dir:none does not exist"),
+        ({"model__img_size": 20}, "20 is not covered by patches of 8 px every 8 px: 16 or 24 is"),
+        ({"model__patch_stride": 9}, "model.patch_stride must be at most the patch's 8 px, got 9"),
+        ({"schedule__epochs": 0}, "schedule.epochs must be at least 1, got 0"),
+        ({"schedule__warmup_epochs": 4}, "schedule.warmup_epochs 4 is longer than the run, sch"),
+        ({"data__batch_size": 7}, "augment.mix_size must be even and divide the 7 images"),
+        (
+            {"data__batch_size": 64},
+            "an epoch has 32 training images, fewer than data.batch_size 64",
+        ),
+        ({"data__images_per_class": 9}, "must be at most the 8 training images that class ash has"),
+        (
+            {"data__path": None},
+            "data.dataset folder needs --data.path, the root folder of the data",
+        ),
+        ({"data__path": "/nowhere"}, "data.path /nowhere is not a folder"),
+        ({"data__train_split": "trai"}, "has no folder trai"),
+        ({"data__dataset": "digits"}, "data.path has no use for data.dataset digits, got"),
+        ({"optim__best": "ema", "optim__model_ema_decay": None}, "optim.best ema needs averaged"),
+    ],
+)
+def test_each_is_told(config: TrainConfig, settings: dict[str, object], expected: str) -> None:
+    told = problems(changed(config, **settings))
+    assert any(expected in line for line in told), told
+
+
+def test_fractals_need_their_number_of_classes() -> None:
+    config = changed(TrainConfig(model=ModelConfig(name="vil_tiny")), data__dataset="fractals")
+    assert problems(config) == ["data.dataset fractals needs --model.num-classes, 1000 say"]
+
+
+def test_a_first_start_on_own_images_tells_all_that_is_wrong_at_once(image_folder: Path) -> None:
+    arguments = ["--config", str(CONFIGS / "vil_tiny.yaml"), "--data.path", str(image_folder)]
+    arguments += [
+        "--schedule.epochs",
+        "3",
+        "--model.num-classes",
+        "1000",
+        "--run.log-interval",
+        "0",
+    ]
+    config, _ = load_config(arguments, CONFIGS / "digits.yaml")
+    told = problems(config, world_size=3)
+    assert [line.split(",")[0] for line in told] == [
+        "run.log_interval must be at least 1",
+        "schedule.warmup_epochs 5 is longer than the run",
+        "the training data has 4 classes",
+        "the validation data has 4 classes",
+        "an epoch has 32 training images",
+        "data.batch_size must be a multiple of 3 processes x run.grad_accum_steps 1",
+    ]
+    assert "pass --data.batch-size 8, say" in told[4]
+
+
+def test_batch_that_would_do_is_taken_for_what_depends_on_it(config: TrainConfig) -> None:
+    told = problems(changed(config, data__batch_size=1024, augment__mix_size=128))
+    assert len(told) == 2
+    assert "--data.batch-size 8" in told[0]
+    assert "divide the 8 images that one process trains on at a time, got 128" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("images", "batch"), [(1, 1), (5, 4), (80, 8), (512, 32), (5000, 256), (1_281_167, 256)]
+)
+def test_batch_grows_with_the_data(images: int, batch: int) -> None:
+    assert suitable_batch(images) == batch
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"data__path": "/nowhere"}, 3),
+        ({"run__log_interval": 0}, 2),
+        ({"data__path": "/nowhere", "run__log_interval": 0}, 2),
+    ],
+)
+def test_exit_code_tells_settings_from_data(
+    config: TrainConfig,
+    settings: dict[str, object],
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = changed(config, **settings)
+    assert run_script(lambda: check_settings(wrong, 1)) == code
+    told = capsys.readouterr().err
+    assert told.startswith("error: 2 things are wrong:\n  - " if len(settings) == 2 else "error: ")
+    assert told.count("\n") == (3 if len(settings) == 2 else 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["--run.log-interval", "0"], 2)],
+    ids=["help", "wrong"],
+)
+def test_torch_is_not_imported_before_the_settings_are_right(
+    arguments: list[str], code: int
+) -> None:
+    program = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as error:\n"
+        "    heavy = {'torch', 'timm', 'torchvision', 'numba'} & sys.modules.keys()\n"
+        "    print('\\n', error.code, sorted(heavy))\n"
+    )
+    command = f"import sys; sys.argv = {[SCRIPT, *arguments]}\n{program}"
+    run = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines()[-1].split() == [str(code), "[]"]
+
+
+def test_library_registers_its_models_wherever_it_is_imported_from() -> None:
+    program = "import vil, timm; assert vil.load and timm.is_model('vil_tiny')"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
