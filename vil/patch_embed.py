@@ -40,7 +40,7 @@ class OverlapPatchEmbed(PatchEmbed):
         Args:
             patch_size: Height and width of a patch in pixels.
             stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
-            **kwargs: Of ``timm.layers.PatchEmbed``.
+            **kwargs: Of ``timm.layers.PatchEmbed``, but for its output format, which is NHWC.
 
         Raises:
             ValueError: The image is not covered by whole patches, or the stride leaves gaps.
@@ -50,7 +50,7 @@ class OverlapPatchEmbed(PatchEmbed):
         for s, p in zip(self.stride, to_2tuple(patch_size), strict=True):
             if not 1 <= s <= p:
                 raise ValueError(f"patch_stride must be 1 to patch_size = {p}, got {s}")
-        super().__init__(patch_size=patch_size, **kwargs)
+        super().__init__(patch_size=patch_size, output_fmt="NHWC", **kwargs)
         self.proj.stride = self.stride
 
     def _init_img_size(
