@@ -1,7 +1,7 @@
 """Evaluate a checkpoint of train_imagenet.py, or a timm model by name.
 
-    python eval.py output/digits-.../best.pt
-    python eval.py output/vil_tiny-.../best.pt --data.path /data/imagenet --ema
+    python eval.py output/digits/best.pt
+    python eval.py output/vil_tiny/best.pt --data.path /data/imagenet --ema
     python eval.py deit_tiny_patch16_224 --data.path /data/imagenet
     python eval.py vim_t_midclstok_76p1acc.pth --model vim_tiny --data.path /data/imagenet
 

@@ -18,7 +18,7 @@ class ModelConfig:
     """The model; what is None stays as the named model defines it."""
 
     name: str | None = None
-    """Any name that timm.create_model knows; None is the model that model.pretrained is of."""
+    """Any model of timm by its name; None is the model that model.pretrained is of."""
     pretrained: str | None = None
     """Weights that a new run starts from: a checkpoint of train_imagenet.py, a folder of release.py, a
     .safetensors file, a file with a state dict (the official Vision Mamba's), local-dir:FOLDER,

@@ -145,6 +145,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
 def _unknown_weights(config: TrainConfig) -> Iterator[str]:
     """Check what the run starts from."""
     model = config.model
+    if ":" in (model.name or ""):
+        yield (
+            f"model.name names a model and takes no weights, got {model.name}; pass "
+            f"--model.pretrained {model.name}"
+        )
     if model.pretrained is None:
         if model.name is None:
             yield "model.name is missing: a model of timm, vil_tiny say, or --model.pretrained SOURCE"
