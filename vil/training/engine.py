@@ -84,6 +84,7 @@ def evaluate(
     normalize: Normalize,
     amp: bool,
     between_batches: Callable[[], object] = lambda: None,
+    by_class: torch.Tensor | None = None,
 ) -> list[Score]:
     """Score every validation image once by each model, over all processes, decoding it once.
 
@@ -96,6 +97,8 @@ def evaluate(
         normalize: Brings them to the model's device.
         amp: Autocast to bfloat16.
         between_batches: Called equally often in all processes.
+        by_class: (2, classes) float64 of zeros on the model's device; receives the first model's hits at
+            1 and the images of each class, over all processes.
 
     Returns:
         A score per model.
@@ -119,13 +122,19 @@ def evaluate(
         for model, total in zip(models, sums, strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 logits = model(images)
-            total[:3] += _sums(logits.float(), targets)
+            loss, hits = _judge(logits.float(), targets)
+            total[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
+            if by_class is not None and model is models[0]:
+                counted = torch.stack([hits[:, 0], torch.ones_like(hits[:, 0])])
+                by_class.index_add_(1, targets, counted.double())
         scored += len(targets)
     for total in sums:
         total[3] = scored
     # One sum after the other: how a larger tensor is divided among the processes, and with it the
     # rounding, would depend on the number of models.
     totals = [data.world.sum(total).tolist() for total in sums]
+    if by_class is not None:
+        data.world.sum(by_class)
     count, seconds = totals[0][3], time.perf_counter() - start
     if count != data.num_images:
         raise DataError(
@@ -162,11 +171,10 @@ def check_targets(targets: torch.Tensor, num_classes: int) -> None:
         raise DataError(f"the data holds label {wrong}, model.num_classes is {num_classes}")
 
 
-def _sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed loss, the hits at 1 and those at 5 of a batch, (3,), float64."""
+def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of a batch, float64, and where its best five outputs hit, (B, 5)."""
     hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-    loss = functional.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack([loss.double(), hits[:, 0].sum(), hits.sum()])
+    return functional.cross_entropy(logits, targets, reduction="sum").double(), hits
 
 
 def _update(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
