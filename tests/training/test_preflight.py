@@ -78,7 +78,10 @@ def test_recipes_are_right_but_for_what_a_user_adds(path: Path, image_folder: Pa
         ),
         ({"model__args": ("pool",)}, "model.args takes key=value, got pool"),
         ({"model__name": None}, "model.name is missing: a model of timm, vil_tiny say, or"),
-        ({"model__name": "local-dir:x"}, "takes no weights, got local-dir:x; pass --model.pretrained"),
+        (
+            {"model__name": "local-dir:x"},
+            "takes no weights, got local-dir:x; pass --model.pretrained",
+        ),
         ({"model__pretrained_ema": True}, "model.pretrained_ema has no use without"),
         ({"model__pretrained": "none.pt"}, "model.pretrained none.pt does not exist"),
         ({"model__pretrained": "local-dir:none"}, "model.pretrained local-dir:none does not exist"),
