@@ -106,6 +106,8 @@ class DataConfig:
         for name in ("aug_repeats", "num_workers"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"data.{name} must be at least 0, got {getattr(self, name)}")
+        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
+            raise ValueError(f"data.crop_pct must lie in (0, 1], got {self.crop_pct}")
         if not 0 <= self.max_bad_images < 1:
             raise ValueError(f"data.max_bad_images must lie in [0, 1), got {self.max_bad_images}")
 
