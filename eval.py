@@ -29,8 +29,11 @@ def main() -> None:
     path = json_path(options)
     subject = load_subject(options)
     result = run_evaluation(subject, options)
-    write_result(path, result)
-    new_console().print(describe(result, path))
+    console = new_console()
+    console.print(describe(result))
+    if path is not None:
+        write_result(path, result)
+        console.print(f"written  {path}")
 
 
 if __name__ == "__main__":

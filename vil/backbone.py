@@ -30,6 +30,7 @@ from timm.layers import (
     register_notrace_function,
     resample_abs_pos_embed,
     resample_patch_embed,
+    to_2tuple,
     trunc_normal_,
 )
 from timm.layers.trace_utils import _assert
@@ -670,6 +671,27 @@ def _resized_pos_embed(
     )
 
 
+def _grid_of_arguments(
+    model: VisionLonghorn, weight: Tensor | None, patches: int
+) -> tuple[int, int] | None:
+    """Tell a checkpoint's grid from the arguments of its model, None where it has another size.
+
+    Args:
+        model: That is to load it; timm has left the arguments of the checkpoint's there.
+        weight: Of the patch embedding, None if the checkpoint has none.
+        patches: Of the checkpoint's position embedding.
+    """
+    arguments = getattr(model, "pretrained_model_args", {})
+    if weight is None or arguments.get("patch_stride") is None:
+        return get_pretrained_grid_size(model, weight, patches)
+    sizes = arguments.get("img_size") or model.pretrained_cfg["input_size"][-2:]
+    lengths = zip(
+        to_2tuple(sizes), weight.shape[-2:], to_2tuple(arguments["patch_stride"]), strict=True
+    )
+    grid = tuple((size - patch) // stride + 1 for size, patch, stride in lengths)
+    return grid if math.prod(grid) == patches else None
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> dict[str, Tensor]:
     """Adapt a checkpoint to a model: official Vision Mamba names, another image or patch size.
 
@@ -700,7 +722,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
     if pos_embed is not None:
         own = adapted._metadata.get("", {})
         patches = pos_embed.shape[1] - model.num_prefix_tokens
-        grid = own.get("grid_size") or get_pretrained_grid_size(model, weight, patches)
+        grid = own.get("grid_size") or _grid_of_arguments(model, weight, patches)
         adapted["pos_embed"] = _resized_pos_embed(pos_embed, model, grid)
         adapted._metadata[""] = own | {"grid_size": model.patch_embed.grid_size}
     return adapted

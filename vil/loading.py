@@ -1,5 +1,6 @@
 """Models from weights: built as their source describes, or as asked for, with the weights put in."""
 
+import copy
 import logging
 import sys
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Any
 import timm
 import torch
 from timm.models import load_pretrained
+from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
-from vil.backbone import VisionLonghorn
-from vil.weights import Weights, read_weights
+from vil.weights import Weights, is_own, read_weights
 
 _FEATURES = ("features_only", "out_indices", "feature_cls")
 _logger = logging.getLogger("vil")
@@ -69,27 +70,59 @@ def model_with(
     name = name or weights.architecture
     if name is None:
         raise ValueError(f"{weights.origin} does not say which model its weights are of; name it")
+    if not timm.is_model(name):
+        raise ValueError(f"{weights.origin} is of {name}, which is no model of timm")
     if weights.architecture is not None:
-        _check_recurrence(weights, name)
         arguments = weights.model_args | arguments
+        _check_recurrence(weights, name, arguments)
+    arguments = _classes_of_the_head(weights, name) | arguments
     features = {key: arguments.pop(key) for key in _FEATURES if key in arguments}
-    described = {
-        key: value for key, value in weights.pretrained_cfg.items() if key != "label_names"
-    }
-    model = create(
+    model = _created(
+        weights,
         name,
-        pretrained_cfg_overlay=described,
+        pretrained_cfg_overlay=weights.pretrained_cfg,
         pretrained_model_args=weights.model_args,
         **arguments,
     )
-    source = _put_in(model, weights, keep_head)
-    line = _account(model, source, weights)
+    source, missing = _put_in(model, weights, keep_head)
+    line = _account(model, source, missing, weights)
     if features:
-        overlay = {**described, "num_classes": model.num_classes, "state_dict": model.state_dict()}
-        model = create(
-            name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments, **features
-        )
+        overlay = {"pretrained_cfg_overlay": _own_cfg(model)}
+        model = _created(weights, name, pretrained=True, **overlay, **arguments, **features)
+        for module in model.modules():  # timm keeps the weights a second time there
+            getattr(module, "pretrained_cfg", {}).pop("state_dict", None)
     return model, line
+
+
+def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
+    """Create a model for weights, or say why timm or the model refuses, in a line."""
+    try:
+        return create(name, **arguments)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{weights.origin}: cannot create model {name}: {reason}") from error
+
+
+def _own_cfg(model: nn.Module) -> dict[str, Any]:
+    """Describe a model to timm as the pretrained one that another is built from as it is."""
+    return model.pretrained_cfg | {
+        "num_classes": model.num_classes,
+        "label_offset": None,
+        "input_size": get_model_input_config(model)["input_size"],
+        "state_dict": model.state_dict(),
+    }
+
+
+def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
+    """Count the classes of weights that come without a word on them by the rows of their head."""
+    if "num_classes" in weights.model_args or "num_classes" in weights.pretrained_cfg:
+        return {}
+    cfg = timm.get_pretrained_cfg(name)
+    heads = [] if cfg is None else _heads(cfg.to_dict())
+    rows = [
+        len(weights.state_dict[f"{h}weight"]) for h in heads if f"{h}weight" in weights.state_dict
+    ]
+    return {"num_classes": rows[0]} if rows else {}
 
 
 def create(name: str, **arguments: Any) -> nn.Module:
@@ -106,9 +139,10 @@ def create(name: str, **arguments: Any) -> nn.Module:
     return timm.create_model(name, **{k: v for k, v in arguments.items() if k != "img_size"})
 
 
-def _check_recurrence(weights: Weights, name: str) -> None:
+def _check_recurrence(weights: Weights, name: str, arguments: dict[str, Any]) -> None:
     """Refuse weights of one recurrence for another, whose names and shapes may all agree."""
-    mine, theirs = (_recurrence(each) for each in (name, weights.architecture))
+    mine = _recurrence(name, arguments)
+    theirs = _recurrence(weights.architecture, weights.model_args)
     if mine != theirs:
         first = next((key for key in weights.state_dict if ".mixer." in key), "its first")
         raise ValueError(
@@ -117,49 +151,57 @@ def _check_recurrence(weights: Weights, name: str) -> None:
         )
 
 
-def _recurrence(name: str) -> str | None:
+def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
     """Name the recurrence of a model of ours, None for another model."""
-    function = timm.model_entrypoint(name) if timm.is_model(name) else None
-    if getattr(function, "__module__", None) != VisionLonghorn.__module__:
+    if not is_own(name):
         return None
+    if "recurrence" in arguments:
+        return str(arguments["recurrence"])
     return timm.create_model(name, depth=1, embed_dim=16, num_classes=0).blocks[0].mixer.recurrence
 
 
-def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> dict[str, Tensor]:
-    """Load the weights, adapted by timm; return them as they were."""
-    source = dict(weights.state_dict)
+def _put_in(
+    model: nn.Module, weights: Weights, keep_head: bool
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Load the weights, adapted by timm; return them as they were, and what is not among them."""
+    source = weights.state_dict
     result: list[Any] = []
     hook = model.register_load_state_dict_post_hook(lambda _, keys: result.append(keys))
     try:
         load_pretrained(
             model,
-            _source_cfg(model, source, keep_head) | {"state_dict": dict(source)},
+            # The copy has the record of grid and recurrence that PyTorch keeps with a state dict.
+            _source_cfg(model, weights, keep_head) | {"state_dict": copy.copy(source)},
             num_classes=model.num_classes,
-            in_chans=getattr(model, "in_chans", model.pretrained_cfg["input_size"][0]),
+            in_chans=get_model_input_config(model)["input_size"][0],
             filter_fn=getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None),
             strict=False,
         )
-    except (RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # a model's own filter raises whatever it meets
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise _misfit(weights, model, lines[min(1, len(lines) - 1)]) from error
+        raise _misfit(
+            weights, model, next(iter(lines[1:2] or lines), type(error).__name__)
+        ) from error
     finally:
         hook.remove()
     missing, unexpected = result[0]
-    missing = [key for key in missing if not key.startswith(tuple(_heads(model)))]
-    if missing or unexpected:
-        key, where = (missing[0], "weights") if missing else (unexpected[0], "model")
+    lacking = [key for key in missing if not key.startswith(tuple(_heads(model.pretrained_cfg)))]
+    if lacking or unexpected:
+        key, where = (lacking[0], "weights") if lacking else (unexpected[0], "model")
         raise _misfit(weights, model, f"{key} is missing in the {where}")
-    return source
+    return source, missing
 
 
-def _source_cfg(model: nn.Module, source: dict[str, Tensor], keep_head: bool) -> dict[str, Any]:
+def _source_cfg(model: nn.Module, weights: Weights, keep_head: bool) -> dict[str, Any]:
     """Describe the source to timm by its tensors, which cannot be wrong about it."""
-    cfg = dict(model.pretrained_cfg)
-    outputs = [len(source[f"{head}weight"]) for head in _heads(model) if f"{head}weight" in source]
+    cfg, source = model.pretrained_cfg, weights.state_dict
+    rows = [len(source[f"{h}weight"]) for h in _heads(cfg) if f"{h}weight" in source]
+    offset = weights.pretrained_cfg.get("label_offset") or 0  # rows of a class that is left out
     stem = source.get(f"{cfg.get('first_conv')}.weight")
-    channels = cfg["input_size"][0] if stem is None else stem.shape[1]
+    channels = cfg["input_size"][0] if stem is None or stem.ndim != 4 else stem.shape[1]
     return cfg | {
-        "num_classes": outputs[0] if outputs and keep_head else -1,
+        "num_classes": rows[0] - offset if rows and keep_head else -1,
+        "label_offset": offset,
         "input_size": (channels, *cfg["input_size"][1:]),
         "custom_load": False,
         **dict.fromkeys(("source", "file", "url", "hf_hub_id"), ""),
@@ -171,16 +213,16 @@ def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
     return ValueError(f"{weights.origin} does not fit model {name}: {why[:300]}")
 
 
-def _account(model: nn.Module, source: dict[str, Tensor], weights: Weights) -> str:
+def _account(
+    model: nn.Module, source: dict[str, Tensor], missing: list[str], weights: Weights
+) -> str:
     """Say what became of the weights."""
     taken, resampled, new = 0, [], []
     for key, value in model.state_dict().items():
-        if key not in source:
+        if key in missing:
             new.append(f"{key} {tuple(value.shape)}")
-        elif source[key].shape == value.shape and torch.equal(source[key].to(value), value):
+        elif key not in source or _same(source[key], value):  # or renamed by the model's filter
             taken += 1
-        elif key.startswith(tuple(_heads(model))):
-            new.append(f"{key} {tuple(value.shape)}")
         else:
             resampled.append(f"{key} {tuple(source[key].shape)} -> {tuple(value.shape)}")
     kind = ", averaged" if weights.averaged else ""
@@ -191,7 +233,11 @@ def _account(model: nn.Module, source: dict[str, Tensor], weights: Weights) -> s
     return f"from {weights.origin}{kind}{epoch}: {'; '.join(parts)}"
 
 
-def _heads(model: nn.Module) -> list[str]:
+def _same(source: Tensor, value: Tensor) -> bool:
+    return source.shape == value.shape and torch.equal(source.to(value), value)
+
+
+def _heads(cfg: dict[str, Any]) -> list[str]:
     """Return what the names of the head's parameters begin with."""
-    heads = model.pretrained_cfg.get("classifier") or ()
+    heads = cfg.get("classifier") or ()
     return [f"{head}." for head in ((heads,) if isinstance(heads, str) else heads)]

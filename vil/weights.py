@@ -22,7 +22,15 @@ from vil.convert import convert_official_vim, is_official_vim
 
 _RAW = ("state_dict", "model")  # where files of training programs keep weights
 _AVERAGED = ("state_dict_ema", "model_ema")
-_CHECKPOINT = ("arch", "model_args", "pretrained_cfg", "epoch")  # of train_imagenet.py
+# What train_imagenet.py, and no other program, keeps beside the weights.
+_CHECKPOINT = {
+    "arch": str,
+    "model_args": dict,
+    "pretrained_cfg": dict,
+    "epoch": int,
+    "config": dict,
+    "run": dict,
+}
 _OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
 _FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 px every 8
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct")
@@ -43,7 +51,7 @@ class Weights:
     """Arguments with which timm's entry point makes that model, the number of classes too."""
     pretrained_cfg: dict[str, Any]
     """Classes and preprocessing in timm's terms: num_classes, input_size, mean, std, interpolation,
-    crop_pct, label_names; what the source does not say is left out."""
+    crop_pct, label_names, label_offset; what the source does not say is left out."""
     epoch: int | None = None
     """Epochs that they were trained for; this and the next two only of train_imagenet.py."""
     config: dict[str, Any] | None = None
@@ -87,9 +95,23 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
         return _from_folder(path, name)
     if path.is_file():
         return _from_safetensors(path)
-    if timm.is_model(name.partition(".")[0]) and "/" not in name:
+    if is_model_name(name):
         return _from_timm(name)
     raise FileNotFoundError(f"{name} is no file, no folder, no hf-hub:NAME and no model of timm")
+
+
+def is_model_name(source: str) -> bool:
+    """Tell whether a source is the name of a timm model, with one of its tags or none.
+
+    timm takes vil_tiny.pt for a model with the tag pt: a file that is missing is no name.
+    """
+    known = timm.is_model_pretrained(source) or ("." not in source and timm.is_model(source))
+    return known and not Path(source).exists()
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a timm model's name is of this package."""
+    return timm.is_model(name) and timm.model_entrypoint(name).__module__ == "vil.backbone"
 
 
 def no_weights(name: str) -> Weights:
@@ -129,37 +151,70 @@ def _from_file(path: Path, ema: bool) -> Weights:
     if ema and found is None:
         raise LookupError(f"{path} has no averaged weights ({' or '.join(_AVERAGED)})")
     state_dict = content[found] if found else content
-    if not state_dict or not all(isinstance(value, Tensor) for value in state_dict.values()):
+    if not _is_state_dict(state_dict):
         raise ValueError(
             f"{path} holds no state dict, neither itself nor as {' or '.join(keys)}: "
             f"it has {', '.join(map(str, list(content)[:5])) or 'nothing'}"
         )
-    described = _describe_checkpoint(content) if all(key in content for key in _CHECKPOINT) else {}
-    if is_official_vim(state_dict):
-        described = _describe_official_vim(state_dict)
-        state_dict = convert_official_vim(state_dict)
-    elif not described and timm.is_model(str(content.get("arch"))):
+    described: dict[str, Any] = {}
+    if all(key in content for key in _CHECKPOINT):
+        described = _describe_checkpoint(content, path)
+    elif isinstance(content.get("arch"), str) and timm.is_model(content["arch"]):
         described = {"architecture": content["arch"]}  # as timm's trainer leaves it
-    return Weights(
-        state_dict=_clean(state_dict),
-        origin=str(path),
-        averaged=ema,
-        **{"model_args": {}, "pretrained_cfg": {}} | described,
+    return _weights(state_dict, str(path), described, averaged=ema)
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) > 0
+        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
     )
+
+
+def _weights(
+    state_dict: dict[str, Tensor], origin: str, described: dict[str, Any], averaged: bool = False
+) -> Weights:
+    """Put weights under the names that they have here, and complete what is known of their model.
+
+    Args:
+        state_dict: As it was read.
+        origin: Its source.
+        described: What the source says: fields of Weights, none if it says nothing.
+        averaged: Whether it is an average.
+
+    Raises:
+        ValueError: it is of an official Vision Mamba that no model here is.
+    """
+    state_dict = _clean(state_dict)
+    if is_official_vim(state_dict):
+        try:
+            described = described or _describe_official_vim(state_dict)
+            state_dict = convert_official_vim(state_dict)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{origin} cannot be read: {_line(error)}") from error
+    described = {"model_args": {}, "pretrained_cfg": {}} | described
+    if is_own(described.get("architecture") or ""):
+        # The pooling says so, too, but another one that is asked for must not move the norm.
+        place = any(key.startswith("fc_norm.") for key in state_dict)
+        described["model_args"] = {"fc_norm": place} | described["model_args"]
+    return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
 
 
 def _load(path: Path) -> dict[str, Any]:
     """Load a file of tensors and plain values."""
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
-    if zipfile.is_zipfile(path):
+    with path.open("rb") as file:
+        is_archive = file.read(2) == b"PK"
+    if is_archive:  # also if it is cut off
         check_sums(path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # the options of a trainer
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} holds more than tensors and plain values, or is no file of torch.save; what could "
+            f"{path} is no file of torch.save, or holds more than tensors and plain values; what could "
             f"execute code is not read"
         ) from error
     except Exception as error:  # torch.load raises whatever its unpickler meets
@@ -169,15 +224,18 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _describe_checkpoint(content: dict[str, Any]) -> dict[str, Any]:
+def _describe_checkpoint(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Say what a checkpoint of train_imagenet.py knows of its model."""
+    for key, kind in _CHECKPOINT.items():
+        if not isinstance(content[key], kind):
+            raise ValueError(f"{path}: {key} must be a {kind.__name__}, got {content[key]!r:.100}")
     return {
         "architecture": content["arch"],
         "model_args": content["model_args"],
         "pretrained_cfg": _relevant(content["pretrained_cfg"]),
         "epoch": content["epoch"],
         "config": content["config"],
-        "history": content["run"]["history"],
+        "history": content["run"].get("history"),
     }
 
 
@@ -190,10 +248,9 @@ def _describe_official_vim(state_dict: dict[str, Tensor]) -> dict[str, Any]:
 
 def _from_folder(folder: Path, name: str) -> Weights:
     """Read a folder in timm's layout: config.json and weights."""
-    if (folder / "best.pt").is_file():
-        raise ValueError(
-            f"{name} is the folder of a run; name its checkpoint, {folder / 'best.pt'}"
-        )
+    for checkpoint in (folder / "best.pt", folder / "last.pt"):
+        if checkpoint.is_file():
+            raise ValueError(f"{name} is the folder of a run; name its checkpoint, {checkpoint}")
     try:
         described = _describe_config(*load_model_config_from_path(folder))
         state_dict = load_state_dict_from_path(folder)
@@ -201,22 +258,19 @@ def _from_folder(folder: Path, name: str) -> Weights:
         raise FileNotFoundError(f"{name} is no folder with a config.json and weights") from None
     except Exception as error:  # of JSON, of safetensors, of the unpickler
         raise ValueError(f"{name} cannot be read as a released model: {_line(error)}") from error
-    return Weights(state_dict=_clean(state_dict), origin=name, **described)
+    return _weights(state_dict, name, described)
 
 
 def _from_safetensors(path: Path) -> Weights:
     """Read one file; config.json beside it says what it is of."""
-    described: dict[str, Any] = {"model_args": {}, "pretrained_cfg": {}}
+    described: dict[str, Any] = {}
     try:
         if (path.parent / "config.json").is_file():
             described = _describe_config(*load_model_config_from_path(path.parent))
         state_dict = load_file(path)
     except Exception as error:  # of JSON and of safetensors
         raise ValueError(f"{path} cannot be read as weights: {_line(error)}") from error
-    if is_official_vim(state_dict):
-        described |= _describe_official_vim(state_dict)
-        state_dict = convert_official_vim(state_dict)
-    return Weights(state_dict=_clean(state_dict), origin=str(path), **described)
+    return _weights(state_dict, str(path), described)
 
 
 def _from_hub(name: str, place: str) -> Weights:
@@ -226,7 +280,7 @@ def _from_hub(name: str, place: str) -> Weights:
         state_dict = load_state_dict_from_hf(place)
     except Exception as error:  # also whatever a download raises
         raise ValueError(f"{name} cannot be read: {_line(error)}") from error
-    return Weights(state_dict=_clean(state_dict), origin=name, **described)
+    return _weights(state_dict, name, described)
 
 
 def _from_timm(name: str) -> Weights:
@@ -237,28 +291,25 @@ def _from_timm(name: str) -> Weights:
         model = timm.create_model(name, pretrained=True)
     except Exception as error:  # also whatever a download raises
         raise ValueError(f"the weights of {name} cannot be had: {_line(error)}") from error
-    return Weights(
-        state_dict=model.state_dict(),
-        origin=name,
-        architecture=model.pretrained_cfg["architecture"],
-        model_args={},
-        pretrained_cfg=_relevant(model.pretrained_cfg),
-    )
+    cfg = _relevant(model.pretrained_cfg)
+    cfg.pop("label_offset", None)  # timm has applied it
+    return _weights(model.state_dict(), name, {"architecture": name, "pretrained_cfg": cfg})
 
 
 def _describe_config(
     pretrained_cfg: dict[str, Any], architecture: str, model_args: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Say what timm's config.json knows of its model."""
+    classes = {key: pretrained_cfg[key] for key in ("num_classes",) if key in pretrained_cfg}
     return {
         "architecture": architecture,
-        "model_args": dict(model_args or {}) | {"num_classes": pretrained_cfg["num_classes"]},
+        "model_args": dict(model_args or {}) | classes,
         "pretrained_cfg": _relevant(pretrained_cfg),
     }
 
 
 def _relevant(pretrained_cfg: dict[str, Any]) -> dict[str, Any]:
-    keys = ("num_classes", "input_size", "label_names", *_PREPROCESSING)
+    keys = ("num_classes", "input_size", "label_names", "label_offset", *_PREPROCESSING)
     return {key: pretrained_cfg[key] for key in keys if pretrained_cfg.get(key) is not None}
 
 
@@ -270,4 +321,7 @@ def _clean(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _line(error: Exception) -> str:
     """Return what an error says, on one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    said = " ".join(str(error).split())[:200]
+    if isinstance(error, KeyError):
+        return f"it lacks {said}"
+    return said or type(error).__name__

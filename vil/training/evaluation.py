@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,7 @@ from vil.training.recipes import config_from_dict
 from vil.training.report import model_size
 from vil.training.resolve import fill_from_weights
 from vil.training.setup import build_model, read_source, resolve_device, versions
-from vil.weights import Weights, no_weights
+from vil.weights import Weights, is_model_name, no_weights
 
 _BATCH_SIZE = 128  # where no checkpoint says
 
@@ -89,7 +90,7 @@ def load_subject(options: EvalConfig) -> Subject:
         OutputError: the source cannot be read.
     """
     name = options.checkpoint
-    if timm.is_model(name) and not timm.is_model_pretrained(name):
+    if is_model_name(name) and not timm.is_model_pretrained(name):
         if options.ema or options.model is not None:
             raise ConfigError(f"--ema and --model need weights, {name} has none")
         config = fill_from_weights(_foreign_config(name), no_weights(name))
@@ -99,6 +100,8 @@ def load_subject(options: EvalConfig) -> Subject:
         return Subject(model, config, "RANDOM (it has no pretrained ones)", None, None)
     weights = read_source(name, options.ema)
     if weights.config is None:
+        if options.model is None and weights.architecture is None:
+            raise ConfigError(f"--model is missing: {name} does not say which model it is of")
         config = fill_from_weights(_foreign_config(options.model), weights)
     else:
         config = config_from_dict(weights.config, name)
@@ -163,13 +166,16 @@ def json_path(options: EvalConfig) -> Path | None:
     return path
 
 
-def write_result(path: Path | None, result: dict[str, Any]) -> None:
-    """Write the result as JSON, unless there is no path."""
-    if path is not None:
-        write_text(path, json.dumps(result, indent=2) + "\n")
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write the result as JSON.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    write_text(path, json.dumps(result, indent=2) + "\n")
 
 
-def describe(result: dict[str, Any], path: Path | None) -> str:
+def describe(result: dict[str, Any]) -> str:
     """Put the result into words."""
     installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
@@ -179,7 +185,7 @@ def describe(result: dict[str, Any], path: Path | None) -> str:
         f"loss {result['loss']:.4f}   on {result['num_images']:,} images\n"
         f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
         f"{result['images_per_s']:,.0f} images/s on {result['device']}\n"
-        f"versions {installed}" + (f"\nwritten  {path}" if path else "")
+        f"versions {installed}"
     )
 
 
@@ -187,10 +193,9 @@ def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | Non
     """Refuse images of which some classes are the model's, and others not or in another order."""
     if None in (trained, found) or trained == found or not set(trained) & set(found):
         return  # other names may be other words for the same
-    first = next(i for i, pair in enumerate(zip(trained, found, strict=True)) if len(set(pair)) > 1)
-    raise DataError(
-        f"class {first} is {found[first]} in the data and {trained[first]} in the model"
-    )
+    pairs = enumerate(zip_longest(found, trained, fillvalue="missing"))
+    first, (one, other) = next((i, pair) for i, pair in pairs if len(set(pair)) > 1)
+    raise DataError(f"class {first} is {one} in the data and {other} in the model")
 
 
 def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:
@@ -221,15 +226,23 @@ def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
 
 
 def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
-    """Merge the command line into the configuration."""
+    """Merge the command line into the configuration.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
     if options.crop_pct is not None:
         chosen["crop_pct"] = options.crop_pct
     amp = config.run.amp if options.amp is None else options.amp
     size = options.img_size or config.model.img_size
+    try:
+        data = dataclasses.replace(config.data, **chosen)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, img_size=size),
-        data=dataclasses.replace(config.data, **chosen),
+        data=data,
         run=RunConfig(device=options.device, amp=amp, num_threads=config.run.num_threads),
     )

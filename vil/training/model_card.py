@@ -1,6 +1,7 @@
 """The README.md of a released model, as the Hugging Face hub shows it: metrics, data, recipe, licence."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ model = vil.load("{name}", num_classes=3)  # to fine-tune on other classes
 def _description(config: TrainConfig) -> str:
     model = config.model
     start = ", trained from scratch"
-    if model.pretrained:  # the end of a path says what it was, the rest where it lay
-        start = f", fine-tuned from {'/'.join(Path(model.pretrained).parts[-2:])}"
+    if model.pretrained:
+        start = f", fine-tuned from {_plain(_without_place(model.pretrained))}"
     return f"An image classification model, `{model.name}`{start}."
 
 
@@ -75,7 +76,7 @@ def _details(weights: Weights, config: TrainConfig) -> dict[str, Any]:
     model, data = config.model, config.data
     kind = "averaged weights (EMA)" if weights.averaged else "weights"
     names = weights.label_names or ()
-    shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    shown = ", ".join(map(_plain, names[:10])) + (", ..." if len(names) > 10 else "")
     share = (
         "" if data.images_per_class is None else f", {data.images_per_class} images of each class"
     )
@@ -109,9 +110,21 @@ def _recipe(config: TrainConfig) -> str:
     for section, values in dataclasses.asdict(config).items():
         if section != "run":
             sections[section] = {
-                key: list(value) if isinstance(value, tuple) else value
+                key: list(value) if isinstance(value, tuple) else _without_place(value)
                 for key, value in values.items()
                 if f"{section}.{key}" not in _PRIVATE
             }
     sections["run"] = {"seed": config.run.seed, "amp": config.run.amp}
     return f"\n## Recipe\n\n```yaml\n{yaml.safe_dump(sections, sort_keys=False)}```\n"
+
+
+def _without_place(value: Any) -> Any:
+    """Return a setting; of a path only its last name, which does not say where on a machine it lay."""
+    if not isinstance(value, str) or value.startswith("hf-hub:"):
+        return value
+    return Path(value.removeprefix("local-dir:")).name or value
+
+
+def _plain(text: str) -> str:
+    """Escape what Markdown or HTML would read in a name, and put it on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>()#|~&$!])", r"\\\1", " ".join(text.split()))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from vil.training.model_card import model_card
 from vil.training.recipes import config_from_dict
 from vil.training.setup import read_source
 from vil.weights import Weights
+
+# What timm says of the weights that it has of a model by that name.
+_OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +53,22 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
     path, folder = Path(options.checkpoint), Path(options.folder)
     if folder.exists():
         raise OutputError(f"{folder} exists; choose another folder")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", options.license):
+        raise ConfigError(
+            f"--license must be a name of the hub's, as apache-2.0 or other, got {options.license!r}"
+        )
     weights = read_source(options.checkpoint, options.ema)
     if weights.config is None:
         raise ConfigError(f"{path} was not written by train_imagenet.py, whose runs are released")
     config = config_from_dict(weights.config, str(path))
+    try:
+        model, _ = model_with(weights)
+    except ValueError as error:
+        raise OutputError(f"cannot release {path}: {error}") from error
     card = model_card(folder.name, weights, config, options.license)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        _write(temporary, model_with(weights)[0].eval(), weights, card, options.license)
+        _write(temporary, model.eval(), weights, card, options.license)
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
@@ -76,8 +88,9 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
 
 def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license: str) -> None:
     """Write the files."""
-    names = weights.label_names
-    cfg = dict(weights.pretrained_cfg)
+    names, cfg = weights.label_names, weights.pretrained_cfg
+    for key in _OF_OTHER_WEIGHTS:
+        model.pretrained_cfg.pop(key, None)
     preprocessing = {
         key: cfg[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")
     }
@@ -85,7 +98,7 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
         model,
         folder,
         safe_serialization=True,
-        data_config=preprocessing,
+        data_config=preprocessing | {"crop_mode": "center"},
         model_config={"pretrained_cfg": {"license": license}}
         | ({} if names is None else {"label_names": list(names)}),
     )

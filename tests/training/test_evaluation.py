@@ -1,0 +1,207 @@
+"""eval.py: every kind of source, its options, and a result that is not lost where it cannot be written."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from vil.training.config import TrainConfig
+from vil.training.errors import OutputError
+from vil.training.evaluation import EvalConfig, load_subject
+from vil.training.release import ReleaseConfig, release
+
+
+@pytest.fixture
+def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+    """The last checkpoint of a short run."""
+    arguments = ("--schedule.epochs", "1", "--data.crop-pct", "0.8")
+    assert train(config, "--run.output", str(tmp_path / "run"), *arguments) == 0
+    return tmp_path / "run" / "last.pt"
+
+
+@pytest.fixture
+def released(checkpoint: Path, tmp_path: Path) -> Path:
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
+    return tmp_path / "small"
+
+
+def test_all_sources_of_the_same_weights_score_the_same(
+    checkpoint: Path,
+    released: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    alone = tmp_path / "alone.safetensors"
+    alone.write_bytes((released / "model.safetensors").read_bytes())
+    row = saved["run"]["history"][-1]
+    for number, source in enumerate(
+        (checkpoint, released, f"local-dir:{released}", released / "model.safetensors")
+    ):
+        path = tmp_path / f"{number}.json"
+        assert evaluate(str(source), "--data.path", str(image_folder), "--json", str(path)) == 0
+        result = json.loads(path.read_text())
+        assert (result["top1"], result["top5"]) == (row["top1"], row["top5"])
+        assert result["loss"] == pytest.approx(row["val_loss"], rel=1e-6)
+        assert (result["crop_pct"], result["img_size"], result["num_images"]) == (0.8, 16, 12)
+        assert "25 tensors taken" in result["weights"]
+
+
+def test_weights_of_another_program_are_scored(
+    checkpoint: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """The head tells the number of classes, and ImageNet's preprocessing is taken."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=4, img_size=32)
+    path = tmp_path / "other.pth"
+    torch.save({"model": model.state_dict()}, path)
+    data = ("--data.path", str(image_folder))
+    assert evaluate(str(path), *data) == 2
+    assert "--model is missing: " in capsys.readouterr().err
+    assert evaluate(str(path), "--model", "test_vit", "--img-size", "32", *data) == 0
+    result = json.loads((tmp_path / "other-eval.json").read_text())
+    assert (result["img_size"], result["num_images"], result["model"]) == (32, 12, "test_vit")
+    assert result["epoch"] is None
+
+
+def test_missing_file_is_no_model_by_that_name(
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """timm takes vil_tiny.pt for vil_tiny with a tag, whose weights would be random ones."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("vil_tiny.pt", "vil_tiny.safetensors", "vil_tiny/best.pt"):
+        assert evaluate(name) == 2
+        assert f"error: {name} is no file, no folder" in capsys.readouterr().err
+
+
+def test_folder_named_like_a_model_goes_before_the_name(
+    released: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released.rename(released.parent / "vil_tiny")
+    monkeypatch.chdir(released.parent)
+    subject = load_subject(EvalConfig(checkpoint="vil_tiny"))
+    assert subject.weights == "from vil_tiny: 25 tensors taken"
+
+
+def test_size_and_crop_of_the_command_line(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(str(checkpoint), "--img-size", "24", "--crop-pct", "1") == 0
+    printed = capsys.readouterr().out
+    assert "vil_tiny at 24 px" in printed
+    assert "resampled pos_embed (1, 5, 16) -> (1, 10, 16)" in printed
+    result = json.loads(checkpoint.with_name("last-eval.json").read_text())
+    assert (result["img_size"], result["crop_pct"]) == (24, 1.0)
+
+
+def test_options_out_of_range_are_refused(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for option, message in (
+        *((f"--crop-pct={crop}", "crop_pct must lie in (0, 1]") for crop in (0, -1, 1.5, "nan")),
+        ("--data.validation-batch-size=0", "validation_batch_size must be at least 1"),
+        ("--img-size=0", "img_size"),
+        ("--img-size=-16", "img_size"),
+    ):
+        assert evaluate(str(checkpoint), option) == 2, option
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_other_classes_are_refused(
+    checkpoint: Path,
+    released: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    (image_folder / "val" / "birch").rename(image_folder / "val" / "zelkova")
+    for source in (checkpoint, released):
+        assert evaluate(str(source), "--data.path", str(image_folder)) == 3
+        error = capsys.readouterr().err
+        assert "class 1 is cedar in the data and birch in the model" in error
+        assert error.count("\n") == 1
+    (image_folder / "val" / "ash").rename(image_folder / "val" / "maple")
+    for name in ("cedar", "dogwood"):
+        (image_folder / "val" / name).rename(image_folder / "val" / f"other {name}")
+    assert evaluate(str(checkpoint), "--data.path", str(image_folder)) == 0
+
+
+def test_other_number_of_classes_is_refused(
+    checkpoint: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    (image_folder / "val" / "new").mkdir()
+    first = next((image_folder / "val" / "ash").iterdir())
+    first.rename(image_folder / "val" / "new" / first.name)
+    assert evaluate(str(checkpoint), "--data.path", str(image_folder)) == 3
+    error = capsys.readouterr().err
+    assert "5 classes" in error
+    assert error.count("\n") == 1
+
+
+def test_label_names_of_another_number_do_not_break_the_comparison(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["pretrained_cfg"]["label_names"] = ["ash", "birch", "cedar"]
+    torch.save(content, checkpoint)
+    capsys.readouterr()
+    assert evaluate(str(checkpoint)) == 3
+    assert "class 3 is dogwood in the data and missing in the model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("why", ["refused", "no folder"])
+def test_result_is_printed_before_it_is_written(
+    why: str,
+    checkpoint: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a folder that can only be read."""
+    capsys.readouterr()
+    if why == "refused":
+
+        def refuse(path: Path, text: str) -> None:
+            raise OutputError(f"cannot write {path}: Read-only file system")
+
+        monkeypatch.setattr("vil.training.evaluation.write_text", refuse)
+        assert evaluate(str(checkpoint)) == 5
+    else:
+        assert evaluate(str(checkpoint), "--json", "nowhere/result.json") == 5
+    told = capsys.readouterr()
+    assert "on 12 images" in told.out
+    assert "written" not in told.out
+    assert "cannot write" in told.err
+    assert told.err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_result_of_a_checkpoint_in_a_read_only_folder_is_printed(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.parent.chmod(0o500)
+    try:
+        assert evaluate(str(checkpoint)) == 5
+    finally:
+        checkpoint.parent.chmod(0o700)
+    assert "on 12 images" in capsys.readouterr().out
