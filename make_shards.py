@@ -8,19 +8,25 @@ The same command again finishes what was interrupted. Exit codes: see vil/traini
 
 import sys
 
+SETTINGS_FIRST = True  # for vil, which then leaves importing torch to when the arguments are right
+
 from vil.training.errors import run_script
+from vil.training.options import MakeOptions, VerifyOptions
 from vil.training.recipes import parse_arguments
-from vil.training.report import new_console
-from vil.training.shard_writer import MakeOptions, VerifyOptions, make_shards, verify_shards
 
 
 def main() -> None:
     """Do what the command line says."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["verify"]:
-        verify_shards(parse_arguments(VerifyOptions, arguments[1:]), new_console())
-    else:
-        make_shards(parse_arguments(MakeOptions, arguments), new_console())
+    verify = arguments[:1] == ["verify"]
+    options = parse_arguments(
+        VerifyOptions if verify else MakeOptions, arguments[1:] if verify else arguments
+    )
+
+    from vil.training.report import new_console
+    from vil.training.shard_writer import make_shards, verify_shards
+
+    (verify_shards if verify else make_shards)(options, new_console())
 
 
 if __name__ == "__main__":

@@ -9,15 +9,21 @@ Exit codes: see vil/training/errors.py.
 
 import sys
 
+SETTINGS_FIRST = True  # for vil, which then leaves importing torch to when the arguments are right
+
 from vil.training.errors import run_script
+from vil.training.options import ReleaseConfig
 from vil.training.recipes import parse_arguments
-from vil.training.release import ReleaseConfig, release
-from vil.training.report import new_console
 
 
 def main() -> None:
     """Release as the command line says."""
-    result = release(parse_arguments(ReleaseConfig, sys.argv[1:]))
+    options = parse_arguments(ReleaseConfig, sys.argv[1:])
+
+    from vil.training.release import release
+    from vil.training.report import new_console
+
+    result = release(options)
     new_console().print(
         f"released {result['model']}, {result['weights']} of epoch {result['epoch']}\n"
         f"load it  import vil; "

@@ -12,6 +12,7 @@ from timm.models import load_pretrained
 from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
+import vil.backbone  # noqa: F401  registers the models, which a script may have left to later
 from vil.weights import Weights, is_own, read_weights
 
 _FEATURES = ("features_only", "out_indices", "feature_cls")

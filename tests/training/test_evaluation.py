@@ -2,6 +2,9 @@
 
 import json
 import os
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from vil.training.config import TrainConfig
 from vil.training.errors import OutputError
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.release import ReleaseConfig, release
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -205,3 +210,43 @@ def test_result_of_a_checkpoint_in_a_read_only_folder_is_printed(
     finally:
         checkpoint.parent.chmod(0o700)
     assert "on 12 images" in capsys.readouterr().out
+
+
+def test_classes_are_told_one_by_one(
+    config: TrainConfig,
+    train: Callable[..., int],
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
+    capsys.readouterr()
+    assert evaluate(str(tmp_path / "run" / "last.pt"), "--per-class") == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "last-eval.json").read_text())
+    rows = result["per_class"]
+    assert list(rows) == ["ash", "birch", "cedar", "dogwood"]
+    assert [row["num_images"] for row in rows.values()] == [3, 3, 3, 3]
+    assert statistics.fmean(row["top1"] for row in rows.values()) == pytest.approx(result["top1"])
+    told = [line.split()[-1] for line in printed.splitlines() if line.startswith("class ")]
+    assert told == sorted(rows, key=lambda name: rows[name]["top1"])
+
+
+@pytest.mark.slow
+def test_two_processes_score_what_one_does(
+    config: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
+    results = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        path = tmp_path / f"{len(launcher)}.json"
+        command = [sys.executable, *launcher, str(ROOT / "eval.py")]
+        options = [str(tmp_path / "run" / "last.pt"), "--json", str(path), "--per-class"]
+        options += ["--device", "cpu", "--data.validation-batch-size", "1"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+        assert done.stdout.count("top-1 ") == 1
+        results.append(json.loads(path.read_text()))
+    one, two = results
+    for key in ("top1", "top5", "num_images", "per_class"):
+        assert one[key] == two[key]
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-12)

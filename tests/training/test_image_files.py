@@ -170,7 +170,7 @@ def test_run_tells_what_it_ignores(
     place = next(number for number, line in enumerate(lines) if line.startswith("data "))
     assert lines[place + 1] == f"         ignored in {image_folder / 'train'}: 1 .txt"
     assert lines[place + 2] == f"         ignored in {image_folder / 'val'}: 1 hidden file"
-    assert lines[place + 3].startswith("epochs")
+    assert lines[place + 4].startswith("epochs")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from vil.training.recipes import load_config, read_recipe
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-SCRIPT = str(ROOT / "train_imagenet.py")
 
 
 def changed(config: TrainConfig, **settings: object) -> TrainConfig:
@@ -174,13 +173,18 @@ def test_exit_code_tells_settings_from_data(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [(["--help"], 0), (["--run.log-interval", "0"], 2)],
-    ids=["help", "wrong"],
+    ("words", "code"),
+    [
+        (["train_imagenet.py", "--help"], 0),
+        (["train_imagenet.py", "--run.log-interval", "0"], 2),
+        (["eval.py", "--help"], 0),
+        (["eval.py", "best.pt", "--img-sise", "224"], 2),
+        (["release.py", "--help"], 0),
+        (["make_shards.py", "--help"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_torch_is_not_imported_before_the_settings_are_right(
-    arguments: list[str], code: int
-) -> None:
+def test_torch_is_not_imported_before_the_settings_are_right(words: list[str], code: int) -> None:
     program = (
         "import runpy, sys\n"
         "try:\n"
@@ -189,13 +193,16 @@ def test_torch_is_not_imported_before_the_settings_are_right(
         "    heavy = {'torch', 'timm', 'torchvision', 'numba'} & sys.modules.keys()\n"
         "    print('\\n', error.code, sorted(heavy))\n"
     )
-    command = f"import sys; sys.argv = {[SCRIPT, *arguments]}\n{program}"
+    command = f"import sys; sys.argv = {[str(ROOT / words[0]), *words[1:]]}\n{program}"
     run = subprocess.run(
         [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert run.stdout.splitlines()[-1].split() == [str(code), "[]"]
 
 
-def test_library_registers_its_models_wherever_it_is_imported_from() -> None:
-    program = "import vil, timm; assert vil.load and timm.is_model('vil_tiny')"
+@pytest.mark.parametrize(
+    "first", ["import vil, timm", "SETTINGS_FIRST = True; import vil.training.run"]
+)
+def test_models_are_registered_before_they_are_needed(first: str) -> None:
+    program = f"{first}; import timm; assert timm.is_model('vil_tiny')"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

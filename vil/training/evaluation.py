@@ -2,71 +2,33 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import timm
-import tyro
+import torch
 from torch import nn
-from tyro.conf import Positional
 
 from vil.loading import model_with
 from vil.training.augment import Normalize
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from vil.training.data import ValData
-from vil.training.distributed import World
+from vil.training.distributed import World, process_group, world_from_environment
 from vil.training.engine import evaluate
-from vil.training.errors import ConfigError, DataError, OutputError
+from vil.training.errors import ConfigError, DataError, OutputError, SettingsError
 from vil.training.files import write_text
-from vil.training.recipes import config_from_dict
-from vil.training.report import model_size
+from vil.training.options import EvalConfig
+from vil.training.preflight import out_of_range
+from vil.training.recipes import config_from_dict, flat_dict
+from vil.training.report import model_size, new_console
 from vil.training.resolve import fill_from_weights
 from vil.training.setup import build_model, read_source, resolve_device, versions
 from vil.weights import Weights, is_model_name, no_weights
 
 _BATCH_SIZE = 128  # where no checkpoint says
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalDataConfig:
-    """The validation data; what is None stays as the checkpoint has it."""
-
-    dataset: Literal["digits", "folder", "wds", "fractals"] | None = None
-    """scikit-learn's digits, a folder per class, webdataset shards, or fractals."""
-    path: str | None = None
-    """Root folder of the data."""
-    val_split: str | None = None
-    """Sub-folder, or shards."""
-    validation_batch_size: int | None = None
-    """Images per step."""
-    num_workers: int | None = None
-    """Loader processes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Evaluate a vision model."""
-
-    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Weights: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file, a file with
-    a state dict (the official Vision Mamba's), local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
-    model: str | None = None
-    """timm model that the weights belong to, where SOURCE does not say it."""
-    data: EvalDataConfig = field(default_factory=EvalDataConfig)
-    img_size: int | None = None
-    """Height and width in pixels; None stays as trained."""
-    crop_pct: float | None = None
-    """Resize to img_size / crop_pct and keep the centre; None stays as trained."""
-    ema: bool = False
-    """Evaluate the averaged weights instead of the last ones."""
-    amp: bool | None = None
-    """Autocast to bfloat16; None does as in training."""
-    device: str = "auto"
-    """cpu, cuda, ...; auto takes CUDA where there is one."""
-    json: str | None = None
-    """Where to write the result; None writes <checkpoint>-eval.json, or nothing for a name."""
 
 
 @dataclass(frozen=True)
@@ -110,24 +72,58 @@ def load_subject(options: EvalConfig) -> Subject:
     return Subject(model, _with_classes(config, model), line, weights.epoch, weights.label_names)
 
 
-def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
+def evaluate_as(options: EvalConfig) -> None:
+    """Evaluate as the command line says, print the result, and then write it.
+
+    In one of several processes, if a launcher started them: each scores a part of the images.
+    """
+    world = world_from_environment()
+    path = json_path(options)
+    subject = load_subject(options)
+    device = resolve_device(subject.config.run, world)
+    with process_group(world, device):
+        result = run_evaluation(subject, options, device, world)
+    if world.is_main:
+        console = new_console()
+        console.print(describe(result))
+        if path is not None:
+            write_result(path, result)
+            console.print(f"written  {path}")
+
+
+def run_evaluation(
+    subject: Subject, options: EvalConfig, device: torch.device, world: World
+) -> dict[str, Any]:
     """Score the model and describe what was scored.
+
+    Args:
+        subject: The model.
+        options: The command line.
+        device: What this process computes on.
+        world: The processes, connected if there are several.
 
     Returns:
         What is printed and written as JSON.
     """
     config = subject.config
-    device = resolve_device(config.run, World())
     model = subject.model.to(device)
-    data = ValData(config, device, World())
+    with world.main_first():
+        data = ValData(config, device, world)
     _check_classes(subject.label_names, data.source.classes)
-    [score] = evaluate([model], data, Normalize(config, device), config.run.amp)
+    by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=device)
+    normalize = Normalize(config, device)
+    [score] = evaluate([model], data, normalize, config.run.amp, by_class=by_class)
+    per_class = {}
+    if options.per_class:
+        names = data.source.classes or subject.label_names or map(str, range(model.num_classes))
+        per_class = {"per_class": _per_class(names, by_class)}
     return {
         "checkpoint": str(Path(options.checkpoint).resolve()),
         "model": config.model.name,
         "weights": subject.weights,
         "epoch": subject.epoch,
         **score._asdict(),
+        **per_class,
         **model_size(model, config),
         "gmacs_count_scans": True,
         "img_size": config.model.img_size,
@@ -185,7 +181,25 @@ def describe(result: dict[str, Any]) -> str:
         f"loss {result['loss']:.4f}   on {result['num_images']:,} images\n"
         f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
         f"{result['images_per_s']:,.0f} images/s on {result['device']}\n"
-        f"versions {installed}"
+        f"versions {installed}" + _class_lines(result.get("per_class", {}))
+    )
+
+
+def _per_class(names: Iterable[str], by_class: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Return top-1 in percent and the number of images, of each class that has any."""
+    return {
+        name: {"top1": 100 * hits / images, "num_images": int(images)}
+        for name, hits, images in zip(names, *by_class.tolist(), strict=False)
+        if images
+    }
+
+
+def _class_lines(per_class: dict[str, dict[str, float]]) -> str:
+    """Put the classes into lines, the worst first."""
+    rows = sorted(per_class.items(), key=lambda item: item[1]["top1"])
+    return "".join(
+        f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {name}"
+        for name, row in rows
     )
 
 
@@ -229,20 +243,20 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     """Merge the command line into the configuration.
 
     Raises:
-        ConfigError: a value is out of its range.
+        SettingsError: values are out of their range.
     """
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
     if options.crop_pct is not None:
         chosen["crop_pct"] = options.crop_pct
     amp = config.run.amp if options.amp is None else options.amp
-    size = options.img_size or config.model.img_size
-    try:
-        data = dataclasses.replace(config.data, **chosen)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return dataclasses.replace(
+    size = config.model.img_size if options.img_size is None else options.img_size
+    merged = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, img_size=size),
-        data=data,
+        data=dataclasses.replace(config.data, **chosen),
         run=RunConfig(device=options.device, amp=amp, num_threads=config.run.num_threads),
     )
+    problems = [ConfigError(line) for line in out_of_range(flat_dict(merged))]
+    if problems:
+        raise SettingsError(problems)
+    return merged

@@ -85,7 +85,7 @@ def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList
         SettingsError: something is wrong; tells all of it, each with what would be right.
     """
     problems: list[UserError] = [
-        *map(ConfigError, _out_of_range(flat_dict(config))),
+        *map(ConfigError, out_of_range(flat_dict(config))),
         *map(ConfigError, _contradictions(config)),
     ]
     listed, found = _list_folders(config)
@@ -96,8 +96,15 @@ def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList
     return listed
 
 
-def _out_of_range(values: dict[str, Any]) -> Iterator[str]:
-    """Check single numbers."""
+def out_of_range(values: dict[str, Any]) -> Iterator[str]:
+    """Check single numbers.
+
+    Args:
+        values: The settings, {"section.key": value}.
+
+    Yields:
+        What is wrong, a line each.
+    """
     for key, least in _LEAST.items():
         if values[key] is not None and not values[key] >= least:
             yield f"{key} must be at least {least}, got {values[key]}"

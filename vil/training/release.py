@@ -4,39 +4,23 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from timm.models import save_for_hf
 from torch import nn
-from tyro.conf import Positional
 
 from vil.loading import model_with
 from vil.training.errors import ConfigError, OutputError
 from vil.training.files import sync
 from vil.training.model_card import model_card
+from vil.training.options import ReleaseConfig
 from vil.training.recipes import config_from_dict
 from vil.training.setup import read_source
 from vil.weights import Weights
 
 # What timm says of the weights that it has of a model by that name.
 _OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReleaseConfig:
-    """Write the weights of a checkpoint as safetensors, for timm to load by local-dir:FOLDER."""
-
-    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
-    """Checkpoint that train_imagenet.py wrote."""
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="FOLDER")]
-    """Folder to write, which must not exist."""
-    ema: bool = False
-    """Release the averaged weights instead of the last ones."""
-    license: str = "apache-2.0"
-    """Licence of the weights, by its name on the Hugging Face hub."""
 
 
 def release(options: ReleaseConfig) -> dict[str, Any]:

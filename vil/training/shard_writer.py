@@ -16,19 +16,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
-import tyro
 import webdataset
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tyro.conf import Positional
 
 from vil.training.config import DataConfig
 from vil.training.errors import DataError, OutputError
 from vil.training.files import lock_folder, remove_temporaries, write_atomically, write_text
 from vil.training.image_files import EXTENSION_FORMATS
+from vil.training.options import MakeOptions, VerifyOptions
 from vil.training.shard_index import Sample, index_path, read_index, scan_shard, write_index
 from vil.training.shards import INFO_NAME, read_info
 from vil.training.sources import FolderSource
@@ -39,50 +38,6 @@ _CHUNK = 1000  # files looked at by one thread in turn
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MakeOptions:
-    """Pack a folder of images into webdataset shards. The same command again finishes a run that was
-    stopped. `make_shards.py verify SHARD_FOLDER` verifies shards."""
-
-    images: Annotated[Positional[str], tyro.conf.arg(metavar="IMAGE_FOLDER")]
-    """Folder with a folder per split with a folder per class."""
-    shards: Annotated[Positional[str], tyro.conf.arg(metavar="SHARD_FOLDER")]
-    """Where to write; made if it is missing."""
-    splits: tuple[str, ...] = ("train", "validation")
-    """Folders to pack; `validation` also finds `val`."""
-    shard_images: int = 1000
-    """Images of a shard."""
-    seed: int = 0
-    """Of the random order into which images are put, so that each shard holds a mix of classes.
-    validation, val and test keep their order."""
-    num_workers: int | None = None
-    """Threads that copy; None takes one per core."""
-
-    def __post_init__(self) -> None:
-        if not self.splits or not all(re.fullmatch(r"[\w-]+", split) for split in self.splits):
-            raise ValueError(f"splits must be names of folders, got {self.splits}")
-        if len(set(self.splits)) < len(self.splits):
-            raise ValueError(f"splits must differ, got {self.splits}")
-        if self.shard_images < 1:
-            raise ValueError(f"shard_images must be at least 1, got {self.shard_images}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        _check_num_workers(self.num_workers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """Read every image of a folder of shards and compare it with what was written."""
-
-    shards: Annotated[Positional[str], tyro.conf.arg(metavar="SHARD_FOLDER")]
-    """What make_shards.py wrote."""
-    num_workers: int | None = None
-    """Threads that read; None takes one per core."""
-
-    def __post_init__(self) -> None:
-        _check_num_workers(self.num_workers)
 
 
 class _Image(NamedTuple):
@@ -202,11 +157,6 @@ def verify_shards(options: VerifyOptions, console: Console) -> None:
     seconds = time.perf_counter() - start
     amount = _amount(count, len(jobs), sum(path.stat().st_size for path, _ in jobs))
     console.print(f"all whole: {amount}, {count / seconds:,.0f} images/s")
-
-
-def _check_num_workers(num_workers: int | None) -> None:
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
 
 
 def _plan(split: str, options: MakeOptions, num_workers: int) -> _Plan:
