@@ -123,7 +123,7 @@ def run_evaluation(subject: Subject, options: EvalConfig) -> dict[str, Any]:
     _check_classes(subject.label_names, data.source.classes)
     [score] = evaluate([model], data, Normalize(config, device), config.run.amp)
     return {
-        "checkpoint": str(Path(options.checkpoint).resolve()),
+        "checkpoint": _whole_name(options.checkpoint),
         "model": config.model.name,
         "weights": subject.weights,
         "epoch": subject.epoch,
@@ -159,7 +159,8 @@ def json_path(options: EvalConfig) -> Path | None:
             earlier = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             earlier = None
-        if not isinstance(earlier, dict) or earlier.get("checkpoint") != str(checkpoint.resolve()):
+        whole = _whole_name(options.checkpoint)
+        if not isinstance(earlier, dict) or earlier.get("checkpoint") != whole:
             raise OutputError(
                 f"{path} exists and is not an evaluation of {checkpoint}; choose another --json"
             )
@@ -187,6 +188,12 @@ def describe(result: dict[str, Any]) -> str:
         f"{result['images_per_s']:,.0f} images/s on {result['device']}\n"
         f"versions {installed}"
     )
+
+
+def _whole_name(source: str) -> str:
+    """Return the whole path of a file or folder, and any other source as it is."""
+    path = Path(source)
+    return str(path.resolve()) if path.exists() else source
 
 
 def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
