@@ -16,6 +16,11 @@ import vil.backbone  # noqa: F401  registers the models, which a script may have
 from vil.weights import Weights, is_own, read_weights
 
 _FEATURES = ("features_only", "out_indices", "feature_cls")
+# Arguments of timm.create_model that fetch weights from elsewhere, or are set here.
+_OTHER_WEIGHTS = (
+    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args"),
+    *("pretrained_strict", "checkpoint_path", "cache_dir"),
+)
 _logger = logging.getLogger("vil")
 
 
@@ -69,6 +74,7 @@ def model_with(
         ValueError: no name is given or known, or the weights do not fit the model.
     """
     name = name or weights.architecture
+    arguments = {key: value for key, value in arguments.items() if value is not None}  # as in timm
     if name is None:
         raise ValueError(f"{weights.origin} does not say which model its weights are of; name it")
     if not timm.is_model(name):
@@ -77,6 +83,9 @@ def model_with(
         arguments = weights.model_args | arguments
         _check_recurrence(weights, name, arguments)
     arguments = _classes_of_the_head(weights, name) | arguments
+    for key in _OTHER_WEIGHTS:
+        if key in arguments:
+            raise ValueError(f"{key} cannot be an argument: the weights are of {weights.origin}")
     features = {key: arguments.pop(key) for key in _FEATURES if key in arguments}
     model = _created(
         weights,
@@ -85,8 +94,7 @@ def model_with(
         pretrained_model_args=weights.model_args,
         **arguments,
     )
-    source, missing = _put_in(model, weights, keep_head)
-    line = _account(model, source, missing, weights)
+    line = _account(model, weights, _put_in(model, weights, keep_head))
     if features:
         overlay = {"pretrained_cfg_overlay": _own_cfg(model)}
         model = _created(weights, name, pretrained=True, **overlay, **arguments, **features)
@@ -161,28 +169,27 @@ def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
     return timm.create_model(name, depth=1, embed_dim=16, num_classes=0).blocks[0].mixer.recurrence
 
 
-def _put_in(
-    model: nn.Module, weights: Weights, keep_head: bool
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Load the weights, adapted by timm; return them as they were, and what is not among them."""
-    source = weights.state_dict
+def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
+    """Load the weights, adapted by timm; return the names of what is not among them."""
+    # The copy keeps the record of grid and recurrence that PyTorch adds to a state dict.
+    adapted = copy.copy(weights.state_dict)
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     result: list[Any] = []
     hook = model.register_load_state_dict_post_hook(lambda _, keys: result.append(keys))
     try:
+        if adapt is not None:
+            adapted = adapt(adapted, model)
         load_pretrained(
             model,
-            # The copy has the record of grid and recurrence that PyTorch keeps with a state dict.
-            _source_cfg(model, weights, keep_head) | {"state_dict": copy.copy(source)},
+            _cfg_of_weights(model, adapted, weights, keep_head) | {"state_dict": adapted},
             num_classes=model.num_classes,
             in_chans=get_model_input_config(model)["input_size"][0],
-            filter_fn=getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None),
             strict=False,
         )
     except Exception as error:  # a model's own filter raises whatever it meets
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise _misfit(
-            weights, model, next(iter(lines[1:2] or lines), type(error).__name__)
-        ) from error
+        reason = next(iter(lines[1:2] or lines), type(error).__name__)  # torch's second line
+        raise _misfit(weights, model, reason) from error
     finally:
         hook.remove()
     missing, unexpected = result[0]
@@ -190,12 +197,14 @@ def _put_in(
     if lacking or unexpected:
         key, where = (lacking[0], "weights") if lacking else (unexpected[0], "model")
         raise _misfit(weights, model, f"{key} is missing in the {where}")
-    return source, missing
+    return missing
 
 
-def _source_cfg(model: nn.Module, weights: Weights, keep_head: bool) -> dict[str, Any]:
-    """Describe the source to timm by its tensors, which cannot be wrong about it."""
-    cfg, source = model.pretrained_cfg, weights.state_dict
+def _cfg_of_weights(
+    model: nn.Module, source: dict[str, Tensor], weights: Weights, keep_head: bool
+) -> dict[str, Any]:
+    """Describe the weights to timm by their tensors, which cannot be wrong about them."""
+    cfg = model.pretrained_cfg
     rows = [len(source[f"{h}weight"]) for h in _heads(cfg) if f"{h}weight" in source]
     offset = weights.pretrained_cfg.get("label_offset") or 0  # rows of a class that is left out
     stem = source.get(f"{cfg.get('first_conv')}.weight")
@@ -214,10 +223,9 @@ def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
     return ValueError(f"{weights.origin} does not fit model {name}: {why[:300]}")
 
 
-def _account(
-    model: nn.Module, source: dict[str, Tensor], missing: list[str], weights: Weights
-) -> str:
+def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:
     """Say what became of the weights."""
+    source = weights.state_dict
     taken, resampled, new = 0, [], []
     for key, value in model.state_dict().items():
         if key in missing:

@@ -55,6 +55,7 @@ def test_all_sources_of_the_same_weights_score_the_same(
         assert result["loss"] == pytest.approx(row["val_loss"], rel=1e-6)
         assert (result["crop_pct"], result["img_size"], result["num_images"]) == (0.8, 16, 12)
         assert "25 tensors taken" in result["weights"]
+        assert result["checkpoint"] == str(source)
 
 
 def test_weights_of_another_program_are_scored(

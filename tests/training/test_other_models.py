@@ -14,7 +14,7 @@ from vil.training.config import ModelConfig, TrainConfig
 from vil.training.release import ReleaseConfig, release
 
 MODELS = {  # further settings, the head's and the stem's names
-    "resnet18": (["--model.args", "drop_rate=0.1"], "fc", "conv1"),
+    "resnet18": (["--model.args", "drop_rate=0.1", "channels=(8, 16, 32, 64)"], "fc", "conv1"),
     "convnext_atto": (["--model.args", "depths=(1, 1, 1, 1)"], "head.fc", "stem.0"),
     "mobilenetv3_small_050": (["--model.drop-path-rate", "0.1"], "classifier", "conv_stem"),
     "deit_tiny_patch16_224": (

@@ -118,7 +118,7 @@ def run_evaluation(
         names = data.source.classes or subject.label_names or map(str, range(model.num_classes))
         per_class = {"per_class": _per_class(names, by_class)}
     return {
-        "checkpoint": str(Path(options.checkpoint).resolve()),
+        "checkpoint": _whole_name(options.checkpoint),
         "model": config.model.name,
         "weights": subject.weights,
         "epoch": subject.epoch,
@@ -155,7 +155,8 @@ def json_path(options: EvalConfig) -> Path | None:
             earlier = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             earlier = None
-        if not isinstance(earlier, dict) or earlier.get("checkpoint") != str(checkpoint.resolve()):
+        whole = _whole_name(options.checkpoint)
+        if not isinstance(earlier, dict) or earlier.get("checkpoint") != whole:
             raise OutputError(
                 f"{path} exists and is not an evaluation of {checkpoint}; choose another --json"
             )
@@ -201,6 +202,12 @@ def _class_lines(per_class: dict[str, dict[str, float]]) -> str:
         f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {name}"
         for name, row in rows
     )
+
+
+def _whole_name(source: str) -> str:
+    """Return the whole path of a file or folder, and any other source as it is."""
+    path = Path(source)
+    return str(path.resolve()) if path.exists() else source
 
 
 def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
