@@ -22,8 +22,8 @@ _PREPROCESSING = {
     "interpolation": "bicubic",
     "crop_pct": 0.875,
 }
-_STEPS_PER_EPOCH = 16  # that batch_size None aims at
-_BATCHES = (8, 256)
+_STEPS_PER_EPOCH = 16  # that batch_size None leaves an epoch
+_BATCHES = (8, 64)  # a GPU of a few gigabytes has to hold it at 224 px
 
 
 def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConfig:
