@@ -2,28 +2,27 @@
 
     python benchmarks/finetune.py --jobs 2
 
-Every seed has weights of its own, a run of train_imagenet.py with configs/fractals_small.yaml. From them
-configs/finetune.yaml trains on 8 digits of each class, and the 360 held-out digits are scored at its
-end. From scratch, the same model trains on the same images in the same order for the same steps. Both
-do so by the recipe as it is, and at the rate that does best for a seed that is not reported, from scratch
-without layer decay, which has no weights to keep there.
+The weights are those of configs/fractals_small.yaml, for all runs the same; what is missing of them is
+trained first, by train_imagenet.py. From them configs/finetune.yaml trains on 8 digits of each class, and
+the 360 held-out digits are scored at its end. From scratch, the same model trains on the same images in
+the same order for the same steps. Both do so by the recipe as it is, and at the rate that does best for a
+seed that is not reported, from scratch without layer decay, which has no weights to keep there.
 The same command again continues an interrupted experiment.
 """
 
 import argparse
 import dataclasses
 import functools
+import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import vision
-from cpu import revision
 from records import CHOICE_SEED, Record, Row, product, run_all, select
 from vil.training.data import TrainData, ValData
 from vil.training.distributed import World
@@ -33,6 +32,7 @@ from vil.training.recipes import load_config, read_recipe
 from vil.training.resolve import fill_from_data, fill_from_weights
 from vil.training.setup import build_training, read_pretrained
 from vil.training.sources import open_source
+from vil.weights import read_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "finetune.json"
@@ -82,11 +82,15 @@ def layer_decay(start: str) -> float | None:
     return as_stated()["layer_decay"] if start == FINE_TUNED else None
 
 
-def pretrain(experiment: Experiment, folder: Path, seed: int) -> None:
-    """Train the weights of a seed, or what is left of it, by the script itself."""
+def pretrain(experiment: Experiment, folder: Path) -> str:
+    """Train the weights, or what is left of it, by the script itself; return their digest."""
     command = [sys.executable, str(ROOT / "train_imagenet.py"), "--config", str(PRETRAINING)]
-    command += ["--run.seed", str(seed), "--run.output", str(folder / f"seed_{seed}")]
-    subprocess.run([*command, "--run.device", "cpu", *experiment.pretraining], check=True)
+    command += ["--run.output", str(folder), "--run.device", "cpu", *experiment.pretraining]
+    subprocess.run(command, check=True)
+    digest = hashlib.blake2b(digest_size=8)
+    for value in read_weights(folder / "last.pt").state_dict.values():
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def run(
@@ -101,17 +105,17 @@ def run(
 
     Args:
         experiment: Names the data.
-        folder: Of the pre-trained weights; from scratch, too, the model and its images are as theirs.
+        folder: Of the weights; from scratch, too, the model and its images are as theirs.
         start: FINE_TUNED or SCRATCH.
         lr: Value of optim.lr_base.
         layer_decay: Value of optim.layer_decay.
-        seed: Of weights, order and augmentation.
+        seed: Of new weights, order and augmentation.
 
     Returns:
-        Validation loss, top-1 in percent, steps, and top-1 on fractals of the weights at the start.
+        Validation loss, top-1 in percent, steps, and the top-1 on fractals that the weights ended with.
     """
     arguments = ["--config", str(RECIPE), *experiment.data, "--data.num-workers", "0"]
-    arguments += ["--model.pretrained", str(folder / f"seed_{seed}" / "last.pt")]
+    arguments += ["--model.pretrained", str(folder / "last.pt")]
     arguments += ["--optim.lr-base", str(lr), "--optim.layer-decay", str(layer_decay)]
     config, _ = load_config([*arguments, "--run.seed", str(seed)], RECIPE)
     weights = read_pretrained(config.model)
@@ -135,13 +139,11 @@ def execute(experiment: Experiment, output: Path, folder: Path, jobs: int) -> No
     Args:
         experiment: The runs.
         output: The record.
-        folder: Receives the pre-trained weights.
+        folder: Of the run that trains the weights.
         jobs: Runs at a time.
     """
-    record = Record(output, dataclasses.asdict(experiment))
-    with ThreadPoolExecutor(jobs) as pool:
-        seeds = (CHOICE_SEED, *experiment.seeds)
-        list(pool.map(functools.partial(pretrain, experiment, folder), seeds))
+    weights = {"weights": pretrain(experiment, folder)}
+    record = Record(output, dataclasses.asdict(experiment) | weights)
     train_and_score = functools.partial(run, experiment, folder)
     run_all(record, train_and_score, experiment.search(), jobs)
     run_all(record, train_and_score, experiment.reported(record.rows), jobs)
@@ -153,8 +155,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
-    # Weights of another commit may be others.
-    execute(Experiment(), args.output, ROOT / "output" / "finetune" / revision(), args.jobs)
+    execute(Experiment(), args.output, ROOT / "output" / "fractals_small", args.jobs)
 
 
 if __name__ == "__main__":
