@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy.stats import ttest_rel
+
 from records import holm, p_value
 
 LEVEL = 0.05
@@ -30,6 +32,22 @@ class Comparison:
     def p(self) -> float:
         """Probability of as large a difference between equal means, by Welch's t-test."""
         return p_value(self.a, self.b)
+
+
+class Paired(Comparison):
+    """A figure of runs that share their seed, and with it what a seed draws, with one of the others."""
+
+    @property
+    def by_seed(self) -> list[float]:
+        """The first's less the second's figure of each seed."""
+        return [a - b for a, b in zip(self.a, self.b, strict=True)]
+
+    @property
+    def p(self) -> float:
+        """Probability of as large a mean difference where there is none, by the paired t-test."""
+        if len(set(self.by_seed)) == 1:  # no spread at all
+            return 1.0 if self.by_seed[0] == 0 else 0.0
+        return float(ttest_rel(self.a, self.b).pvalue)
 
 
 def beyond_noise(comparisons: Sequence[Comparison]) -> list[bool]:

@@ -145,7 +145,7 @@ def test_batch_that_would_do_is_taken_for_what_depends_on_it(config: TrainConfig
 
 
 @pytest.mark.parametrize(
-    ("images", "batch"), [(1, 1), (5, 4), (80, 8), (512, 32), (5000, 256), (1_281_167, 256)]
+    ("images", "batch"), [(1, 1), (5, 4), (80, 8), (512, 32), (5000, 64), (1_281_167, 64)]
 )
 def test_batch_grows_with_the_data(images: int, batch: int) -> None:
     assert suitable_batch(images) == batch

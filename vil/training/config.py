@@ -10,7 +10,7 @@ from typing import Literal
 from vil.training.errors import ConfigError
 
 _STEPS_PER_EPOCH = 16  # that a batch_size of None aims at
-_BATCHES = (8, 256)
+_BATCHES = (8, 64)  # a GPU of a few gigabytes has to hold it at 224 px
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class DataConfig:
     """Names the data set (fractals); apart from run.seed, so that runs can vary on the same images."""
     batch_size: int | None = 1024
     """Images per optimiser step, over all processes and accumulated micro-batches; None is the power of
-    two that makes about 16 steps of an epoch, 8 to 256."""
+    two that makes 16 steps of an epoch or more, 8 to 64."""
     validation_batch_size: int | None = None
     """Images per process and step in validation; those of a training micro-batch if None."""
     aug_repeats: int = 3
@@ -151,10 +151,14 @@ class OptimConfig:
     opt: str = "adamw"
     """Any optimiser that timm.optim.create_optimizer_v2 knows."""
     lr_base: float = 1e-3
-    """Peak rate of a batch of lr_base_size images. That of data.batch_size images is in proportion,
-    whatever the number of processes and micro-batches; warmup_lr and min_lr are not scaled."""
+    """Peak rate of a batch of lr_base_size images. That of data.batch_size images follows by
+    lr_base_scale, whatever the number of processes and micro-batches; warmup_lr and min_lr are not
+    scaled."""
     lr_base_size: int = 512
     """Images that lr_base is meant for; 512 is DeiT's rule."""
+    lr_base_scale: Literal["linear", "sqrt"] = "linear"
+    """Whether the rate is in proportion to the batch, as DeiT's is, or to its square root, which suits
+    adamw at small batches."""
     opt_betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the two moments."""
     opt_eps: float = 1e-8
@@ -237,7 +241,8 @@ class TrainConfig:
     @property
     def peak_lr(self) -> float:
         """Learning rate at the end of the warm-up."""
-        return self.optim.lr_base * self.data.batch_size / self.optim.lr_base_size
+        ratio = self.data.batch_size / self.optim.lr_base_size
+        return self.optim.lr_base * (ratio**0.5 if self.optim.lr_base_scale == "sqrt" else ratio)
 
     def micro_batch(self, world_size: int) -> int:
         """Return the images that one process trains on at a time.
