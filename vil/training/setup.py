@@ -50,8 +50,8 @@ class Training:
 
     @property
     def lr(self) -> float:
-        """The learning rate."""
-        return self.optimizer.param_groups[0]["lr"]
+        """The learning rate; with optim.layer_decay that of the head."""
+        return max(group["lr"] for group in self.optimizer.param_groups)
 
 
 def build_training(
