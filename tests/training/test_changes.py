@@ -82,7 +82,7 @@ def test_finished_run_is_trained_for_more_epochs(
     before = rows(folder)
     more = (*arguments, "--schedule.epochs", "5")
     assert train(config, *more) == 2
-    assert "--run.allow-changes lets it go on with them" in capsys.readouterr().err
+    assert "--run.allow-changes lets it go on with these settings" in capsys.readouterr().err
     assert train(config, *more, ALLOW) == 0
     printed = capsys.readouterr().out
     assert "changed  after step 12: schedule.epochs (3 -> 5)\n" in printed

@@ -202,7 +202,7 @@ def _check_changes(
     switch = ""
     if can:
         only = "" if len(can) == len(refused) else f" {', '.join(can)}, and nothing else of these"
-        switch = f"; --run.allow-changes lets it go on with{only or ' them'}"
+        switch = f"; --run.allow-changes lets it go on with{only or ' these settings'}"
     raise ConfigError(
         f"output folder {folder} holds a run with other {', '.join(map(str, refused))}{which}; choose "
         f"another --run.output, or the same settings to continue it{switch}"
