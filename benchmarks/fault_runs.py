@@ -61,9 +61,11 @@ class Result:
 
     @property
     def error(self) -> str:
-        """The line that says what was wrong."""
-        lines = [line for line in self.printed.splitlines() if line.startswith("error: ")]
-        return lines[-1].removeprefix("error: ") if lines else ""
+        """What was wrong in one line, also if it is several things."""
+        told = self.printed.rpartition("error: ")[2] if "error: " in self.printed else ""
+        first, *more = told.splitlines() or [""]
+        more = [line.removeprefix("  - ") for line in more if line.startswith("  - ")]
+        return f"{first} {'; '.join(more)}".strip()
 
     @property
     def has_trained(self) -> bool:

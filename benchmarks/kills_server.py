@@ -18,7 +18,7 @@ import timm
 import torch
 
 import vil  # noqa: F401  registers the models with timm
-from vil.training import loop
+from vil.training import loop, run
 from vil.training.errors import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +62,7 @@ def train(
 
         return noted
 
-    train_imagenet.fit = note(train_imagenet.fit, "training", after="finishing")
+    run.fit = note(run.fit, "training", after="finishing")
     loop.save_checkpoint = note(loop.save_checkpoint, "saving")
     loop.evaluate = note(loop.evaluate, "evaluating")
     sys.argv = ["train_imagenet.py", *arguments]

@@ -41,8 +41,10 @@ def about(config: TrainConfig) -> About:
 
 def state(*scores: float, step: int = 4) -> RunState:
     """Return the state of a run whose epochs reached the given top-1."""
-    rows = [{"epoch": epoch, "top1": top1} for epoch, top1 in enumerate(scores, 1)]
-    return RunState(step=step * len(rows), history=rows)
+    reached = RunState(step=step * len(scores))
+    for epoch, top1 in enumerate(scores, 1):
+        reached.end_epoch({"epoch": epoch, "top1": top1})
+    return reached
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ def test_the_checkpoint_before_is_kept(
 def test_best_is_not_renewed_within_an_epoch(
     saved: Path, training: Training, config: TrainConfig
 ) -> None:
-    within = RunState(step=5, loss_sum=1.0, loss_count=1, history=state(50.0).history)
+    within = dataclasses.replace(state(50.0), step=5, loss_sum=1.0, loss_count=1)
     save_checkpoint(saved.parent, training, about(config), within)
     runs = [load_checkpoint(saved.with_name(f"{n}.pt"))["run"]["step"] for n in ("last", "best")]
     assert runs == [5, 4]

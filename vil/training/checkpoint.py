@@ -99,8 +99,11 @@ def save_checkpoint(folder: Path, training: Training, about: About, state: RunSt
 
 
 def link_if_best(folder: Path, state: RunState) -> None:
-    """Name last.pt best.pt, too, if it was written after the best epoch so far and before a step."""
-    if state.best_is_last and state.loss_count == 0:
+    """Name last.pt best.pt, too, if it was written after the best epoch so far and before a step.
+
+    One that was written because settings were changed may have another average than the epoch had.
+    """
+    if state.best_is_last and state.loss_count == 0 and not state.has_just_changed:
         link_atomically(folder / LAST, folder / BEST)
 
 

@@ -203,8 +203,9 @@ class RunConfig:
     """Output folder. A run that is in it is continued, if its configuration is the same. None is
     output/<recipe>."""
     allow_changes: bool = False
-    """Continue the run in the output folder with other settings than it began with: of schedule,
-    augment and optim, amp, torchcompile and drop path. changes.csv says what changed at which step."""
+    """Continue the run in the output folder with other settings than it had so far: of schedule, augment
+    and optim (not its opt), amp, torchcompile and drop path. changes.csv says what changed at which
+    step. Holds for this start only."""
     seed: int = 0
     """Seed of the initial weights, the data order and the augmentation."""
     device: str = "auto"

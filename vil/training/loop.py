@@ -130,8 +130,7 @@ def finish_epoch(run: Run) -> None:
         "images_per_s": run.pace.images_per_s,
         "seconds": run.pace.seconds,
     }
-    state.history.append(row)
-    state.loss_sum, state.loss_count = 0.0, 0
+    state.end_epoch(row)
     # Ahead of the checkpoint: a run that is killed in between records the epoch again, or would never.
     run.report.record(row)
     save(run, must=len(state.history) == config.schedule.epochs)

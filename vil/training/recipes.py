@@ -24,7 +24,6 @@ _Config = TypeVar("_Config")
 # What may differ between a run and its continuation: where it is, how it is watched, and what at
 # most rounds differently. Whether data.path still holds the same images is checked by itself.
 _FREE_ON_RESUME = (
-    "run.allow_changes",
     "data.path",
     "data.num_workers",
     "data.validation_batch_size",
@@ -171,7 +170,7 @@ def changes(asked: TrainConfig, resolved: TrainConfig, new: TrainConfig) -> list
     """
     before, filled, after = flat_dict(asked), flat_dict(resolved), flat_dict(new)
     return [
-        Change(key, before[key], after[key])
+        Change(key, filled[key], after[key])
         for key in before
         if key not in _FREE_ON_RESUME and after[key] not in (before[key], filled[key])
     ]

@@ -74,6 +74,11 @@ def print_banner(
         f"versions {installed}\n"
         f"output   {config.run.output}"
     )
+    for change in state.changes:
+        console.print(
+            f"changed  after step {change['step']}: {change['setting']} "
+            f"({change['before']} -> {change['after']})"
+        )
     if len(state.history) == config.schedule.epochs:
         console.print("resumed  finished before; nothing is left to train")
     elif state.step:
@@ -332,7 +337,7 @@ def draw_curve(path: Path, state: RunState) -> None:
     loss_axes.plot(epochs, [row["val_loss"] for row in history], label="held out")
     loss_axes.set(xlabel="epoch", ylabel="loss", yscale="log")
     top1_axes.plot(epochs, [row["top1"] for row in history], color="C1", label="held out")
-    if "ema_top1" in history[-1]:
+    if any("ema_top1" in row for row in history):
         top1_axes.plot(
             epochs, [row.get("ema_top1", math.nan) for row in history], color="C2", label="EMA"
         )

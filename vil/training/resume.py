@@ -1,7 +1,8 @@
 """Opening a run's folder: a new run, or the one in it, which continues where it was.
 
 Running the same command again is all there is to resuming: a folder that holds a run of the same
-configuration is continued, any other is refused.
+configuration is continued, any other is refused, unless --run.allow-changes says to go on with what may
+be changed. A change is a checkpoint of its own, so that it is made or not, whatever kills the run.
 """
 
 import csv
@@ -20,13 +21,22 @@ from vil.training.checkpoint import (
     link_if_best,
     load_checkpoint,
     load_weights,
+    save_checkpoint,
 )
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, write_text
-from vil.training.recipes import Change, changes, config_from_dict, continued, to_yaml
-from vil.training.setup import Training
+from vil.training.optimizer_state import load_optimizer
+from vil.training.recipes import (
+    Change,
+    changes,
+    config_from_dict,
+    continued,
+    flat_dict,
+    to_yaml,
+)
+from vil.training.setup import Training, build_optimizer
 from vil.training.state import RunState
 from vil.training.step_log import STEPS
 from vil.training.tracking import TRACKERS
@@ -79,7 +89,7 @@ def open_for_all(
 
 
 def restore_or_start(training: Training, folder: RunFolder, about: About, world: World) -> RunState:
-    """Put a run back to where its checkpoint was written; of a new one, note the settings.
+    """Put a run back to where its checkpoint was written, and note its settings.
 
     Args:
         training: Receives weights, average and optimiser state.
@@ -90,6 +100,7 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
     Raises:
         DataError: it is not the data that the run began with.
         OutputError: the checkpoint does not fit the model, or the settings cannot be written.
+        ConfigError: the optimiser refuses the settings that it had.
     """
     checkpoint, origin, state = folder.checkpoint, folder.origin, RunState()
     if checkpoint is not None:
@@ -100,22 +111,13 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
                 )
         _restore(training, checkpoint, origin, about.config.model.name)
         state = RunState.from_dict(checkpoint["run"])
-        epoch = len(state.history) + 1
-        state.changes += [
-            {"step": state.step, "epoch": epoch, "setting": key, "before": old, "after": new}
-            for key, old, new in folder.changed
-        ]
+        state.changes += _change_rows(folder.changed, about.config, state)
     state.best_key = "ema_top1" if about.config.optim.best == "ema" else "top1"
-    if world.is_main and (checkpoint is None or folder.changed):
-        write_text(folder.path / CONFIG, to_yaml(about.config))
-        if state.changes:
-            _write_changes(folder.path / CHANGES, state.changes)
+    if world.is_main:
+        if folder.changed:
+            save_checkpoint(folder.path, training, about, state)
+        _write_settings(folder.path, about.config, state.changes)
     return state
-
-
-def with_output(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the configuration with its output folder filled in."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, output=str(folder)))
 
 
 def _create(config: TrainConfig, recipe: str) -> Path:
@@ -131,7 +133,9 @@ def _create(config: TrainConfig, recipe: str) -> Path:
 def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFolder:
     """Find the run to continue, or check that a new one writes over nothing."""
     remove_temporaries(path)
-    new = with_output(config, path)
+    # The permission to change is for this start: config.yaml does not hand it on.
+    run = dataclasses.replace(config.run, output=str(path), allow_changes=False)
+    new = dataclasses.replace(config, run=run)
     checkpoint, origin = _newest_checkpoint(path, warn)
     if checkpoint is None:
         others = {file.name for file in path.iterdir()} - _UNTRAINED
@@ -145,7 +149,8 @@ def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFo
         config_from_dict(checkpoint[key], str(origin)) for key in ("asked", "config")
     )
     changed = changes(asked, resolved, new)
-    _check_changes(changed, new.run.allow_changes, path)
+    done = len(checkpoint["run"]["history"])
+    _check_changes(changed, config.run.allow_changes, path, done, new.schedule.epochs)
     if origin.name == LAST:  # what a run killed right after writing it had still to do
         link_if_best(path, RunState.from_dict(checkpoint["run"]))
     return RunFolder(
@@ -166,36 +171,70 @@ def _restore(training: Training, checkpoint: dict[str, Any], origin: Path, name:
         # A run that began without an average starts it here.
         averaged = checkpoint.get("state_dict_ema", weights)
         load_weights(training.ema.module, averaged, origin, name)
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in training.optimizer.param_groups
-    ]
-    training.optimizer.load_state_dict(checkpoint["optimizer"])
-    for group, settings in zip(training.optimizer.param_groups, groups, strict=True):
-        group.update(settings)  # those of the configuration, which may have changed
+    had = config_from_dict(checkpoint["config"], str(origin))
+    as_saved = build_optimizer(training.model, had.optim, had.peak_lr)
+    load_optimizer(training.optimizer, checkpoint["optimizer"], as_saved)
 
 
-def _check_changes(changed: list[Change], allowed: bool, folder: Path) -> None:
-    """Refuse to continue a run as another one."""
-    if not changed:
-        return
+def _check_changes(
+    changed: list[Change], allowed: bool, folder: Path, done: int, epochs: int
+) -> None:
+    """Refuse to continue a run as another one, or one that has nothing left to train as a changed one.
+
+    Args:
+        changed: What is another setting now.
+        allowed: Whether run.allow_changes was given.
+        folder: The run's folder.
+        done: Epochs that it has finished.
+        epochs: That it shall have.
+    """
+    keys = [change.key for change in changed]
     refused = [change for change in changed if not (allowed and change.allowed)]
-    if refused:
-        others = ", ".join(map(str, refused))
-        switch = "" if allowed or not all(c.allowed for c in refused) else "--run.allow-changes, "
+    if changed and epochs <= done and (not refused or "schedule.epochs" in keys):
         raise ConfigError(
-            f"output folder {folder} holds a run with other {others}; choose another --run.output, "
-            f"{switch}or the same settings to continue it"
+            f"schedule.epochs must be more than the {done} epochs that the run in {folder} has done "
+            f"for it to go on with other {', '.join(map(str, changed))}; got {epochs}"
         )
+    if not refused:
+        return
+    can = [change.key for change in refused if change.allowed]
+    which = ", which --run.allow-changes does not allow" if allowed else ""
+    switch = ""
+    if can:
+        only = "" if len(can) == len(refused) else f" {', '.join(can)}, and nothing else of these"
+        switch = f"; --run.allow-changes lets it go on with{only or ' these settings'}"
+    raise ConfigError(
+        f"output folder {folder} holds a run with other {', '.join(map(str, refused))}{which}; choose "
+        f"another --run.output, or the same settings to continue it{switch}"
+    )
 
 
-def _write_changes(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write what was changed on the way, a row per setting."""
+def _change_rows(
+    changed: list[Change], config: TrainConfig, state: RunState
+) -> list[dict[str, Any]]:
+    """Describe what is another setting from now on, all of it filled in."""
+    after = flat_dict(config)
+    place = {"step": state.step, "epoch": len(state.history) + 1}
+    return [
+        place | {"setting": change.key, "before": change.before, "after": after[change.key]}
+        for change in changed
+        if after[change.key] != change.before
+    ]
+
+
+def _write_settings(folder: Path, config: TrainConfig, changes: list[dict[str, Any]]) -> None:
+    """Bring config.yaml and changes.csv in line with the checkpoint, whatever ended the last start."""
     table = io.StringIO()
-    writer = csv.DictWriter(table, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, table.getvalue())
+    if changes:
+        writer = csv.writer(table, lineterminator="\n")
+        writer.writerow(changes[0])
+        writer.writerows(map(str, row.values()) for row in changes)
+    for name, text in ((CONFIG, to_yaml(config)), (CHANGES, table.getvalue())):
+        path = folder / name
+        if not text:
+            path.unlink(missing_ok=True)
+        elif not path.exists() or path.read_bytes() != text.encode():
+            write_text(path, text)
 
 
 def _newest_checkpoint(

@@ -25,12 +25,27 @@ class RunState:
 
     best_key: str = "top1"
     """What makes an epoch the best: top1, or ema_top1."""
+    best_epoch: int = 0
+    """Number of the epoch that best.pt is of, the first of equals; 0 if none is finished. Kept because
+    with another best_key since then it may not be the best of all: the weights of others are gone."""
+
+    def end_epoch(self, row: dict[str, Any]) -> None:
+        """Account for a finished epoch.
+
+        Args:
+            row: Of the log.
+        """
+        # Where the average began on the way, earlier epochs have none.
+        score = row.get(self.best_key, -1.0)
+        if not self.history or score > self.best.get(self.best_key, -1.0):
+            self.best_epoch = len(self.history) + 1
+        self.history.append(row)
+        self.loss_sum, self.loss_count = 0.0, 0
 
     @property
     def best(self) -> dict[str, Any]:
-        """The row of the epoch with the best top-1, the first of equals."""
-        # Where the average began on the way, earlier epochs have none.
-        return max(self.history, key=lambda row: row.get(self.best_key, -1.0))
+        """The row of the epoch that best.pt is of."""
+        return self.history[self.best_epoch - 1]
 
     @property
     def best_top1(self) -> float:
@@ -40,7 +55,12 @@ class RunState:
     @property
     def best_is_last(self) -> bool:
         """Whether the epoch finished last is the best so far."""
-        return bool(self.history) and self.best is self.history[-1]
+        return bool(self.history) and self.best_epoch == len(self.history)
+
+    @property
+    def has_just_changed(self) -> bool:
+        """Whether no step was made since settings were changed."""
+        return bool(self.changes) and self.changes[-1]["step"] == self.step
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists and numbers."""

@@ -1,0 +1,69 @@
+"""What the tests of whole runs share: reading what a run left, and stopping one."""
+
+import csv
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vil.training import loop
+from vil.training.config import TrainConfig
+from vil.training.data import Step
+from vil.training.engine import StepResult
+from vil.training.setup import Training
+
+TIMES = ("images_per_s", "seconds")
+
+
+def with_(config: TrainConfig, section: str, **changes: object) -> TrainConfig:
+    """Return the configuration with one section changed."""
+    changed = dataclasses.replace(getattr(config, section), **changes)
+    return dataclasses.replace(config, **{section: changed})
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint without what must differ between equal runs."""
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["config"], checkpoint["asked"]  # the output folder
+    for row in checkpoint["run"]["history"]:
+        for key in TIMES:
+            del row[key]
+    return checkpoint
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """Read a log without its times."""
+    with (folder / "log.csv").open() as file:
+        return [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+
+
+def assert_same(left: object, right: object) -> None:
+    """Compare nested dictionaries and lists of tensors and numbers, bit for bit."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    else:
+        assert left == right
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Let a signal arrive when the run has done a number of steps."""
+    original = loop.train_step
+
+    def train_step(training: Training, images: Step, config: TrainConfig) -> StepResult:
+        if images.number == step:
+            os.kill(os.getpid(), number)
+        return original(training, images, config)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
