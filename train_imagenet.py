@@ -29,7 +29,7 @@ def main() -> None:
     """Train as the command line says."""
     config, recipe = load_config(sys.argv[1:], DEFAULT_RECIPE)
     check_installed(config.run.tracker)
-    listed = check_settings(config, world_size())
+    listed = check_settings(config, recipe, world_size())
 
     from vil.training.run import run
 

@@ -28,7 +28,7 @@ def changed(config: TrainConfig, **settings: object) -> TrainConfig:
 def problems(config: TrainConfig, world_size: int = 1) -> list[str]:
     """Return what is told about the settings, a line each."""
     try:
-        check_settings(config, world_size)
+        check_settings(config, "recipe", world_size)
     except SettingsError as error:
         lines = str(error).splitlines()
         return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
@@ -36,7 +36,7 @@ def problems(config: TrainConfig, world_size: int = 1) -> list[str]:
 
 
 def test_right_settings_pass_and_the_images_listed_are_returned(config: TrainConfig) -> None:
-    listed = check_settings(config, 1)
+    listed = check_settings(config, "recipe", 1)
     assert {training: len(images.paths) for training, images in listed.items()} == {
         True: 32,
         False: 12,
@@ -166,7 +166,7 @@ def test_exit_code_tells_settings_from_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wrong = changed(config, **settings)
-    assert run_script(lambda: check_settings(wrong, 1)) == code
+    assert run_script(lambda: check_settings(wrong, "recipe", 1)) == code
     told = capsys.readouterr().err
     assert told.startswith("error: 2 things are wrong:\n  - " if len(settings) == 2 else "error: ")
     assert told.count("\n") == (3 if len(settings) == 2 else 1)

@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused(
         ((str(checkpoint), "--model.depth", "3"), 2, "blocks.2.norm.weight is missing"),
         ((str(released), "--model.pretrained-ema"), 2, "has no averaged weights"),
         ((str(bare),), 2, "model.name is missing: "),
-        ((str(tmp_path / "none.pt"),), 2, "none.pt is no file, no folder"),
+        ((str(tmp_path / "none.pt"),), 2, "none.pt does not exist"),
         ((str(checkpoint.parent),), 5, "is the folder of a run; name its checkpoint"),
         ((str(tmp_path / "text.pt"),), 5, "text.pt is no file of torch.save"),
         (("vil_tiny",), 5, "vil_tiny has no trained weights"),

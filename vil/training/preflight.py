@@ -14,7 +14,7 @@ from typing import Any
 from vil.training.config import TrainConfig, suitable_batch
 from vil.training.errors import ConfigError, DataError, SettingsError, UserError
 from vil.training.image_files import ImageList, find_split, list_images
-from vil.training.recipes import flat_dict
+from vil.training.recipes import flat_dict, output_folder
 
 _LEAST = {
     "model.num_classes": 1,
@@ -70,11 +70,12 @@ class _Split:
     """The class with the fewest images, and how many those are."""
 
 
-def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList]:
+def check_settings(config: TrainConfig, recipe: str, world_size: int) -> dict[bool, ImageList]:
     """Check the settings with each other and with the data.
 
     Args:
         config: The settings as asked for.
+        recipe: Name of the recipe, for the default folder.
         world_size: Number of processes.
 
     Returns:
@@ -87,6 +88,7 @@ def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList
     problems: list[UserError] = [
         *map(ConfigError, out_of_range(flat_dict(config))),
         *map(ConfigError, _contradictions(config)),
+        *map(ConfigError, _missing_weights(config, output_folder(config, recipe))),
     ]
     listed, found = _list_folders(config)
     problems += found
@@ -162,11 +164,17 @@ def _unknown_weights(config: TrainConfig) -> Iterator[str]:
             yield "model.name is missing: a model of timm, vil_tiny say, or --model.pretrained SOURCE"
         if model.pretrained_ema:
             yield "model.pretrained_ema has no use without model.pretrained"
+
+
+def _missing_weights(config: TrainConfig, folder: Path) -> Iterator[str]:
+    """Check that the weights of a new run exist; one that continues does not need them any more."""
+    source = config.model.pretrained
+    if source is None or any(folder.glob("*.pt")):
         return
-    place = model.pretrained.removeprefix("local-dir:")
-    is_path = place != model.pretrained or os.sep in place or place.endswith(_WEIGHTS)
-    if is_path and not model.pretrained.startswith("hf-hub:") and not Path(place).exists():
-        yield f"model.pretrained {model.pretrained} does not exist"
+    place = source.removeprefix("local-dir:")
+    is_path = place != source or os.sep in place or place.endswith(_WEIGHTS)
+    if is_path and not source.startswith("hf-hub:") and not Path(place).exists():
+        yield f"model.pretrained {source} does not exist"
 
 
 def _uncovered_image(config: TrainConfig) -> Iterator[str]:

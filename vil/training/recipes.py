@@ -144,6 +144,11 @@ def flat_dict(config: Any) -> dict[str, Any]:
     return flat
 
 
+def output_folder(config: TrainConfig, recipe: str) -> Path:
+    """Return the folder of a run: that of the settings, or one named after its recipe."""
+    return Path(config.run.output or Path("output", recipe))
+
+
 class Change(NamedTuple):
     """A setting that is another one than a run has had so far."""
 

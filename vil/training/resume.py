@@ -34,6 +34,7 @@ from vil.training.recipes import (
     config_from_dict,
     continued,
     flat_dict,
+    output_folder,
     to_yaml,
 )
 from vil.training.setup import Training, build_optimizer
@@ -122,7 +123,7 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
 
 def _create(config: TrainConfig, recipe: str) -> Path:
     """Create the folder unless it is there."""
-    folder = Path(config.run.output or Path("output", recipe))
+    folder = output_folder(config, recipe)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
