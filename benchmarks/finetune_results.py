@@ -7,6 +7,7 @@ from comparisons import Paired, beyond_noise
 from finetune import FINE_TUNED, SCRATCH, STARTS
 from records import CHOICE_SEED, Row, select, spread, values
 
+FIGURES = {"top1": (1, 1), "loss": (3, -1)}  # decimals, and the sign of what is better
 Arm = dict[str, str | float | None]
 
 
@@ -43,10 +44,12 @@ def search_table(rows: Sequence[Row]) -> str:
 
 def accuracy_table(rows: Sequence[Row]) -> str:
     """Return top-1 and loss of every setting, mean ± deviation over seeds."""
-    lines = ["| | top-1 | loss |", "|---|---|---|"]
+    lines = [f"| | {' | '.join(FIGURES)} |", "|---" * (len(FIGURES) + 1) + "|"]
     for arm in arms(rows):
-        top1, loss = (values(rows, figure, **arm) for figure in ("top1", "loss"))
-        lines.append(f"| {title(arm)} | {spread(top1)} | {spread(loss, 3)} |")
+        cells = [
+            spread(values(rows, figure, **arm), digits) for figure, (digits, _) in FIGURES.items()
+        ]
+        lines.append(f"| {title(arm)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -55,12 +58,13 @@ def differences(rows: Sequence[Row]) -> list[Paired]:
     found = arms(rows)
     return [
         Paired(
-            "top-1",
+            figure,
             title(first),
             title(second),
-            values(rows, "top1", **first),
-            values(rows, "top1", **second),
+            values(rows, figure, **first),
+            values(rows, figure, **second),
         )
+        for figure in FIGURES
         for first in select(found, start=FINE_TUNED)
         for second in select(found, start=SCRATCH)
     ]
@@ -69,14 +73,18 @@ def differences(rows: Sequence[Row]) -> list[Paired]:
 def differences_table(compared: Sequence[Paired]) -> str:
     """Return differences, judged together, as a Markdown table."""
     lines = [
-        "| top-1 | difference | seeds ahead | p | exceeds the noise |",
+        "| what | difference | better with | p | exceeds the noise |",
         "|---|---|---|---|---|",
     ]
     for pair, is_found in zip(compared, beyond_noise(compared), strict=True):
-        by_seed = pair.by_seed
-        ahead = f"{sum(number > 0 for number in by_seed)} of {len(by_seed)}"
-        lines.append(
-            f"| {pair.first} less {pair.second} | {pair.difference:+.1f} ± "
-            f"{statistics.stdev(by_seed):.1f} | {ahead} | {pair.p:.2g} | {'yes' if is_found else 'no'} |"
+        digits, sign = FIGURES[pair.what]
+        better = sum(sign * number > 0 for number in pair.by_seed)
+        cells = (
+            f"{pair.what}: {pair.first} less {pair.second}",
+            f"{pair.difference:+.{digits}f} ± {statistics.stdev(pair.by_seed):.{digits}f}",
+            f"{better} of {len(pair.by_seed)} seeds",
+            f"{pair.p:.2g}",
+            "yes" if is_found else "no",
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

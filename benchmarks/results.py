@@ -14,6 +14,7 @@ from typing import Any
 
 import claims
 import comparisons
+import finetune_results as finetuning
 import mqar_results
 import vision_results as vision
 from comparisons import Comparison
@@ -221,10 +222,23 @@ def mqar_blocks() -> dict[str, str]:
     return found
 
 
+def finetune_blocks() -> dict[str, str]:
+    """Return what fine-tuning adds to the templates."""
+    rows, tried = reported("finetune"), load("finetune")["runs"]
+    return {
+        "from": provenance("finetune"),
+        "steps": f"{rows[0]['steps']:,}",
+        "fractals": f"{next(row['fractals_top1'] for row in rows if 'fractals_top1' in row):.1f}",
+        "search": finetuning.search_table(tried),
+        "accuracy": finetuning.accuracy_table(rows),
+        "differences": finetuning.differences_table(finetuning.differences(rows)),
+    }
+
+
 def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
-    groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks()}
+    groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()
     }

@@ -85,7 +85,8 @@ def test_tables_pair_runs_by_seed() -> None:
     assert "| fine-tuned, rate 0.001 | 89.3 ± 6.7 | 0.107 ± 0.067 |" in table
     table = finetune_results.differences_table(finetune_results.differences(reported))
     names = "fine-tuned, rate 0.001 less from scratch, rate 0.001"
-    assert f"| {names} | +2.0 ± 1.0 | 3 of 3 | 0.074 | no |" in table
+    assert f"| top1: {names} | +2.0 ± 1.0 | 3 of 3 seeds | 0.074 | no |" in table
+    assert f"| loss: {names} | -0.020 ± 0.010 | 3 of 3 seeds | 0.074 | no |" in table
     assert "| fine-tuned | 0.300 (70.0) |" in finetune_results.search_table(rows)
 
 
