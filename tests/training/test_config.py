@@ -338,6 +338,11 @@ def test_unknown_flag_is_refused() -> None:
         load_config(["--optim.lr-bas", "1"], CONFIGS / "digits.yaml")
 
 
+def test_setting_of_another_name_says_which_it_is_now() -> None:
+    with pytest.raises(ConfigError, match=r"--model.init-checkpoint is --model.pretrained now$"):
+        load_config(["--model.init-checkpoint", "best.pt"], CONFIGS / "digits.yaml")
+
+
 def test_wrong_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         load_config(["--optim.lr-base", "fast"], CONFIGS / "digits.yaml")

@@ -206,3 +206,12 @@ def test_torch_is_not_imported_before_the_settings_are_right(words: list[str], c
 def test_models_are_registered_before_they_are_needed(first: str) -> None:
     program = f"{first}; import timm; assert timm.is_model('vil_tiny')"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_class_of_one_split_alone_is_told_and_no_number_of_classes(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    (image_folder / "val" / "elm").mkdir()
+    (image_folder / "val" / "elm" / "0.jpg").write_bytes(b"x")
+    told = problems(changed(config, model__num_classes=4))
+    assert told == ["class elm is in the validation data only (1 classes differ)"]

@@ -239,15 +239,18 @@ def _against_data(
 ) -> Iterator[UserError]:
     """Check the settings with the number of classes and images."""
     model, data = config.model, config.data
-    for name, split in splits.items():
+    differing = (
+        _differing_classes(splits["training"], splits["validation"]) if len(splits) == 2 else None
+    )
+    if differing is not None:
+        yield differing  # how many classes there are is another question then
+    for name, split in splits.items() if differing is None else ():
         found = len(split.classes)
         if model.num_classes not in (None, found):
             yield DataError(
                 f"the {name} data has {found} classes, model.num_classes is {model.num_classes}; "
                 f"leave it out, or pass --model.num-classes {found}"
             )
-    if len(splits) == 2:
-        yield from _differing_classes(splits["training"], splits["validation"])
     batch, train = data.batch_size, splits.get("training")
     if train is not None:
         total = train.num_images
@@ -273,10 +276,11 @@ def _against_data(
             yield error
 
 
-def _differing_classes(train: _Split, val: _Split) -> Iterator[DataError]:
+def _differing_classes(train: _Split, val: _Split) -> DataError | None:
     differing = sorted(set(train.classes) ^ set(val.classes))
-    if differing:
-        where = "training" if differing[0] in train.classes else "validation"
-        yield DataError(
-            f"class {differing[0]} is in the {where} data only ({len(differing)} classes differ)"
-        )
+    if not differing:
+        return None
+    where = "training" if differing[0] in train.classes else "validation"
+    return DataError(
+        f"class {differing[0]} is in the {where} data only ({len(differing)} classes differ)"
+    )

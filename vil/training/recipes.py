@@ -21,6 +21,7 @@ from vil.training.launcher import said_once
 
 _Config = TypeVar("_Config")
 
+_RENAMED = {"--model.init-checkpoint": "--model.pretrained"}
 # What may differ between a run and its continuation: where it is, how it is watched, and what at
 # most rounds differently. Whether data.path still holds the same images is checked by itself.
 _FREE_ON_RESUME = (
@@ -82,6 +83,8 @@ def parse_arguments(
         config, unknown = tyro.cli(kind, args=arguments, default=default, return_unknown_args=True)
     if unknown:
         given = unknown[0].partition("=")[0]
+        if given.replace("_", "-") in _RENAMED:
+            raise ConfigError(f"{given} is {_RENAMED[given.replace('_', '-')]} now")
         known = [f"--{key}".replace("_", "-") for key in flat_dict(config)]
         raise ConfigError(f"unrecognized argument {given}{_hint(given.replace('_', '-'), known)}")
     return config
