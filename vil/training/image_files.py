@@ -42,7 +42,10 @@ def find_split(data: DataConfig, training: bool) -> Path:
         folder = Path(data.path, name)
         if folder.is_dir():
             return folder
-    raise DataError(f"data.path {data.path} has no folder {' or '.join(names)}")
+    raise DataError(
+        f"data.path {data.path} has no folder {' or '.join(names)}; images must lie at "
+        f"{Path(data.path, names[-1])}/<class>/<image>"
+    )
 
 
 def list_images(folder: Path) -> ImageList:
