@@ -11,10 +11,7 @@ compiles, is not counted.
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import vil
+from provenance import processor, revision
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")
 BATCH = {224: 8, 448: 2, 1024: 1}
@@ -68,33 +66,6 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
             if i:
                 seconds[name].append((time.perf_counter() - start) / STEPS)
     return seconds
-
-
-def revision() -> str:
-    """Return the commit of the checkout, or "unknown".
-
-    VIL_COMMIT comes first, for copies that have no history.
-    """
-    if os.environ.get("VIL_COMMIT"):
-        return os.environ["VIL_COMMIT"]
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
-    except OSError:  # no git
-        return "unknown"
-    return found.stdout.strip() or "unknown"
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line for line in lines if line.startswith("model name"))
-        return name.partition(":")[2].strip()
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def main() -> None:

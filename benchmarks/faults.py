@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from cpu import revision
 from fault_cases import FAULTS, Fault
 from fault_runs import Laboratory, Verdict
 from kills_runs import fork_server
+from provenance import revision
 from vil.training.files import write_text
 from vil.training.setup import versions
 

@@ -21,9 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from cpu import revision
 from kills_runs import CASES, Tally, differing, fork_server, kill_case, make_images, orphans
 from kills_torchrun import torchrun_rows
+from provenance import revision
 from vil.training.files import write_text
 from vil.training.setup import versions
 

@@ -51,7 +51,7 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from torch.utils.data import default_collate
 
 import vil
-from cpu import processor, revision
+from provenance import processor, revision
 from vil.training.augment import BatchAugment, Transform, train_transform
 from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.training.data import TrainData

@@ -31,6 +31,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+SETTINGS_FIRST = True  # for vil: the parts import torch, this only starts them
+
 import on_gpu_report
 import wheels
 from on_gpu_parts import PARTS, ROOT

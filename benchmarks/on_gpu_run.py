@@ -17,8 +17,8 @@ from typing import Any
 import part_process
 import wheels
 from budget import UNFINISHED
-from cpu import revision
 from on_gpu_parts import ROOT, Part, sources
+from provenance import revision
 from vil.training.errors import OutputError
 from vil.training.files import lock_folder, write_text
 

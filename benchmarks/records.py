@@ -24,7 +24,7 @@ from scipy.stats import ttest_ind_from_stats
 
 import vil
 from budget import Budget
-from cpu import processor, revision
+from provenance import processor, revision
 from vil.training.files import write_text
 
 Row = dict[str, Any]

@@ -51,8 +51,8 @@ from contestants import (
     tensors_of,
     truth,
 )
-from cpu import processor, revision
 from delta_rule import DELTA_RULE, HEAD
+from provenance import processor, revision
 from roofline import PASSES, Device, M, roofline_ms
 from scan_results import aims_table, draw, judge, refused, table
 from vil.kernels import ops

@@ -22,7 +22,7 @@ import timm
 import torch
 
 import vil
-from cpu import revision
+from provenance import revision
 from vil.training.data import Step
 from vil.training.distributed import World
 from vil.training.engine import train_step

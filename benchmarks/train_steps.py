@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import vil
 from budget import UNFINISHED, Budget, add_seconds
-from cpu import revision
+from provenance import revision
 from vil.training.files import write_text
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")

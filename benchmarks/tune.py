@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from budget import UNFINISHED, Budget, add_seconds
-from cpu import revision
+from provenance import revision
 from vil.kernels import ops, tuning
 from vil.training.files import write_text
 

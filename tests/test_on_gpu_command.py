@@ -156,6 +156,7 @@ def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
 
 _CALL = """
 import sys
+SETTINGS_FIRST = True  # as in on_gpu.py
 sys.path[:0] = [{benchmarks!r}, {root!r}]
 import on_gpu_run
 from pathlib import Path

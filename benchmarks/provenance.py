@@ -1,0 +1,36 @@
+"""Where a figure was measured: the commit, and the name of the processor.
+
+Nothing here imports torch, so that a command that only starts others does not wait for it.
+"""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+
+def revision() -> str:
+    """Return the commit of the checkout, or "unknown".
+
+    VIL_COMMIT comes first, for copies that have no history.
+    """
+    if os.environ.get("VIL_COMMIT"):
+        return os.environ["VIL_COMMIT"]
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name"))
+        return name.partition(":")[2].strip()
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
