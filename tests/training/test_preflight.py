@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from vil.training.config import ModelConfig, TrainConfig, suitable_batch
 from vil.training.errors import SettingsError, run_script
+from vil.training.options import MakeOptions
 from vil.training.preflight import check_settings
 from vil.training.recipes import load_config, read_recipe
+from vil.training.shard_writer import make_shards
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -76,6 +79,7 @@ def test_recipes_are_right_but_for_what_a_user_adds(path: Path, image_folder: Pa
             "the training data has 4 classes, model.num_classes is 5; leave",
         ),
         ({"model__args": ("pool",)}, "model.args takes key=value, got pool"),
+        ({"model__args": ("depth=3",)}, "model.args: depth is a setting, model.depth"),
         ({"model__name": None}, "model.name is missing: a model of timm, vil_tiny say, or"),
         (
             {"model__name": "local-dir:x"},
@@ -215,3 +219,25 @@ def test_class_of_one_split_alone_is_told_and_no_number_of_classes(
     (image_folder / "val" / "elm" / "0.jpg").write_bytes(b"x")
     told = problems(changed(config, model__num_classes=4))
     assert told == ["class elm is in the validation data only (1 classes differ)"]
+
+
+def test_classes_that_differ_are_counted(config: TrainConfig, image_folder: Path) -> None:
+    (image_folder / "val" / "cedar").rename(image_folder / "val" / "elm")
+    assert problems(config) == ["class cedar is in the training data only (2 classes differ)"]
+
+
+def test_shards_are_counted_by_what_describes_them(
+    config: TrainConfig, image_folder: Path, tmp_path: Path
+) -> None:
+    options = MakeOptions(images=str(image_folder), shards=str(tmp_path / "made"))
+    make_shards(options, Console(quiet=True))
+    made = changed(config, data__dataset="wds", data__path=str(tmp_path / "made"))
+    assert problems(made) == []
+    told = problems(changed(made, model__num_classes=9, data__batch_size=64))
+    assert [line.split(",")[0] for line in told] == [
+        "the training data has 4 classes",
+        "the validation data has 4 classes",
+        "an epoch has 32 training images",
+    ]
+    (tmp_path / "made" / "_info.json").write_text("{")
+    assert problems(changed(made, model__num_classes=9)) == []  # opening them says what is wrong

@@ -6,9 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from vil.training.config import (
+    DataConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TrainConfig,
+    parse_args,
+)
 from vil.training.errors import ConfigError, DataError
-from vil.training.resolve import fill_from_data, fill_from_weights, model_arguments, parse_args
+from vil.training.resolve import fill_from_data, fill_from_weights, model_arguments
 from vil.weights import Weights
 
 DESCRIBED = {

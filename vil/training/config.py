@@ -4,11 +4,14 @@ Field names are those of timm's trainer. The defaults are what the four publishe
 share; a recipe states what it changes, and the command line overrides the recipe.
 """
 
+import ast
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from vil.training.errors import ConfigError
 
+MODEL_SIZES = ("patch_size", "embed_dim", "depth", "patch_stride")
+MODEL_ARGUMENTS = ("num_classes", "in_chans", "img_size", *MODEL_SIZES)  # settings of their own
 _STEPS_PER_EPOCH = 16  # that a batch_size of None aims at
 _BATCHES = (8, 64)  # a GPU of a few gigabytes has to hold it at 224 px
 
@@ -276,3 +279,23 @@ def suitable_batch(num_images: int) -> int:
     least, most = _BATCHES
     share = min(max(num_images // _STEPS_PER_EPOCH, least), most, num_images)
     return 1 << (share.bit_length() - 1)
+
+
+def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
+    """Read model.args: Python's literals where they are some, text elsewhere.
+
+    Raises:
+        ConfigError: one is not key=value, or is a setting of its own.
+    """
+    parsed = {}
+    for word in args:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"model.args takes key=value, got {word}")
+        if key in ("name", "drop_path_rate", *MODEL_ARGUMENTS):
+            raise ConfigError(f"model.args: {key} is a setting, model.{key}")
+        try:
+            parsed[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[key] = value
+    return parsed

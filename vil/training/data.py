@@ -189,23 +189,6 @@ class ValData:
         return outliving_deaths(load, 0, -(-len(share) // self.batch_size))
 
 
-def check_same_classes(train: TrainData, val: ValData) -> None:
-    """Check that both splits number the same classes.
-
-    Raises:
-        DataError: a class is in one split only.
-    """
-    if train.source.classes is None or val.source.classes is None:
-        return
-    differing = set(train.source.classes) ^ set(val.source.classes)
-    if differing:
-        name = sorted(differing)[0]
-        where = "training" if name in train.source.classes else "validation"
-        raise DataError(
-            f"class {name} is in the {where} data only ({len(differing)} classes differ)"
-        )
-
-
 class _TrainImages(Dataset):
     """Draws of the training stream, augmented; an unreadable image is replaced by another.
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vil.training.config import TrainConfig, suitable_batch
+from vil.training.config import DataConfig, TrainConfig, parse_args, suitable_batch
 from vil.training.errors import ConfigError, DataError, SettingsError, UserError
 from vil.training.image_files import ImageList, find_split, list_images
 from vil.training.recipes import flat_dict, output_folder
+from vil.training.shard_info import find_split as find_shards
+from vil.training.shard_info import read_info
 
 _LEAST = {
     "model.num_classes": 1,
@@ -65,7 +67,8 @@ class _Split:
     """What is known of a split of the data."""
 
     num_images: int
-    classes: tuple[str, ...]
+    classes: tuple[str, ...] | None
+    """Their names, None where the data has none."""
     fewest: tuple[str, int] | None = None
     """The class with the fewest images, and how many those are."""
 
@@ -129,8 +132,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     model, data, schedule = config.model, config.data, config.schedule
     yield from _unknown_weights(config)
     for word in model.args:
-        if not word.partition("=")[0].isidentifier() or "=" not in word:
-            yield f"model.args takes key=value, got {word}"
+        try:
+            parse_args((word,))
+        except ConfigError as error:
+            yield str(error)
     yield from _uncovered_image(config)
     if schedule.warmup_epochs is not None and schedule.warmup_epochs > schedule.epochs > 0:
         yield (
@@ -224,6 +229,8 @@ def _splits(config: TrainConfig, listed: dict[bool, ImageList]) -> dict[str, _Sp
     if data.dataset == "fractals" and model.num_classes and (data.images_per_class or 1) > 0:
         names = tuple(map(str, range(model.num_classes)))
         return {"training": _Split(model.num_classes * (data.images_per_class or 1000), names)}
+    if data.dataset == "wds" and data.path is not None:
+        return _splits_of_shards(data)
     splits = {}
     for training, images in listed.items():
         counts = Counter(images.labels)
@@ -234,18 +241,34 @@ def _splits(config: TrainConfig, listed: dict[bool, ImageList]) -> dict[str, _Sp
     return splits
 
 
+def _splits_of_shards(data: DataConfig) -> dict[str, _Split]:
+    """Count what _info.json names; what is wrong with it is told when the shards are opened."""
+    try:
+        described = read_info(Path(data.path))
+    except DataError:
+        return {}
+    named = {"training": data.train_split, "validation": data.val_split}
+    found = {split: find_shards(described, name) for split, name in named.items()}
+    return {
+        split: _Split(sum(info.lengths), info.classes)
+        for split, info in found.items()
+        if info is not None and info.lengths is not None
+    }
+
+
 def _against_data(
     config: TrainConfig, splits: dict[str, _Split], world_size: int
 ) -> Iterator[UserError]:
     """Check the settings with the number of classes and images."""
     model, data = config.model, config.data
+    named = {name: split.classes for name, split in splits.items() if split.classes is not None}
     differing = (
-        _differing_classes(splits["training"], splits["validation"]) if len(splits) == 2 else None
+        _differing_classes(named["training"], named["validation"]) if len(named) == 2 else None
     )
     if differing is not None:
         yield differing  # how many classes there are is another question then
-    for name, split in splits.items() if differing is None else ():
-        found = len(split.classes)
+    for name, classes in named.items() if differing is None else ():
+        found = len(classes)
         if model.num_classes not in (None, found):
             yield DataError(
                 f"the {name} data has {found} classes, model.num_classes is {model.num_classes}; "
@@ -261,7 +284,8 @@ def _against_data(
                     f"data.images_per_class must be at most the {count} training images that class "
                     f"{name} has, got {data.images_per_class}"
                 )
-            total = min(total, data.images_per_class * len(train.classes))
+            if train.classes is not None:
+                total = min(total, data.images_per_class * len(train.classes))
         fitting = suitable_batch(max(total, 1))
         if batch is not None and batch > total:
             yield DataError(
@@ -276,11 +300,11 @@ def _against_data(
             yield error
 
 
-def _differing_classes(train: _Split, val: _Split) -> DataError | None:
-    differing = sorted(set(train.classes) ^ set(val.classes))
+def _differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> DataError | None:
+    differing = sorted(set(train) ^ set(val))
     if not differing:
         return None
-    where = "training" if differing[0] in train.classes else "validation"
+    where = "training" if differing[0] in train else "validation"
     return DataError(
         f"class {differing[0]} is in the {where} data only ({len(differing)} classes differ)"
     )

@@ -3,19 +3,23 @@
 A setting that is None asks for that; after this the configuration of a run says everything.
 """
 
-import ast
 from dataclasses import replace
 from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from vil.training.config import ModelConfig, TrainConfig, suitable_batch
+from vil.training.config import (
+    MODEL_ARGUMENTS,
+    MODEL_SIZES,
+    ModelConfig,
+    TrainConfig,
+    parse_args,
+    suitable_batch,
+)
 from vil.training.errors import ConfigError, DataError
 from vil.training.sources import Source
 from vil.weights import Weights
 
-_SIZES = ("patch_size", "embed_dim", "depth", "patch_stride")
-_OWN = ("num_classes", "in_chans", "img_size", *_SIZES)  # arguments that are settings of their own
 _PREPROCESSING = {
     "mean": IMAGENET_DEFAULT_MEAN,
     "std": IMAGENET_DEFAULT_STD,
@@ -47,8 +51,12 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
             f"model.img_size is missing: {weights.origin} is of {height} x {width} px"
         )
     args = {} if weights is None else weights.model_args
-    sizes = {key: args[key] for key in _SIZES if isinstance(args.get(key), int)}
-    others = {key: value for key, value in args.items() if key not in _OWN or key in _SIZES}
+    sizes = {key: args[key] for key in MODEL_SIZES if isinstance(args.get(key), int)}
+    others = {
+        key: value
+        for key, value in args.items()
+        if key not in MODEL_ARGUMENTS or key in MODEL_SIZES
+    }
     stated = parse_args(model.args)
     others = {k: v for k, v in others.items() if k not in sizes and k not in stated}
     model = replace(
@@ -108,28 +116,8 @@ def model_arguments(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: model.args names a setting of its own.
     """
-    given = {key: getattr(model, key) for key in _OWN if getattr(model, key) is not None}
+    given = {key: getattr(model, key) for key in MODEL_ARGUMENTS if getattr(model, key) is not None}
     return given | parse_args(model.args)
-
-
-def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
-    """Read model.args: Python's literals where they are some, text elsewhere.
-
-    Raises:
-        ConfigError: one is not key=value, or is a setting of its own.
-    """
-    parsed = {}
-    for word in args:
-        key, equals, value = word.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f"model.args takes key=value, got {word}")
-        if key in ("name", "drop_path_rate", *_OWN):
-            raise ConfigError(f"model.args: {key} is a setting, model.{key}")
-        try:
-            parsed[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed[key] = value
-    return parsed
 
 
 def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

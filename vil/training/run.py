@@ -5,7 +5,7 @@ from rich.console import Console
 
 from vil.training.checkpoint import About
 from vil.training.config import TrainConfig
-from vil.training.data import TrainData, ValData, check_same_classes
+from vil.training.data import TrainData, ValData
 from vil.training.distributed import World, process_group, world_from_environment
 from vil.training.draws import seed_everything
 from vil.training.image_files import ImageList
@@ -55,7 +55,6 @@ def _train(
     config = fill_from_data(config, *sources)
     train_data = TrainData(config, device, world, sources[0])
     val_data = ValData(config, device, world, sources[1])
-    check_same_classes(train_data, val_data)
     seed_everything(config.run.seed)
     training = build_training(config, device, world, weights, sources[0].classes)
     about = About(

@@ -29,7 +29,7 @@ from vil.training.files import lock_folder, remove_temporaries, write_atomically
 from vil.training.image_files import EXTENSION_FORMATS
 from vil.training.options import MakeOptions, VerifyOptions
 from vil.training.shard_index import Sample, index_path, read_index, scan_shard, write_index
-from vil.training.shards import INFO_NAME, read_info
+from vil.training.shard_info import INFO_NAME, read_info
 from vil.training.sources import FolderSource
 
 _IN_ORDER = ("validation", "val", "test")  # splits of which every image is read alike

@@ -7,7 +7,6 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,24 +17,11 @@ from webdataset.shardlists import expand_urls
 from vil.training.config import DataConfig
 from vil.training.errors import ConfigError, DataError
 from vil.training.shard_index import Sample, load_index
+from vil.training.shard_info import INFO_NAME, Split, find_split, read_info
 
-INFO_NAME = "_info.json"
 _MOST_OPEN_FILES = 64  # of the 1024 that a process is usually granted
 _INDEX_THREADS = 16  # they mostly wait for the disk
 _NO_CHECKSUM = -1
-
-
-@dataclass(frozen=True)
-class Split:
-    """What _info.json, timm's description of a folder of shards, says about a split."""
-
-    filenames: tuple[str, ...]
-    lengths: tuple[int, ...] | None
-    """Images of each shard."""
-    classes: tuple[str, ...] | None
-    """Names of the classes; only make_shards.py writes them."""
-    made_from: dict[str, Any] | None
-    """What make_shards.py made it from."""
 
 
 class ShardSource:
@@ -141,27 +127,6 @@ class ShardSource:
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
 
-def read_info(root: Path) -> dict[str, Split]:
-    """Read the splits that _info.json of a folder of shards describes; none if there is no such file.
-
-    Args:
-        root: The folder.
-
-    Raises:
-        DataError: the file cannot be read or is not of timm's form.
-    """
-    path = root / INFO_NAME
-    try:
-        splits = json.loads(path.read_bytes())["splits"]
-        return {name: _split(entry) for name, entry in splits.items()}
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} does not describe shards as timm does: {error!r}") from error
-
-
 class _Images(NamedTuple):
     """The usable images of one shard."""
 
@@ -201,30 +166,6 @@ class _Files:
             os.close(descriptor)
 
 
-def _split(entry: dict[str, Any]) -> Split:
-    """Check one split of _info.json; what is wrong is named by an error of any kind."""
-    filenames = _list(entry, "filenames", str)
-    lengths = _list(entry, "shard_lengths", int)
-    if filenames is None:
-        raise KeyError("filenames")
-    if lengths is not None and len(lengths) != len(filenames):
-        raise ValueError(f"{len(lengths)} shard_lengths for {len(filenames)} filenames")
-    made_from = entry.get("made_from")
-    if made_from is not None and not isinstance(made_from, dict):
-        raise TypeError("made_from must map options to values")
-    return Split(filenames, lengths, _list(entry, "classes", str), made_from)
-
-
-def _list(entry: dict[str, Any], key: str, kind: type) -> tuple[Any, ...] | None:
-    """Return one list of a split; None if it has no such list."""
-    values = entry.get(key)
-    if values is None:
-        return None
-    if not isinstance(values, list) or not all(type(value) is kind for value in values):
-        raise TypeError(f"{key} must be a list of {kind.__name__}")
-    return tuple(values)
-
-
 def _find_shards(
     root: Path, key: str, split: str, splits: dict[str, Split]
 ) -> tuple[list[str], tuple[str, ...] | None]:
@@ -236,7 +177,7 @@ def _find_shards(
         split: A split of _info.json, or a pattern.
         splits: What _info.json says.
     """
-    found = splits.get("val" if split == "validation" and split not in splits else split)
+    found = find_split(splits, split)
     if found is not None:
         names, classes = list(found.filenames), found.classes
     else:
