@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from triton.runtime.jit import JITFunction
 
-from vil.kernels import conv, longhorn_exact, sequential, tuning
+from vil.kernels.triton import conv, longhorn_exact, sequential, tuning
 
 
 @dataclass(frozen=True)

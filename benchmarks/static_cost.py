@@ -35,7 +35,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from kernel_variants import VARIANTS, D, Variant
-from vil.kernels import tuning
+from vil.kernels.triton import tuning
 
 ARCHITECTURES = ("80", "90", "100", "120", "gfx942")
 

@@ -1,4 +1,4 @@
-"""Time the block sizes of the Triton kernels on this GPU and print its row for ``kernels/tuning.py``.
+"""Time the block sizes of the Triton kernels on this GPU and print its row for ``kernels/triton/tuning.py``.
 
     python benchmarks/tune.py [--shape 128 197 384] [--jobs 14] [--output FILE.json] [--seconds N]
 
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from budget import UNFINISHED, Budget, add_seconds
 from provenance import revision
-from vil.kernels import ops, tuning
+from vil.kernels import ops
+from vil.kernels.triton import tuning
 from vil.training.files import write_text
 
 # The scans have one channel per lane, the convolution may have several.

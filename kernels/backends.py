@@ -17,7 +17,7 @@ BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT_VARIABLE = "VIL_BACKEND"
 OLDEST_TRITON = (3, 6)
 
-_MODULES = {"reference": "reference", "cpu": "cpu", "triton": "gpu"}
+_MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
 
 _override: str | None = None
 

@@ -12,7 +12,7 @@ import math
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from vil.kernels import fused_mixer, operators  # noqa: F401  (defines the operators)
+from vil.kernels import operators  # noqa: F401  (defines them)
 
 _MACS_PER_STATE = {"longhorn": 4, "longhorn_exact": 3, "mamba": 4}
 

@@ -10,31 +10,37 @@ import torch
 from torch import Tensor
 
 from vil.kernels.backends import backend_for
-from vil.kernels.checks import check_bidirectional, check_conv, check_single, state_dtype
+from vil.kernels.checks import (
+    check_bidirectional,
+    check_conv,
+    check_mixer,
+    check_single,
+    state_dtype,
+)
 
 
 def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+def _empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """Return tensors of the shapes of gradients, empty for None."""
     return tuple(inputs[0].new_empty(0) if t is None else _empty(t) for t in inputs)
 
 
-def to_operator(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+def _to_operator(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """Replace None, which an operator cannot return, by an empty tensor."""
     return tuple(like.new_empty(0) if g is None else g.contiguous() for g in grads)
 
 
-def from_operator(
+def _from_operator(
     grads: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Undo ``to_operator`` for the gradients of ``inputs``."""
+    """Undo ``_to_operator`` for the gradients of ``inputs``."""
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
 
 
-def bidirectional_scan_saving(
+def _bidirectional_saving(
     x: Tensor,
     dt: Tensor,
     A: Tensor | None,
@@ -54,11 +60,11 @@ def bidirectional_scan_saving(
     if save and backend.saved_shapes(x, k, recurrence) is not None:
         return backend.bidirectional_scan_saving(*inputs)
     out = backend.bidirectional_scan(*inputs).contiguous()
-    return out, *empty_saved(x, k, recurrence, save=False)
+    return out, *_empty_saved(x, k, recurrence, save=False)
 
 
-def empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes that ``bidirectional_scan_saving`` gives for y_sum and states."""
+def _empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes that ``_bidirectional_saving`` gives for y_sum and states."""
     shapes = None
     if save:
         shapes = backend_for(x.device, x.dtype).saved_shapes(x, k, recurrence)
@@ -67,7 +73,7 @@ def empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tens
     return x.new_empty(y_sum, dtype=dtype), x.new_empty(states, dtype=dtype)
 
 
-def bidirectional_scan_backward(
+def _bidirectional_gradients(
     grad: Tensor,
     x: Tensor,
     dt: Tensor,
@@ -134,12 +140,12 @@ def _scan_backward(
     grads = backend_for(x.device, x.dtype).scan_backward(
         grad_y, grad_final_state, *inputs, recurrence, reverse
     )
-    return to_operator(grads, x)
+    return _to_operator(grads, x)
 
 
 @_scan_backward.register_fake
 def _(grad_y: Tensor, grad_final_state: Tensor, *inputs) -> tuple[Tensor, ...]:
-    return empty_gradients(inputs[:-2])
+    return _empty_gradients(inputs[:-2])
 
 
 def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -152,7 +158,7 @@ def _scan_autograd(ctx, grad_y: Tensor, grad_final_state: Tensor) -> tuple:
     grads = torch.ops.vil.scan_backward(
         grad_y, grad_final_state, *inputs, ctx.recurrence, ctx.reverse
     )
-    return (*from_operator(grads, inputs), None, None)
+    return (*_from_operator(grads, inputs), None, None)
 
 
 _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
@@ -172,14 +178,14 @@ def _bidirectional_scan(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_bidirectional(x, dt, A, q, k, D, bias, z, recurrence)
-    return bidirectional_scan_saving(x, dt, A, q, k, D, bias, z, recurrence, save)
+    return _bidirectional_saving(x, dt, A, q, k, D, bias, z, recurrence, save)
 
 
 @_bidirectional_scan.register_fake
 def _(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     x, _, _, _, k, *_, z, recurrence, save = inputs
     check_bidirectional(*inputs[:-1])
-    return _empty(z), *empty_saved(x, k, recurrence, save)
+    return _empty(z), *_empty_saved(x, k, recurrence, save)
 
 
 @torch.library.custom_op("vil::bidirectional_scan_backward", mutates_args=())
@@ -198,12 +204,12 @@ def _bidirectional_scan_backward(
     recurrence: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (x, dt, A, q, k, D, bias, z)
-    return to_operator(bidirectional_scan_backward(grad, *inputs, y_sum, states, recurrence), x)
+    return _to_operator(_bidirectional_gradients(grad, *inputs, y_sum, states, recurrence), x)
 
 
 @_bidirectional_scan_backward.register_fake
 def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
-    return empty_gradients(inputs[:-3])
+    return _empty_gradients(inputs[:-3])
 
 
 def _bidirectional_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -217,7 +223,7 @@ def _bidirectional_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
         return (None,) * 10
     *inputs, y_sum, states = ctx.saved_tensors
     grads = torch.ops.vil.bidirectional_scan_backward(grad, *inputs, y_sum, states, ctx.recurrence)
-    return (*from_operator(grads, tuple(inputs)), None, None)
+    return (*_from_operator(grads, tuple(inputs)), None, None)
 
 
 _bidirectional_scan.register_autograd(_bidirectional_autograd, setup_context=_bidirectional_setup)
@@ -240,7 +246,7 @@ def _conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     backend = backend_for(x.device, x.dtype)
-    return to_operator(backend.causal_conv1d_bidirectional_backward(grad, x, weight, bias), x)
+    return _to_operator(backend.causal_conv1d_bidirectional_backward(grad, x, weight, bias), x)
 
 
 @_conv_backward.register_fake
@@ -257,3 +263,132 @@ def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
+
+# ------------------------------------------------------------------------------------ whole mixer
+#
+# The token mixer between its two outer projections: convolution, projections to step sizes, keys and
+# queries, scan and gate. One operator, because what its backward pass needs is more than what it is
+# cheapest to keep: the input, the small projections and the states of the scan are saved; the
+# convolution and the step sizes, each as large as the input, are computed again, as in Mamba's fused
+# block. E channels of the scan, R rank of the step size.
+
+
+def _project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
+    """Return raw step sizes of rank R, keys and queries of (2, B, L, E): (2, B, L, R + 2 M)."""
+    projected = torch.bmm(x.flatten(1, 2), x_proj_weight.to(x.dtype).mT)
+    return projected.unflatten(1, x.shape[1:3])
+
+
+def _split(projected: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what ``_project`` made: low-rank step sizes, these in full, queries and keys."""
+    rank = dt_weight.shape[-1]
+    states = (projected.shape[-1] - rank) // 2
+    low, k, q = projected.split([rank, states, states], dim=-1)
+    dt = torch.bmm(low.flatten(1, 2), dt_weight.to(low.dtype).mT).unflatten(1, low.shape[1:3])
+    return low, dt, q, k
+
+
+@torch.library.custom_op("vil::mixer", mutates_args=())
+def _mixer(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj_weight: Tensor,
+    dt_weight: Tensor,
+    dt_bias: Tensor,
+    A: Tensor | None,
+    D: Tensor,
+    recurrence: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_mixer(xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence)
+    x, z = xz.chunk(2, dim=-1)
+    backend = backend_for(x.device, x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        x = backend.causal_conv1d_bidirectional(x, conv_weight, conv_bias)
+        projected = _project(x, x_proj_weight)
+        _, dt, q, k = _split(projected, dt_weight)
+        out, y_sum, states = _bidirectional_saving(x, dt, A, q, k, D, dt_bias, z, recurrence, save)
+    return out, projected if save else x.new_empty(0), y_sum, states
+
+
+@_mixer.register_fake
+def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_mixer(*inputs[:-1])
+    xz, _, _, x_proj_weight, dt_weight, *_, recurrence, save = inputs
+    B, L, E = *xz.shape[:2], xz.shape[2] // 2
+    columns = x_proj_weight.shape[1]
+    x = xz.new_empty(2, B, L, E)
+    k = xz.new_empty(2, B, L, (columns - dt_weight.shape[-1]) // 2)
+    projected = xz.new_empty((2, B, L, columns) if save else 0)
+    return xz.new_empty(B, L, E), projected, *_empty_saved(x, k, recurrence, save)
+
+
+@torch.library.custom_op("vil::mixer_backward", mutates_args=())
+def _mixer_backward(
+    grad: Tensor,
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj_weight: Tensor,
+    dt_weight: Tensor,
+    dt_bias: Tensor,
+    A: Tensor | None,
+    D: Tensor,
+    projected: Tensor,
+    y_sum: Tensor,
+    states: Tensor,
+    recurrence: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, z = xz.chunk(2, dim=-1)
+    backend = backend_for(x.device, x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        convolved = backend.causal_conv1d_bidirectional(x, conv_weight, conv_bias)
+        if not projected.numel():
+            projected = _project(convolved, x_proj_weight)
+        low, dt, q, k = _split(projected, dt_weight)
+        dx, ddt, dA, dq, dk, dD, dbias, dz = _bidirectional_gradients(
+            grad, convolved, dt, A, q, k, D, dt_bias, z, y_sum, states, recurrence
+        )
+        ddt, low = ddt.flatten(1, 2), low.flatten(1, 2)
+        d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
+        d_dt_weight = torch.bmm(ddt.mT, low)
+        d_projected = torch.cat((d_low, dk.flatten(1, 2), dq.flatten(1, 2)), dim=-1)
+        d_x_proj_weight = torch.bmm(d_projected.mT, convolved.flatten(1, 2))
+        dx = torch.baddbmm(dx.flatten(1, 2), d_projected, x_proj_weight.to(dx.dtype))
+        dx, d_conv_weight, d_conv_bias = backend.causal_conv1d_bidirectional_backward(
+            dx.view(convolved.shape), x, conv_weight, conv_bias
+        )
+    gradients = (
+        torch.cat((dx, dz), dim=-1),
+        d_conv_weight,
+        d_conv_bias,
+        d_x_proj_weight.to(x_proj_weight.dtype),
+        d_dt_weight.to(dt_weight.dtype),
+        dbias,
+        dA,
+        dD,
+    )
+    return _to_operator(gradients, xz)
+
+
+@_mixer_backward.register_fake
+def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
+    return _empty_gradients(inputs[:8])
+
+
+def _mixer_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.recurrence, _ = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
+    if grad is None:
+        return (None,) * 10
+    inputs = ctx.saved_tensors
+    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence)
+    return (*_from_operator(grads, inputs[:8]), None, None)
+
+
+_mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)

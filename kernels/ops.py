@@ -1,6 +1,6 @@
 """The public operations.
 
-Each is a torch.library operator (``operators.py``, ``fused_mixer.py``) with rules for automatic mixed
+Each is a torch.library operator (``operators.py``) with rules for automatic mixed
 precision and for counting FLOPs.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, flops, fused_mixer, operators  # noqa: F401  (registers all)
+from vil.kernels import autocast, flops, operators  # noqa: F401  (registers all)
 from vil.kernels.backends import BACKENDS, use_backend
 from vil.kernels.reference import RECURRENCES
 

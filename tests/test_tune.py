@@ -11,7 +11,7 @@ import torch
 
 import tune
 from budget import Budget
-from vil.kernels import tuning
+from vil.kernels.triton import tuning
 
 
 def test_finds_the_fastest_blocks_of_every_kernel() -> None:

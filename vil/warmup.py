@@ -28,7 +28,7 @@ from torch import nn
 
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
-from vil.kernels.launch import Launch, recording
+from vil.kernels.triton.launch import Launch, recording
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

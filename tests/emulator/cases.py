@@ -122,7 +122,7 @@ def scan_run(
     c: Case, inputs: Sequence, dout: torch.Tensor, dfinal: torch.Tensor | None
 ) -> tuple[list, list]:
     """Return the same of the kernels."""
-    from vil.kernels import longhorn_exact, sequential
+    from vil.kernels.triton import longhorn_exact, sequential
 
     x, dt, A, q, k, D, bias, z, initial = inputs
     if c.op == "exact":
@@ -185,7 +185,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @contextmanager
 def in_segments(on: bool) -> Iterator[None]:
     """Cut scans into segments of two chunks, which no small input would otherwise be."""
-    from vil.kernels import tuning
+    from vil.kernels.triton import tuning
 
     def segments(warps, chunks, device, overhead):
         return (chunks, 1) if chunks < 4 else (-(-chunks // 2), 2)
@@ -210,7 +210,8 @@ def errors(c: Case) -> dict[str, float]:
 
 def conv_errors(c: Case) -> dict[str, float]:
     """Return the errors of the convolution, forward and backward."""
-    from vil.kernels import conv, reference
+    from vil.kernels import reference
+    from vil.kernels.triton import conv
 
     g = torch.Generator().manual_seed(c.L * c.D + c.K)
     randn, dtype, pdtype = _randn(g), DTYPES[c.dtype], DTYPES[c.parameters]

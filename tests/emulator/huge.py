@@ -41,7 +41,8 @@ def last(programs: int) -> Callable[[str, int], list[int]]:
 
 def conv_error() -> float:
     """Return the error of the convolution in the last batch element."""
-    from vil.kernels import conv, reference
+    from vil.kernels import reference
+    from vil.kernels.triton import conv
 
     x = zeros(B, L, D)
     x[-1] = torch.randn(L, D)
@@ -54,7 +55,8 @@ def conv_error() -> float:
 
 def scan_error(recurrence: str) -> float:
     """Return the error of a scan token by token in the last batch element."""
-    from vil.kernels import reference, sequential
+    from vil.kernels import reference
+    from vil.kernels.triton import sequential
 
     x, dt = zeros(2, B, L, D), zeros(2, B, L, D)
     q, k = zeros(2, B, L, M), zeros(2, B, L, M)

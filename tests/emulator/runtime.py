@@ -240,7 +240,7 @@ def launch(src, metadata, grid: tuple[int, int, int], text: str, args: Iterable)
     if total == 0:
         raise ValueError("CUDA refuses an empty grid")
     ctas = state.cta_filter(metadata.name, total) if state.cta_filter else list(range(total))
-    key = f"{src.fn.module}.{src.fn.__name__}".removeprefix("vil.kernels.")
+    key = f"{src.fn.module}.{src.fn.__name__}".removeprefix("vil.kernels.triton.")
     begin = time.time()
     orders = state.orders
     if any(m.size > state.sparse_limit for m in memories):
@@ -339,7 +339,8 @@ def install(arch: int) -> State:
 
 def install_project() -> None:
     """Make vil's launchers choose what they would on the emulated GPU."""
-    from vil.kernels import backends, tuning
+    from vil.kernels import backends
+    from vil.kernels.triton import tuning
 
     tuning.architecture = lambda device: f"sm_{STATE.arch}"
     backends._check_serves = lambda name, device, asked_by: None

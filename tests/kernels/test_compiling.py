@@ -98,7 +98,7 @@ def test_processes_of_a_machine_compile_a_kernel_once(tmp_path: Path) -> None:
         process.stdin.write("\n")
         process.stdin.flush()
     assert sorted(line for p in processes for line in lines_of(p)) == ["compiled", "hit"]
-    assert [path.name for path in cache.glob("*.lock")] == ["vil.kernels._pack_kernel.lock"]
+    assert [path.name for path in cache.glob("*.lock")] == ["vil.kernels.triton._pack_kernel.lock"]
 
 
 def test_kernels_compiled_ahead_are_those_that_launches_find(tmp_path: Path) -> None:

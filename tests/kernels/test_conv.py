@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 pytest.importorskip("triton")
 
-from vil.kernels import conv, reference
+from vil.kernels import reference
+from vil.kernels.triton import conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value. Below float32 this is the rounding of the results themselves, to 8

@@ -12,7 +12,7 @@ from vil.kernels.reference import RECURRENCES
 
 pytest.importorskip("numba")
 
-from vil.kernels import cpu
+from vil.kernels.cpu import backend as cpu
 
 # Relative to the largest value; the compiled loops add up in another order than the reference.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

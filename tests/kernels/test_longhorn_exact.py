@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vil.kernels import reference
 
-longhorn_exact = pytest.importorskip("vil.kernels.longhorn_exact")
+longhorn_exact = pytest.importorskip("vil.kernels.triton.longhorn_exact")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5

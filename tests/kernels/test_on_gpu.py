@@ -6,7 +6,8 @@ import torch
 
 import vil  # noqa: F401  (registers the models)
 from vil import selfcheck
-from vil.kernels import ops, tuning
+from vil.kernels import ops
+from vil.kernels.triton import tuning
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vil.kernels import reference, tuning
+from vil.kernels import reference
+from vil.kernels.triton import tuning
 
-sequential = pytest.importorskip("vil.kernels.sequential")
+sequential = pytest.importorskip("vil.kernels.triton.sequential")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5

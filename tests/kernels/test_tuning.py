@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-tuning = pytest.importorskip("vil.kernels.tuning")
+tuning = pytest.importorskip("vil.kernels.triton.tuning")
 
 H200 = 132  # processors
 OVERHEAD = 11.0

@@ -8,7 +8,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from vil.kernels import backends, tuning
+from vil.kernels import backends
+from vil.kernels.triton import tuning
 
 
 class Driver:

@@ -5,7 +5,7 @@ import torch
 
 from vil import selfcheck
 
-cpu = pytest.importorskip("vil.kernels.cpu")
+cpu = pytest.importorskip("vil.kernels.cpu.backend")
 
 
 @pytest.fixture(autouse=True)

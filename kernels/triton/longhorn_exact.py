@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels import tuning
-from vil.kernels.launch import launch
-from vil.kernels.layout import adjacent_channels, padded_tokens
-from vil.kernels.tiles import (
+from vil.kernels.triton import tuning
+from vil.kernels.triton.launch import launch
+from vil.kernels.triton.layout import adjacent_channels, padded_tokens
+from vil.kernels.triton.tiles import (
     alive_row,
     alive_rows,
     broadcast_rows,

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vil.kernels import compile_lock
+from vil.kernels.triton import compile_lock
 
 compile_lock.install()
 

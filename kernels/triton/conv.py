@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from vil.kernels import tuning
-from vil.kernels.launch import launch
-from vil.kernels.layout import adjacent_channels
-from vil.kernels.tiles import one_row
+from vil.kernels.triton import tuning
+from vil.kernels.triton.launch import launch
+from vil.kernels.triton.layout import adjacent_channels
+from vil.kernels.triton.tiles import one_row
 
 BLOCK_L = 16
 # Programs of the backward pass, each with sums of its own of the parameters' gradients: eight for

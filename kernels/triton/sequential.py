@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels import longhorn_diagonal, mamba, tuning
-from vil.kernels.launch import launch
-from vil.kernels.layout import adjacent_channels
-from vil.kernels.tiles import (
+from vil.kernels.triton import longhorn_diagonal, mamba, tuning
+from vil.kernels.triton.launch import launch
+from vil.kernels.triton.layout import adjacent_channels
+from vil.kernels.triton.tiles import (
     LANES_NEXT,
     alive_row,
     columns,

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from vil.kernels import conv, longhorn_exact, sequential
-from vil.kernels.tuning import CHUNK
+from vil.kernels.triton import conv, longhorn_exact, sequential
+from vil.kernels.triton.tuning import CHUNK
 
 # Largest d_state of a recurrence: beyond, programs outgrow registers or shared memory.
 _MOST_STATES = {"longhorn_exact": 128, "longhorn": 64, "mamba": 64}

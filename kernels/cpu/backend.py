@@ -22,7 +22,7 @@ from numba import types
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
-from vil.kernels import cpu_loops as loops
+from vil.kernels.cpu import loops
 
 _RECURRENCES = {
     "longhorn": loops.LONGHORN,
@@ -98,7 +98,7 @@ def _run(
     abort on concurrent calls or after a fork.
 
     Args:
-        kernel: One of those in ``cpu_loops``.
+        kernel: One of those in ``loops``.
         tasks: How many tasks there are.
         updates: Multiply-adds or so of all tasks together, to leave small work to this thread.
         scratch_size: Values of scratch memory per thread.
