@@ -22,7 +22,7 @@ def main() -> None:
     """Evaluate as the command line says."""
     options = parse_arguments(EvalConfig, sys.argv[1:])
 
-    from vil.training.evaluation import evaluate_as
+    from vil.training.run.evaluation import evaluate_as
 
     evaluate_as(options)
 

@@ -18,9 +18,9 @@ SETTINGS_FIRST = True  # for vil, which then leaves importing torch to when the 
 
 from vil.training.errors import run_script
 from vil.training.launcher import world_size
-from vil.training.preflight import check_settings
 from vil.training.recipes import load_config
-from vil.training.tracking import check_installed
+from vil.training.run.preflight import check_settings
+from vil.training.run.tracking import check_installed
 
 DEFAULT_RECIPE = Path(__file__).parent / "configs" / "digits.yaml"
 
@@ -31,9 +31,9 @@ def main() -> None:
     check_installed(config.run.tracker)
     listed = check_settings(config, recipe, world_size())
 
-    from vil.training.run import run
+    from vil.training.run.train import train
 
-    run(config, recipe, listed)
+    train(config, recipe, listed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from kills_runs import CLASSES, CONTEXT, differing, free_port, outcome
 from kills_server import train
-from vil.training import loop
 from vil.training.config import (
     DataConfig,
     ModelConfig,
@@ -27,9 +26,10 @@ from vil.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from vil.training.data.shard_writer import MakeOptions, make_shards
 from vil.training.files import write_text
 from vil.training.recipes import to_yaml
-from vil.training.shard_writer import MakeOptions, make_shards
+from vil.training.run import loop
 
 PATIENCE = 120.0  # seconds after which a run hangs
 IMAGES = {"train": 16, "val": 3}  # of a class

@@ -18,7 +18,7 @@ from fault_runs import Laboratory, Verdict
 from kills_runs import fork_server
 from provenance import revision
 from vil.training.files import write_text
-from vil.training.setup import versions
+from vil.training.run.setup import versions
 
 _HEAD = """\
 # Faults

@@ -24,14 +24,14 @@ import torch
 
 import vision
 from records import CHOICE_SEED, Record, Row, product, run_all, select
-from vil.training.data import TrainData, ValData
+from vil.training.data.batches import TrainData, ValData
+from vil.training.data.draws import seed_everything
+from vil.training.data.sources import open_source
 from vil.training.distributed import World
-from vil.training.draws import seed_everything
-from vil.training.engine import evaluate
 from vil.training.recipes import load_config, read_recipe
-from vil.training.resolve import fill_from_data, fill_from_weights
-from vil.training.setup import build_training, read_pretrained
-from vil.training.sources import open_source
+from vil.training.run.engine import evaluate
+from vil.training.run.resolve import fill_from_data, fill_from_weights
+from vil.training.run.setup import build_training, read_pretrained
 from vil.weights import read_weights
 
 ROOT = Path(__file__).resolve().parent.parent

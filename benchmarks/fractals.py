@@ -24,10 +24,10 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 
 from loader import generate
 from records import environment
-from vil.training.draws import seed_image
+from vil.training.data.draws import seed_image
+from vil.training.data.fractals import FractalSource, find_classes
+from vil.training.data.sources import decode
 from vil.training.files import write_text
-from vil.training.fractals import FractalSource, find_classes
-from vil.training.sources import decode
 
 SIZES = (64, 128, 224)
 CLASSES, SEARCHED = 100, 1000

@@ -25,7 +25,7 @@ from kills_runs import CASES, Tally, differing, fork_server, kill_case, make_ima
 from kills_torchrun import torchrun_rows
 from provenance import revision
 from vil.training.files import write_text
-from vil.training.setup import versions
+from vil.training.run.setup import versions
 
 
 def check_kills(root: Path, kills: int, seed: int) -> list[Tally]:

@@ -24,7 +24,6 @@ import torch
 from PIL import Image
 
 from kills_server import ACTIVITIES, ROOT, train
-from vil.training.checkpoint import load_checkpoint
 from vil.training.config import (
     DataConfig,
     ModelConfig,
@@ -36,6 +35,7 @@ from vil.training.config import (
 from vil.training.errors import OutputError
 from vil.training.files import write_text
 from vil.training.recipes import to_yaml
+from vil.training.run.checkpoint import load_checkpoint
 
 CLASSES = ("ash", "birch", "cedar", "dogwood")
 TIMES = ("images_per_s", "seconds")  # of an epoch; all else of its row must be equal

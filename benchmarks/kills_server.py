@@ -18,8 +18,9 @@ import timm
 import torch
 
 import vil  # noqa: F401  registers the models with timm
-from vil.training import loop, run
 from vil.training.errors import run_script
+from vil.training.run import loop
+from vil.training.run import train as run
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # scripts are not installed

@@ -52,14 +52,14 @@ from torch.utils.data import default_collate
 
 import vil
 from provenance import processor, revision
-from vil.training.augment import BatchAugment, Transform, train_transform
 from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from vil.training.data import TrainData
+from vil.training.data.augment import BatchAugment, Transform, train_transform
+from vil.training.data.batches import TrainData
+from vil.training.data.draws import key, seed_image
+from vil.training.data.sources import decode
 from vil.training.distributed import World
-from vil.training.draws import key, seed_image
 from vil.training.files import write_text
-from vil.training.resolve import fill_from_weights
-from vil.training.sources import decode
+from vil.training.run.resolve import fill_from_weights
 
 SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16

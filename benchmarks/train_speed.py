@@ -23,13 +23,13 @@ import torch
 
 import vil
 from provenance import revision
-from vil.training.data import Step
+from vil.training.data.batches import Step
 from vil.training.distributed import World
-from vil.training.engine import train_step
 from vil.training.files import write_text
 from vil.training.recipes import read_recipe
-from vil.training.resolve import fill_from_weights
-from vil.training.setup import build_training, resolve_device
+from vil.training.run.engine import train_step
+from vil.training.run.resolve import fill_from_weights
+from vil.training.run.setup import build_training, resolve_device
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny", "vil_small")
 RECIPE = Path(__file__).parent.parent / "configs" / "vil_tiny.yaml"

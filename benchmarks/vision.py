@@ -29,13 +29,13 @@ from torch.nn import functional
 import variants
 from records import CHOICE_SEED, Record, Row, product, run_all, select
 from vil.training.config import TrainConfig
-from vil.training.data import TrainData, ValData
+from vil.training.data.batches import TrainData, ValData
+from vil.training.data.draws import seed_everything
 from vil.training.distributed import World
-from vil.training.draws import seed_everything
-from vil.training.engine import evaluate, train_step
 from vil.training.recipes import load_config
-from vil.training.resolve import fill_from_weights
-from vil.training.setup import Training, build_training, resolve_device
+from vil.training.run.engine import evaluate, train_step
+from vil.training.run.resolve import fill_from_weights
+from vil.training.run.setup import Training, build_training, resolve_device
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

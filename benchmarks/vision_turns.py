@@ -27,12 +27,12 @@ from budget import UNFINISHED, Budget, add_seconds
 from mqar import warmup_cosine
 from records import environment
 from vil.training.config import TrainConfig
-from vil.training.data import Step, TrainData, ValData
+from vil.training.data.batches import Step, TrainData, ValData
+from vil.training.data.draws import seed_everything
 from vil.training.distributed import World
-from vil.training.draws import seed_everything
-from vil.training.engine import train_step
 from vil.training.files import write_atomically, write_text
-from vil.training.setup import Training, build_training, resolve_device
+from vil.training.run.engine import train_step
+from vil.training.run.setup import Training, build_training, resolve_device
 from vision import EXPERIMENTS, RESULTS, Experiment, configure
 
 EXPERIMENT = EXPERIMENTS["fractals_large"]

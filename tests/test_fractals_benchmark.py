@@ -10,8 +10,8 @@ from PIL import Image
 pytest.importorskip("numba")
 
 import fractals
-from vil.training.fractals import FractalSource
-from vil.training.sources import decode
+from vil.training.data.fractals import FractalSource
+from vil.training.data.sources import decode
 
 
 def test_measures_every_size_and_draws_the_sheet(

@@ -12,7 +12,7 @@ import vision_results
 from comparisons import Comparison, beyond_noise, table
 from records import Row, holm, p_value, product, spread
 from vil.training.config import OptimConfig
-from vil.training.setup import build_model, build_optimizer
+from vil.training.run.setup import build_model, build_optimizer
 
 SMALL = {"depth": 2, "img_size": 16, "patch_size": 4, "in_chans": 1, "num_classes": 10}
 TINY = dataclasses.replace(

@@ -22,7 +22,7 @@ from vil.training.config import (
 )
 from vil.training.errors import run_script
 from vil.training.recipes import to_yaml
-from vil.training.resolve import fill_from_weights
+from vil.training.run.resolve import fill_from_weights
 
 CLASSES = ("ash", "birch", "cedar", "dogwood")
 SPLITS = {"train": 8, "val": 3}  # images of a class

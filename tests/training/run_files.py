@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from vil.training import loop
 from vil.training.config import TrainConfig
-from vil.training.data import Step
-from vil.training.engine import StepResult
-from vil.training.setup import Training
+from vil.training.data.batches import Step
+from vil.training.run import loop
+from vil.training.run.engine import StepResult
+from vil.training.run.setup import Training
 
 TIMES = ("images_per_s", "seconds")
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from vil.training.augment import BatchAugment, Normalize, train_transform
 from vil.training.config import TrainConfig
-from vil.training.draws import seed_image
+from vil.training.data.augment import BatchAugment, Normalize, train_transform
+from vil.training.data.draws import seed_image
+from vil.training.data.sources import decode, open_source
 from vil.training.errors import ConfigError
-from vil.training.sources import decode, open_source
 
 CPU = torch.device("cpu")
 

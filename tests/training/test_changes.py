@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from run_files import assert_same, load, rows, signal_at, with_
-from vil.training import loop, report, resume
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
-from vil.training.optimizer_state import load_optimizer
 from vil.training.recipes import read_recipe
-from vil.training.setup import build_optimizer, build_training
-from vil.training.state import RunState
+from vil.training.run import loop, report, resume
+from vil.training.run.optimizer_state import load_optimizer
+from vil.training.run.setup import build_optimizer, build_training
+from vil.training.run.state import RunState
 
 ALLOW = "--run.allow-changes"
 STEPS = 4  # of an epoch

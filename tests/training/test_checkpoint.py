@@ -12,9 +12,7 @@ import pytest
 import timm
 import torch
 
-from vil.training import checkpoint as checkpoint_module
 from vil.training import files
-from vil.training.checkpoint import About, load_checkpoint, load_weights, save_checkpoint
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import OutputError
@@ -25,8 +23,10 @@ from vil.training.files import (
     write_atomically,
     write_text,
 )
-from vil.training.setup import Training, build_model, build_training
-from vil.training.state import RunState
+from vil.training.run import checkpoint as checkpoint_module
+from vil.training.run.checkpoint import About, load_checkpoint, load_weights, save_checkpoint
+from vil.training.run.setup import Training, build_model, build_training
+from vil.training.run.state import RunState
 
 
 def about(config: TrainConfig) -> About:

@@ -10,8 +10,8 @@ import yaml
 from PIL import Image
 
 import vil  # noqa: F401  registers the models
-from vil.training.augment import Normalize, train_transform, val_transform
 from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.training.data.augment import Normalize, train_transform, val_transform
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.recipes import (
@@ -22,8 +22,8 @@ from vil.training.recipes import (
     read_recipe,
     to_yaml,
 )
-from vil.training.resolve import fill_from_weights
-from vil.training.setup import (
+from vil.training.run.resolve import fill_from_weights
+from vil.training.run.setup import (
     Training,
     build_model,
     build_optimizer,

@@ -14,13 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from vil.training import data as data_module
-from vil.training import loader_processes
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
-from vil.training.data import Step, TrainData, ValData
+from vil.training.data import batches, loader_processes
+from vil.training.data.batches import Step, TrainData, ValData
+from vil.training.data.sources import Source, decode, open_source
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
-from vil.training.sources import Source, decode, open_source
 
 CPU = torch.device("cpu")
 
@@ -183,7 +182,7 @@ def test_loader_processes_that_keep_dying_are_an_error(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_processes, "_MOST_WORKER_DEATHS", 0)
-    monkeypatch.setattr(data_module, "decode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(batches, "decode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(DataError, match=r"1 loader processes died, .*lower data\.num_workers"):
         next(train_data(with_data(config, num_workers=1)).steps(0))
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from vil.training.draws import Draw, MicroBatches, epoch_length, epoch_order, key
+from vil.training.data.draws import Draw, MicroBatches, epoch_length, epoch_order, key
 
 
 def shuffled(num_images: int):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from vil.training.config import TrainConfig
-from vil.training.data import ValData
+from vil.training.data.batches import ValData
 from vil.training.distributed import World
-from vil.training.engine import Score, evaluate
-from vil.training.setup import Training, build_training
+from vil.training.run.engine import Score, evaluate
+from vil.training.run.setup import Training, build_training
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ import torch
 
 from vil.training.config import TrainConfig
 from vil.training.errors import OutputError
-from vil.training.evaluation import EvalConfig, load_subject
-from vil.training.release import ReleaseConfig, release
+from vil.training.run.evaluation import EvalConfig, load_subject
+from vil.training.run.release import ReleaseConfig, release
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,7 +190,7 @@ def test_result_is_printed_before_it_is_written(
         def refuse(path: Path, text: str) -> None:
             raise OutputError(f"cannot write {path}: Read-only file system")
 
-        monkeypatch.setattr("vil.training.evaluation.write_text", refuse)
+        monkeypatch.setattr("vil.training.run.train.evaluation.write_text", refuse)
         assert evaluate(str(checkpoint)) == 5
     else:
         assert evaluate(str(checkpoint), "--json", "nowhere/result.json") == 5

@@ -16,8 +16,8 @@ from vil.training.config import DataConfig, OptimConfig, TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import run_script
 from vil.training.recipes import read_recipe
-from vil.training.resolve import suitable_batch
-from vil.training.setup import build_training
+from vil.training.run.resolve import suitable_batch
+from vil.training.run.setup import build_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -14,14 +14,14 @@ import torch
 
 pytest.importorskip("numba")
 
-from vil.training import fractal_loops
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
-from vil.training.data import TrainData, ValData
+from vil.training.data import fractal_loops
+from vil.training.data.batches import TrainData, ValData
+from vil.training.data.fractals import FILLING_RATE, FractalSource, find_classes
+from vil.training.data.sources import decode, open_source
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
-from vil.training.fractals import FILLING_RATE, FractalSource, find_classes
 from vil.training.recipes import flat_dict, read_recipe
-from vil.training.sources import decode, open_source
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")
@@ -202,8 +202,8 @@ def test_too_small_a_size_is_refused() -> None:
 
 def test_missing_numba_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "vil.training.fractal_loops")
-    monkeypatch.delattr("vil.training.fractal_loops")
+    monkeypatch.delitem(sys.modules, "vil.training.data.batches.fractal_loops")
+    monkeypatch.delattr("vil.training.data.batches.fractal_loops")
     with pytest.raises(ConfigError, match=r"needs numba, .* pip install 'vision-longhorn\[cpu\]'"):
         find_classes(0, 11)
 

@@ -16,13 +16,13 @@ from rich.console import Console
 from timm.data import create_dataset
 
 from vil.training.config import DataConfig, TrainConfig
-from vil.training.data import TrainData, ValData
+from vil.training.data.batches import TrainData, ValData
+from vil.training.data.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
+from vil.training.data.shard_writer import MakeOptions, make_shards
+from vil.training.data.shards import ShardSource
+from vil.training.data.sources import FolderSource, decode, orientation
 from vil.training.distributed import World
 from vil.training.errors import DataError
-from vil.training.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
-from vil.training.shard_writer import MakeOptions, make_shards
-from vil.training.shards import ShardSource
-from vil.training.sources import FolderSource, decode, orientation
 
 CPU = torch.device("cpu")
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]

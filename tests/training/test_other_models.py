@@ -11,7 +11,7 @@ import torch
 
 import vil
 from vil.training.config import ModelConfig, TrainConfig
-from vil.training.release import ReleaseConfig, release
+from vil.training.run.release import ReleaseConfig, release
 
 MODELS = {  # further settings, the head's and the stem's names
     "resnet18": (["--model.args", "drop_rate=0.1", "channels=(8, 16, 32, 64)"], "fc", "conv1"),

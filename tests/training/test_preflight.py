@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from vil.training.config import ModelConfig, TrainConfig, suitable_batch
+from vil.training.data.shard_writer import make_shards
 from vil.training.errors import SettingsError, run_script
 from vil.training.options import MakeOptions
-from vil.training.preflight import check_settings
 from vil.training.recipes import load_config, read_recipe
-from vil.training.shard_writer import make_shards
+from vil.training.run.preflight import check_settings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -205,7 +205,7 @@ def test_torch_is_not_imported_before_the_settings_are_right(words: list[str], c
 
 
 @pytest.mark.parametrize(
-    "first", ["import vil, timm", "SETTINGS_FIRST = True; import vil.training.run"]
+    "first", ["import vil, timm", "SETTINGS_FIRST = True; import vil.training.run.train"]
 )
 def test_models_are_registered_before_they_are_needed(first: str) -> None:
     program = f"{first}; import timm; assert timm.is_model('vil_tiny')"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import vil
-from vil.training import loop
 from vil.training.config import ModelConfig, TrainConfig
-from vil.training.release import ReleaseConfig, release
+from vil.training.run import loop
+from vil.training.run.release import ReleaseConfig, release
 
 FROZEN = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-lr", "0")
 

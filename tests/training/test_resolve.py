@@ -14,7 +14,7 @@ from vil.training.config import (
     parse_args,
 )
 from vil.training.errors import ConfigError, DataError
-from vil.training.resolve import fill_from_data, fill_from_weights, model_arguments
+from vil.training.run.resolve import fill_from_data, fill_from_weights, model_arguments
 from vil.weights import Weights
 
 DESCRIBED = {

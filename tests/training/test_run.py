@@ -17,14 +17,14 @@ import timm
 import torch
 
 from run_files import assert_same, load, rows, signal_at, with_
-from vil.training import loop
 from vil.training.config import TrainConfig
-from vil.training.data import Step
-from vil.training.engine import StepResult
-from vil.training.engine import train_step as train_step_of_engine
-from vil.training.evaluation import EvalConfig, load_subject
+from vil.training.data.batches import Step
 from vil.training.recipes import read_recipe
-from vil.training.setup import Training
+from vil.training.run import loop
+from vil.training.run.engine import StepResult
+from vil.training.run.engine import train_step as train_step_of_engine
+from vil.training.run.evaluation import EvalConfig, load_subject
+from vil.training.run.setup import Training
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,13 +21,14 @@ from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
 import make_shards as script
-from vil.training import files, shard_index, shard_writer, shards
+from vil.training import files
 from vil.training.config import DataConfig
+from vil.training.data import shard_index, shard_writer, shards
+from vil.training.data.shard_index import index_path, read_index
+from vil.training.data.shard_writer import MakeOptions, VerifyOptions, make_shards, verify_shards
+from vil.training.data.shards import ShardSource
+from vil.training.data.sources import FolderSource
 from vil.training.errors import ConfigError, DataError, OutputError, run_script
-from vil.training.shard_index import index_path, read_index
-from vil.training.shard_writer import MakeOptions, VerifyOptions, make_shards, verify_shards
-from vil.training.shards import ShardSource
-from vil.training.sources import FolderSource
 
 NUM_CLASSES = 4
 

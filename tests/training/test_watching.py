@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from vil.training import loop, tracking
 from vil.training.config import TrainConfig
-from vil.training.data import Step
-from vil.training.engine import StepResult
+from vil.training.data.batches import Step
 from vil.training.errors import ConfigError, OutputError
-from vil.training.setup import Training
-from vil.training.step_log import StepLog, StepRow
+from vil.training.run import loop, tracking
+from vil.training.run.engine import StepResult
+from vil.training.run.setup import Training
+from vil.training.run.step_log import StepLog, StepRow
 
 TIMES = ("images_per_s", "data_wait")
 FIRST = StepRow(1, 1, 1.5, 0.25, 1e-4, 100.0, 2.0)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import vil
 from tests.vil.test_convert import SIZES, official_logits, official_state_dict
-from vil.training.checkpoint import About, save_checkpoint
 from vil.training.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from vil.training.distributed import World
-from vil.training.release import ReleaseConfig, release
-from vil.training.resolve import fill_from_weights
-from vil.training.setup import build_training
-from vil.training.state import RunState
+from vil.training.run.checkpoint import About, save_checkpoint
+from vil.training.run.release import ReleaseConfig, release
+from vil.training.run.resolve import fill_from_weights
+from vil.training.run.setup import build_training
+from vil.training.run.state import RunState
 from vil.weights import read_weights
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}

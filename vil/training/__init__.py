@@ -1,1 +1,1 @@
-"""Training and evaluation on images: configuration, data, loops, checkpoints and reports."""
+"""Training and evaluation on images: settings here, images and batches in data/, runs in run/."""

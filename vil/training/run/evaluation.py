@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from vil.loading import model_with
-from vil.training.augment import Normalize
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from vil.training.data import ValData
+from vil.training.data.augment import Normalize
+from vil.training.data.batches import ValData
 from vil.training.distributed import World, process_group, world_from_environment
-from vil.training.engine import evaluate
 from vil.training.errors import ConfigError, DataError, OutputError, SettingsError
 from vil.training.files import write_text
 from vil.training.options import EvalConfig
-from vil.training.preflight import out_of_range
 from vil.training.recipes import config_from_dict, flat_dict
-from vil.training.report import model_size, new_console
-from vil.training.resolve import fill_from_weights
-from vil.training.setup import build_model, read_source, resolve_device, versions
+from vil.training.run.engine import evaluate
+from vil.training.run.preflight import out_of_range
+from vil.training.run.report import model_size, new_console
+from vil.training.run.resolve import fill_from_weights
+from vil.training.run.setup import build_model, read_source, resolve_device, versions
 from vil.weights import Weights, is_model_name, no_weights
 
 _BATCH_SIZE = 128  # where no checkpoint says

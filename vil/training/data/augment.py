@@ -13,7 +13,7 @@ from timm.data.random_erasing import RandomErasing
 from torchvision import transforms
 
 from vil.training.config import AugmentConfig, TrainConfig
-from vil.training.draws import key, seed_everything
+from vil.training.data.draws import key, seed_everything
 from vil.training.errors import ConfigError
 
 Transform = Callable[[Image.Image], torch.Tensor]

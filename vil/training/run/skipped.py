@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from vil.training.data import TrainData
+from vil.training.data.batches import TrainData
 from vil.training.files import write_text
-from vil.training.resume import SKIPPED
-from vil.training.state import RunState
+from vil.training.run.resume import SKIPPED
+from vil.training.run.state import RunState
 
 
 def write_skipped(folder: Path, state: RunState, data: TrainData) -> None:

@@ -8,13 +8,13 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from vil.training.augment import Transform, train_transform, val_transform
 from vil.training.config import TrainConfig
+from vil.training.data.augment import Transform, train_transform, val_transform
+from vil.training.data.draws import Draw, MicroBatches, epoch_order, key, seed_image
+from vil.training.data.loader_processes import outliving_deaths, start, worker_arguments
+from vil.training.data.sources import Source, decode, image_mode, open_source, orientation
 from vil.training.distributed import World
-from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image
 from vil.training.errors import DataError
-from vil.training.loader_processes import outliving_deaths, start, worker_arguments
-from vil.training.sources import Source, decode, image_mode, open_source, orientation
 
 _MOST_TRIES = 8  # unreadable images in a row are no accident
 

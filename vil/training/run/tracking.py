@@ -17,7 +17,7 @@ from vil.training.config import TrainConfig
 from vil.training.errors import ConfigError
 from vil.training.files import write_text
 from vil.training.recipes import to_yaml
-from vil.training.step_log import StepRow
+from vil.training.run.step_log import StepRow
 
 
 class Tracker(Protocol):

@@ -15,9 +15,9 @@ import torch
 from webdataset.shardlists import expand_urls
 
 from vil.training.config import DataConfig
+from vil.training.data.shard_index import Sample, load_index
+from vil.training.data.shard_info import INFO_NAME, Split, find_split, read_info
 from vil.training.errors import ConfigError, DataError
-from vil.training.shard_index import Sample, load_index
-from vil.training.shard_info import INFO_NAME, Split, find_split, read_info
 
 _MOST_OPEN_FILES = 64  # of the 1024 that a process is usually granted
 _INDEX_THREADS = 16  # they mostly wait for the disk

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vil
 from vil.loading import create, model_with
-from vil.training.augment import BatchAugment
 from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.training.data.augment import BatchAugment
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, OutputError
-from vil.training.resolve import model_arguments
+from vil.training.run.resolve import model_arguments
 from vil.weights import Weights, read_weights
 
 _FUSED = ("adam", "adamw")  # of PyTorch's optimisers, as timm spells them

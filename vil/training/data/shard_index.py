@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from webdataset.tariterators import base_plus_ext
 
+from vil.training.data.image_files import IMAGE_EXTENSIONS
 from vil.training.errors import DataError, OutputError
 from vil.training.files import write_text
-from vil.training.image_files import IMAGE_EXTENSIONS
 
 _USUAL_IMAGES = ("jpg", "jpeg", "png", "webp")  # go before other images of a sample, in this order
 _LABEL_EXTENSION = "cls"

@@ -13,21 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from vil.training.checkpoint import (
-    BEST,
-    LAST,
-    PREVIOUS,
-    About,
-    link_if_best,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-)
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, write_text
-from vil.training.optimizer_state import load_optimizer
 from vil.training.recipes import (
     Change,
     changes,
@@ -37,10 +26,21 @@ from vil.training.recipes import (
     output_folder,
     to_yaml,
 )
-from vil.training.setup import Training, build_optimizer
-from vil.training.state import RunState
-from vil.training.step_log import STEPS
-from vil.training.tracking import TRACKERS
+from vil.training.run.checkpoint import (
+    BEST,
+    LAST,
+    PREVIOUS,
+    About,
+    link_if_best,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
+from vil.training.run.optimizer_state import load_optimizer
+from vil.training.run.setup import Training, build_optimizer
+from vil.training.run.state import RunState
+from vil.training.run.step_log import STEPS
+from vil.training.run.tracking import TRACKERS
 
 CONFIG, SKIPPED, CHANGES = "config.yaml", "skipped.txt", "changes.csv"
 # What a run may leave that ends before its first checkpoint.

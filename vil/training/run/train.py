@@ -1,24 +1,24 @@
-"""A run from its settings to its summary, in one of its processes."""
+"""Training from the settings to the summary, in one of its processes."""
 
 import torch
 from rich.console import Console
 
-from vil.training.checkpoint import About
 from vil.training.config import TrainConfig
-from vil.training.data import TrainData, ValData
+from vil.training.data.batches import TrainData, ValData
+from vil.training.data.draws import seed_everything
+from vil.training.data.image_files import ImageList
+from vil.training.data.sources import open_source
 from vil.training.distributed import World, process_group, world_from_environment
-from vil.training.draws import seed_everything
-from vil.training.image_files import ImageList
-from vil.training.loop import Run, fit
-from vil.training.report import Report, new_console, print_banner
-from vil.training.resolve import fill_from_data, fill_from_weights
-from vil.training.resume import RunFolder, open_for_all, restore_or_start
-from vil.training.setup import build_training, read_pretrained, resolve_device
-from vil.training.sources import open_source
-from vil.training.stopping import Agreement
+from vil.training.run.checkpoint import About
+from vil.training.run.loop import Run, fit
+from vil.training.run.report import Report, new_console, print_banner
+from vil.training.run.resolve import fill_from_data, fill_from_weights
+from vil.training.run.resume import RunFolder, open_for_all, restore_or_start
+from vil.training.run.setup import build_training, read_pretrained, resolve_device
+from vil.training.run.stopping import Agreement
 
 
-def run(config: TrainConfig, recipe: str, listed: dict[bool, ImageList]) -> None:
+def train(config: TrainConfig, recipe: str, listed: dict[bool, ImageList]) -> None:
     """Train as the settings say.
 
     Args:

@@ -18,13 +18,13 @@ from torch import nn
 
 from vil.complexity import count_macs, count_parameters
 from vil.training.config import TrainConfig
-from vil.training.data import TrainData, ValData
+from vil.training.data.batches import TrainData, ValData
 from vil.training.errors import OutputError
 from vil.training.files import write_atomically, write_text
-from vil.training.setup import Training, versions
-from vil.training.state import RunState
-from vil.training.step_log import STEPS, StepLog, StepRow
-from vil.training.tracking import Tracking
+from vil.training.run.setup import Training, versions
+from vil.training.run.state import RunState
+from vil.training.run.step_log import STEPS, StepLog, StepRow
+from vil.training.run.tracking import Tracking
 
 _CURVE_EVERY = 30.0  # seconds between two drawings of the curve
 

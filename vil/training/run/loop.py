@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from vil.training.checkpoint import About, save_checkpoint
 from vil.training.config import TrainConfig
-from vil.training.data import Step, TrainData, ValData
-from vil.training.engine import StepResult, check_score, evaluate, train_step
+from vil.training.data.batches import Step, TrainData, ValData
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError
-from vil.training.report import Pace, Report
-from vil.training.setup import Training
-from vil.training.skipped import write_skipped
-from vil.training.state import RunState
-from vil.training.step_log import StepRow
-from vil.training.stopping import Agreement
+from vil.training.run.checkpoint import About, save_checkpoint
+from vil.training.run.engine import StepResult, check_score, evaluate, train_step
+from vil.training.run.report import Pace, Report
+from vil.training.run.setup import Training
+from vil.training.run.skipped import write_skipped
+from vil.training.run.state import RunState
+from vil.training.run.step_log import StepRow
+from vil.training.run.stopping import Agreement
 
 _MOST_FAILED_SAVES = 5  # in a row; a full disk may be cleared meanwhile
 

@@ -15,11 +15,11 @@ import torch
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from vil.training.config import DataConfig, ModelConfig
-from vil.training.draws import key
+from vil.training.data.draws import key
+from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
+from vil.training.data.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
+from vil.training.data.shards import ShardSource
 from vil.training.errors import ConfigError, DataError
-from vil.training.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
-from vil.training.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
-from vil.training.shards import ShardSource
 
 _MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360

@@ -21,9 +21,9 @@ from torch import nn
 from vil.training.config import TrainConfig
 from vil.training.errors import OutputError
 from vil.training.files import link_atomically, write_atomically
-from vil.training.resolve import model_arguments
-from vil.training.setup import Training, versions
-from vil.training.state import RunState
+from vil.training.run.resolve import model_arguments
+from vil.training.run.setup import Training, versions
+from vil.training.run.state import RunState
 from vil.weights import check_sums
 
 _KEYS = (

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from vil.training.draws import key
+from vil.training.data.draws import key
 from vil.training.errors import ConfigError
 
 TRAINING_IMAGES, VALIDATION_IMAGES = 1000, 50  # of a class; as ImageNet has, in round numbers
@@ -126,7 +126,7 @@ def find_classes(seed: int, num_classes: int) -> np.ndarray:
 def _loops() -> ModuleType:
     """Import the compiled part."""
     try:
-        from vil.training import fractal_loops
+        from vil.training.data import fractal_loops
     except ModuleNotFoundError as error:
         if error.name != "numba":
             raise

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from vil.training.augment import Normalize
 from vil.training.config import TrainConfig
-from vil.training.data import Step, ValData
-from vil.training.draws import key, seed_everything
+from vil.training.data.augment import Normalize
+from vil.training.data.batches import Step, ValData
+from vil.training.data.draws import key, seed_everything
 from vil.training.errors import DataError, NonFiniteLossError
-from vil.training.setup import Training
+from vil.training.run.setup import Training
 
 
 class StepResult(NamedTuple):

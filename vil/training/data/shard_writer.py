@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vil.training.config import DataConfig
+from vil.training.data.image_files import EXTENSION_FORMATS
+from vil.training.data.shard_index import Sample, index_path, read_index, scan_shard, write_index
+from vil.training.data.shard_info import INFO_NAME, read_info
+from vil.training.data.sources import FolderSource
 from vil.training.errors import DataError, OutputError
 from vil.training.files import lock_folder, remove_temporaries, write_atomically, write_text
-from vil.training.image_files import EXTENSION_FORMATS
 from vil.training.options import MakeOptions, VerifyOptions
-from vil.training.shard_index import Sample, index_path, read_index, scan_shard, write_index
-from vil.training.shard_info import INFO_NAME, read_info
-from vil.training.sources import FolderSource
 
 _IN_ORDER = ("validation", "val", "test")  # splits of which every image is read alike
 _MOST_NAMES = 20  # of bad images in a line

@@ -9,7 +9,7 @@ import yaml
 from timm.models._hub import generate_readme
 
 from vil.training.config import TrainConfig
-from vil.training.setup import versions
+from vil.training.run.setup import versions
 from vil.weights import Weights
 
 # Of the recipe: what only says where on the author's machine something lay, or how it was watched.

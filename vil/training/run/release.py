@@ -13,10 +13,10 @@ from torch import nn
 from vil.loading import model_with
 from vil.training.errors import ConfigError, OutputError
 from vil.training.files import sync
-from vil.training.model_card import model_card
 from vil.training.options import ReleaseConfig
 from vil.training.recipes import config_from_dict
-from vil.training.setup import read_source
+from vil.training.run.model_card import model_card
+from vil.training.run.setup import read_source
 from vil.weights import Weights
 
 # What timm says of the weights that it has of a model by that name.

@@ -16,8 +16,8 @@ from vil.training.config import (
     parse_args,
     suitable_batch,
 )
+from vil.training.data.sources import Source
 from vil.training.errors import ConfigError, DataError
-from vil.training.sources import Source
 from vil.weights import Weights
 
 _PREPROCESSING = {

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from vil.training.config import DataConfig, TrainConfig, parse_args, suitable_batch
+from vil.training.data.image_files import ImageList, find_split, list_images
+from vil.training.data.shard_info import find_split as find_shards
+from vil.training.data.shard_info import read_info
 from vil.training.errors import ConfigError, DataError, SettingsError, UserError
-from vil.training.image_files import ImageList, find_split, list_images
 from vil.training.recipes import flat_dict, output_folder
-from vil.training.shard_info import find_split as find_shards
-from vil.training.shard_info import read_info
 
 _LEAST = {
     "model.num_classes": 1,

@@ -1,0 +1,1 @@
+"""A run from its settings to its last checkpoint, and what is done with that: evaluation and release."""
