@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import delta_rule
-from delta_rule import DELTA_RULE, HEAD
-from roofline import M
+from benchmarks import delta_rule
+from benchmarks.delta_rule import DELTA_RULE, HEAD
+from benchmarks.roofline import M
 from vil.kernels import ops, reference
 
 CHUNK = 16  # tokens of a chunk of the PyTorch scan

@@ -1,6 +1,6 @@
 """Time the tiny backbones against timm's deit_tiny on this machine's CPU.
 
-    python benchmarks/cpu.py [--sizes 224 448 1024] [--rounds 5] [--threads N] [--json FILE]
+    python -m benchmarks.cpu [--sizes 224 448 1024] [--rounds 5] [--threads N] [--json FILE]
 
 Every round runs each model in turn, so that a drift of the machine's speed hits all alike: one step
 that is not counted, which finds another model's data in the caches, then two that are. A model's
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import vil
-from provenance import processor, revision
+from benchmarks.provenance import processor, revision
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")
 BATCH = {224: 8, 448: 2, 1024: 1}

@@ -1,6 +1,6 @@
 """Time fractals as training data against photographs: images per second of one core, and classes.
 
-    python benchmarks/fractals.py [--images 400] [--rounds 5] [--output FILE] [--sheet FILE.png]
+    python -m benchmarks.fractals [--images 400] [--rounds 5] [--output FILE] [--sheet FILE.png]
 
 A fractal is computed, read and decoded at the size wanted. A photograph, a JPEG file of 500 x 375 as
 loader.py generates them, is decoded and has a random crop resized to that size: what feeding ImageNet
@@ -22,8 +22,8 @@ import numpy as np
 from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
 
-from loader import generate
-from records import environment
+from benchmarks.loader import generate
+from benchmarks.provenance import environment
 from vil.training.data.draws import seed_image
 from vil.training.data.fractals import FractalSource, find_classes
 from vil.training.data.sources import decode

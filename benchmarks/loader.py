@@ -1,7 +1,7 @@
 """Time the training loader against timm's: images per second and core, at identical pixels.
 
-    python benchmarks/loader.py [--rounds 5] [--num-workers 2] [--images 512] [--output FILE]
-    python benchmarks/loader.py --data /data/imagenet/train  # a sample of its images instead
+    python -m benchmarks.loader [--rounds 5] [--num-workers 2] [--images 512] [--output FILE]
+    python -m benchmarks.loader --data /data/imagenet/train  # a sample of its images instead
 
 The recipe is DeiT's: bicubic random resized crop to 224, flip, RandAugment rand-m9-mstd0.5-inc1.
 What is counted is the CPU time of all loader processes and of the training process's share of the
@@ -51,7 +51,7 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from torch.utils.data import default_collate
 
 import vil
-from provenance import processor, revision
+from benchmarks.provenance import processor, revision
 from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.training.data.augment import BatchAugment, Transform, train_transform
 from vil.training.data.batches import TrainData

@@ -1,6 +1,6 @@
 """Time whole models on a GPU against timm's deit of the same size: images/s and peak memory.
 
-    python benchmarks/models_speed.py [--sizes 224 512 1024] [--modes eager graphs compiled]
+    python -m benchmarks.models_speed [--sizes 224 512 1024] [--modes eager graphs compiled]
         [--output FILE.json] [--seconds N]
 
 Inference, and training steps of forward, cross-entropy, backward and fused AdamW, both under bfloat16
@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vil  # noqa: F401  (registers the models)
-from budget import UNFINISHED, Budget, add_seconds, time_limit
-from records import environment
+from benchmarks.budget import UNFINISHED, Budget, add_seconds, time_limit
+from benchmarks.provenance import environment
 from vil.training.files import write_text
 
 FAMILIES = {  # the first of each is what the others are compared with
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     budget = Budget(args.seconds)
     if not torch.cuda.is_available() and not args.toy:
-        print("benchmarks/models_speed.py needs a GPU", file=sys.stderr)
+        print("benchmarks.models_speed needs a GPU", file=sys.stderr)
         return 2
     device = torch.device("cpu" if args.toy else "cuda")
     head = {"environment": environment() | {"toy": args.toy}}

@@ -1,9 +1,9 @@
 """Run on a GPU all that this repository wants to know of one, within a time.
 
-    python benchmarks/on_gpu.py --minutes 25 [--output DIR] [--parts ...] [--wheels FOLDER]
-    python benchmarks/on_gpu.py --report [--output DIR]
-    python benchmarks/on_gpu.py --prepare FOLDER
-    python benchmarks/on_gpu.py --toy
+    python -m benchmarks.on_gpu --minutes 25 [--output DIR] [--parts ...] [--wheels FOLDER]
+    python -m benchmarks.on_gpu --report [--output DIR]
+    python -m benchmarks.on_gpu --prepare FOLDER
+    python -m benchmarks.on_gpu --toy
 
 In this order: the checks against the reference, the scans against the roofline and their rivals, whole
 models against DeiT, 1,000 bfloat16 steps, block sizes, recall at 512 tokens, and training on fractals
@@ -33,9 +33,8 @@ from pathlib import Path
 
 SETTINGS_FIRST = True  # for vil: the parts import torch, this only starts them
 
-import on_gpu_report
-import wheels
-from on_gpu_parts import PARTS, ROOT
+from benchmarks import on_gpu_report, wheels
+from benchmarks.on_gpu_parts import PARTS, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 WORK = ROOT / "output" / "on_gpu"
@@ -67,7 +66,7 @@ def report(output: Path | None) -> None:
     for folder in folders:
         print(on_gpu_report.report(folder))
     if not folders:
-        print(f"no records of a GPU in {RESULTS}: run python benchmarks/on_gpu.py --minutes 25")
+        print(f"no records of a GPU in {RESULTS}: run python -m benchmarks.on_gpu --minutes 25")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,12 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
         if used:
             print(f"carried: {', '.join(used)}", flush=True)
         sys.path[:0] = [site, str(ROOT)]
-        import on_gpu_run  # imports the library, which needs what was carried
+        from benchmarks import on_gpu_run  # imports the library, which needs what was carried
 
         folder = args.output
         facts = on_gpu_run.facts(Path(site))
         if facts["device"] is None and not args.toy:
-            print("benchmarks/on_gpu.py needs a GPU; --toy tries it without one", file=sys.stderr)
+            print("benchmarks.on_gpu needs a GPU; --toy tries it without one", file=sys.stderr)
             return 2
         slug = "toy" if args.toy else on_gpu_run.slug(facts["device"])
         folder = folder or (WORK / "toy" / "records" if args.toy else RESULTS / slug)

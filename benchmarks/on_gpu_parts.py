@@ -1,12 +1,13 @@
 """What ``on_gpu.py`` runs: the parts in order, their commands, their shares of the time."""
 
+import ast
 import hashlib
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ROOT / "benchmarks"
+_ROOMS = ("benchmarks", "experiments")
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,17 @@ _GPU_TESTS = (
 )
 # Those of an aim and of long sequences first.
 _SHAPES = ("128,197,384", "8,6085,384", "64,197,768", "1,6085,384")
-_SCAN = ("benchmarks/scan.py", "--resume", "--output", "{output}/scan.json", *_SECONDS)
-_MODELS = ("benchmarks/models_speed.py", "--output", "{output}/models_speed.json", *_SECONDS)
-_STEPS = ("benchmarks/train_steps.py", "--output", "{output}/train_steps.json", *_SECONDS)
-_TUNE = ("benchmarks/tune.py", "--output", "{output}/tune.json", *_SECONDS)
+_SCAN = ("-m", "benchmarks.scan", "--resume", "--output", "{output}/scan.json", *_SECONDS)
+_MODELS = ("-m", "benchmarks.models_speed", "--output", "{output}/models_speed.json", *_SECONDS)
+_STEPS = ("-m", "benchmarks.train_steps", "--output", "{output}/train_steps.json", *_SECONDS)
+_TUNE = ("-m", "benchmarks.tune", "--output", "{output}/tune.json", *_SECONDS)
 _RECALL = (
-    *("benchmarks/mqar.py", "--setting", "published", "--jobs", "3"),
+    *("-m", "experiments.mqar", "--setting", "published", "--jobs", "3"),
     *("--recurrences", "longhorn", "longhorn_exact", "mamba", "--rates", "2.2e-3"),
     *("--output", "{output}/mqar.json", *_SECONDS),
 )
 _FRACTALS = (
-    *("benchmarks/vision_turns.py", "--output", "{output}/vision_turns.json"),
+    *("-m", "experiments.vision_turns", "--output", "{output}/vision_turns.json"),
     *("--state", "{state}/vision_turns.pt", *_SECONDS),
 )
 
@@ -88,7 +89,7 @@ PARTS = (
         (*_SCAN, "--toy", "--repetitions", "2"),
         record="scan.json",
         own=0.65,
-        settles=("python benchmarks/scan.py",),
+        settles=("python -m benchmarks.scan",),
     ),
     Part(
         "models",
@@ -98,7 +99,7 @@ PARTS = (
         (*_MODELS, "--toy", "--families", "tiny", "--sizes", "32", "--rounds", "2"),
         record="models_speed.json",
         own=0.85,
-        settles=("python benchmarks/models_speed.py",),
+        settles=("python -m benchmarks.models_speed",),
     ),
     Part(
         "steps",
@@ -108,7 +109,7 @@ PARTS = (
         (*_STEPS, "--batch-size", "2", "--img-size", "32", "--steps", "12", "--batches", "1"),
         record="train_steps.json",
         own=0.7,
-        settles=("python benchmarks/train_steps.py",),
+        settles=("python -m benchmarks.train_steps",),
     ),
     Part(
         "blocks",
@@ -118,7 +119,7 @@ PARTS = (
         (*_TUNE, "--toy"),
         record="tune.json",
         own=0.9,
-        settles=("python benchmarks/tune.py",),
+        settles=("python -m benchmarks.tune",),
     ),
     Part(
         "recall",
@@ -147,19 +148,31 @@ PARTS = (
 def sources(part: Part) -> str:
     """Return a digest of the files that a part's outcome depends on.
 
-    These are the library and its kernels, the tests or the script that the part runs, and what this
-    imports from benchmarks/.
+    These are the library and its kernels, the tests or the module that the part runs, and what this
+    imports of benchmarks/ and experiments/.
     """
     paths = {*(ROOT / "vil").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")}
     queue = [ROOT / name for name in part.command if name.endswith(".py")]
+    queue += [_path(name) for name in part.command if name.startswith(_ROOMS)]
     while queue:
         path = queue.pop()
         if path in paths:
             continue
         paths.add(path)
-        names = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.M)
-        queue += [p for name in names if (p := BENCHMARKS / f"{name}.py").exists()]
+        queue += [_path(name) for name in _imports(path.read_text()) if _path(name).exists()]
     digest = hashlib.sha256(repr(part.command).encode())
     for path in sorted(paths):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _path(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
+def _imports(source: str) -> Iterator[str]:
+    """Return the modules of benchmarks/ and experiments/ that a source may import, by whole name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_ROOMS):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from on_gpu_parts import PARTS, ROOT
+from benchmarks.on_gpu_parts import PARTS, ROOT
 
 Record = dict[str, Any]
 PENDING = ROOT / "benchmarks" / "results" / "PENDING.md"

@@ -14,11 +14,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import part_process
-import wheels
-from budget import UNFINISHED
-from on_gpu_parts import ROOT, Part, sources
-from provenance import revision
+from benchmarks import part_process, wheels
+from benchmarks.budget import UNFINISHED
+from benchmarks.on_gpu_parts import ROOT, Part, sources
+from benchmarks.provenance import revision
 from vil.training.errors import OutputError
 from vil.training.files import lock_folder, write_text
 
@@ -133,7 +132,7 @@ class Session:
     def write(self) -> None:
         """Write the record."""
         content = {
-            "command": f"python benchmarks/on_gpu.py {shlex.join(sys.argv[1:])}".strip(),
+            "command": f"python -m benchmarks.on_gpu {shlex.join(sys.argv[1:])}".strip(),
             "environment": self.environment,
             "minutes": self.minutes,
             "spent_s": round(self.spent_s, 1),
@@ -275,8 +274,7 @@ class Build:
         if folder is None or next(folder.glob("mamba_ssm-*.whl"), None):
             return
         arch = session.environment["arch"] or "9.0"
-        script = str(ROOT / "benchmarks" / "wheels.py")
-        command = [sys.executable, script, "build", str(folder), "--arch", arch]
+        command = [sys.executable, "-m", "benchmarks.wheels", "build", str(folder), "--arch", arch]
         with (session.work / "logs" / "mamba_ssm.log").open("wb") as log:
             self.process = subprocess.Popen(
                 command,

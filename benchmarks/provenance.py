@@ -1,12 +1,13 @@
-"""Where a figure was measured: the commit, and the name of the processor.
+"""Where a figure was measured: the commit, the device and the versions.
 
-Nothing here imports torch, so that a command that only starts others does not wait for it.
+Importing this imports no torch, so that a command that only starts others does not wait for it.
 """
 
 import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def revision() -> str:
@@ -34,3 +35,21 @@ def processor() -> str:
         return name.partition(":")[2].strip()
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def environment() -> dict[str, Any]:
+    """Return what figures depend on: the device, the versions and the commit."""
+    import timm
+    import torch
+
+    import vil
+
+    on_gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "vil": vil.__version__,
+        "commit": revision(),
+    }

@@ -1,6 +1,6 @@
 """Time the bidirectional scans of this library on a CUDA GPU against what else does the job.
 
-    python benchmarks/scan.py [--shapes 128,197,384 ...] [--repetitions 50] [--output FILE.json]
+    python -m benchmarks.scan [--shapes 128,197,384 ...] [--repetitions 50] [--output FILE.json]
         [--resume] [--seconds N]
 
 Contestants and the task they share: ``contestants.py``. Before anything is timed, each one's output
@@ -18,7 +18,7 @@ Ratios to the design's roofline: ``roofline.py``.
 Without a GPU, ``--toy`` runs all of this on the CPU, our scans through the reference; its times are
 those of nothing.
 
-mamba-ssm and flash-linear-attention are optional. ``python benchmarks/wheels.py`` collects the source of
+mamba-ssm and flash-linear-attention are optional. ``python -m benchmarks.wheels`` collects the source of
 the one's kernel and the other's wheel, on a machine with a network and torch, and builds the kernel.
 """
 
@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 import vil
-from budget import UNFINISHED, Budget, add_seconds, time_limit
-from contestants import (
+from benchmarks.budget import UNFINISHED, Budget, add_seconds, time_limit
+from benchmarks.contestants import (
     COMPILED,
     FLASH,
     MAMBA_SSM,
@@ -51,10 +51,10 @@ from contestants import (
     tensors_of,
     truth,
 )
-from delta_rule import DELTA_RULE, HEAD
-from provenance import processor, revision
-from roofline import PASSES, Device, M, roofline_ms
-from scan_results import aims_table, draw, judge, refused, table
+from benchmarks.delta_rule import DELTA_RULE, HEAD
+from benchmarks.provenance import processor, revision
+from benchmarks.roofline import PASSES, Device, M, roofline_ms
+from benchmarks.scan_results import aims_table, draw, judge, refused, table
 from vil.kernels import ops
 from vil.kernels.reference import RECURRENCES
 from vil.training.files import write_text
@@ -459,7 +459,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     budget = Budget(args.seconds)
     if not torch.cuda.is_available() and not args.toy:
-        print("benchmarks/scan.py times GPU kernels: it needs a CUDA GPU", file=sys.stderr)
+        print("benchmarks.scan times GPU kernels: it needs a CUDA GPU", file=sys.stderr)
         return 2
     args.output.parent.mkdir(parents=True, exist_ok=True)
     device = Device(f"toy on {processor()}", 1, 1e9, 1e9) if args.toy else probe()

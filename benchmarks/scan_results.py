@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roofline import PASSES
+from benchmarks.roofline import PASSES
 from vil.training.files import write_atomically
 
 

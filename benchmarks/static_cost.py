@@ -1,6 +1,6 @@
 """Count what every Triton kernel costs, without a GPU: registers, spills, instructions.
 
-    python benchmarks/static_cost.py [--arch 90 gfx942] [--kernel NAME ...]
+    python -m benchmarks.static_cost [--arch 90 gfx942] [--kernel NAME ...]
 
 Compiles the kernels ahead of time and prints a Markdown table. For NVIDIA it reads the machine code
 with the disassembler that Triton ships; for AMD it reads what the compiler says of it.
@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from kernel_variants import VARIANTS, D, Variant
+from benchmarks.kernel_variants import VARIANTS, D, Variant
 from vil.kernels.triton import tuning
 
 ARCHITECTURES = ("80", "90", "100", "120", "gfx942")

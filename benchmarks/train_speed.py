@@ -1,10 +1,10 @@
 """Time the trainer's own step on this machine, and tell what 300 epochs of ImageNet would take.
 
-    python benchmarks/train_speed.py [--models ...] [--batch-size 128] [--amp] [--compile]
+    python -m benchmarks.train_speed [--models ...] [--batch-size 128] [--amp] [--compile]
 
 Every model is trained by the recipe of configs/vil_tiny.yaml (mixup, cutmix, erasing, average of the
 weights, AdamW) through the functions that train_imagenet.py calls, on the same random bytes, which are
-in memory: what the loader can deliver is benchmarks/loader.py's question. The models take turns, round
+in memory: what the loader can deliver is ``loader.py``'s question. The models take turns, round
 by round; a model's speed is the median over rounds, and so is its ratio to the first model's.
 """
 
@@ -22,7 +22,7 @@ import timm
 import torch
 
 import vil
-from provenance import revision
+from benchmarks.provenance import revision
 from vil.training.data.batches import Step
 from vil.training.distributed import World
 from vil.training.files import write_text

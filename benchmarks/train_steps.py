@@ -1,6 +1,6 @@
 """Train the tiny models for many mixed-precision steps on a GPU: is the loss finite, and how fast?
 
-    python benchmarks/train_steps.py [--models ...] [--steps 1000] [--batch-size 128] [--output FILE]
+    python -m benchmarks.train_steps [--models ...] [--steps 1000] [--batch-size 128] [--output FILE]
 
 Every model gets the same random images, a fixed set small enough to be learned by heart, so that a
 wrong gradient shows as a loss that does not fall. AdamW, learning rate 1e-3 after a warm-up of a tenth
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 
 import vil
-from budget import UNFINISHED, Budget, add_seconds
-from provenance import revision
+from benchmarks.budget import UNFINISHED, Budget, add_seconds
+from benchmarks.provenance import revision
 from vil.training.files import write_text
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")

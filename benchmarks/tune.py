@@ -1,6 +1,6 @@
 """Time the block sizes of the Triton kernels on this GPU and print its row for ``kernels/triton/tuning.py``.
 
-    python benchmarks/tune.py [--shape 128 197 384] [--jobs 14] [--output FILE.json] [--seconds N]
+    python -m benchmarks.tune [--shape 128 197 384] [--jobs 14] [--output FILE.json] [--seconds N]
 
 Nothing is tuned when models run: what is printed here takes effect by being committed, and is then
 the same on every rank and in every run. With an output, every time is written there as it is measured,
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from budget import UNFINISHED, Budget, add_seconds
-from provenance import revision
+from benchmarks.budget import UNFINISHED, Budget, add_seconds
+from benchmarks.provenance import revision
 from vil.kernels import ops
 from vil.kernels.triton import tuning
 from vil.training.files import write_text
@@ -235,7 +235,7 @@ def main() -> int:
     args = parse()
     budget, shape = Budget(args.seconds), tuple(args.shape)
     if not torch.cuda.is_available() and not args.toy:
-        print("benchmarks/tune.py needs a GPU", file=sys.stderr)
+        print("benchmarks.tune needs a GPU", file=sys.stderr)
         return 2
     if args.toy:
         device, arch, lanes, name, shape = torch.device("cpu"), "cpu", 32, "toy", (1, 17, 32)

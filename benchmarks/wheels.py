@@ -1,7 +1,7 @@
 """Carry what a machine without a network lacks: collect wheels here, use them there.
 
-    python benchmarks/wheels.py collect FOLDER
-    python benchmarks/wheels.py build FOLDER [--arch 9.0] [--jobs 10]
+    python -m benchmarks.wheels collect FOLDER
+    python -m benchmarks.wheels build FOLDER [--arch 9.0] [--jobs 10]
 
 ``collect`` downloads the packages below for Python 3.12 on 64-bit Linux into one folder. ``use`` unpacks,
 on the other machine, those that are missing there or older than pyproject.toml asks for into a folder

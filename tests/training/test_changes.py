@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from run_files import assert_same, load, rows, signal_at, with_
+from tests.training.run_files import assert_same, load, rows, signal_at, with_
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
 from vil.training.recipes import read_recipe

@@ -16,7 +16,7 @@ import pytest
 import timm
 import torch
 
-from run_files import assert_same, load, rows, signal_at, with_
+from tests.training.run_files import assert_same, load, rows, signal_at, with_
 from vil.training.config import TrainConfig
 from vil.training.data.batches import Step
 from vil.training.recipes import read_recipe

@@ -1,0 +1,79 @@
+"""Differences between two groups of runs, and which of them exceed the noise of their seeds."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy.stats import ttest_rel
+
+from experiments.records import holm, p_value
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A figure of two groups of runs that differ in one thing."""
+
+    what: str
+    """The figure and where it was measured."""
+    first: str
+    second: str
+    a: Sequence[float]
+    """The first's figures, one for each seed."""
+    b: Sequence[float]
+
+    @property
+    def difference(self) -> float:
+        """Mean of the first less mean of the second."""
+        return statistics.fmean(self.a) - statistics.fmean(self.b)
+
+    @property
+    def p(self) -> float:
+        """Probability of as large a difference between equal means, by Welch's t-test."""
+        return p_value(self.a, self.b)
+
+
+class Paired(Comparison):
+    """A figure of runs that share their seed, and with it what a seed draws, with one of the others."""
+
+    @property
+    def by_seed(self) -> list[float]:
+        """The first's less the second's figure of each seed."""
+        return [a - b for a, b in zip(self.a, self.b, strict=True)]
+
+    @property
+    def p(self) -> float:
+        """Probability of as large a mean difference where there is none, by the paired t-test."""
+        if len(set(self.by_seed)) == 1:  # no spread at all
+            return 1.0 if self.by_seed[0] == 0 else 0.0
+        return float(ttest_rel(self.a, self.b).pvalue)
+
+
+def beyond_noise(comparisons: Sequence[Comparison]) -> list[bool]:
+    """Return which differences are significant at 5 % when all are judged together (Holm)."""
+    return holm([comparison.p for comparison in comparisons], LEVEL)
+
+
+def table(comparisons: Sequence[Comparison], digits: int = 1, only_found: bool = False) -> str:
+    """Return comparisons as a Markdown table.
+
+    Args:
+        comparisons: Judged together.
+        digits: Of the differences.
+        only_found: Leave out what does not exceed the noise, and count it below.
+    """
+    found = beyond_noise(comparisons)
+    lines = ["| what | difference | p | exceeds the noise |", "|---|---|---|---|"]
+    for comparison, is_found in zip(comparisons, found, strict=True):
+        if only_found and not is_found:
+            continue
+        names = f"{comparison.what}: {comparison.first} less {comparison.second}"
+        verdict = "yes" if is_found else "no"
+        lines.append(
+            f"| {names} | {comparison.difference:+.{digits}f} | {comparison.p:.2g} | {verdict} |"
+        )
+    if only_found:
+        rest = len(comparisons) - sum(found)
+        lines += ["", f"{rest} of {len(comparisons)} differences do not exceed the noise."]
+    return "\n".join(lines)

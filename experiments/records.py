@@ -1,0 +1,170 @@
+"""Records of experiments: runs, each with its seed and figures, in one JSON file that can be continued.
+
+A record names the command, the commit and the machine. It is written after every run, so that the same
+command finishes what an interrupted one began; with other settings or at another commit it refuses.
+"""
+
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import ttest_ind_from_stats
+
+from benchmarks.budget import Budget
+from benchmarks.provenance import environment
+from vil.training.files import write_text
+
+Row = dict[str, Any]
+CHOICE_SEED = 100  # of runs that choose a learning rate, which are not reported
+
+
+class Record:
+    """The runs of one experiment."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        """Open a record, or begin it.
+
+        Args:
+            path: JSON file, read if it exists.
+            settings: What all runs share.
+
+        Raises:
+            SystemExit: the file holds runs of other settings, or of another commit or machine.
+        """
+        self.path = path
+        self.head = {
+            "command": f"python -m experiments.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}".strip(),
+            "environment": environment(),
+            "settings": json.loads(json.dumps(settings)),
+        }
+        self.rows: list[Row] = []
+        if path.exists():
+            content = json.loads(path.read_text())
+            for part in ("settings", "environment"):
+                if content[part] != self.head[part]:
+                    sys.exit(f"{path} has {part} {content[part]}, now they are {self.head[part]}")
+            self.rows = content["runs"]
+
+    def missing(self, runs: Iterable[Row]) -> list[Row]:
+        """Return the runs that are not in the record yet."""
+        return [run for run in runs if not any(run.items() <= row.items() for row in self.rows)]
+
+    def add(self, row: Row) -> None:
+        """Add a run and write the file."""
+        self.rows.append(row)
+        write_text(self.path, dump(self.head, self.rows))
+
+
+def dump(head: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Return a record as JSON, a line for each run."""
+    ordered = sorted(rows, key=lambda row: json.dumps(row))
+    lines = ",\n".join("  " + json.dumps(row) for row in ordered)
+    return json.dumps(head, indent=1)[:-2] + f',\n "runs": [\n{lines}\n ]\n}}\n'
+
+
+def run_all(
+    record: Record,
+    function: Callable[..., Row],
+    runs: Iterable[Row],
+    jobs: int,
+    threads: int = 1,
+    budget: Budget | None = None,
+) -> int:
+    """Add the missing runs to a record.
+
+    Args:
+        record: Receives each run with its figures.
+        function: Returns the figures of a run, given it as keyword arguments; importable by name.
+        runs: What distinguishes each run; distinct from each other.
+        jobs: Runs at a time, each in a process of its own.
+        threads: Threads of each.
+        budget: No run is begun once it is used up.
+
+    Returns:
+        How many runs are missing still.
+    """
+    missing = record.missing(runs)
+    queue, futures, number = list(missing), {}, 0
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        jobs, mp_context=context, initializer=_begin, initargs=(threads,)
+    ) as pool:
+        while True:
+            while queue and len(futures) < jobs and (budget is None or budget.left):
+                run = queue.pop(0)
+                futures[pool.submit(function, **run)] = run
+            if not futures:
+                return len(queue)
+            for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                row = futures.pop(future) | future.result()
+                record.add(row)
+                number += 1
+                print(f"{number}/{len(missing)}", json.dumps(row), flush=True)
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def product(**axes: Sequence[Any]) -> list[Row]:
+    """Return a run for every combination of values."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def select(rows: Iterable[Row], **where: Any) -> list[Row]:
+    """Return the rows that have the given values."""
+    return [row for row in rows if where.items() <= row.items()]
+
+
+def values(rows: Iterable[Row], figure: str, **where: Any) -> list[float]:
+    """Return a figure of the rows that have the given values, by seed."""
+    return [row[figure] for row in sorted(select(rows, **where), key=lambda row: row["seed"])]
+
+
+def spread(numbers: Sequence[float], digits: int = 1) -> str:
+    """Return the mean and the sample standard deviation of some numbers as text."""
+    if not numbers:
+        return "not run"
+    mean = statistics.fmean(numbers)
+    if len(numbers) == 1:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {statistics.stdev(numbers):.{digits}f}"
+
+
+def p_value(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the two-sided probability of a difference of means as large, by Welch's t-test.
+
+    Args:
+        a: A figure of independent runs, at least 2.
+        b: The same of other runs.
+    """
+    if len(set(a)) == len(set(b)) == 1:  # no spread at all
+        return 1.0 if a[0] == b[0] else 0.0
+    moments = [(statistics.fmean(x), statistics.stdev(x), len(x)) for x in (a, b)]
+    return float(ttest_ind_from_stats(*moments[0], *moments[1], equal_var=False).pvalue)
+
+
+def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:
+    """Return which differences are significant when they are judged together (Holm, 1979).
+
+    Args:
+        p_values: Of all differences that are judged.
+        level: Probability of one or more false findings among them.
+    """
+    significant = [False] * len(p_values)
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        if math.isnan(p_values[i]) or p_values[i] > level / (len(p_values) - rank):
+            break
+        significant[i] = True
+    return significant

@@ -1,0 +1,260 @@
+"""Write docs/results.md, docs/imagenet.md and their pictures from the records in experiments/results.
+
+    python -m experiments.results
+
+The prose is in experiments/templates; every table and every number in it comes from a record, which
+names its command, device, versions, commit and seeds. What was not run is said not to be run.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from experiments import claims, comparisons, mqar_results
+from experiments import finetune_results as finetuning
+from experiments import vision_results as vision
+from experiments.comparisons import Comparison
+from experiments.records import CHOICE_SEED, Row, select, values
+from vil.training.files import write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, TEMPLATES = ROOT / "experiments" / "results", ROOT / "experiments" / "templates"
+SPEEDS = ROOT / "benchmarks" / "results" / "train_speed.json"
+DOCUMENTS = ("results.md", "imagenet.md")
+IMAGES = ROOT / "docs" / "images"
+
+
+@dataclass(frozen=True)
+class ImageNetRun:
+    """A row of the run sheet."""
+
+    output: str
+    """Folder of the run, and name of its result."""
+    model: str
+    """As train_speed.py names it."""
+    paper: str
+    """Top-1 in percent that was published."""
+    arguments: str
+    """Of train_imagenet.py."""
+    patch_stride: int = 16
+
+    @property
+    def command(self) -> str:
+        """The command, as on the sheet."""
+        return (
+            f"torchrun --nproc-per-node 8 --max-restarts 5 train_imagenet.py {self.arguments} "
+            f"--data.path /data/imagenet --run.output output/{self.output}"
+        )
+
+
+def imagenet_runs() -> list[ImageNetRun]:
+    """Return the rows of the paper's Table 3, the exact variants, and the finer ones."""
+    published = {
+        ("vim", "tiny"): "76.1",
+        ("vil", "tiny"): "76.4",
+        ("vim", "small"): "80.5",
+        ("vil", "small"): "80.7",
+    }
+    runs = []
+    for size in ("tiny", "small"):
+        for family in ("vim", "vil"):
+            name = f"{family}_{size}"
+            config = f"--config configs/{name}.yaml"
+            runs.append(ImageNetRun(name, name, published[family, size], config))
+            if family == "vil":
+                exact = f"{name}_exact"
+                runs.append(ImageNetRun(exact, exact, "none", f"{config} --model.name {exact}"))
+    finer = {"vim_tiny": "78.3", "vil_tiny": "none", "vim_small": "81.6", "vil_small": "none"}
+    for name, paper in finer.items():
+        config = f"--config configs/{name}_finer.yaml"
+        runs.append(ImageNetRun(f"{name}_finer", name, paper, config, patch_stride=8))
+    return runs
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """Return a record, or None where there is none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def reported(name: str) -> list[Row]:
+    """Return the runs of a record that are reported, in the order of seeds."""
+    record = load(name)
+    rows = [] if record is None else record["runs"]
+    return sorted((r for r in rows if r["seed"] != CHOICE_SEED), key=lambda row: row["seed"])
+
+
+def provenance(name: str) -> str:
+    """Tell where a record's figures come from."""
+    record = load(name)
+    if record is None:
+        return "not run yet"
+    environment = record["environment"]
+    seeds = sorted({row["seed"] for row in reported(name)})
+    versions = ", ".join(f"{part} {environment[part]}" for part in ("torch", "timm", "python"))
+    return (
+        f"`{record['command']}` on {environment['device']}, {versions}, commit "
+        f"{environment['commit']}, seeds {', '.join(map(str, seeds))} "
+        f"([`{name}.json`](../experiments/results/{name}.json))"
+    )
+
+
+def rates(name: str) -> str:
+    """Tell which learning rate each model took."""
+    rows = reported(name)
+    return ", ".join(f"{m} {select(rows, model=m)[0]['lr']:g}" for m in vision.models(rows))
+
+
+def exact_against_diagonal() -> list[Comparison]:
+    """Compare the exact with the diagonal form wherever both were run."""
+    found = claims.recall(reported, "longhorn_exact", "longhorn", ("pairs", "length"))
+    for name in vision.COMPARED:
+        found += claims.classified(reported, name, "ViL exact", "ViL")
+        found += [
+            Comparison(f"{c.what}, {name}", c.second, c.first, c.b, c.a)
+            for c in vision.at_more_tokens(reported(f"vision_{name}"))
+            if (c.first, c.second) == ("ViL", "ViL exact")
+        ]
+    rows = reported("vision_ablations")
+    for what, variant in (
+        ("d_state 8", "state_8"),
+        ("d_state 16", "both_middle"),
+        ("d_state 64", "state_64"),
+        ("scalar beta", "scalar"),
+    ):
+        pair = [values(rows, "top1", model=f"{variant}_{form}") for form in ("exact", "diagonal")]
+        if all(pair):
+            found.append(Comparison(f"top1, digits ablation, {what}", "exact", "diagonal", *pair))
+    return found
+
+
+def ablation_findings(rows: list[Row]) -> dict[str, bool]:
+    """Return which variants' top-1 differs from the published choice beyond the noise, by model."""
+    judged = {
+        name: comparison
+        for form in vision.variants.FORMS
+        for name, comparison in vision.ablations(rows, form).items()
+    }
+    found = comparisons.beyond_noise(list(judged.values()))
+    return dict(zip(judged, found, strict=True))
+
+
+def hours(run: ImageNetRun) -> str:
+    """Return the hours of 300 epochs on one GPU, from the measured images per second."""
+    speeds = json.loads(SPEEDS.read_text()) if SPEEDS.exists() else None
+    rows = [] if speeds is None else select(speeds["rows"], model=run.model)
+    if not rows or run.patch_stride != 16:
+        return "unmeasured"
+    return f"{rows[0]['hours']:,.0f} on one {speeds['environment']['device']}"
+
+
+def imagenet_result(run: ImageNetRun) -> str:
+    """Return the top-1 that eval.py found for a run."""
+    result = load(f"imagenet_{run.output}")
+    return "not run" if result is None else f"{result['top1']:.2f}"
+
+
+def run_sheet() -> str:
+    """Return a row for each run on ImageNet."""
+    lines = ["| run | published top-1 | here | GPU hours | command |", "|---|---|---|---|---|"]
+    for run in imagenet_runs():
+        cells = (run.output, run.paper, imagenet_result(run), hours(run), f"`{run.command}`")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------ output
+
+
+def vision_blocks(name: str) -> dict[str, str]:
+    """Return what a comparison of the models adds to the templates, and draw its pictures."""
+    record = f"vision_{name}"
+    rows = reported(record)
+    if not rows:
+        return {"accuracy": f"Not run yet: `python -m experiments.vision {name}`."}
+    vision.draw_accuracy(rows, IMAGES / f"{name}_accuracy.png")
+    found = {
+        "from": provenance(record),
+        "rates": rates(record),
+        "accuracy": vision.accuracy_table(rows),
+        "differences": comparisons.table(vision.pairwise(rows)),
+    }
+    if vision.tokens(rows):
+        vision.draw_tokens(rows, IMAGES / f"{name}_tokens.png")
+        differences = comparisons.table(vision.at_more_tokens(rows), only_found=True)
+        found |= {"tokens": vision.tokens_table(rows), "tokens_differences": differences}
+    return found
+
+
+def ablation_blocks() -> dict[str, str]:
+    """Return what the ablations add to the templates, and draw their picture."""
+    rows = reported("vision_ablations")
+    vision.draw_ablations(rows, IMAGES / "ablations.png")
+    found = ablation_findings(rows)
+    return {
+        "from": provenance("vision_ablations"),
+        "table": vision.ablation_table(rows, found),
+        "count": f"{sum(found.values())} of {len(found)}",
+    }
+
+
+def mqar_blocks() -> dict[str, str]:
+    """Return what associative recall adds to the templates, and draw its pictures."""
+    found = {}
+    for setting in ("short", "long"):
+        name = f"mqar_{setting}"
+        rows = reported(name)
+        mqar_results.draw(mqar_results.best_mean(rows), IMAGES / f"{name}.png")
+        found[f"{setting}_table"] = mqar_results.table(rows)
+        found[f"{setting}_from"] = provenance(name)
+    rows = reported("mqar_published")
+    if rows:
+        best = mqar_results.best_of_rates(rows)
+        mqar_results.draw(best, IMAGES / "mqar_published.png")
+        found["published"] = (
+            f"{mqar_results.published_table(best)}\n\nFrom {provenance('mqar_published')}."
+        )
+    else:
+        found["published"] = "Not run yet: `python -m experiments.mqar --setting published`."
+    return found
+
+
+def finetune_blocks() -> dict[str, str]:
+    """Return what fine-tuning adds to the templates."""
+    rows, tried = reported("finetune"), load("finetune")["runs"]
+    return {
+        "from": provenance("finetune"),
+        "steps": f"{rows[0]['steps']:,}",
+        "fractals": f"{next(row['fractals_top1'] for row in rows if 'fractals_top1' in row):.1f}",
+        "search": finetuning.search_table(tried),
+        "accuracy": finetuning.accuracy_table(rows),
+        "differences": finetuning.differences_table(finetuning.differences(rows)),
+    }
+
+
+def placeholders() -> dict[str, str]:
+    """Return what the templates' placeholders stand for."""
+    groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
+    groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
+    found = {
+        f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()
+    }
+    found["exact_differences"] = comparisons.table(exact_against_diagonal())
+    found["claims"] = claims.table(claims.all_claims(reported))
+    found["run_sheet"] = run_sheet()
+    return found
+
+
+def main() -> None:
+    """Write the documents."""
+    IMAGES.mkdir(exist_ok=True)
+    found = placeholders()
+    for name in DOCUMENTS:
+        template = Template((TEMPLATES / name).read_text())
+        write_text(ROOT / "docs" / name, template.substitute(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Train ViL, exact ViL, ViM and DeiT under one recipe; compare accuracy, loss, time and other sizes.
+
+    python -m experiments.vision digits --jobs 2
+    python -m experiments.vision fractals --jobs 2
+    python -m experiments.vision ablations --jobs 2
+    python -m experiments.vision fractals_large          # for a GPU
+
+Every model of an experiment has about as many parameters and makes as many steps on the same images
+in the same order. Where an experiment has several learning rates, each model takes the one that does
+best with a seed that is not reported. Each is then evaluated as it ended, and at up to 16 times the
+tokens: on images of a larger size ("resized") and, to change the number of tokens but not the size of
+things, on the same images with an empty margin ("padded"). The same command again continues an
+interrupted experiment.
+"""
+
+import argparse
+import copy
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from experiments import variants
+from experiments.records import CHOICE_SEED, Record, Row, product, run_all, select
+from vil.training.config import TrainConfig
+from vil.training.data.batches import TrainData, ValData
+from vil.training.data.draws import seed_everything
+from vil.training.distributed import World
+from vil.training.recipes import load_config
+from vil.training.run.engine import evaluate, train_step
+from vil.training.run.resolve import fill_from_weights
+from vil.training.run.setup import Training, build_training, resolve_device
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "experiments" / "results"
+
+MODELS = {
+    "ViL": ["--model.name", "vil_tiny"],
+    "ViL exact": ["--model.name", "vil_tiny_exact"],
+    "ViM": ["--model.name", "vim_tiny"],
+    # As many parameters as ViL has with 96 channels.
+    "DeiT": ["--model.name", "deit_tiny_patch16_224", "--model.embed-dim", "78"],
+}
+LARGE_MODELS = {
+    "ViL": ["--model.name", "vil_tiny"],
+    "ViL exact": ["--model.name", "vil_tiny_exact"],
+    "ViM": ["--model.name", "vim_tiny"],
+    "DeiT": ["--model.name", "deit_tiny_patch16_224"],
+}
+LINEAR_SCALES = (1, 2, 3, 4)  # of height and width
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What the runs of a record share."""
+
+    steps: int
+    """Optimiser steps of every run."""
+    models: dict[str, list[str]]
+    """Arguments of train_imagenet.py by name of the model."""
+    images_per_class: tuple[int, ...]
+    """Sizes of the training set."""
+    seeds: tuple[int, ...]
+    """Of the runs that are reported."""
+    rates: tuple[float, ...]
+    """Values of optim.lr_base to choose from."""
+    arguments: tuple[str, ...] = ()
+    """Of train_imagenet.py, on top of the recipe."""
+    recipe: str = "configs/digits.yaml"
+    scales: tuple[int, ...] = ()
+    """Evaluate at these multiples of height and width, too."""
+
+    def search(self) -> list[Row]:
+        """Return the runs that choose learning rates, with the training set in the middle."""
+        if len(self.rates) == 1:
+            return []
+        size = self.images_per_class[len(self.images_per_class) // 2]
+        axes = {"model": list(self.models), "images_per_class": [size], "lr": self.rates}
+        return product(**axes, seed=[CHOICE_SEED])
+
+    def reported(self, rows: list[Row]) -> list[Row]:
+        """Return the runs to report, given those of the search."""
+        runs = product(
+            model=list(self.models), images_per_class=self.images_per_class, seed=self.seeds
+        )
+        return [{**run, "lr": self.best_rate(rows, run["model"])} for run in runs]
+
+    def best_rate(self, rows: list[Row], model: str) -> float:
+        """Return the rate with the lowest loss in the search."""
+        if len(self.rates) == 1:
+            return self.rates[0]
+        return min(select(rows, model=model, seed=CHOICE_SEED), key=lambda row: row["loss"])["lr"]
+
+
+def ablated_models() -> list[str]:
+    """Return the names of the variants: of both forms, directions and class token of one."""
+    names = []
+    for form in variants.FORMS:
+        names += [f"both_middle_{form}", f"scalar_{form}"]
+        names += [f"state_{state}_{form}" for state in variants.STATES if state != 16]
+    names += [f"both_{position}_diagonal" for position in ("first", "last", "none")]
+    names += ["forward_last_diagonal", "alternating_middle_diagonal"]
+    return names
+
+
+FRACTALS = (
+    *("--data.dataset", "fractals", "--data.interpolation", "bilinear", "--model.in-chans", "3"),
+    *("--model.img-size", "64", "--model.patch-size", "8", "--model.num-classes", "16"),
+    *("--data.mean", "0.5", "0.5", "0.5", "--data.std", "0.25", "0.25", "0.25"),
+    *("--augment.degrees", "0", "--augment.translate", "0", "--augment.zoom", "1", "1"),
+)
+EXPERIMENTS = {
+    "digits": Experiment(
+        steps=800,
+        models=MODELS,
+        images_per_class=(8, 32, 128),
+        seeds=(0, 1, 2, 3),
+        rates=(5e-4, 1e-3, 2e-3, 4e-3),
+        scales=LINEAR_SCALES,
+    ),
+    "digits_lower_rate": Experiment(
+        steps=800,
+        models={name: MODELS[name] for name in ("ViL", "DeiT")},
+        images_per_class=(128,),
+        seeds=(0, 1, 2, 3),
+        rates=(1e-3,),
+    ),
+    "fractals": Experiment(
+        steps=480,
+        models=MODELS,
+        images_per_class=(60,),
+        seeds=(0, 1, 2),
+        rates=(1e-3,),
+        arguments=FRACTALS,
+        scales=(1, 2, 4),
+    ),
+    "ablations": Experiment(
+        steps=300,
+        models={name: ["--model.name", name] for name in ablated_models()},
+        images_per_class=(32,),
+        seeds=(0, 1, 2),
+        rates=(2e-3,),
+    ),
+    "fractals_large": Experiment(
+        steps=3000,
+        models=LARGE_MODELS,
+        images_per_class=(300,),
+        seeds=(0, 1, 2),
+        rates=(2e-3,),
+        recipe="configs/fractals.yaml",
+        arguments=(
+            *("--model.num-classes", "100", "--data.batch-size", "256"),
+            *("--data.num-workers", "14", "--run.amp"),
+        ),
+        scales=(1, 2, 4),
+    ),
+}
+
+
+def configure(
+    experiment: Experiment, model: str, images_per_class: int, lr: float, seed: int
+) -> TrainConfig:
+    """Return a run's configuration: the recipe, its epochs and warm-up stretched to the steps."""
+    recipe = ROOT / experiment.recipe
+    arguments = ["--config", str(recipe), *experiment.arguments, *experiment.models[model]]
+    arguments += ["--data.images-per-class", str(images_per_class)]
+    arguments += ["--optim.lr-base", str(lr), "--run.seed", str(seed)]
+    config = fill_from_weights(load_config(arguments, recipe)[0], None)
+    length = TrainData(config, torch.device("cpu"), World()).steps_per_epoch
+    epochs = max(round(experiment.steps / length), 1)
+    warmup = max(round(epochs * config.schedule.warmup_epochs / config.schedule.epochs), 1)
+    schedule = dataclasses.replace(config.schedule, epochs=epochs, warmup_epochs=warmup)
+    return dataclasses.replace(config, schedule=schedule)
+
+
+def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int) -> Row:
+    """Train one model and return its figures.
+
+    Args:
+        experiment: Name of the experiment.
+        model: Name of the model in the experiment.
+        images_per_class: Training images of each class.
+        lr: Peak learning rate of a batch of optim.lr_base_size images.
+        seed: Of weights, order and augmentation.
+
+    Returns:
+        Validation loss and top-1 in percent, parameters, steps, CPU ms per training step, mean loss
+        of the last tenth of the steps, and, with the largest training set, top-1 by number of tokens
+        relative to training.
+    """
+    settings = EXPERIMENTS[experiment]
+    config = configure(settings, model, images_per_class, lr, seed)
+    world = World()
+    device = resolve_device(config.run, world)
+    seed_everything(seed)
+    training = build_training(config, device, world)
+    data = TrainData(config, device, world)
+    losses, seconds = train(training, data, config)
+    held_out = ValData(config, device, world)
+    [score] = evaluate([training.model], held_out, training.augment.normalize, config.run.amp)
+    row = {
+        "loss": score.loss,
+        "top1": score.top1,
+        "train_loss": statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
+        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "steps": len(losses),
+        "ms_per_step": 1e3 * seconds / len(losses),
+    }
+    is_largest = images_per_class == max(settings.images_per_class)
+    if settings.scales and is_largest and seed != CHOICE_SEED:
+        row |= other_sizes(training, config, settings.scales)
+    return row
+
+
+def train(training: Training, data: TrainData, config: TrainConfig) -> tuple[list[float], float]:
+    """Train to the end; return the loss of every step and the CPU or GPU seconds that they took."""
+    clock = time.perf_counter if training.device.type == "cuda" else time.process_time
+    losses = []
+    start = clock()
+    for step in data.steps(0):
+        if step.number % data.steps_per_epoch == 0:
+            training.set_epoch(step.number // data.steps_per_epoch)
+            training.model.train()
+        losses.append(train_step(training, step, config).loss)
+    losses = torch.stack(losses).tolist()  # waits for the device
+    return losses, clock() - start
+
+
+class PaddedData(ValData):
+    """Validation images in the middle of a larger, empty one."""
+
+    def __init__(self, config: TrainConfig, device: torch.device, size: int) -> None:
+        """Open the data.
+
+        Args:
+            config: Of the images as they are.
+            device: Of the model.
+            size: Height and width of the padded images in pixels.
+        """
+        super().__init__(config, device, World())
+        before = (size - config.model.img_size) // 2
+        after = size - config.model.img_size - before
+        self.margins = (before, after, before, after)
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield images, uint8 (B, C, size, size), and their classes, (B,)."""
+        for images, targets in super().batches():
+            yield functional.pad(images, self.margins), targets
+
+
+def other_sizes(training: Training, config: TrainConfig, scales: tuple[int, ...]) -> Row:
+    """Return top-1 on larger images, by the number of patches relative to that in training.
+
+    Position embeddings are interpolated, as timm does it.
+    """
+    accuracy: dict[str, dict[str, float]] = {"resized": {}, "padded": {}}
+    for scale in scales:
+        size = scale * config.model.img_size
+        model = copy.deepcopy(training.model)
+        model.set_input_size(img_size=size)
+        larger = dataclasses.replace(config, model=dataclasses.replace(config.model, img_size=size))
+        for name, data in (
+            ("resized", ValData(larger, training.device, World())),
+            ("padded", PaddedData(config, training.device, size)),
+        ):
+            [score] = evaluate([model], data, training.augment.normalize, config.run.amp)
+            accuracy[name][str(scale**2)] = score.top1
+    return accuracy
+
+
+def main() -> None:
+    """Run an experiment, or what is missing of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on CPUs")
+    parser.add_argument("--output", type=Path, help="default: results/vision_<experiment>.json")
+    args = parser.parse_args()
+    name = args.experiment
+    experiment = EXPERIMENTS[name]
+    settings = dataclasses.asdict(experiment)
+    record = Record(args.output or RESULTS / f"vision_{name}.json", settings)
+    train_and_score = functools.partial(run, name)
+    run_all(record, train_and_score, experiment.search(), args.jobs)
+    run_all(record, train_and_score, experiment.reported(record.rows), args.jobs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The documents written from records: up to date, and verdicts that follow from the figures."""
+
+import json
+import shlex
+from pathlib import Path
+from string import Template
+
+import pytest
+
+from experiments import claims, results
+from experiments.comparisons import Comparison
+from vil.training.recipes import load_config
+
+HIGH, LOW = [90.0, 90.1, 90.2], [80.0, 80.1, 80.2]
+
+
+@pytest.mark.parametrize("name", results.DOCUMENTS)
+def test_document_is_what_the_records_give(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Pictures are drawn anew elsewhere: their bytes depend on matplotlib's version."""
+    monkeypatch.setattr(results, "IMAGES", tmp_path)
+    template = Template((results.TEMPLATES / name).read_text())
+    document = results.ROOT / "docs" / name
+    assert document.read_text() == template.substitute(results.placeholders()), (
+        "run python -m experiments.results"
+    )
+    for picture in tmp_path.glob("*.png"):
+        assert (results.ROOT / "docs" / "images" / picture.name).exists()
+
+
+def test_every_record_tells_where_it_is_from() -> None:
+    visions = [f"vision_{name}" for name in ("digits", "fractals", "ablations")]
+    for name in ("mqar_short", "mqar_long", *visions, "finetune"):
+        text = results.provenance(name)
+        commit = results.load(name)["environment"]["commit"]
+        assert f"commit {commit}, seeds 0, 1, 2" in text
+        assert "dirty" not in commit
+
+
+@pytest.mark.parametrize("run", results.imagenet_runs(), ids=lambda run: run.output)
+def test_run_sheet_names_a_recipe_that_loads(run: results.ImageNetRun) -> None:
+    config, _ = load_config(shlex.split(run.arguments), Path("unused"))
+    assert config.model.name == run.model
+    assert config.model.patch_stride == (None if run.patch_stride == 16 else run.patch_stride)
+    assert config.schedule.epochs == (300 if run.patch_stride == 16 else 30)
+
+
+def test_run_sheet_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "| vil_tiny | 76.4 | not run | unmeasured |" in results.run_sheet()
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "SPEEDS", tmp_path / "train_speed.json")
+    speed = {"environment": {"device": "GPU"}, "rows": [{"model": "vil_tiny", "hours": 123.4}]}
+    (tmp_path / "train_speed.json").write_text(json.dumps(speed))
+    (tmp_path / "imagenet_vil_tiny.json").write_text(json.dumps({"top1": 76.5}))
+    sheet = results.run_sheet()
+    assert "| vil_tiny | 76.4 | 76.50 | 123 on one GPU |" in sheet
+    assert "| vil_tiny_finer | none | not run | unmeasured |" in sheet
+
+
+@pytest.mark.parametrize(
+    ("pairs", "verdict"),
+    [
+        ([(HIGH, LOW)], "agrees: 1 for, 0 against, 0 within noise"),
+        ([(LOW, HIGH)], "**contradicts**: 0 for, 1 against, 0 within noise"),
+        ([(HIGH, HIGH)], "not decided: 0 for, 0 against, 1 within noise"),
+        ([(HIGH, LOW), (LOW, HIGH)], "mixed: 1 for, 1 against, 0 within noise"),
+        ([], "not run"),
+    ],
+)
+def test_verdict_on_a_claim(pairs: list, verdict: str) -> None:
+    compared = [Comparison("top1", "a", "b", a, b) for a, b in pairs]
+    assert claims.Claim("a is better", "somewhere", compared).verdict == verdict

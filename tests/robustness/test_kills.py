@@ -1,0 +1,61 @@
+"""Runs that are killed and continued end like one left alone; tests/robustness/kills.py does it for long."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.kills_runs import (
+    CASES,
+    Case,
+    differing,
+    fork_server,
+    kill_case,
+    left_alone,
+    make_images,
+)
+from tests.robustness.kills_torchrun import EPOCHS, kill_torchrun, stop_torchrun
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with images, and a server that processes are forked from."""
+    folder = tmp_path_factory.mktemp("kills")
+    make_images(folder)
+    with fork_server():
+        yield folder
+
+
+def test_killed_process_continues(root: Path) -> None:
+    """However often it is killed; with and without loader processes the end is the same."""
+    tally = kill_case(root, Case("folder", 0, 1), kills=4, seed=0)
+    assert tally.kills == 4
+    assert not tally.problems
+    assert not differing(tally.reference, left_alone(root, Case("folder", 2, 1)).reference)
+
+
+def test_continues_after_one_of_two_processes_is_killed(root: Path) -> None:
+    """The other then fails, and both are started again."""
+    tally = kill_case(root, Case("wds", 0, 2), kills=2, seed=0)
+    assert tally.kills == 2
+    assert not tally.problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CASES[3], CASES[6], CASES[8]], ids=str)
+def test_killed_runs_of_other_kinds_continue(root: Path, case: Case) -> None:
+    """Folders and shards, loader processes, and up to four training processes."""
+    tally = kill_case(root, case, kills=2, seed=1)
+    assert tally.kills == 2
+    assert not tally.problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kill_torchrun, stop_torchrun])
+def test_torchrun_continues(root: Path, kind: Callable[..., dict]) -> None:
+    """By itself after a worker is killed, and when started again after SIGTERM."""
+    case = Case("wds", 0, 2)
+    row = kind(root, case, left_alone(root, case, EPOCHS), 0, random.Random(0))
+    assert row["problem"] is None
+    assert row["hit"]
