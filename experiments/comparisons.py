@@ -1,12 +1,11 @@
 """Differences between two groups of runs, and which of them exceed the noise of their seeds."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import ttest_rel
-
-from experiments.records import holm, p_value
+from scipy.stats import ttest_ind_from_stats, ttest_rel
 
 LEVEL = 0.05
 
@@ -50,9 +49,37 @@ class Paired(Comparison):
         return float(ttest_rel(self.a, self.b).pvalue)
 
 
+def p_value(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the two-sided probability of a difference of means as large, by Welch's t-test.
+
+    Args:
+        a: A figure of independent runs, at least 2.
+        b: The same of other runs.
+    """
+    if len(set(a)) == len(set(b)) == 1:  # no spread at all
+        return 1.0 if a[0] == b[0] else 0.0
+    moments = [(statistics.fmean(x), statistics.stdev(x), len(x)) for x in (a, b)]
+    return float(ttest_ind_from_stats(*moments[0], *moments[1], equal_var=False).pvalue)
+
+
+def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
+    """Return which differences are significant when they are judged together (Holm, 1979).
+
+    Args:
+        p_values: Of all differences that are judged.
+        level: Probability of one or more false findings among them.
+    """
+    significant = [False] * len(p_values)
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        if math.isnan(p_values[i]) or p_values[i] > level / (len(p_values) - rank):
+            break
+        significant[i] = True
+    return significant
+
+
 def beyond_noise(comparisons: Sequence[Comparison]) -> list[bool]:
     """Return which differences are significant at 5 % when all are judged together (Holm)."""
-    return holm([comparison.p for comparison in comparisons], LEVEL)
+    return holm([comparison.p for comparison in comparisons])
 
 
 def table(comparisons: Sequence[Comparison], digits: int = 1, only_found: bool = False) -> str:

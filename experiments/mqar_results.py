@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.records import Row, holm, p_value, select, spread, values
+from experiments.comparisons import holm, p_value
+from experiments.records import Row, select, spread, values
 from experiments.recurrences import RECURRENCES
 from vil.training.files import write_atomically
 
@@ -44,13 +45,15 @@ def axis(rows: Sequence[Row], kind: str) -> list[int]:
 def table(rows: Sequence[Row]) -> str:
     """Return a small setting's accuracies in percent, mean ± standard deviation over seeds.
 
-    Of each recurrence the learning rate with the better mean; "other rate" is the mean accuracy over the
+    The trained length is not shown again: it is the number of pairs in the middle. Of each recurrence the
+    learning rate with the better mean; "other rate" is the mean accuracy over the
     numbers of pairs at the other one. A star marks what differs from the baseline's at the 5 % level,
     by Welch's tests judged together (Holm) over the whole table.
     """
     best = best_mean(rows)
     names = names_of(rows)
-    figures = [f"{kind} {n}" for kind in ("pairs", "length") for n in axis(rows, kind)]
+    figures = [f"pairs {n}" for n in axis(rows, "pairs")]
+    figures += [f"length {n}" for n in axis(rows, "length")[1:]]
     stars = significant(best, names, figures)
     lines = [
         f"| recurrence | parameters | rate | {' | '.join(figures)} | other rate |",

@@ -6,7 +6,6 @@ command finishes what an interrupted one began; with other settings or at anothe
 
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import shlex
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import ttest_ind_from_stats
 
 from benchmarks.budget import Budget
 from benchmarks.provenance import environment
@@ -140,31 +138,3 @@ def spread(numbers: Sequence[float], digits: int = 1) -> str:
     if len(numbers) == 1:
         return f"{mean:.{digits}f}"
     return f"{mean:.{digits}f} ± {statistics.stdev(numbers):.{digits}f}"
-
-
-def p_value(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the two-sided probability of a difference of means as large, by Welch's t-test.
-
-    Args:
-        a: A figure of independent runs, at least 2.
-        b: The same of other runs.
-    """
-    if len(set(a)) == len(set(b)) == 1:  # no spread at all
-        return 1.0 if a[0] == b[0] else 0.0
-    moments = [(statistics.fmean(x), statistics.stdev(x), len(x)) for x in (a, b)]
-    return float(ttest_ind_from_stats(*moments[0], *moments[1], equal_var=False).pvalue)
-
-
-def holm(p_values: Sequence[float], level: float = 0.05) -> list[bool]:
-    """Return which differences are significant when they are judged together (Holm, 1979).
-
-    Args:
-        p_values: Of all differences that are judged.
-        level: Probability of one or more false findings among them.
-    """
-    significant = [False] * len(p_values)
-    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        if math.isnan(p_values[i]) or p_values[i] > level / (len(p_values) - rank):
-            break
-        significant[i] = True
-    return significant

@@ -12,11 +12,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from experiments import claims, comparisons, mqar_results
+from experiments import comparisons, mqar_results
 from experiments import finetune_results as finetuning
 from experiments import vision_results as vision
-from experiments.comparisons import Comparison
-from experiments.records import CHOICE_SEED, Row, select, values
+from experiments.records import CHOICE_SEED, Row, select
 from vil.training.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,29 +104,6 @@ def rates(name: str) -> str:
     """Tell which learning rate each model took."""
     rows = reported(name)
     return ", ".join(f"{m} {select(rows, model=m)[0]['lr']:g}" for m in vision.models(rows))
-
-
-def exact_against_diagonal() -> list[Comparison]:
-    """Compare the exact with the diagonal form wherever both were run."""
-    found = claims.recall(reported, "longhorn_exact", "longhorn", ("pairs", "length"))
-    for name in vision.COMPARED:
-        found += claims.classified(reported, name, "ViL exact", "ViL")
-        found += [
-            Comparison(f"{c.what}, {name}", c.second, c.first, c.b, c.a)
-            for c in vision.at_more_tokens(reported(f"vision_{name}"))
-            if (c.first, c.second) == ("ViL", "ViL exact")
-        ]
-    rows = reported("vision_ablations")
-    for what, variant in (
-        ("d_state 8", "state_8"),
-        ("d_state 16", "both_middle"),
-        ("d_state 64", "state_64"),
-        ("scalar beta", "scalar"),
-    ):
-        pair = [values(rows, "top1", model=f"{variant}_{form}") for form in ("exact", "diagonal")]
-        if all(pair):
-            found.append(Comparison(f"top1, digits ablation, {what}", "exact", "diagonal", *pair))
-    return found
 
 
 def ablation_findings(rows: list[Row]) -> dict[str, bool]:
@@ -241,8 +217,6 @@ def placeholders() -> dict[str, str]:
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()
     }
-    found["exact_differences"] = comparisons.table(exact_against_diagonal())
-    found["claims"] = claims.table(claims.all_claims(reported))
     found["run_sheet"] = run_sheet()
     return found
 

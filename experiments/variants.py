@@ -4,6 +4,7 @@ A variant's parameters are those of the model it changes, reshaped by torch's pa
 the library's own mixer and scans compute all of them.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -128,26 +129,55 @@ def _register(name: str, **changes: Any) -> None:
 
 
 FORMS = {"diagonal": "longhorn", "exact": "longhorn_exact"}
-STATES = (8, 16, 64)  # 16 is the model's
-POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
-DIRECTIONS: tuple[Directions, ...] = ("both", "forward", "alternating")
 
-for _form, _recurrence in FORMS.items():
-    _register(f"scalar_{_form}", recurrence=_recurrence, scalar_beta=True)
-    for _state in STATES:
-        _register(f"state_{_state}_{_form}", recurrence=_recurrence, d_state=_state)
-    for _directions in DIRECTIONS:
-        for _position in POSITIONS:
-            _register(
-                f"{_directions}_{_position}_{_form}",
-                recurrence=_recurrence,
-                directions=_directions,
-                class_token_at=_position,
-            )
-        _register(
-            f"{_directions}_none_{_form}",
-            recurrence=_recurrence,
-            directions=_directions,
-            class_token=False,
-            global_pool="avg",
-        )
+
+@dataclass(frozen=True)
+class Change:
+    """What a variant of a form changes."""
+
+    name: str
+    """Of the variant: name_form."""
+    what: str
+    """Which choice, "" for none."""
+    value: str
+    """What it is changed to."""
+    arguments: dict[str, Any]
+    """Of ``Variant``."""
+    forms: tuple[str, ...] = tuple(FORMS)
+    """That it is made in."""
+
+
+def _placed(directions: Directions, position: Position) -> Change:
+    where = {"directions": directions, "class_token_at": position}
+    value = f"{directions}, {position}"
+    return Change(f"{directions}_{position}", _PLACE, value, where, ("diagonal",))
+
+
+_PLACE = "directions, class token"
+AS_PUBLISHED = Change("both_middle", "", "as published", {})
+CHANGES = (
+    AS_PUBLISHED,
+    Change("scalar", "beta", "scalar", {"scalar_beta": True}),
+    Change("state_8", "d_state", "8", {"d_state": 8}),
+    Change("state_64", "d_state", "64", {"d_state": 64}),
+    _placed("both", "first"),
+    _placed("both", "last"),
+    _placed("forward", "last"),
+    _placed("alternating", "middle"),
+    Change(
+        "both_none",
+        _PLACE,
+        "both, none: average",
+        {"class_token": False, "global_pool": "avg"},
+        ("diagonal",),
+    ),
+)
+MODELS = {
+    f"{change.name}_{form}": (form, change)
+    for form in FORMS
+    for change in CHANGES
+    if form in change.forms
+}
+
+for _name, (_form, _change) in MODELS.items():
+    _register(_name, recurrence=FORMS[_form], **_change.arguments)

@@ -98,17 +98,6 @@ class Experiment:
         return min(select(rows, model=model, seed=CHOICE_SEED), key=lambda row: row["loss"])["lr"]
 
 
-def ablated_models() -> list[str]:
-    """Return the names of the variants: of both forms, directions and class token of one."""
-    names = []
-    for form in variants.FORMS:
-        names += [f"both_middle_{form}", f"scalar_{form}"]
-        names += [f"state_{state}_{form}" for state in variants.STATES if state != 16]
-    names += [f"both_{position}_diagonal" for position in ("first", "last", "none")]
-    names += ["forward_last_diagonal", "alternating_middle_diagonal"]
-    return names
-
-
 FRACTALS = (
     *("--data.dataset", "fractals", "--data.interpolation", "bilinear", "--model.in-chans", "3"),
     *("--model.img-size", "64", "--model.patch-size", "8", "--model.num-classes", "16"),
@@ -142,7 +131,7 @@ EXPERIMENTS = {
     ),
     "ablations": Experiment(
         steps=300,
-        models={name: ["--model.name", name] for name in ablated_models()},
+        models={name: ["--model.name", name] for name in variants.MODELS},
         images_per_class=(32,),
         seeds=(0, 1, 2),
         rates=(2e-3,),

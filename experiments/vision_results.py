@@ -110,24 +110,12 @@ def at_more_tokens(rows: Sequence[Row]) -> list[Comparison]:
 
 def ablation_rows(form: str) -> list[tuple[str, str, str]]:
     """Return what is changed, the value, and the name of the model, for one form."""
-    base = f"both_middle_{form}"
-    rows = [("", "as published", base), ("beta", "scalar", f"scalar_{form}")]
-    rows += [
-        ("d_state", str(state), f"state_{state}_{form}") for state in variants.STATES if state != 16
-    ]
-    for directions, position in itertools.product(variants.DIRECTIONS, variants.POSITIONS):
-        name = f"{directions}_{position}_{form}"
-        if name != base:
-            rows.append(("directions, class token", f"{directions}, {position}", name))
-    for directions in variants.DIRECTIONS:
-        name = f"{directions}_none_{form}"
-        rows.append(("directions, class token", f"{directions}, none: average", name))
-    return rows
+    return [(c.what, c.value, name) for name, (f, c) in variants.MODELS.items() if f == form]
 
 
 def ablations(rows: Sequence[Row], form: str, figure: str = "top1") -> dict[str, Comparison]:
     """Compare every variant of a form with the model itself, by the variant's name."""
-    base = values(rows, figure, model=f"both_middle_{form}")
+    base = values(rows, figure, model=f"{variants.AS_PUBLISHED.name}_{form}")
     return {
         name: Comparison(
             f"{figure}, {form}", value, "as published", values(rows, figure, model=name), base

@@ -1,4 +1,4 @@
-"""The documents written from records: up to date, and verdicts that follow from the figures."""
+"""The documents written from records: up to date, and naming where they are from."""
 
 import json
 import shlex
@@ -7,11 +7,8 @@ from string import Template
 
 import pytest
 
-from experiments import claims, results
-from experiments.comparisons import Comparison
+from experiments import results
 from vil.training.recipes import load_config
-
-HIGH, LOW = [90.0, 90.1, 90.2], [80.0, 80.1, 80.2]
 
 
 @pytest.mark.parametrize("name", results.DOCUMENTS)
@@ -56,18 +53,3 @@ def test_run_sheet_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_
     sheet = results.run_sheet()
     assert "| vil_tiny | 76.4 | 76.50 | 123 on one GPU |" in sheet
     assert "| vil_tiny_finer | none | not run | unmeasured |" in sheet
-
-
-@pytest.mark.parametrize(
-    ("pairs", "verdict"),
-    [
-        ([(HIGH, LOW)], "agrees: 1 for, 0 against, 0 within noise"),
-        ([(LOW, HIGH)], "**contradicts**: 0 for, 1 against, 0 within noise"),
-        ([(HIGH, HIGH)], "not decided: 0 for, 0 against, 1 within noise"),
-        ([(HIGH, LOW), (LOW, HIGH)], "mixed: 1 for, 1 against, 0 within noise"),
-        ([], "not run"),
-    ],
-)
-def test_verdict_on_a_claim(pairs: list, verdict: str) -> None:
-    compared = [Comparison("top1", "a", "b", a, b) for a, b in pairs]
-    assert claims.Claim("a is better", "somewhere", compared).verdict == verdict

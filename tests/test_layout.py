@@ -1,0 +1,93 @@
+"""The rooms of the repository: who may import whom, and no circles."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# From the ground up: a room imports itself and those below it.
+ROOMS = (
+    "vil.kernels",
+    "vil",
+    "vil.training",
+    "vil.training.data",
+    "vil.training.run",
+    "scripts",
+    "benchmarks",
+    "experiments",
+    "tests",
+)
+SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
+BACKENDS = ("vil.kernels.cpu", "vil.kernels.triton")
+
+
+def name_of(path: Path) -> str:
+    """Return the name that a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("vil", *parts) if parts[0] == "kernels" else parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+FILES = {
+    name_of(path): path
+    for folder in ("vil", "kernels", "benchmarks", "experiments", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+    if "emulator" not in path.parts  # scripts of one folder, started by path
+} | {path.stem: path for path in ROOT.glob("*.py")}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Return the files of this repository that a file imports anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in FILES else node.module
+
+
+IMPORTS = {name: {n for n in imported(path) if n in FILES} for name, path in FILES.items()}
+
+
+def room_of(name: str) -> str:
+    """Return the innermost room that a file is in."""
+    if name in SCRIPTS:
+        return "scripts"
+    return max((r for r in ROOMS if f"{name}.".startswith(f"{r}.")), key=len)
+
+
+def test_every_file_is_found() -> None:
+    assert {"vil.kernels.ops", "vil.kernels.triton.backend", "train_imagenet"} <= set(IMPORTS)
+    assert "vil.kernels.reference" in IMPORTS["vil.kernels.ops"]
+    assert "vil.training.data.batches" in IMPORTS["vil.training.run.loop"]
+    assert {room_of(name) for name in IMPORTS} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_nothing_imports_upwards(room: str) -> None:
+    for name in (name for name in IMPORTS if room_of(name) == room):
+        above = [n for n in IMPORTS[name] if ROOMS.index(room_of(n)) > ROOMS.index(room)]
+        assert not above, name
+
+
+def test_there_is_no_circle() -> None:
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_knows_no_other_and_is_chosen_by_name(backend: str) -> None:
+    allowed = (backend, "vil.kernels.reference")
+    for name, others in IMPORTS.items():
+        if name.startswith(backend):
+            assert all(n.startswith(allowed) for n in others), name
+        elif room_of(name) == "vil.kernels":
+            assert not any(n.startswith(backend) for n in others), name
