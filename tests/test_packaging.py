@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import vil
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -17,6 +19,11 @@ def test_every_package_folder_is_listed() -> None:
     folders = {p.parent for top in ("vil", "kernels") for p in (ROOT / top).rglob("*.py")}
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(listed) == {re.sub(r"^kernels", "vil.kernels", name) for name in names}
+
+
+def test_version_is_the_same_wherever_it_is_said() -> None:
+    assert f"\nversion: {vil.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^## {re.escape(vil.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
 @pytest.mark.parametrize("folder", ["kernels", "tests/kernels"])
