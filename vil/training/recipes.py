@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import tyro
 import yaml
 
+from vil.messages import one_line
 from vil.training.config import TrainConfig
 from vil.training.errors import ConfigError
 from vil.training.launcher import said_once
@@ -104,7 +105,7 @@ def read_recipe(path: Path) -> TrainConfig:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"--config {path} is not YAML: {one_line(error)}") from error
     arguments = [word for key, value in _flatten(path, sections) for word in _words(key, value)]
     try:
         with said_once():

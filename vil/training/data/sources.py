@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
+from vil.messages import one_line
 from vil.training.config import DataConfig, ModelConfig
 from vil.training.data.draws import key
 from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
@@ -108,7 +109,7 @@ def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Imag
         image.info.pop("transparency", None)
         return image if image.mode == mode else image.convert(mode)
     except Exception as error:  # the decoders raise whatever a broken file leads them to
-        reason = " ".join(str(error).split()) if content else "the file is empty"
+        reason = one_line(error) if content else "the file is empty"
         raise DataError(reason.split(" <_io", 1)[0]) from error
 
 

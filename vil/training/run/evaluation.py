@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vil.loading import model_with
+from vil.messages import one_line
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import ValData
@@ -225,8 +226,7 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
     try:
         model, line = model_with(weights, options.model, **size)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot evaluate {options.checkpoint}: {reason}") from error
+        raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
     if "; new " in line:
         raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
     return model, line

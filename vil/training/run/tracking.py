@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from vil.messages import one_line
 from vil.training.config import TrainConfig
 from vil.training.errors import ConfigError
 from vil.training.files import write_text
@@ -188,10 +189,9 @@ class Tracking:
             call()
         except Exception as error:  # whatever a package, its server or a disk comes up with
             self.tracker = None
-            reason = " ".join(str(error).split())
             self.warn(
                 f"run.tracker {self.config.run.tracker} fails, training goes on without: "
-                f"{type(error).__name__}: {reason}"
+                f"{type(error).__name__}: {one_line(error)}"
             )
 
 
