@@ -45,7 +45,7 @@ _CHANGEABLE = re.compile(
 )
 
 
-def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig, str]:
+def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
     """Resolve the configuration from a recipe and the command line, which wins.
 
     Args:
@@ -53,7 +53,7 @@ def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig
         default_recipe: Recipe where no --config is given.
 
     Returns:
-        The configuration and the recipe's name.
+        The configuration; the output folder is named after the recipe where nothing names it.
 
     Raises:
         ConfigError: the recipe is missing or malformed, or a key is unknown.
@@ -62,8 +62,9 @@ def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--config", type=Path, default=default_recipe)
     known, overrides = recipe_parser.parse_known_args(arguments)
-    recipe = read_recipe(known.config)
-    return parse_arguments(TrainConfig, overrides, recipe), known.config.stem
+    config = parse_arguments(TrainConfig, overrides, read_recipe(known.config))
+    output = Path(config.run.output or Path("output", known.config.stem))
+    return replace(config, run=replace(config.run, output=str(output)))
 
 
 def parse_arguments(
@@ -146,11 +147,6 @@ def flat_dict(config: Any) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def output_folder(config: TrainConfig, recipe: str) -> Path:
-    """Return the folder of a run: that of the settings, or one named after its recipe."""
-    return Path(config.run.output or Path("output", recipe))
 
 
 class Change(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from vil.messages import one_line
-from vil.training.config import DataConfig, ModelConfig
+from vil.training.config import DataConfig, ModelConfig, data_contradictions
 from vil.training.data.draws import key
 from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
 from vil.training.data.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
@@ -256,21 +256,13 @@ class ClassSubset:
 
 def _open(data: DataConfig, model: ModelConfig, training: bool, listed: ImageList | None) -> Source:
     """Open one split of the configured data, whole."""
-    if data.dataset in ("digits", "fractals"):
-        if data.path is not None:
-            raise ConfigError(
-                f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
-            )
-        if data.dataset == "digits":
-            return DigitSource(training)
-        if model.num_classes is None:
-            raise ConfigError("data.dataset fractals needs --model.num-classes, 1000 say")
+    for problem in data_contradictions(data, model):
+        raise ConfigError(problem)
+    if data.dataset == "digits":
+        return DigitSource(training)
+    if data.dataset == "fractals":
         count = data.images_per_class or TRAINING_IMAGES if training else VALIDATION_IMAGES
         return FractalSource(data.fractal_seed, model.num_classes, count, model.img_size, training)
-    if data.path is None:
-        raise ConfigError(
-            f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
-        )
     if not Path(data.path).is_dir():
         raise DataError(f"data.path {data.path} is not a folder")
     if data.dataset == "folder":

@@ -23,7 +23,6 @@ from vil.training.recipes import (
     config_from_dict,
     continued,
     flat_dict,
-    output_folder,
     to_yaml,
 )
 from vil.training.run.checkpoint import (
@@ -53,7 +52,7 @@ class RunFolder:
 
     path: Path
     asked: TrainConfig
-    """The settings as asked for, with the folder filled in."""
+    """The settings as asked for."""
     config: TrainConfig
     """The settings to go on with: of the run to continue all of them, of a new one those asked for."""
     checkpoint: dict[str, Any] | None = None
@@ -66,13 +65,12 @@ class RunFolder:
 
 @contextmanager
 def open_for_all(
-    config: TrainConfig, recipe: str, world: World, warn: Callable[[str], None]
+    config: TrainConfig, world: World, warn: Callable[[str], None]
 ) -> Iterator[RunFolder]:
     """Open the run's folder in the main process, lock it, and tell the others what is in it.
 
     Args:
         config: The configuration asked for.
-        recipe: Name of the recipe, for the default folder.
         world: The processes; they need not share a disk.
         warn: Told of a damaged checkpoint.
 
@@ -83,7 +81,7 @@ def open_for_all(
     with ExitStack() as stack:
         folder = None
         if world.is_main:
-            path = _create(config, recipe)
+            path = _create(config)
             stack.enter_context(lock_folder(path))
             folder = _open(path, config, warn)
         yield world.broadcast(folder)
@@ -121,9 +119,9 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
     return state
 
 
-def _create(config: TrainConfig, recipe: str) -> Path:
+def _create(config: TrainConfig) -> Path:
     """Create the folder unless it is there."""
-    folder = output_folder(config, recipe)
+    folder = Path(config.run.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -135,8 +133,7 @@ def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFo
     """Find the run to continue, or check that a new one writes over nothing."""
     remove_temporaries(path)
     # The permission to change is for this start: config.yaml does not hand it on.
-    run = dataclasses.replace(config.run, output=str(path), allow_changes=False)
-    new = dataclasses.replace(config, run=run)
+    new = dataclasses.replace(config, run=dataclasses.replace(config.run, allow_changes=False))
     checkpoint, origin = _newest_checkpoint(path, warn)
     if checkpoint is None:
         others = {file.name for file in path.iterdir()} - _UNTRAINED

@@ -117,8 +117,6 @@ def read_pretrained(config: ModelConfig) -> Weights | None:
         OutputError: they cannot be read.
     """
     if config.pretrained is None:
-        if config.pretrained_ema:
-            raise ConfigError("model.pretrained_ema has no use without model.pretrained")
         return None
     return read_source(config.pretrained, config.pretrained_ema)
 
