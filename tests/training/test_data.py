@@ -16,8 +16,9 @@ from PIL import Image
 
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
 from vil.training.data import batches, loader_processes
+from vil.training.data.base import Source
 from vil.training.data.batches import Step, TrainData, ValData
-from vil.training.data.sources import Source, decode, open_source
+from vil.training.data.sources import decode, open_source
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
 
