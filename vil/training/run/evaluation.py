@@ -88,7 +88,7 @@ def evaluate_as(options: EvalConfig) -> None:
         console = new_console()
         console.print(describe(result))
         if path is not None:
-            write_result(path, result)
+            write_text(path, json.dumps(result, indent=2) + "\n")
             console.print(f"written  {path}")
 
 
@@ -162,15 +162,6 @@ def json_path(options: EvalConfig) -> Path | None:
                 f"{path} exists and is not an evaluation of {checkpoint}; choose another --json"
             )
     return path
-
-
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write the result as JSON.
-
-    Raises:
-        OutputError: it could not be written.
-    """
-    write_text(path, json.dumps(result, indent=2) + "\n")
 
 
 def describe(result: dict[str, Any]) -> str:
