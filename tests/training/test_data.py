@@ -224,11 +224,6 @@ def test_missing_folder_is_an_error(config: TrainConfig) -> None:
         train_data(with_data(config, path="/nowhere"))
 
 
-def test_unset_folder_is_an_error(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match=r"needs --data\.path"):
-        train_data(with_data(config, path=None))
-
-
 def test_digits_take_no_folder(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"has no use for data\.dataset digits"):
         train_data(with_data(config, dataset="digits"))

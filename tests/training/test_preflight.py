@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vil.training.config import ModelConfig, TrainConfig, suitable_batch
+from vil.training.config import ModelConfig, TrainConfig
 from vil.training.data.shard_writer import make_shards
 from vil.training.errors import SettingsError, run_script
 from vil.training.options import MakeOptions
@@ -146,13 +146,6 @@ def test_batch_that_would_do_is_taken_for_what_depends_on_it(config: TrainConfig
     assert len(told) == 2
     assert "--data.batch-size 8" in told[0]
     assert "divide the 8 images that one process trains on at a time, got 128" in told[1]
-
-
-@pytest.mark.parametrize(
-    ("images", "batch"), [(1, 1), (5, 4), (80, 8), (512, 32), (5000, 64), (1_281_167, 64)]
-)
-def test_batch_grows_with_the_data(images: int, batch: int) -> None:
-    assert suitable_batch(images) == batch
 
 
 @pytest.mark.parametrize(
