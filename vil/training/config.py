@@ -292,6 +292,24 @@ def data_contradictions(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         yield "data.dataset fractals needs --model.num-classes, 1000 say"
 
 
+def other_classes(split: str, found: int, model: ModelConfig) -> Iterator[str]:
+    """Say so if a split of the data has another number of classes than the model is to have."""
+    if model.num_classes not in (None, found):
+        yield (
+            f"the {split} data has {found} classes, model.num_classes is {model.num_classes}; "
+            f"leave it out, or pass --model.num-classes {found}"
+        )
+
+
+def too_few_images(data: DataConfig, name: str | int, count: int) -> Iterator[str]:
+    """Say so if the class with the fewest training images has not as many as are asked for."""
+    if data.images_per_class is not None and count < data.images_per_class:
+        yield (
+            f"data.images_per_class must be at most the {count} training images that class {name} "
+            f"has, got {data.images_per_class}"
+        )
+
+
 def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
     """Read model.args: Python's literals where they are some, text elsewhere.
 

@@ -13,7 +13,13 @@ import torch
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from vil.messages import one_line
-from vil.training.config import DataConfig, ModelConfig, data_contradictions
+from vil.training.config import (
+    DataConfig,
+    ModelConfig,
+    data_contradictions,
+    other_classes,
+    too_few_images,
+)
 from vil.training.data.base import Source, fingerprint
 from vil.training.data.draws import key
 from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
@@ -47,14 +53,11 @@ def open_source(
     _check_excluded(source, split, data.max_bad_images if training else 0.0)
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
-    if source.classes is not None and model.num_classes not in (None, len(source.classes)):
-        found = len(source.classes)
-        raise DataError(
-            f"the {split} data has {found} classes, model.num_classes is {model.num_classes}; "
-            f"leave it out, or pass --model.num-classes {found}"
-        )
+    if source.classes is not None:
+        for problem in other_classes(split, len(source.classes), model):
+            raise DataError(problem)
     if training and data.images_per_class is not None and data.dataset != "fractals":
-        return ClassSubset(source, data.images_per_class, model.num_classes)
+        return ClassSubset(source, data, model.num_classes)
     return source
 
 
@@ -163,12 +166,12 @@ class FolderSource(Source):
 class ClassSubset(Source):
     """Some images of each class of another source: the same in every run, and nested by number."""
 
-    def __init__(self, source: Source, images_per_class: int, num_classes: int | None) -> None:
+    def __init__(self, source: Source, data: DataConfig, num_classes: int | None) -> None:
         """Choose the images.
 
         Args:
             source: The whole split.
-            images_per_class: Images to keep of each class.
+            data: Says how many images to keep of each class.
             num_classes: Number of classes; None is that of the source's names.
 
         Raises:
@@ -176,17 +179,14 @@ class ClassSubset(Source):
         """
         counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
         least = int(counts.argmin())
-        if counts[least] < images_per_class:
-            name = least if source.classes is None else source.classes[least]
-            raise DataError(
-                f"data.images_per_class must be at most the {counts[least]} training images that "
-                f"class {name} has, got {images_per_class}"
-            )
+        name = least if source.classes is None else source.classes[least]
+        for problem in too_few_images(data, name, counts[least]):
+            raise DataError(problem)
         generator = torch.Generator().manual_seed(key("images of a class"))
         drawn = torch.randperm(source.num_images, generator=generator).numpy()
         by_class = drawn[np.argsort(source.labels[drawn], kind="stable")]
         place = np.arange(len(drawn)) - (np.cumsum(counts) - counts).repeat(counts)
-        self.kept = np.sort(by_class[place < images_per_class])
+        self.kept = np.sort(by_class[place < data.images_per_class])
         self.source = source
         self.labels = source.labels[self.kept]
         self.classes = source.classes

@@ -15,8 +15,10 @@ from vil.training.config import (
     DataConfig,
     TrainConfig,
     data_contradictions,
+    other_classes,
     parse_args,
     suitable_batch,
+    too_few_images,
 )
 from vil.training.data.image_files import ImageList, find_split, list_images
 from vil.training.data.shard_info import find_split as find_shards
@@ -270,22 +272,13 @@ def _against_data(
     if differing is not None:
         yield differing  # how many classes there are is another question then
     for name, classes in named.items() if differing is None else ():
-        found = len(classes)
-        if model.num_classes not in (None, found):
-            yield DataError(
-                f"the {name} data has {found} classes, model.num_classes is {model.num_classes}; "
-                f"leave it out, or pass --model.num-classes {found}"
-            )
+        yield from map(DataError, other_classes(name, len(classes), model))
     batch, train = data.batch_size, splits.get("training")
     if train is not None:
         total = train.num_images
         if (data.images_per_class or 0) > 0 and data.dataset != "fractals":
-            if train.fewest is not None and data.images_per_class > train.fewest[1]:
-                name, count = train.fewest
-                yield DataError(
-                    f"data.images_per_class must be at most the {count} training images that class "
-                    f"{name} has, got {data.images_per_class}"
-                )
+            if train.fewest is not None:
+                yield from map(DataError, too_few_images(data, *train.fewest))
             if train.classes is not None:
                 total = min(total, data.images_per_class * len(train.classes))
         fitting = suitable_batch(max(total, 1))
