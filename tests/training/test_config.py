@@ -15,13 +15,13 @@ from vil.training.data.augment import Normalize, train_transform, val_transform
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.recipes import (
-    changes,
     config_from_dict,
     flat_dict,
     load_config,
     read_recipe,
     to_yaml,
 )
+from vil.training.run.changes import changes
 from vil.training.run.resolve import fill_from_weights
 from vil.training.run.setup import (
     Training,

@@ -15,16 +15,10 @@ from typing import Any
 
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
-from vil.training.errors import ConfigError, DataError, OutputError
+from vil.training.errors import DataError, OutputError
 from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, write_text
-from vil.training.recipes import (
-    Change,
-    changes,
-    config_from_dict,
-    continued,
-    flat_dict,
-    to_yaml,
-)
+from vil.training.recipes import config_from_dict, to_yaml
+from vil.training.run.changes import Change, change_rows, changes, check_changes, continued
 from vil.training.run.checkpoint import (
     BEST,
     LAST,
@@ -110,7 +104,7 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
                 )
         _restore(training, checkpoint, origin, about.config.model.name)
         state = RunState.from_dict(checkpoint["run"])
-        state.changes += _change_rows(folder.changed, about.config, state)
+        state.changes += change_rows(folder.changed, about.config, state)
     state.best_key = "ema_top1" if about.config.optim.best == "ema" else "top1"
     if world.is_main:
         if folder.changed:
@@ -148,7 +142,7 @@ def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFo
     )
     changed = changes(asked, resolved, new)
     done = len(checkpoint["run"]["history"])
-    _check_changes(changed, config.run.allow_changes, path, done, new.schedule.epochs)
+    check_changes(changed, config.run.allow_changes, path, done, new.schedule.epochs)
     if origin.name == LAST:  # what a run killed right after writing it had still to do
         link_if_best(path, RunState.from_dict(checkpoint["run"]))
     return RunFolder(
@@ -174,59 +168,13 @@ def _restore(training: Training, checkpoint: dict[str, Any], origin: Path, name:
     load_optimizer(training.optimizer, checkpoint["optimizer"], as_saved)
 
 
-def _check_changes(
-    changed: list[Change], allowed: bool, folder: Path, done: int, epochs: int
-) -> None:
-    """Refuse to continue a run as another one, or one that has nothing left to train as a changed one.
-
-    Args:
-        changed: What is another setting now.
-        allowed: Whether run.allow_changes was given.
-        folder: The run's folder.
-        done: Epochs that it has finished.
-        epochs: That it shall have.
-    """
-    keys = [change.key for change in changed]
-    refused = [change for change in changed if not (allowed and change.allowed)]
-    if changed and epochs <= done and (not refused or "schedule.epochs" in keys):
-        raise ConfigError(
-            f"schedule.epochs must be more than the {done} epochs that the run in {folder} has done "
-            f"for it to go on with other {', '.join(map(str, changed))}; got {epochs}"
-        )
-    if not refused:
-        return
-    can = [change.key for change in refused if change.allowed]
-    which = ", which --run.allow-changes does not allow" if allowed else ""
-    switch = ""
-    if can:
-        only = "" if len(can) == len(refused) else f" {', '.join(can)}, and nothing else of these"
-        switch = f"; --run.allow-changes lets it go on with{only or ' these settings'}"
-    raise ConfigError(
-        f"output folder {folder} holds a run with other {', '.join(map(str, refused))}{which}; choose "
-        f"another --run.output, or the same settings to continue it{switch}"
-    )
-
-
-def _change_rows(
-    changed: list[Change], config: TrainConfig, state: RunState
-) -> list[dict[str, Any]]:
-    """Describe what is another setting from now on, all of it filled in."""
-    after = flat_dict(config)
-    place = {"step": state.step, "epoch": len(state.history) + 1}
-    return [
-        place | {"setting": change.key, "before": change.before, "after": after[change.key]}
-        for change in changed
-        if after[change.key] != change.before
-    ]
-
-
-def _write_settings(folder: Path, config: TrainConfig, changes: list[dict[str, Any]]) -> None:
+def _write_settings(folder: Path, config: TrainConfig, rows: list[dict[str, Any]]) -> None:
     """Bring config.yaml and changes.csv in line with the checkpoint, whatever ended the last start."""
     table = io.StringIO()
-    if changes:
+    if rows:
         writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(changes[0])
-        writer.writerows(map(str, row.values()) for row in changes)
+        writer.writerow(rows[0])
+        writer.writerows(map(str, row.values()) for row in rows)
     for name, text in ((CONFIG, to_yaml(config)), (CHANGES, table.getvalue())):
         path = folder / name
         if not text:
