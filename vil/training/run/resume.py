@@ -5,9 +5,7 @@ configuration is continued, any other is refused, unless --run.allow-changes say
 be changed. A change is a checkpoint of its own, so that it is made or not, whatever kills the run.
 """
 
-import csv
 import dataclasses
-import io
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import DataError, OutputError
-from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, write_text
+from vil.training.files import LOCK_NAME, csv_text, lock_folder, remove_temporaries, write_text
 from vil.training.recipes import config_from_dict, to_yaml
 from vil.training.run.changes import Change, change_rows, changes, check_changes, continued
 from vil.training.run.checkpoint import (
@@ -170,12 +168,8 @@ def _restore(training: Training, checkpoint: dict[str, Any], origin: Path, name:
 
 def _write_settings(folder: Path, config: TrainConfig, rows: list[dict[str, Any]]) -> None:
     """Bring config.yaml and changes.csv in line with the checkpoint, whatever ended the last start."""
-    table = io.StringIO()
-    if rows:
-        writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(rows[0])
-        writer.writerows(map(str, row.values()) for row in rows)
-    for name, text in ((CONFIG, to_yaml(config)), (CHANGES, table.getvalue())):
+    told = [{key: str(value) for key, value in row.items()} for row in rows]
+    for name, text in ((CONFIG, to_yaml(config)), (CHANGES, csv_text(told) if told else "")):
         path = folder / name
         if not text:
             path.unlink(missing_ok=True)
