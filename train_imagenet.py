@@ -20,20 +20,18 @@ from vil.training.errors import run_script
 from vil.training.launcher import world_size
 from vil.training.recipes import load_config
 from vil.training.run.preflight import check_settings
-from vil.training.run.tracking import check_installed
 
 DEFAULT_RECIPE = Path(__file__).parent / "configs" / "digits.yaml"
 
 
 def main() -> None:
     """Train as the command line says."""
-    config, recipe = load_config(sys.argv[1:], DEFAULT_RECIPE)
-    check_installed(config.run.tracker)
-    listed = check_settings(config, recipe, world_size())
+    config = load_config(sys.argv[1:], DEFAULT_RECIPE)
+    listed = check_settings(config, world_size())
 
     from vil.training.run.train import train
 
-    train(config, recipe, listed)
+    train(config, listed)
 
 
 if __name__ == "__main__":

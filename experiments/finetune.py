@@ -117,7 +117,7 @@ def run(
     arguments = ["--config", str(RECIPE), *experiment.data, "--data.num-workers", "0"]
     arguments += ["--model.pretrained", str(folder / "last.pt")]
     arguments += ["--optim.lr-base", str(lr), "--optim.layer-decay", str(layer_decay)]
-    config, _ = load_config([*arguments, "--run.seed", str(seed)], RECIPE)
+    config = load_config([*arguments, "--run.seed", str(seed)], RECIPE)
     weights = read_pretrained(config.model)
     config = fill_from_weights(config, weights)
     sources = [open_source(config.data, config.model, training) for training in (True, False)]

@@ -160,7 +160,7 @@ def configure(
     arguments = ["--config", str(recipe), *experiment.arguments, *experiment.models[model]]
     arguments += ["--data.images-per-class", str(images_per_class)]
     arguments += ["--optim.lr-base", str(lr), "--run.seed", str(seed)]
-    config = fill_from_weights(load_config(arguments, recipe)[0], None)
+    config = fill_from_weights(load_config(arguments, recipe), None)
     length = TrainData(config, torch.device("cpu"), World()).steps_per_epoch
     epochs = max(round(experiment.steps / length), 1)
     warmup = max(round(epochs * config.schedule.warmup_epochs / config.schedule.epochs), 1)

@@ -13,6 +13,7 @@ from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
 import vil.backbone  # noqa: F401  registers the models, which a script may have left to later
+from vil.messages import first_line, one_line
 from vil.weights import Weights, is_own, read_weights
 
 _FEATURES = ("features_only", "out_indices", "feature_cls")
@@ -108,8 +109,8 @@ def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
     try:
         return create(name, **arguments)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{weights.origin}: cannot create model {name}: {reason}") from error
+        said = one_line(error)
+        raise ValueError(f"{weights.origin}: cannot create model {name}: {said}") from error
 
 
 def _own_cfg(model: nn.Module) -> dict[str, Any]:
@@ -187,9 +188,7 @@ def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
             strict=False,
         )
     except Exception as error:  # a model's own filter raises whatever it meets
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next(iter(lines[1:2] or lines), type(error).__name__)  # torch's second line
-        raise _misfit(weights, model, reason) from error
+        raise _misfit(weights, model, first_line(error)) from error
     finally:
         hook.remove()
     missing, unexpected = result[0]
@@ -220,7 +219,7 @@ def _cfg_of_weights(
 
 def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
     name = model.pretrained_cfg["architecture"]
-    return ValueError(f"{weights.origin} does not fit model {name}: {why[:300]}")
+    return ValueError(f"{weights.origin} does not fit model {name}: {why}")
 
 
 def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:

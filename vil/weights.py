@@ -19,6 +19,7 @@ from timm.models._hub import load_model_config_from_path, load_state_dict_from_p
 from torch import Tensor
 
 from vil.convert import convert_official_vim, is_official_vim
+from vil.messages import one_line
 
 _RAW = ("state_dict", "model")  # where files of training programs keep weights
 _AVERAGED = ("state_dict_ema", "model_ema")
@@ -138,7 +139,7 @@ def check_sums(path: Path) -> None:
     except FileNotFoundError:
         raise
     except Exception as error:  # zipfile raises many things for a damaged file
-        raise ValueError(f"{path} is truncated or not a checkpoint: {_line(error)}") from error
+        raise ValueError(f"{path} is truncated or not a checkpoint: {one_line(error)}") from error
     if damaged is not None:
         raise ValueError(f"{path} is damaged: wrong checksum in {damaged}")
 
@@ -192,7 +193,7 @@ def _weights(
             described = described or _describe_official_vim(state_dict)
             state_dict = convert_official_vim(state_dict)
         except (KeyError, ValueError) as error:
-            raise ValueError(f"{origin} cannot be read: {_line(error)}") from error
+            raise ValueError(f"{origin} cannot be read: {one_line(error)}") from error
     described = {"model_args": {}, "pretrained_cfg": {}} | described
     if is_own(described.get("architecture") or ""):
         # The pooling says so, too, but another one that is asked for must not move the norm.
@@ -218,7 +219,7 @@ def _load(path: Path) -> dict[str, Any]:
             f"execute code is not read"
         ) from error
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise ValueError(f"{path} cannot be read as weights: {_line(error)}") from error
+        raise ValueError(f"{path} cannot be read as weights: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} and no state dict")
     return content
@@ -257,7 +258,7 @@ def _from_folder(folder: Path, name: str) -> Weights:
     except FileNotFoundError:
         raise FileNotFoundError(f"{name} is no folder with a config.json and weights") from None
     except Exception as error:  # of JSON, of safetensors, of the unpickler
-        raise ValueError(f"{name} cannot be read as a released model: {_line(error)}") from error
+        raise ValueError(f"{name} cannot be read as a released model: {one_line(error)}") from error
     return _weights(state_dict, name, described)
 
 
@@ -269,7 +270,7 @@ def _from_safetensors(path: Path) -> Weights:
             described = _describe_config(*load_model_config_from_path(path.parent))
         state_dict = load_file(path)
     except Exception as error:  # of JSON and of safetensors
-        raise ValueError(f"{path} cannot be read as weights: {_line(error)}") from error
+        raise ValueError(f"{path} cannot be read as weights: {one_line(error)}") from error
     return _weights(state_dict, str(path), described)
 
 
@@ -279,7 +280,7 @@ def _from_hub(name: str, place: str) -> Weights:
         described = _describe_config(*load_model_config_from_hf(place))
         state_dict = load_state_dict_from_hf(place)
     except Exception as error:  # also whatever a download raises
-        raise ValueError(f"{name} cannot be read: {_line(error)}") from error
+        raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
     return _weights(state_dict, name, described)
 
 
@@ -290,7 +291,7 @@ def _from_timm(name: str) -> Weights:
     try:
         model = timm.create_model(name, pretrained=True)
     except Exception as error:  # also whatever a download raises
-        raise ValueError(f"the weights of {name} cannot be had: {_line(error)}") from error
+        raise ValueError(f"the weights of {name} cannot be had: {one_line(error)}") from error
     cfg = _relevant(model.pretrained_cfg)
     cfg.pop("label_offset", None)  # timm has applied it
     return _weights(model.state_dict(), name, {"architecture": name, "pretrained_cfg": cfg})
@@ -317,11 +318,3 @@ def _clean(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove what torch.compile and DistributedDataParallel put before the names."""
     cleaned = clean_state_dict(state_dict)
     return state_dict if cleaned.keys() == state_dict.keys() else cleaned
-
-
-def _line(error: Exception) -> str:
-    """Return what an error says, on one line."""
-    said = " ".join(str(error).split())[:200]
-    if isinstance(error, KeyError):
-        return f"it lacks {said}"
-    return said or type(error).__name__

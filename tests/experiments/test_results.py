@@ -37,7 +37,7 @@ def test_every_record_tells_where_it_is_from() -> None:
 
 @pytest.mark.parametrize("run", results.imagenet_runs(), ids=lambda run: run.output)
 def test_run_sheet_names_a_recipe_that_loads(run: results.ImageNetRun) -> None:
-    config, _ = load_config(shlex.split(run.arguments), Path("unused"))
+    config = load_config(shlex.split(run.arguments), Path("unused"))
     assert config.model.name == run.model
     assert config.model.patch_stride == (None if run.patch_stride == 16 else run.patch_stride)
     assert config.schedule.epochs == (300 if run.patch_stride == 16 else 30)

@@ -504,7 +504,7 @@ def test_best_is_chosen_by_either(
     epoch: int,
     tmp_path: Path,
 ) -> None:
-    scored(monkeypatch, [30.0, 50.0, 40.0], [20.0, 10.0, 60.0])
+    scored(monkeypatch, [30.0, 50.0, 50.0], [20.0, 10.0, 60.0])  # the first of equals
     assert train(config, "--run.output", str(tmp_path / "run"), "--optim.best", best) == 0
     checkpoint = load(tmp_path / "run" / "best.pt")
     assert (checkpoint["epoch"], checkpoint["metric"]) == (epoch, 50.0 if best == "raw" else 60.0)

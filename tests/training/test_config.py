@@ -15,13 +15,13 @@ from vil.training.data.augment import Normalize, train_transform, val_transform
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.recipes import (
-    changes,
     config_from_dict,
     flat_dict,
     load_config,
     read_recipe,
     to_yaml,
 )
+from vil.training.run.changes import changes
 from vil.training.run.resolve import fill_from_weights
 from vil.training.run.setup import (
     Training,
@@ -291,14 +291,14 @@ def test_command_line_wins_over_recipe() -> None:
         "5e-4",
         "--run.amp",
     ]
-    config, name = load_config(arguments, CONFIGS / "digits.yaml")
+    config = load_config(arguments, CONFIGS / "digits.yaml")
     assert (config.optim.lr_base, config.run.amp, config.data.batch_size) == (5e-4, True, 512)
-    assert name == "vil_small"
+    assert config.run.output == "output/vil_small"
 
 
 def test_default_recipe_is_digits() -> None:
-    config, name = load_config([], CONFIGS / "digits.yaml")
-    assert (config.data.dataset, name) == ("digits", "digits")
+    config = load_config([], CONFIGS / "digits.yaml")
+    assert (config.data.dataset, config.run.output) == ("digits", "output/digits")
 
 
 def test_yaml_exponent_without_point_is_a_number(tmp_path: Path) -> None:

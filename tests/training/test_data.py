@@ -16,8 +16,9 @@ from PIL import Image
 
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
 from vil.training.data import batches, loader_processes
+from vil.training.data.base import Source
 from vil.training.data.batches import Step, TrainData, ValData
-from vil.training.data.sources import Source, decode, open_source
+from vil.training.data.sources import decode, open_source
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
 
@@ -221,11 +222,6 @@ def test_what_is_no_image_is_an_error(content: bytes) -> None:
 def test_missing_folder_is_an_error(config: TrainConfig) -> None:
     with pytest.raises(DataError, match=r"data\.path /nowhere is not a folder"):
         train_data(with_data(config, path="/nowhere"))
-
-
-def test_unset_folder_is_an_error(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match=r"needs --data\.path"):
-        train_data(with_data(config, path=None))
 
 
 def test_digits_take_no_folder(config: TrainConfig) -> None:

@@ -190,7 +190,7 @@ def test_result_is_printed_before_it_is_written(
         def refuse(path: Path, text: str) -> None:
             raise OutputError(f"cannot write {path}: Read-only file system")
 
-        monkeypatch.setattr("vil.training.run.train.evaluation.write_text", refuse)
+        monkeypatch.setattr("vil.training.run.evaluation.write_text", refuse)
         assert evaluate(str(checkpoint)) == 5
     else:
         assert evaluate(str(checkpoint), "--json", "nowhere/result.json") == 5

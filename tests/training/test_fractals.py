@@ -202,8 +202,8 @@ def test_too_small_a_size_is_refused() -> None:
 
 def test_missing_numba_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "vil.training.data.batches.fractal_loops")
-    monkeypatch.delattr("vil.training.data.batches.fractal_loops")
+    monkeypatch.delitem(sys.modules, "vil.training.data.fractal_loops")
+    monkeypatch.delattr("vil.training.data.fractal_loops")
     with pytest.raises(ConfigError, match=r"needs numba, .* pip install 'vision-longhorn\[cpu\]'"):
         find_classes(0, 11)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vil.training.config import ModelConfig, TrainConfig, suitable_batch
+from vil.training.config import ModelConfig, TrainConfig
 from vil.training.data.shard_writer import make_shards
 from vil.training.errors import SettingsError, run_script
 from vil.training.options import MakeOptions
@@ -31,7 +31,7 @@ def changed(config: TrainConfig, **settings: object) -> TrainConfig:
 def problems(config: TrainConfig, world_size: int = 1) -> list[str]:
     """Return what is told about the settings, a line each."""
     try:
-        check_settings(config, "recipe", world_size)
+        check_settings(changed(config, run__output="output/recipe"), world_size)
     except SettingsError as error:
         lines = str(error).splitlines()
         return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
@@ -39,7 +39,7 @@ def problems(config: TrainConfig, world_size: int = 1) -> list[str]:
 
 
 def test_right_settings_pass_and_the_images_listed_are_returned(config: TrainConfig) -> None:
-    listed = check_settings(config, "recipe", 1)
+    listed = check_settings(config, 1)
     assert {training: len(images.paths) for training, images in listed.items()} == {
         True: 32,
         False: 12,
@@ -128,7 +128,7 @@ def test_a_first_start_on_own_images_tells_all_that_is_wrong_at_once(image_folde
         "--run.log-interval",
         "0",
     ]
-    config, _ = load_config(arguments, CONFIGS / "digits.yaml")
+    config = load_config(arguments, CONFIGS / "digits.yaml")
     told = problems(config, world_size=3)
     assert [line.split(",")[0] for line in told] == [
         "run.log_interval must be at least 1",
@@ -149,13 +149,6 @@ def test_batch_that_would_do_is_taken_for_what_depends_on_it(config: TrainConfig
 
 
 @pytest.mark.parametrize(
-    ("images", "batch"), [(1, 1), (5, 4), (80, 8), (512, 32), (5000, 64), (1_281_167, 64)]
-)
-def test_batch_grows_with_the_data(images: int, batch: int) -> None:
-    assert suitable_batch(images) == batch
-
-
-@pytest.mark.parametrize(
     ("settings", "code"),
     [
         ({"data__path": "/nowhere"}, 3),
@@ -170,7 +163,7 @@ def test_exit_code_tells_settings_from_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wrong = changed(config, **settings)
-    assert run_script(lambda: check_settings(wrong, "recipe", 1)) == code
+    assert run_script(lambda: check_settings(wrong, 1)) == code
     told = capsys.readouterr().err
     assert told.startswith("error: 2 things are wrong:\n  - " if len(settings) == 2 else "error: ")
     assert told.count("\n") == (3 if len(settings) == 2 else 1)

@@ -72,7 +72,7 @@ def test_failure_leaves_nothing(
         (folder / "model.safetensors").write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vil.training.run.train.release.save_for_hf", fail)
+    monkeypatch.setattr("vil.training.run.release.save_for_hf", fail)
     options = ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "released"))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(OutputError, match="No space left on device"):

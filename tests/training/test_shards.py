@@ -151,14 +151,6 @@ def test_timm_reads_the_shards(made: Path, split: str) -> None:
     assert [target for _, target in dataset] == source.labels.tolist()
 
 
-class KilledError(Exception):
-    """Stands for the end of the process."""
-
-
-def die(*arguments: object) -> None:
-    raise KilledError
-
-
 MOMENTS = [
     (shard_writer, "_announce", 0),
     (shard_writer, "_write_shard", 0),
@@ -183,8 +175,7 @@ def fail_after(
 
 
 @pytest.mark.parametrize(("module", "name", "calls"), MOMENTS)
-@pytest.mark.parametrize("kill", [False, True], ids=["exception", "SIGKILL"])
-def test_run_that_was_stopped_is_finished_by_the_same_command(
+def test_run_that_was_killed_is_finished_by_the_same_command(
     tmp_path: Path,
     image_folder: Path,
     made: Path,
@@ -192,23 +183,15 @@ def test_run_that_was_stopped_is_finished_by_the_same_command(
     module: Any,
     name: str,
     calls: int,
-    kill: bool,
 ) -> None:
     folder = tmp_path / "stopped"
     with monkeypatch.context() as patch:
-        if kill:
-            end = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            fail_after(patch, module, name, calls, end)
-            context = multiprocessing.get_context("fork")
-            process = context.Process(target=make, args=(image_folder, folder))
-            process.start()
-            process.join()
-            assert process.exitcode == -signal.SIGKILL
-        else:
-            fail_after(patch, module, name, calls, die)
-            with pytest.raises(KilledError):
-                make(image_folder, folder)
-            assert not list(folder.glob(".*.tmp"))
+        fail_after(patch, module, name, calls, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=make, args=(image_folder, folder))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     assert contents(folder) != contents(made)
     make(image_folder, folder)
     assert contents(folder) == contents(made)
@@ -393,10 +376,6 @@ def verify(folder: Path) -> list[str]:
         verify_shards(VerifyOptions(shards=str(folder), num_workers=2), console)
     lines = console.file.getvalue().splitlines()
     return [line for line in lines if not line.startswith("verified")]
-
-
-def test_whole_shards_verify(made: Path) -> None:
-    verify_shards(VerifyOptions(shards=str(made)), quiet())
 
 
 def test_all_damage_is_found(made: Path) -> None:

@@ -5,6 +5,7 @@ share; a recipe states what it changes, and the command line overrides the recip
 """
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -279,6 +280,34 @@ def suitable_batch(num_images: int) -> int:
     least, most = _BATCHES
     share = min(max(num_images // _STEPS_PER_EPOCH, least), most, num_images)
     return 1 << (share.bit_length() - 1)
+
+
+def data_contradictions(data: DataConfig, model: ModelConfig) -> Iterator[str]:
+    """Say what the kind of data lacks, or has no use for; nothing if all is right."""
+    if data.dataset in ("digits", "fractals") and data.path is not None:
+        yield f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
+    if data.dataset in ("folder", "wds") and data.path is None:
+        yield f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
+    if data.dataset == "fractals" and model.num_classes is None:
+        yield "data.dataset fractals needs --model.num-classes, 1000 say"
+
+
+def other_classes(split: str, found: int, model: ModelConfig) -> Iterator[str]:
+    """Say so if a split of the data has another number of classes than the model is to have."""
+    if model.num_classes not in (None, found):
+        yield (
+            f"the {split} data has {found} classes, model.num_classes is {model.num_classes}; "
+            f"leave it out, or pass --model.num-classes {found}"
+        )
+
+
+def too_few_images(data: DataConfig, name: str | int, count: int) -> Iterator[str]:
+    """Say so if the class with the fewest training images has not as many as are asked for."""
+    if data.images_per_class is not None and count < data.images_per_class:
+        yield (
+            f"data.images_per_class must be at most the {count} training images that class {name} "
+            f"has, got {data.images_per_class}"
+        )
 
 
 def parse_args(args: tuple[str, ...]) -> dict[str, Any]:

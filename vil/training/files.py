@@ -1,13 +1,15 @@
-"""Files that are either whole or absent, and the lock of a run's folder."""
+"""Files that are either whole or absent, tables in them, and the lock of a run's folder."""
 
+import csv
 import fcntl
+import io
 import os
 import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from vil.training.errors import OutputError
 
@@ -54,6 +56,16 @@ def write_atomically(
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def csv_text(rows: list[dict[str, Any]]) -> str:
+    """Return a table as CSV, its columns in the order of the last row; a row may lack some."""
+    table = io.StringIO()
+    columns = dict.fromkeys(key for row in reversed(rows) for key in row)
+    writer = csv.DictWriter(table, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return table.getvalue()
 
 
 def link_atomically(source: Path, path: Path) -> None:

@@ -6,15 +6,15 @@ One parser serves files and the command line: a file is read as the arguments it
 import argparse
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 import yaml
 
+from vil.messages import one_line
 from vil.training.config import TrainConfig
 from vil.training.errors import ConfigError
 from vil.training.launcher import said_once
@@ -22,29 +22,9 @@ from vil.training.launcher import said_once
 _Config = TypeVar("_Config")
 
 _RENAMED = {"--model.init-checkpoint": "--model.pretrained"}
-# What may differ between a run and its continuation: where it is, how it is watched, and what at
-# most rounds differently. Whether data.path still holds the same images is checked by itself.
-_FREE_ON_RESUME = (
-    "data.path",
-    "data.num_workers",
-    "data.validation_batch_size",
-    "data.max_bad_images",
-    "optim.max_bad_steps",
-    "run.output",
-    "run.device",
-    "run.grad_accum_steps",
-    "run.num_threads",
-    "run.log_interval",
-    "run.save_minutes",
-    "run.tracker",
-)
-# What run.allow_changes lets differ besides: how a run goes on training, not what it trains on what.
-_CHANGEABLE = re.compile(
-    r"schedule\..*|augment\..*|optim\.(?!opt$).*|model\.drop_path_rate|run\.(amp|torchcompile)"
-)
 
 
-def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig, str]:
+def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
     """Resolve the configuration from a recipe and the command line, which wins.
 
     Args:
@@ -52,7 +32,7 @@ def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig
         default_recipe: Recipe where no --config is given.
 
     Returns:
-        The configuration and the recipe's name.
+        The configuration; the output folder is named after the recipe where nothing names it.
 
     Raises:
         ConfigError: the recipe is missing or malformed, or a key is unknown.
@@ -61,8 +41,9 @@ def load_config(arguments: list[str], default_recipe: Path) -> tuple[TrainConfig
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--config", type=Path, default=default_recipe)
     known, overrides = recipe_parser.parse_known_args(arguments)
-    recipe = read_recipe(known.config)
-    return parse_arguments(TrainConfig, overrides, recipe), known.config.stem
+    config = parse_arguments(TrainConfig, overrides, read_recipe(known.config))
+    output = Path(config.run.output or Path("output", known.config.stem))
+    return replace(config, run=replace(config.run, output=str(output)))
 
 
 def parse_arguments(
@@ -104,7 +85,7 @@ def read_recipe(path: Path) -> TrainConfig:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"--config {path} is not YAML: {one_line(error)}") from error
     arguments = [word for key, value in _flatten(path, sections) for word in _words(key, value)]
     try:
         with said_once():
@@ -145,59 +126,6 @@ def flat_dict(config: Any) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def output_folder(config: TrainConfig, recipe: str) -> Path:
-    """Return the folder of a run: that of the settings, or one named after its recipe."""
-    return Path(config.run.output or Path("output", recipe))
-
-
-class Change(NamedTuple):
-    """A setting that is another one than a run has had so far."""
-
-    key: str
-    before: Any
-    after: Any
-
-    def __str__(self) -> str:
-        return f"{self.key} ({self.before} -> {self.after})"
-
-    @property
-    def allowed(self) -> bool:
-        """Whether run.allow_changes lets a run go on with it."""
-        return _CHANGEABLE.fullmatch(self.key) is not None
-
-
-def changes(asked: TrainConfig, resolved: TrainConfig, new: TrainConfig) -> list[Change]:
-    """List what would make a resumed run another run.
-
-    Args:
-        asked: The run's settings as they were asked for.
-        resolved: The same with everything filled in; to ask for that is no change either.
-        new: What is asked for now.
-    """
-    before, filled, after = flat_dict(asked), flat_dict(resolved), flat_dict(new)
-    return [
-        Change(key, filled[key], after[key])
-        for key in before
-        if key not in _FREE_ON_RESUME and after[key] not in (before[key], filled[key])
-    ]
-
-
-def continued(resolved: TrainConfig, new: TrainConfig, changed: list[Change]) -> TrainConfig:
-    """Return the settings that a run goes on with.
-
-    Args:
-        resolved: What it has had so far.
-        new: What is asked for now; of it hold the settings that are free, and those that are changed.
-        changed: What is another one now and may be.
-    """
-    after = flat_dict(new)
-    for key in (*_FREE_ON_RESUME, *(change.key for change in changed)):
-        section, name = key.split(".")
-        values = replace(getattr(resolved, section), **{name: after[key]})
-        resolved = replace(resolved, **{section: values})
-    return resolved
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from vil.training.config import TrainConfig
 from vil.training.data.augment import Transform, train_transform, val_transform
+from vil.training.data.base import Source
 from vil.training.data.draws import Draw, MicroBatches, epoch_order, key, seed_image
 from vil.training.data.loader_processes import outliving_deaths, start, worker_arguments
-from vil.training.data.sources import Source, decode, image_mode, open_source, orientation
+from vil.training.data.sources import decode, image_mode, open_source, orientation
 from vil.training.distributed import World
 from vil.training.errors import DataError
 

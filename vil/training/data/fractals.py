@@ -8,12 +8,11 @@ a range instead of five values; and points are blended in colour instead of pain
 """
 
 import functools
-import hashlib
 from types import ModuleType
 
 import numpy as np
-import torch
 
+from vil.training.data.base import Source, fingerprint
 from vil.training.data.draws import key
 from vil.training.errors import ConfigError
 
@@ -23,24 +22,12 @@ LEAST_SIZE = 16
 _POINTS_PER_PIXEL = 4
 
 
-class FractalSource:
+class FractalSource(Source):
     """One split of as many classes of fractals as wanted, each image computed when it is read.
 
     An image follows from the seed, its class, its number in the class, the split and the size alone.
     Index i is image i // num_classes of class i % num_classes, so that any stretch is balanced.
     """
-
-    num_images: int
-    labels: np.ndarray
-    """Class indices, int64, (num_images,)."""
-    classes: tuple[str, ...]
-    """The classes' numbers."""
-    excluded: list[str]
-    """None ever is."""
-    ignored: str
-    """Empty, for there are no files."""
-    fingerprint: str
-    """Of the classes, the images' number and size, and one image's pixels."""
 
     def __init__(
         self, seed: int, num_classes: int, images_per_class: int, size: int, training: bool
@@ -63,17 +50,11 @@ class FractalSource:
             )
         self._systems = find_classes(seed, num_classes)
         self._seed, self._size, self._training = seed, size, training
-        self.num_images = num_classes * images_per_class
         self.labels = np.tile(np.arange(num_classes, dtype=np.int64), images_per_class)
         self.classes = tuple(str(number) for number in range(num_classes))
-        self.excluded = []
-        self.ignored = ""
-        digest = hashlib.blake2b(digest_size=8)
         place = (seed, num_classes, images_per_class, size, int(training))
         # The pixels stand for how images are drawn, should that ever change.
-        for part in (str(place).encode(), self._systems.tobytes(), self.read(0)):
-            digest.update(part)
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = fingerprint(str(place).encode(), self._systems, self.read(0))
 
     def read(self, index: int) -> bytes:
         """Compute an image, size x size, as an uncompressed colour PPM file."""
@@ -95,10 +76,6 @@ class FractalSource:
         """Name the image's class and its number in the class."""
         number, label = divmod(index, len(self._systems))
         return f"fractal {number} of class {label}"
-
-    def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Shuffle all images."""
-        return torch.randperm(self.num_images, generator=generator)
 
 
 @functools.lru_cache(maxsize=4)

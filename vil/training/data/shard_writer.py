@@ -4,7 +4,6 @@ Images are copied byte for byte. Equal images and options give equal shards, byt
 is what lets a run that was killed be finished by the same command.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vil.training.config import DataConfig
+from vil.training.data.base import fingerprint
 from vil.training.data.image_files import EXTENSION_FORMATS
 from vil.training.data.shard_index import Sample, index_path, read_index, scan_shard, write_index
 from vil.training.data.shard_info import INFO_NAME, read_info
@@ -174,14 +174,12 @@ def _plan(split: str, options: MakeOptions, num_workers: int) -> _Plan:
     sizes = _sizes(paths, num_workers)
     names = [os.path.relpath(path, source.folder) for path in paths]
     images = [_Image(*row) for row in zip(paths, _keys(names), labels, sizes, strict=True)]
-    digest = hashlib.blake2b(digest_size=8)
-    for row in zip(names, labels, sizes, strict=True):
-        digest.update(json.dumps(row).encode())
+    rows = zip(names, labels, sizes, strict=True)
     made_from = {
         "shard_images": options.shard_images,
         "seed": options.seed if shuffled else None,
         "num_images": len(images),
-        "file_list_digest": digest.hexdigest(),
+        "file_list_digest": fingerprint(*(json.dumps(row).encode() for row in rows)),
     }
     shards = [
         (f"{split}-{number:06d}.tar", images[first : first + options.shard_images])

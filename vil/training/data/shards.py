@@ -1,6 +1,5 @@
 """Webdataset shards on local disks, read at random: any image by its index, nothing unpacked."""
 
-import hashlib
 import json
 import os
 import zlib
@@ -15,6 +14,7 @@ import torch
 from webdataset.shardlists import expand_urls
 
 from vil.training.config import DataConfig
+from vil.training.data.base import Source, fingerprint
 from vil.training.data.shard_index import Sample, load_index
 from vil.training.data.shard_info import INFO_NAME, Split, find_split, read_info
 from vil.training.errors import ConfigError, DataError
@@ -24,24 +24,12 @@ _INDEX_THREADS = 16  # they mostly wait for the disk
 _NO_CHECKSUM = -1
 
 
-class ShardSource:
+class ShardSource(Source):
     """The images of one split, found by the indexes of its shards.
 
     It holds arrays only, no object per image, because loader processes are forked from it or get it
     pickled. Each process opens the shards for itself. Not for several threads at once.
     """
-
-    num_images: int
-    labels: np.ndarray
-    """Class indices, int64, (num_images,)."""
-    classes: tuple[str, ...] | None
-    """Names of the classes, None where the shards hold bare indices."""
-    excluded: list[str]
-    """Samples left out for want of a label or an image, a line each."""
-    ignored: str
-    """Empty: it is usual for samples to have more files than an image and a label."""
-    fingerprint: str
-    """Equal for equal data, wherever it lies."""
 
     def __init__(self, data: DataConfig, training: bool, num_classes: int | None) -> None:
         """Find all images and check that every shard is whole.
@@ -75,25 +63,20 @@ class ShardSource:
         with ThreadPoolExecutor(_INDEX_THREADS) as pool:
             shards = list(pool.map(open_shard, names))
         self.excluded = [line for shard in shards for line in shard.excluded]
-        self.ignored = ""
         self._places = np.concatenate([shard.places for shard in shards])
         self._starts = np.cumsum([0, *(len(shard.places) for shard in shards)])
         keys = [key for shard in shards for key in shard.keys]
         self._keys = b"".join(keys)
         self._key_starts = np.cumsum([0, *map(len, keys)])
         self.labels = self._places[:, 2].copy()
-        self.num_images = len(self.labels)
-        self.fingerprint = _digest(names, self._starts, self._places[:, :3])
+        told = json.dumps([Path(name).name for name in names]).encode()
+        self.fingerprint = fingerprint(told, self._starts, self._places[:, :3])
         self._shuffle_shards = data.shuffle_shards
         self._names = names
         self._files = _Files([root / name for name in names])
 
     def read(self, index: int) -> bytes:
-        """Return an image's file.
-
-        Raises:
-            OSError: it cannot be read, or is not what was written.
-        """
+        """Return an image's file."""
         offset, size, _, checksum = self._places[index].tolist()
         content = self._files.read(self._shard(index), offset, size)
         if len(content) < size:
@@ -108,14 +91,7 @@ class ShardSource:
         return f"{self._names[self._shard(index)]}: {self._keys[start:end].decode()}"
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Shuffle the shards, and the images of every few consecutive ones together.
-
-        Args:
-            generator: Draws both.
-
-        Returns:
-            Every index once, int64, (num_images,).
-        """
+        """Shuffle the shards, and the images of every few consecutive ones together."""
         shards = torch.randperm(len(self._names), generator=generator)
         windows = []
         for window in shards.split(self._shuffle_shards):
@@ -255,12 +231,3 @@ def _fault(sample: Sample) -> str | None:
 def _printable(key: str) -> str:
     """Escape what would break a line, or could not be encoded."""
     return key if key.isprintable() else ascii(key)[1:-1]
-
-
-def _digest(names: list[str], *arrays: np.ndarray) -> str:
-    """Hash shard names and int64 arrays into a short name for them."""
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps([Path(name).name for name in names]).encode())
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

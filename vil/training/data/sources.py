@@ -5,16 +5,22 @@ All are read at random by index, so that any process can be given any image: tha
 steps in every process, each validation image exactly once, and exact resuming possible.
 """
 
-import hashlib
 import io
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
-from vil.training.config import DataConfig, ModelConfig
+from vil.messages import one_line
+from vil.training.config import (
+    DataConfig,
+    ModelConfig,
+    data_contradictions,
+    other_classes,
+    too_few_images,
+)
+from vil.training.data.base import Source, fingerprint
 from vil.training.data.draws import key
 from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
 from vil.training.data.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
@@ -23,31 +29,6 @@ from vil.training.errors import ConfigError, DataError
 
 _MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360
-
-
-class Source(Protocol):
-    """One split of a data set, opened and checked."""
-
-    num_images: int
-    labels: np.ndarray
-    """Class indices, int64, (num_images,)."""
-    classes: tuple[str, ...] | None
-    """Names of the classes, None where the data holds bare indices."""
-    excluded: list[str]
-    """Images left out for want of a label, a line each."""
-    ignored: str
-    """A line about the files in a folder that are no images; empty where there are none."""
-    fingerprint: str
-    """Equal for equal data, wherever it lies."""
-
-    def read(self, index: int) -> bytes:
-        """Return an image's file."""
-
-    def name(self, index: int) -> str:
-        """Name an image as a user would look for it."""
-
-    def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw an epoch's order, int64, (num_images,)."""
 
 
 def open_source(
@@ -72,14 +53,11 @@ def open_source(
     _check_excluded(source, split, data.max_bad_images if training else 0.0)
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
-    if source.classes is not None and model.num_classes not in (None, len(source.classes)):
-        found = len(source.classes)
-        raise DataError(
-            f"the {split} data has {found} classes, model.num_classes is {model.num_classes}; "
-            f"leave it out, or pass --model.num-classes {found}"
-        )
+    if source.classes is not None:
+        for problem in other_classes(split, len(source.classes), model):
+            raise DataError(problem)
     if training and data.images_per_class is not None and data.dataset != "fractals":
-        return ClassSubset(source, data.images_per_class, model.num_classes)
+        return ClassSubset(source, data, model.num_classes)
     return source
 
 
@@ -108,7 +86,7 @@ def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Imag
         image.info.pop("transparency", None)
         return image if image.mode == mode else image.convert(mode)
     except Exception as error:  # the decoders raise whatever a broken file leads them to
-        reason = " ".join(str(error).split()) if content else "the file is empty"
+        reason = one_line(error) if content else "the file is empty"
         raise DataError(reason.split(" <_io", 1)[0]) from error
 
 
@@ -129,7 +107,7 @@ def image_mode(in_chans: int) -> str:
     return _MODES[in_chans]
 
 
-class DigitSource:
+class DigitSource(Source):
     """The 1,797 handwritten digits that scikit-learn ships, a fixed 360 of them held out."""
 
     def __init__(self, training: bool) -> None:
@@ -147,11 +125,8 @@ class DigitSource:
         pixels, labels = (parts[0], parts[2]) if training else (parts[1], parts[3])
         self.files = [_enlarged_png(image) for image in pixels]
         self.labels = labels.astype(np.int64)
-        self.num_images = len(labels)
         self.classes = tuple(str(name) for name in digits.target_names)
-        self.excluded: list[str] = []
-        self.ignored = ""
-        self.fingerprint = _digest(pixels.tobytes(), self.labels.tobytes())
+        self.fingerprint = fingerprint(pixels, self.labels)
 
     def read(self, index: int) -> bytes:
         """Return a digit as PNG."""
@@ -161,12 +136,8 @@ class DigitSource:
         """Number the digit."""
         return f"digit {index}"
 
-    def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Shuffle all digits."""
-        return torch.randperm(self.num_images, generator=generator)
 
-
-class FolderSource:
+class FolderSource(Source):
     """A folder per class below data.path/<split>, numbered in timm's order of their names."""
 
     def __init__(self, data: DataConfig, training: bool, listed: ImageList | None = None) -> None:
@@ -176,11 +147,9 @@ class FolderSource:
         # Arrays, because a million Python strings would be copied into every loader process.
         self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in found.paths])
         self.labels = np.array(found.labels, dtype=np.int64)
-        self.num_images = len(found.paths)
         self.classes = found.classes
-        self.excluded: list[str] = []
         self.ignored = found.ignored
-        self.fingerprint = _digest(self.paths.tobytes(), self.labels.tobytes())
+        self.fingerprint = fingerprint(self.paths, self.labels)
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
@@ -190,23 +159,19 @@ class FolderSource:
         """Return an image's path."""
         return str(self.folder / self._path(index))
 
-    def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Shuffle all images."""
-        return torch.randperm(self.num_images, generator=generator)
-
     def _path(self, index: int) -> str:
         return self.paths[index].decode("utf-8", "surrogateescape")
 
 
-class ClassSubset:
+class ClassSubset(Source):
     """Some images of each class of another source: the same in every run, and nested by number."""
 
-    def __init__(self, source: Source, images_per_class: int, num_classes: int | None) -> None:
+    def __init__(self, source: Source, data: DataConfig, num_classes: int | None) -> None:
         """Choose the images.
 
         Args:
             source: The whole split.
-            images_per_class: Images to keep of each class.
+            data: Says how many images to keep of each class.
             num_classes: Number of classes; None is that of the source's names.
 
         Raises:
@@ -214,31 +179,23 @@ class ClassSubset:
         """
         counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
         least = int(counts.argmin())
-        if counts[least] < images_per_class:
-            name = least if source.classes is None else source.classes[least]
-            raise DataError(
-                f"data.images_per_class must be at most the {counts[least]} training images that "
-                f"class {name} has, got {images_per_class}"
-            )
+        name = least if source.classes is None else source.classes[least]
+        for problem in too_few_images(data, name, counts[least]):
+            raise DataError(problem)
         generator = torch.Generator().manual_seed(key("images of a class"))
         drawn = torch.randperm(source.num_images, generator=generator).numpy()
         by_class = drawn[np.argsort(source.labels[drawn], kind="stable")]
         place = np.arange(len(drawn)) - (np.cumsum(counts) - counts).repeat(counts)
-        self.kept = np.sort(by_class[place < images_per_class])
+        self.kept = np.sort(by_class[place < data.images_per_class])
         self.source = source
-        self.num_images = len(self.kept)
         self.labels = source.labels[self.kept]
         self.classes = source.classes
-        self.excluded: list[str] = []  # counted against the whole split, when it was opened
+        # What is excluded was counted against the whole split, when it was opened.
         self.ignored = source.ignored
-        self.fingerprint = _digest(source.fingerprint.encode(), self.kept.tobytes())
+        self.fingerprint = fingerprint(source.fingerprint.encode(), self.kept)
 
     def read(self, index: int) -> bytes:
-        """Return an image's file.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return an image's file."""
         return self.source.read(int(self.kept[index]))
 
     def name(self, index: int) -> str:
@@ -255,21 +212,13 @@ class ClassSubset:
 
 def _open(data: DataConfig, model: ModelConfig, training: bool, listed: ImageList | None) -> Source:
     """Open one split of the configured data, whole."""
-    if data.dataset in ("digits", "fractals"):
-        if data.path is not None:
-            raise ConfigError(
-                f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
-            )
-        if data.dataset == "digits":
-            return DigitSource(training)
-        if model.num_classes is None:
-            raise ConfigError("data.dataset fractals needs --model.num-classes, 1000 say")
+    for problem in data_contradictions(data, model):
+        raise ConfigError(problem)
+    if data.dataset == "digits":
+        return DigitSource(training)
+    if data.dataset == "fractals":
         count = data.images_per_class or TRAINING_IMAGES if training else VALIDATION_IMAGES
         return FractalSource(data.fractal_seed, model.num_classes, count, model.img_size, training)
-    if data.path is None:
-        raise ConfigError(
-            f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
-        )
     if not Path(data.path).is_dir():
         raise DataError(f"data.path {data.path} is not a folder")
     if data.dataset == "folder":
@@ -285,14 +234,6 @@ def _check_excluded(source: Source, split: str, share: float) -> None:
             f"{count} of {source.num_images + count} {split} images have no usable label, "
             f"the first: {source.excluded[0]}"
         )
-
-
-def _digest(*parts: bytes) -> str:
-    """Hash bytes into a short name for them."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:

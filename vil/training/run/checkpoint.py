@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vil.messages import first_line
 from vil.training.config import TrainConfig
 from vil.training.errors import OutputError
 from vil.training.files import link_atomically, write_atomically
@@ -117,7 +118,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise _unreadable(path, error) from error
+        raise OutputError(
+            f"checkpoint {path} is truncated or not a checkpoint: {first_line(error)}"
+        ) from error
     missing = [key for key in _KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
     if missing:
         raise OutputError(
@@ -141,9 +144,9 @@ def load_weights(model: nn.Module, state_dict: dict[str, Any], path: Path, arch:
     try:
         model.load_state_dict(state_dict)
     except (RuntimeError, ValueError) as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        reason = lines[1] if len(lines) > 1 else lines[0]
-        raise OutputError(f"checkpoint {path} does not fit model {arch}: {reason[:200]}") from error
+        raise OutputError(
+            f"checkpoint {path} does not fit model {arch}: {first_line(error)}"
+        ) from error
 
 
 def _check_sums(path: Path) -> None:
@@ -158,8 +161,3 @@ def _check_sums(path: Path) -> None:
         raise OutputError(f"checkpoint {path} does not exist") from error
     except ValueError as error:
         raise OutputError(f"checkpoint {error}") from error
-
-
-def _unreadable(path: Path, error: Exception) -> OutputError:
-    reason = str(error).split("\n", 1)[0]
-    return OutputError(f"checkpoint {path} is truncated or not a checkpoint: {reason}")

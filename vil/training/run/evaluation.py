@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vil.loading import model_with
+from vil.messages import one_line
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import ValData
@@ -87,7 +88,7 @@ def evaluate_as(options: EvalConfig) -> None:
         console = new_console()
         console.print(describe(result))
         if path is not None:
-            write_result(path, result)
+            write_text(path, json.dumps(result, indent=2) + "\n")
             console.print(f"written  {path}")
 
 
@@ -163,15 +164,6 @@ def json_path(options: EvalConfig) -> Path | None:
     return path
 
 
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write the result as JSON.
-
-    Raises:
-        OutputError: it could not be written.
-    """
-    write_text(path, json.dumps(result, indent=2) + "\n")
-
-
 def describe(result: dict[str, Any]) -> str:
     """Put the result into words."""
     installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -225,8 +217,7 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
     try:
         model, line = model_with(weights, options.model, **size)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot evaluate {options.checkpoint}: {reason}") from error
+        raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
     if "; new " in line:
         raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
     return model, line

@@ -11,12 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vil.training.config import DataConfig, TrainConfig, parse_args, suitable_batch
+from vil.training.config import (
+    DataConfig,
+    TrainConfig,
+    data_contradictions,
+    other_classes,
+    parse_args,
+    suitable_batch,
+    too_few_images,
+)
 from vil.training.data.image_files import ImageList, find_split, list_images
 from vil.training.data.shard_info import find_split as find_shards
 from vil.training.data.shard_info import read_info
 from vil.training.errors import ConfigError, DataError, SettingsError, UserError
-from vil.training.recipes import flat_dict, output_folder
+from vil.training.recipes import flat_dict
+from vil.training.run.tracking import missing_package
 
 _LEAST = {
     "model.num_classes": 1,
@@ -73,12 +82,11 @@ class _Split:
     """The class with the fewest images, and how many those are."""
 
 
-def check_settings(config: TrainConfig, recipe: str, world_size: int) -> dict[bool, ImageList]:
-    """Check the settings with each other and with the data.
+def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList]:
+    """Check the settings with each other, with the data and with what is installed.
 
     Args:
-        config: The settings as asked for.
-        recipe: Name of the recipe, for the default folder.
+        config: The settings as asked for, the output folder among them.
         world_size: Number of processes.
 
     Returns:
@@ -91,7 +99,8 @@ def check_settings(config: TrainConfig, recipe: str, world_size: int) -> dict[bo
     problems: list[UserError] = [
         *map(ConfigError, out_of_range(flat_dict(config))),
         *map(ConfigError, _contradictions(config)),
-        *map(ConfigError, _missing_weights(config, output_folder(config, recipe))),
+        *map(ConfigError, _missing_weights(config)),
+        *map(ConfigError, missing_package(config.run.tracker)),
     ]
     listed, found = _list_folders(config)
     problems += found
@@ -146,12 +155,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         values = getattr(data, name)
         if None not in (values, model.in_chans) and len(values) != model.in_chans:
             yield f"data.{name} must have model.in_chans = {model.in_chans} values, got {values}"
-    if data.dataset in ("digits", "fractals") and data.path is not None:
-        yield f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
-    if data.dataset in ("folder", "wds") and data.path is None:
-        yield f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
-    if data.dataset == "fractals" and model.num_classes is None:
-        yield "data.dataset fractals needs --model.num-classes, 1000 say"
+    yield from data_contradictions(data, model)
     if config.optim.best == "ema" and config.optim.model_ema_decay is None:
         yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"
 
@@ -171,10 +175,10 @@ def _unknown_weights(config: TrainConfig) -> Iterator[str]:
             yield "model.pretrained_ema has no use without model.pretrained"
 
 
-def _missing_weights(config: TrainConfig, folder: Path) -> Iterator[str]:
+def _missing_weights(config: TrainConfig) -> Iterator[str]:
     """Check that the weights of a new run exist; one that continues does not need them any more."""
     source = config.model.pretrained
-    if source is None or any(folder.glob("*.pt")):
+    if source is None or any(Path(config.run.output).glob("*.pt")):
         return
     place = source.removeprefix("local-dir:")
     is_path = place != source or os.sep in place or place.endswith(_WEIGHTS)
@@ -268,22 +272,13 @@ def _against_data(
     if differing is not None:
         yield differing  # how many classes there are is another question then
     for name, classes in named.items() if differing is None else ():
-        found = len(classes)
-        if model.num_classes not in (None, found):
-            yield DataError(
-                f"the {name} data has {found} classes, model.num_classes is {model.num_classes}; "
-                f"leave it out, or pass --model.num-classes {found}"
-            )
+        yield from map(DataError, other_classes(name, len(classes), model))
     batch, train = data.batch_size, splits.get("training")
     if train is not None:
         total = train.num_images
         if (data.images_per_class or 0) > 0 and data.dataset != "fractals":
-            if train.fewest is not None and data.images_per_class > train.fewest[1]:
-                name, count = train.fewest
-                yield DataError(
-                    f"data.images_per_class must be at most the {count} training images that class "
-                    f"{name} has, got {data.images_per_class}"
-                )
+            if train.fewest is not None:
+                yield from map(DataError, too_few_images(data, *train.fewest))
             if train.classes is not None:
                 total = min(total, data.images_per_class * len(train.classes))
         fitting = suitable_batch(max(total, 1))

@@ -1,7 +1,5 @@
 """What a run shows and records: banner, progress, steps.csv, log.csv, curve.png, tracker, summary."""
 
-import csv
-import io
 import math
 import shlex
 import time
@@ -20,7 +18,7 @@ from vil.complexity import count_macs, count_parameters
 from vil.training.config import TrainConfig
 from vil.training.data.batches import TrainData, ValData
 from vil.training.errors import OutputError
-from vil.training.files import write_atomically, write_text
+from vil.training.files import csv_text, write_atomically, write_text
 from vil.training.run.setup import Training, versions
 from vil.training.run.state import RunState
 from vil.training.run.step_log import STEPS, StepLog, StepRow
@@ -231,7 +229,7 @@ class Report:
             f"lr {row['lr']:.2e}  {self._skipped()}{self._time_left()} left"
         )
         if not self.console.quiet:
-            self.tolerate(lambda: write_log(self.folder / "log.csv", self.state.history))
+            self.tolerate(self._write_log)
             self.tracking.log_epoch(self.state.step, row)
         now = time.perf_counter()
         if now - self.drawn > _CURVE_EVERY:
@@ -251,7 +249,7 @@ class Report:
     def summarize(self, name: str, num_images: int) -> None:
         """Write the log and the curve once more, and print what was reached and where it is."""
         if not self.console.quiet:
-            write_log(self.folder / "log.csv", self.state.history)
+            self._write_log()
             self._draw()
         best, last = self.state.best, self.state.history[-1]
         ema = f", EMA {last['ema_top1']:.2f}%" if "ema_top1" in last else ""
@@ -269,6 +267,9 @@ class Report:
             f"evaluate python eval.py {shlex.quote(str(best_path))}{' --ema' if averaged else ''}"
         )
 
+    def _write_log(self) -> None:
+        write_text(self.folder / "log.csv", csv_text(self.state.history))
+
     def _draw(self) -> None:
         if not self.console.quiet:
             self.tolerate(lambda: draw_curve(self.folder / "curve.png", self.state))
@@ -285,21 +286,6 @@ class Report:
         left = self.epochs * self.steps_per_epoch - self.state.step
         pace = (time.perf_counter() - self.start) / max(done, 1)
         return timedelta(seconds=round(pace * left))
-
-
-def write_log(path: Path, history: list[dict[str, Any]]) -> None:
-    """Write the log of a run.
-
-    Args:
-        path: Destination, CSV.
-        history: A row per epoch.
-    """
-    table = io.StringIO()
-    columns = list(dict.fromkeys(key for row in reversed(history) for key in row))
-    writer = csv.DictWriter(table, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(history)
-    write_text(path, table.getvalue())
 
 
 def _notes(train_data: TrainData, val_data: ValData) -> str:

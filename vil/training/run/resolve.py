@@ -16,7 +16,7 @@ from vil.training.config import (
     parse_args,
     suitable_batch,
 )
-from vil.training.data.sources import Source
+from vil.training.data.base import Source
 from vil.training.errors import ConfigError, DataError
 from vil.weights import Weights
 

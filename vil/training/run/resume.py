@@ -5,9 +5,7 @@ configuration is continued, any other is refused, unless --run.allow-changes say
 be changed. A change is a checkpoint of its own, so that it is made or not, whatever kills the run.
 """
 
-import csv
 import dataclasses
-import io
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,17 +13,10 @@ from typing import Any
 
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
-from vil.training.errors import ConfigError, DataError, OutputError
-from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, write_text
-from vil.training.recipes import (
-    Change,
-    changes,
-    config_from_dict,
-    continued,
-    flat_dict,
-    output_folder,
-    to_yaml,
-)
+from vil.training.errors import DataError, OutputError
+from vil.training.files import LOCK_NAME, csv_text, lock_folder, remove_temporaries, write_text
+from vil.training.recipes import config_from_dict, to_yaml
+from vil.training.run.changes import Change, change_rows, changes, check_changes, continued
 from vil.training.run.checkpoint import (
     BEST,
     LAST,
@@ -53,7 +44,7 @@ class RunFolder:
 
     path: Path
     asked: TrainConfig
-    """The settings as asked for, with the folder filled in."""
+    """The settings as asked for."""
     config: TrainConfig
     """The settings to go on with: of the run to continue all of them, of a new one those asked for."""
     checkpoint: dict[str, Any] | None = None
@@ -66,13 +57,12 @@ class RunFolder:
 
 @contextmanager
 def open_for_all(
-    config: TrainConfig, recipe: str, world: World, warn: Callable[[str], None]
+    config: TrainConfig, world: World, warn: Callable[[str], None]
 ) -> Iterator[RunFolder]:
     """Open the run's folder in the main process, lock it, and tell the others what is in it.
 
     Args:
         config: The configuration asked for.
-        recipe: Name of the recipe, for the default folder.
         world: The processes; they need not share a disk.
         warn: Told of a damaged checkpoint.
 
@@ -83,7 +73,7 @@ def open_for_all(
     with ExitStack() as stack:
         folder = None
         if world.is_main:
-            path = _create(config, recipe)
+            path = _create(config)
             stack.enter_context(lock_folder(path))
             folder = _open(path, config, warn)
         yield world.broadcast(folder)
@@ -112,7 +102,7 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
                 )
         _restore(training, checkpoint, origin, about.config.model.name)
         state = RunState.from_dict(checkpoint["run"])
-        state.changes += _change_rows(folder.changed, about.config, state)
+        state.changes += change_rows(folder.changed, about.config, state)
     state.best_key = "ema_top1" if about.config.optim.best == "ema" else "top1"
     if world.is_main:
         if folder.changed:
@@ -121,9 +111,9 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
     return state
 
 
-def _create(config: TrainConfig, recipe: str) -> Path:
+def _create(config: TrainConfig) -> Path:
     """Create the folder unless it is there."""
-    folder = output_folder(config, recipe)
+    folder = Path(config.run.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -135,8 +125,7 @@ def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFo
     """Find the run to continue, or check that a new one writes over nothing."""
     remove_temporaries(path)
     # The permission to change is for this start: config.yaml does not hand it on.
-    run = dataclasses.replace(config.run, output=str(path), allow_changes=False)
-    new = dataclasses.replace(config, run=run)
+    new = dataclasses.replace(config, run=dataclasses.replace(config.run, allow_changes=False))
     checkpoint, origin = _newest_checkpoint(path, warn)
     if checkpoint is None:
         others = {file.name for file in path.iterdir()} - _UNTRAINED
@@ -151,7 +140,7 @@ def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFo
     )
     changed = changes(asked, resolved, new)
     done = len(checkpoint["run"]["history"])
-    _check_changes(changed, config.run.allow_changes, path, done, new.schedule.epochs)
+    check_changes(changed, config.run.allow_changes, path, done, new.schedule.epochs)
     if origin.name == LAST:  # what a run killed right after writing it had still to do
         link_if_best(path, RunState.from_dict(checkpoint["run"]))
     return RunFolder(
@@ -177,60 +166,10 @@ def _restore(training: Training, checkpoint: dict[str, Any], origin: Path, name:
     load_optimizer(training.optimizer, checkpoint["optimizer"], as_saved)
 
 
-def _check_changes(
-    changed: list[Change], allowed: bool, folder: Path, done: int, epochs: int
-) -> None:
-    """Refuse to continue a run as another one, or one that has nothing left to train as a changed one.
-
-    Args:
-        changed: What is another setting now.
-        allowed: Whether run.allow_changes was given.
-        folder: The run's folder.
-        done: Epochs that it has finished.
-        epochs: That it shall have.
-    """
-    keys = [change.key for change in changed]
-    refused = [change for change in changed if not (allowed and change.allowed)]
-    if changed and epochs <= done and (not refused or "schedule.epochs" in keys):
-        raise ConfigError(
-            f"schedule.epochs must be more than the {done} epochs that the run in {folder} has done "
-            f"for it to go on with other {', '.join(map(str, changed))}; got {epochs}"
-        )
-    if not refused:
-        return
-    can = [change.key for change in refused if change.allowed]
-    which = ", which --run.allow-changes does not allow" if allowed else ""
-    switch = ""
-    if can:
-        only = "" if len(can) == len(refused) else f" {', '.join(can)}, and nothing else of these"
-        switch = f"; --run.allow-changes lets it go on with{only or ' these settings'}"
-    raise ConfigError(
-        f"output folder {folder} holds a run with other {', '.join(map(str, refused))}{which}; choose "
-        f"another --run.output, or the same settings to continue it{switch}"
-    )
-
-
-def _change_rows(
-    changed: list[Change], config: TrainConfig, state: RunState
-) -> list[dict[str, Any]]:
-    """Describe what is another setting from now on, all of it filled in."""
-    after = flat_dict(config)
-    place = {"step": state.step, "epoch": len(state.history) + 1}
-    return [
-        place | {"setting": change.key, "before": change.before, "after": after[change.key]}
-        for change in changed
-        if after[change.key] != change.before
-    ]
-
-
-def _write_settings(folder: Path, config: TrainConfig, changes: list[dict[str, Any]]) -> None:
+def _write_settings(folder: Path, config: TrainConfig, rows: list[dict[str, Any]]) -> None:
     """Bring config.yaml and changes.csv in line with the checkpoint, whatever ended the last start."""
-    table = io.StringIO()
-    if changes:
-        writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(changes[0])
-        writer.writerows(map(str, row.values()) for row in changes)
-    for name, text in ((CONFIG, to_yaml(config)), (CHANGES, table.getvalue())):
+    told = [{key: str(value) for key, value in row.items()} for row in rows]
+    for name, text in ((CONFIG, to_yaml(config)), (CHANGES, csv_text(told) if told else "")):
         path = folder / name
         if not text:
             path.unlink(missing_ok=True)

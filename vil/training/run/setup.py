@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vil
 from vil.loading import create, model_with
+from vil.messages import first_line, one_line
 from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from vil.training.data.augment import BatchAugment
 from vil.training.distributed import World
@@ -116,8 +117,6 @@ def read_pretrained(config: ModelConfig) -> Weights | None:
         OutputError: they cannot be read.
     """
     if config.pretrained is None:
-        if config.pretrained_ema:
-            raise ConfigError("model.pretrained_ema has no use without model.pretrained")
         return None
     return read_source(config.pretrained, config.pretrained_ema)
 
@@ -132,9 +131,9 @@ def read_source(source: str, ema: bool) -> Weights:
     try:
         return read_weights(source, ema)
     except (FileNotFoundError, LookupError) as error:
-        raise ConfigError(_line(error)) from error
+        raise ConfigError(one_line(error)) from error
     except (OSError, ValueError) as error:
-        raise OutputError(_line(error)) from error
+        raise OutputError(one_line(error)) from error
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -146,7 +145,7 @@ def build_model(config: ModelConfig) -> nn.Module:
     try:
         return create(config.name, **model_arguments(config), **_drop_path(config))
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"cannot create model {config.name}: {_line(error)}") from error
+        raise ConfigError(f"cannot create model {config.name}: {one_line(error)}") from error
 
 
 def _model_from(
@@ -158,16 +157,12 @@ def _model_from(
         arguments = model_arguments(config) | _drop_path(config)
         return model_with(weights, config.name, keep_head=not others, **arguments)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"model.pretrained: {_line(error)}") from error
+        raise ConfigError(f"model.pretrained: {one_line(error)}") from error
 
 
 def _drop_path(config: ModelConfig) -> dict[str, float]:
     """Return the argument of models that have drop path; others are asked only if it is set."""
     return {"drop_path_rate": config.drop_path_rate} if config.drop_path_rate else {}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
@@ -193,7 +188,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.o
             **({"fused": True} if config.opt.lower() in _FUSED else {}),
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"cannot create optimizer {config.opt}: {error}") from error
+        raise ConfigError(f"cannot create optimizer {config.opt}: {one_line(error)}") from error
 
 
 def resolve_device(run: RunConfig, world: World) -> torch.device:
@@ -215,8 +210,7 @@ def resolve_device(run: RunConfig, world: World) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise ConfigError(f"device {name} is not available: {reason}") from error
+        raise ConfigError(f"device {name} is not available: {first_line(error)}") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -8,13 +8,13 @@ that fails is said to, once, and the run goes on without.
 import dataclasses
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from vil.messages import one_line
 from vil.training.config import TrainConfig
-from vil.training.errors import ConfigError
 from vil.training.files import write_text
 from vil.training.recipes import to_yaml
 from vil.training.run.step_log import StepRow
@@ -112,18 +112,12 @@ class WandB:
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
-def check_installed(name: str | None) -> None:
-    """Check that a tracker's package, which has its name, is there.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if name is None:
-        return
-    package = find_spec(name)
+def missing_package(name: str | None) -> Iterator[str]:
+    """Check that a tracker's package, which has its name, is there, and say so if it is not."""
+    package = None if name is None else find_spec(name)
     # A mere folder of that name, such as wandb leaves behind, is found, too, without an origin.
-    if package is None or package.origin is None:
-        raise ConfigError(f"run.tracker {name} needs its package, pip install {name}")
+    if name is not None and (package is None or package.origin is None):
+        yield f"run.tracker {name} needs its package, pip install {name}"
 
 
 class Tracking:
@@ -188,10 +182,9 @@ class Tracking:
             call()
         except Exception as error:  # whatever a package, its server or a disk comes up with
             self.tracker = None
-            reason = " ".join(str(error).split())
             self.warn(
                 f"run.tracker {self.config.run.tracker} fails, training goes on without: "
-                f"{type(error).__name__}: {reason}"
+                f"{type(error).__name__}: {one_line(error)}"
             )
 
 

@@ -18,12 +18,11 @@ from vil.training.run.setup import build_training, read_pretrained, resolve_devi
 from vil.training.run.stopping import Agreement
 
 
-def train(config: TrainConfig, recipe: str, listed: dict[bool, ImageList]) -> None:
+def train(config: TrainConfig, listed: dict[bool, ImageList]) -> None:
     """Train as the settings say.
 
     Args:
         config: The settings as asked for, checked.
-        recipe: Name of the recipe, for the default folder.
         listed: Images of folders, as far as they are listed: to train on under True, to validate on
             under False.
     """
@@ -32,7 +31,7 @@ def train(config: TrainConfig, recipe: str, listed: dict[bool, ImageList]) -> No
     console = new_console(quiet=not world.is_main)
     with (
         process_group(world, device),
-        open_for_all(config, recipe, world, console.print) as folder,
+        open_for_all(config, world, console.print) as folder,
     ):
         _train(folder, listed, console, device, world)
 

@@ -1,0 +1,18 @@
+"""What an exception says, on one line, for messages that quote it."""
+
+import textwrap
+
+_MOST = 500  # characters; what a hub or an unpickler says can be pages
+
+
+def one_line(error: BaseException) -> str:
+    """Return all that an error says, or as much of it as a line should have; else its type."""
+    said = textwrap.shorten(str(error), _MOST, placeholder=" ...")
+    return f"it lacks {said}" if isinstance(error, KeyError) else said or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line that says something; torch puts a heading above what does not fit a model."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if not line.endswith(":")] or lines or [type(error).__name__]
+    return textwrap.shorten(telling[0], _MOST, placeholder=" ...")

@@ -1,0 +1,131 @@
+"""State dicts that are not quite a backbone's own: of official Vision Mamba, of another image or patch size."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
+from timm.models._input import get_pretrained_grid_size
+from torch import Tensor
+
+from vil.convert import convert_official_vim, is_official_vim
+
+if TYPE_CHECKING:
+    from vil.backbone import VisionLonghorn
+
+
+def refuse_another_architecture(
+    state_dict: Mapping[str, Any], model: "VisionLonghorn", strict: bool
+) -> None:
+    """Raise one line for weights of another width, patch size or depth, not torch's hundreds."""
+    name = "patch_embed.proj.weight"
+    own = tuple(model.patch_embed.proj.weight.shape)
+    shape = tuple(state_dict[name].shape) if name in state_dict else own
+    depth = len({name.split(".")[1] for name in state_dict if name.startswith("blocks.")})
+    if (shape[0], *shape[2:]) != (own[0], *own[2:]):  # shape[1], in_chans, has torch's message
+        difference = f"{name} is {shape} in the state dict and {own} in the model"
+    elif strict and depth not in (0, len(model.blocks)):
+        difference = f"blocks are {depth} in the state dict and {len(model.blocks)} in the model"
+    else:
+        return
+    raise RuntimeError(f"{difference}; vil.load(path) builds the model that a checkpoint is of")
+
+
+def resized_pos_embed(
+    pos_embed: Tensor, model: "VisionLonghorn", grid: tuple[int, int] | None
+) -> Tensor:
+    """Resample (1, L, C) from its grid, or from a square one where that is None, to the model's.
+
+    Raises:
+        ValueError: The grid is None and not to be told from the number of patches, or not that of
+            so many tokens.
+    """
+    patches = pos_embed.shape[1] - model.num_prefix_tokens
+    own_grid = model.patch_embed.grid_size
+    if grid is not None and grid[0] * grid[1] != patches:
+        raise ValueError(
+            f"pos_embed has {pos_embed.shape[1]} tokens of a grid of {grid}, and the model expects "
+            f"{model.num_prefix_tokens} beside the grid; class_token must be the checkpoint's"
+        )
+    side = math.isqrt(patches)
+    square = side * side == patches
+    if grid is None and patches == own_grid[0] * own_grid[1]:
+        if square and own_grid != (side, side):
+            raise ValueError(
+                f"pos_embed has {patches} patches and no record of their grid, which may be "
+                f"{(side, side)} or the model's {own_grid}; load a state dict as model.state_dict() "
+                "made it, or create the model with pretrained=True and pretrained_cfg_overlay="
+                "dict(file=path, input_size=(3, height, width)) of the checkpoint's images"
+            )
+        grid = own_grid
+    if grid is None and not square:
+        raise ValueError(
+            f"pos_embed has {patches} patches, which is no square grid, and the model has a "
+            f"grid of {own_grid}; build the model with the checkpoint's img_size, load, then call "
+            "set_input_size"
+        )
+    return resample_abs_pos_embed(
+        pos_embed,
+        new_size=own_grid,
+        old_size=grid or (side, side),
+        num_prefix_tokens=model.num_prefix_tokens,
+        verbose=True,
+    )
+
+
+def _grid_of_arguments(
+    model: "VisionLonghorn", weight: Tensor | None, patches: int
+) -> tuple[int, int] | None:
+    """Tell a checkpoint's grid from the arguments of its model, None where it has another size.
+
+    Args:
+        model: That is to load it; timm has left the arguments of the checkpoint's there.
+        weight: Of the patch embedding, None if the checkpoint has none.
+        patches: Of the checkpoint's position embedding.
+    """
+    arguments = getattr(model, "pretrained_model_args", {})
+    if weight is None or arguments.get("patch_stride") is None:
+        return get_pretrained_grid_size(model, weight, patches)
+    sizes = arguments.get("img_size") or model.pretrained_cfg["input_size"][-2:]
+    lengths = zip(
+        to_2tuple(sizes), weight.shape[-2:], to_2tuple(arguments["patch_stride"]), strict=True
+    )
+    grid = tuple((size - patch) // stride + 1 for size, patch, stride in lengths)
+    return grid if math.prod(grid) == patches else None
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: "VisionLonghorn") -> dict[str, Tensor]:
+    """Adapt a checkpoint to a model: official Vision Mamba names, another image or patch size.
+
+    Args:
+        state_dict: Of a model, or a checkpoint that holds it as "model" or "state_dict".
+        model: That is to load it.
+
+    Returns:
+        A state dict with the names, shapes and grid of the model.
+
+    Raises:
+        ValueError: The position embedding is of a grid that cannot be told, or the checkpoint is of
+            an official Vision Mamba with rotary position embeddings or a missing direction.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    state_dict = state_dict.get("state_dict", state_dict)
+    if is_official_vim(state_dict):
+        state_dict = convert_official_vim(state_dict)
+    adapted = OrderedDict(state_dict)
+    adapted._metadata = OrderedDict(getattr(state_dict, "_metadata", {}))
+    weight = state_dict.get("patch_embed.proj.weight")
+    patch_size = model.patch_embed.proj.weight.shape[-2:]
+    if weight is not None and weight.shape[-2:] != patch_size:
+        adapted["patch_embed.proj.weight"] = resample_patch_embed(
+            weight, list(patch_size), verbose=True
+        )
+    pos_embed = state_dict.get("pos_embed")
+    if pos_embed is not None:
+        own = adapted._metadata.get("", {})
+        patches = pos_embed.shape[1] - model.num_prefix_tokens
+        grid = own.get("grid_size") or _grid_of_arguments(model, weight, patches)
+        adapted["pos_embed"] = resized_pos_embed(pos_embed, model, grid)
+        adapted._metadata[""] = own | {"grid_size": model.patch_embed.grid_size}
+    return adapted
