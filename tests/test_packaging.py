@@ -23,7 +23,9 @@ def test_every_package_folder_is_listed() -> None:
 
 def test_version_is_the_same_wherever_it_is_said() -> None:
     assert f"\nversion: {vil.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert re.search(rf"^## {re.escape(vil.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert re.search(
+        rf"^## {re.escape(vil.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
 
 
 @pytest.mark.parametrize("folder", ["kernels", "tests/kernels"])

@@ -1,22 +1,22 @@
-"""State dicts that are not quite a backbone's own: of official Vision Mamba, of another image or patch size."""
+"""State dicts that are not quite a backbone's own: of official Vision Mamba, of another image or patch size.
+
+The model is a ``VisionLonghorn`` throughout, whose file imports this one.
+"""
 
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models._input import get_pretrained_grid_size
-from torch import Tensor
+from torch import Tensor, nn
 
 from vil.convert import convert_official_vim, is_official_vim
 
-if TYPE_CHECKING:
-    from vil.backbone import VisionLonghorn
-
 
 def refuse_another_architecture(
-    state_dict: Mapping[str, Any], model: "VisionLonghorn", strict: bool
+    state_dict: Mapping[str, Any], model: nn.Module, strict: bool
 ) -> None:
     """Raise one line for weights of another width, patch size or depth, not torch's hundreds."""
     name = "patch_embed.proj.weight"
@@ -32,9 +32,7 @@ def refuse_another_architecture(
     raise RuntimeError(f"{difference}; vil.load(path) builds the model that a checkpoint is of")
 
 
-def resized_pos_embed(
-    pos_embed: Tensor, model: "VisionLonghorn", grid: tuple[int, int] | None
-) -> Tensor:
+def resized_pos_embed(pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
     """Resample (1, L, C) from its grid, or from a square one where that is None, to the model's.
 
     Raises:
@@ -75,7 +73,7 @@ def resized_pos_embed(
 
 
 def _grid_of_arguments(
-    model: "VisionLonghorn", weight: Tensor | None, patches: int
+    model: nn.Module, weight: Tensor | None, patches: int
 ) -> tuple[int, int] | None:
     """Tell a checkpoint's grid from the arguments of its model, None where it has another size.
 
@@ -95,7 +93,7 @@ def _grid_of_arguments(
     return grid if math.prod(grid) == patches else None
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: "VisionLonghorn") -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
     """Adapt a checkpoint to a model: official Vision Mamba names, another image or patch size.
 
     Args:
