@@ -24,7 +24,7 @@ from vil.kernels.triton.sequential_tokens import (
     by_quads,
     fade,
     full_states,
-    load_states,
+    load_rates,
     pack_rows,
     padded_states,
     place_of_program,
@@ -56,9 +56,7 @@ def _summary_kernel(
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = alive_row(0, 1, d, D, BLOCK_D)
     bias = load_row(bias_ptr + direction * D + d, mask)
-    rates = ()
-    if MAMBA:
-        rates = load_states(rates_ptr + direction * M * D, d, mask, D, M)
+    rates = load_rates(rates_ptr, direction, d, mask, D, M, MAMBA)
     start = segment * segment_tokens
     count = tl.minimum(L - start, segment_tokens)
     back = (direction if N == 2 else REVERSE) ^ ADJOINT

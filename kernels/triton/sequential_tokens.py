@@ -106,6 +106,29 @@ def full_states(value, M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def first_states(
+    entry_ptr, lane, channel, mask,
+    ENTRY: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the tuple of M states that a segment starts from, zeros unless ENTRY."""
+    if ENTRY:
+        return load_states(entry_ptr + lane * (M * D), channel, mask, D, M)
+    else:
+        return full_states(0.0, M, BLOCK_D)
+
+
+@triton.jit
+def load_rates(
+    rates_ptr, direction, channel, mask, D: tl.constexpr, M: tl.constexpr, MAMBA: tl.constexpr
+):
+    """Load the tuple of a direction's M decay rates, which Mamba alone has."""
+    if MAMBA:
+        return load_states(rates_ptr + direction * M * D, channel, mask, D, M)
+    else:
+        return ()
+
+
+@triton.jit
 def sums_over_channels(
     values, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
