@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 
 from triton.runtime.jit import JITFunction
 
-from vil.kernels.triton import conv, longhorn_exact, sequential, tuning
+from vil.kernels.triton import (
+    conv,
+    exact_keys,
+    exact_segments,
+    longhorn_exact,
+    sequential,
+    sequential_segments,
+    sequential_tokens,
+    tuning,
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ def _exact_backward(name: str, **fixed: int | bool | str | None) -> Variant:
 
 
 def _exact_summary(name: str, **fixed: int | bool | str | None) -> Variant:
-    kernel = longhorn_exact._summary_kernel
+    kernel = exact_segments._summary_kernel
     unit = "token-channel, direction and state started from"
     return _exact(name, kernel, ("dout_ptr",), ("summary_ptr",), {"M": 16, **fixed}, unit, bodies=2)
 
@@ -205,7 +214,7 @@ def _sequential_forward(name: str, **fixed: int | bool | str | None) -> Variant:
 
 
 def _sequential_summary(name: str, **fixed: int | bool | str | None) -> Variant:
-    kernel = sequential._summary_kernel
+    kernel = sequential_segments._summary_kernel
     return _sequential(name, kernel, "sequential_forward", 16, 1, **fixed)
 
 
@@ -231,7 +240,7 @@ VARIANTS = (
     _sequential_summary("mamba_summary_adjoint", ADJOINT=1, x_ptr=None, MAMBA=True),
     Variant(
         name="sequential_carry",
-        kernel=sequential._carry_kernel,
+        kernel=sequential_segments._carry_kernel,
         signature={
             **dict.fromkeys(("ends_ptr", "products_ptr", "initial_ptr"), "*fp32:16"),
             "B": "i32:16",
@@ -251,7 +260,7 @@ VARIANTS = (
     ),
     Variant(
         name="sequential_pack",
-        kernel=sequential._pack_kernel,
+        kernel=sequential_tokens._pack_kernel,
         signature={
             **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16:16"),
             "rows_ptr": "*fp32:16",
@@ -281,7 +290,7 @@ VARIANTS = (
     _exact_summary("exact_summary_adjoint", **_ONE_WAY),
     Variant(
         name="exact_carry",
-        kernel=longhorn_exact._carry_kernel,
+        kernel=exact_segments._carry_kernel,
         signature={
             **dict.fromkeys(("summary_ptr", "start_ptr", "entry_ptr"), "*fp32:16"),
             "B": "i32:16",
@@ -294,7 +303,7 @@ VARIANTS = (
     ),
     Variant(
         name="exact_keys",
-        kernel=longhorn_exact._keys_kernel,
+        kernel=exact_keys._keys_kernel,
         signature={
             **dict.fromkeys(("keys_ptr", "sums_ptr"), "*fp32:16"),
             **dict.fromkeys(("dq_ptr", "dk_ptr"), "*bf16:16"),
@@ -309,7 +318,7 @@ VARIANTS = (
     ),
     Variant(
         name="exact_gram",
-        kernel=longhorn_exact._gram_kernel,
+        kernel=exact_keys._gram_kernel,
         signature={
             **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16:16"),
             **_EXACT_PACKED,

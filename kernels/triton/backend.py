@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vil.kernels.triton import conv, longhorn_exact, sequential
+from vil.kernels.triton import conv, exact_chunks, longhorn_exact, sequential, sequential_tokens
 from vil.kernels.triton.tuning import CHUNK
 
 # Largest d_state of a recurrence: beyond, programs outgrow registers or shared memory.
@@ -124,9 +124,9 @@ def saved_shapes(x: Tensor, k: Tensor, recurrence: str) -> tuple[tuple[int, ...]
     _, B, L, channels = x.shape
     chunks, states = triton.cdiv(L, CHUNK), k.shape[-1]
     if recurrence == "longhorn_exact":
-        shape = (2, B, chunks, channels, longhorn_exact.padded_states(states))
+        shape = (2, B, chunks, channels, exact_chunks.padded_states(states))
     else:
-        shape = (2, B, chunks, sequential.padded_states(states) // 4, channels, 4)
+        shape = (2, B, chunks, sequential_tokens.padded_states(states) // 4, channels, 4)
     return (B, L, channels), shape
 
 

@@ -33,13 +33,13 @@ for name in sys.argv[1:]:
 # Compiles the kernel that packs keys and queries, and prints whether it was in the cache.
 PACK = """
 from triton import knobs
-from vil.kernels import sequential
+from vil.kernels.triton import sequential_tokens
 
 knobs.compilation.listener = lambda *, cache_hit, **_: print("hit" if cache_hit else "compiled")
 launches = warmup.launches(
     warmup._create("vil_tiny", 224, torch.device("cpu")), 2, 224, torch.float32, torch.device("cpu")
 )
-pack = next(l for l in launches["eval"] if l.kernel is sequential._pack_kernel)
+pack = next(l for l in launches["eval"] if l.kernel is sequential_tokens._pack_kernel)
 print("ready", flush=True)
 sys.stdin.readline()
 pack.kernel.warmup(**pack.arguments, grid=(1,))

@@ -1,0 +1,151 @@
+"""The exact Longhorn scan in chunks, what no channel has a part in: keys, queries, Gram matrices.
+
+Triton kernels, then their launchers: ``pack`` before the scans, ``gradients`` after the one back.
+What is computed, and the letters, are in ``longhorn_exact.py``.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vil.kernels.triton import tuning
+from vil.kernels.triton.exact_chunks import RUN_TIME
+from vil.kernels.triton.launch import launch
+from vil.kernels.triton.layout import adjacent_channels
+from vil.kernels.triton.tiles import for_product
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def _gram_kernel(
+    q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L,
+    q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
+    REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Pack one chunk of keys and queries in the order of the scan, with their Gram matrices.
+
+    A short last chunk has dead rows, the last ones of the chunk before it, so that all of its rows
+    can be read; they add nothing and take nothing. L must be 16 or more.
+
+    keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero if dead and beyond M.
+    gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0, for products.
+    kappa (N, B, chunks, 2, 16): 1 + |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
+    dead, so large that the quotient is nothing.
+    """
+    T: tl.constexpr = 16
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
+    n, b, direction = chunk % chunks, chunk // chunks % B, chunk // chunks // B
+    t, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
+    reverse = direction == 1 or REVERSE
+    token = tl.minimum(n * T, L - T) + tl.where(reverse, T - 1 - t, t)
+    alive = token >= n * T
+    mask = alive[:, None] & (m < M)[None, :]
+    k_row = k_ptr + direction * k_stride_dir + b * k_stride_b + token[:, None] * k_stride_l
+    q_row = q_ptr + direction * q_stride_dir + b * q_stride_b + token[:, None] * q_stride_l
+    k = tl.load(k_row + m[None, :], mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(q_row + m[None, :], mask=mask, other=0.0).to(tl.float32)
+    keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
+    tl.store(keys, k)
+    tl.store(keys + BLOCK_M, q)
+    kappa = kappa_ptr + chunk * (2 * T) + t
+    tl.store(kappa, tl.where(alive, 1.0 + tl.sum(k * k, 1), float("inf")))
+    tl.store(kappa + T, tl.where(alive, 2.0, 1e30))
+    gram = gram_ptr + chunk * (2 * T * T) + t[:, None] * T + t[None, :]
+    tl.store(gram, tl.dot(k, tl.trans(k), input_precision=PRECISION))
+    read = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    read = tl.where(t[:, None] <= t[None, :], read, 0.0)
+    tl.store(gram + T * T, for_product(read, PRECISION, FAST))
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def _keys_kernel(
+    keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks,
+    REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Add up one chunk's sums over channels and take them back to its queries and keys.
+
+    The blocks are added in order: the same bits from run to run. dq, dk (N, B, L, M).
+    """
+    T: tl.constexpr = 16
+    chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
+    n, sequence = chunk % chunks, chunk // chunks
+    t, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
+    wide = t[:, None] * (BLOCK_M + T) + m[None, :]
+    square = t[:, None] * (BLOCK_M + T) + BLOCK_M + t[None, :]
+    dq, dk = tl.zeros((T, BLOCK_M), tl.float32), tl.zeros((T, BLOCK_M), tl.float32)
+    dread, dgram = tl.zeros((T, T), tl.float32), tl.zeros((T, T), tl.float32)
+    for block in range(blocks):
+        part = sums_ptr + (block * tl.num_programs(0) + chunk) * (T * (3 * BLOCK_M + 2 * T))
+        dq += tl.load(part + wide)
+        dread += tl.load(part + square)
+        part += T * (BLOCK_M + T)
+        dk -= tl.load(part + wide)
+        dgram -= tl.load(part + square)
+        part += T * (BLOCK_M + T)
+        dk += tl.load(part + t[:, None] * BLOCK_M + m[None, :])
+    causal = t[:, None] >= t[None, :]  # rows are queries, columns keys
+    dread = for_product(tl.where(causal, dread, 0.0), PRECISION, FAST)
+    dgram = tl.where(causal, dgram, 0.0)
+    dgram = for_product(dgram + tl.trans(dgram), PRECISION, FAST)
+    keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
+    k, q = tl.load(keys), tl.load(keys + BLOCK_M)
+    dq = tl.dot(dread, k, dq, input_precision=PRECISION)
+    dk = tl.dot(tl.trans(dread), q, dk, input_precision=PRECISION)
+    dk = tl.dot(dgram, k, dk, input_precision=PRECISION)
+    reverse = sequence // B == 1 or REVERSE
+    token = tl.minimum(n * T, L - T) + tl.where(reverse, T - 1 - t, t)
+    mask = (token >= n * T)[:, None] & (m < M)[None, :]
+    row = (sequence * L + token)[:, None] * M + m[None, :]
+    tl.store(dq_ptr + row, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+    tl.store(dk_ptr + row, dk.to(dk_ptr.dtype.element_ty), mask=mask)
+
+
+# -------------------------------------------------------------------------------------- launchers
+
+
+def pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor]:
+    """Return keys, queries and Gram matrices by chunk: what the Gram kernel writes."""
+    (directions, B, L, M), T = k.shape, tuning.CHUNK
+    q, k = adjacent_channels(q), adjacent_channels(k)
+    lead = (directions, B, triton.cdiv(L, T))
+    packed = {
+        "keys_ptr": torch.empty(*lead, T, 2 * block_m, device=k.device),
+        "gram_ptr": torch.empty(*lead, 2, T, T, device=k.device),
+        "kappa_ptr": torch.empty(*lead, 2, T, device=k.device),
+    }
+    strides = {
+        f"{name}_stride_{axis}": stride
+        for name, tensor in (("q", q), ("k", k))
+        for axis, stride in zip(("dir", "b", "l"), tensor.stride(), strict=False)
+    }
+    launch(
+        _gram_kernel, math.prod(lead), k, num_warps=1, q_ptr=q, k_ptr=k, **packed, B=B, L=L, **strides,
+        REVERSE=reverse, M=M, BLOCK_M=block_m, PRECISION=tuning.dot_precision(k.dtype),
+        FAST=tuning.fast(k.device),
+    )  # fmt: skip
+    return packed
+
+
+def gradients(
+    q: Tensor, k: Tensor, sums: Tensor, arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of queries and keys, given the sums over the channels of every block.
+
+    Args:
+        q: Queries, (N, B, L, M).
+        k: Keys, (N, B, L, M).
+        sums: As the backward kernel leaves them, (blocks, N, B, chunks, 16 (3 BLOCK_M + 32)).
+        arguments: What the backward kernel took.
+    """
+    dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
+    names = ("keys_ptr", "B", "L", "REVERSE", "BLOCK_M", "PRECISION", "FAST")
+    launch(
+        _keys_kernel, math.prod(sums.shape[1:4]), k, num_warps=1, sums_ptr=sums, dq_ptr=dq,
+        dk_ptr=dk, blocks=sums.shape[0], M=k.shape[3], **{name: arguments[name] for name in names},
+    )  # fmt: skip
+    return dq, dk

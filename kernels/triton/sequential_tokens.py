@@ -1,0 +1,284 @@
+"""Scans token by token, their building blocks: places, states, what a token does, packed rows.
+
+Triton functions, then the launcher of the kernel that packs and the layout of states. What either
+recurrence makes of a token is in ``longhorn_diagonal.py`` and ``mamba.py``; letters are as in
+``sequential.py``.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vil.kernels.triton import longhorn_diagonal, mamba, tuning
+from vil.kernels.triton.launch import launch
+from vil.kernels.triton.tiles import (
+    LANES_NEXT,
+    columns,
+    decay_and_eps,
+    for_product,
+    half_sigmoid,
+    join_columns,
+    load_quads,
+    longhorn_eps,
+    no_lane,
+)
+
+# Tokens from one saved state to the next. The backward pass keeps a scratch of 2 KB per token of it
+# and program: with 16, that of all programs that an H200 runs at a time, 26 MB, stays in its L2.
+INTERVAL = tuning.CHUNK
+_ROW_TAIL = 4  # floats of a packed row after k and q: 1 + |k|^2, and padding to 128 bits
+
+# What differs from call to call and is not worth a compilation of its own.
+RUN_TIME = (
+    *("B", "L", "segments", "segment_tokens"),
+    *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b", "l")),
+    *(
+        f"{name}_ptr"
+        for name in (
+            "x",
+            "dt",
+            "z",
+            "q",
+            "k",
+            "y",
+            "out",
+            "dout",
+            "dx",
+            "ddt",
+            "dz",
+            "skip",
+            "bias",
+        )
+    ),
+)
+
+
+@triton.jit
+def broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load M consecutive float32, a multiple of 4, into a tuple of M columns [BLOCK_D]."""
+    row, lanes = (), no_lane(BLOCK_D)
+    SIZE: tl.constexpr = min(M & -M, 16)
+    for first in tl.static_range(0, M, SIZE):
+        row += load_quads(pointer + first + lanes, 4, SIZE)
+    return row
+
+
+@triton.jit
+def _state_rows(pointer, channel, SIZE: tl.constexpr, D: tl.constexpr):
+    """Return pointers [SIZE / 4, BLOCK_D, 4] to SIZE states of channels in (M / 4, D, 4)."""
+    quad, j = tl.arange(0, SIZE // 4)[:, None, None], tl.arange(0, 4)[None, None, :]
+    pointers = pointer + (channel * 4)[None, :, None] + (quad * (4 * D) + j)
+    return tl.max_contiguous(pointers, [1, LANES_NEXT, 4])
+
+
+@triton.jit
+def load_states(pointer, channel, mask, D: tl.constexpr, M: tl.constexpr):
+    """Load a tuple of M states of channels from (M / 4, D, 4), by 16, 8 or 4 at once."""
+    SIZE: tl.constexpr = min(M & -M, 16)
+    states = ()
+    for first in tl.static_range(0, M, SIZE):
+        rows = _state_rows(pointer + first * D, channel, SIZE, D)
+        tile = tl.permute(tl.load(rows, mask=mask[None, :, None], other=0.0), (1, 0, 2))
+        states += columns(tl.reshape(tile, (channel.shape[0], SIZE)), SIZE)
+    return states
+
+
+@triton.jit
+def store_states(pointer, states, channel, mask, D: tl.constexpr, M: tl.constexpr):
+    """Store a tuple of M states of channels to (M / 4, D, 4), by 16, 8 or 4 at once."""
+    SIZE: tl.constexpr = min(M & -M, 16)
+    for first in tl.static_range(0, M, SIZE):
+        tile = join_columns(states[first : first + SIZE], SIZE)
+        tile = tl.permute(tl.reshape(tile, (channel.shape[0], SIZE // 4, 4)), (1, 0, 2))
+        rows = _state_rows(pointer + first * D, channel, SIZE, D)
+        tl.store(rows, tile, mask=mask[None, :, None])
+
+
+@triton.jit
+def full_states(value, M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return a tuple of M columns [BLOCK_D] of one value."""
+    states = ()
+    for _ in tl.static_range(M):
+        states += (tl.full((BLOCK_D,), value, tl.float32),)
+    return states
+
+
+@triton.jit
+def first_states(
+    entry_ptr, lane, channel, mask,
+    ENTRY: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the tuple of M states that a segment starts from, zeros unless ENTRY."""
+    if ENTRY:
+        return load_states(entry_ptr + lane * (M * D), channel, mask, D, M)
+    else:
+        return full_states(0.0, M, BLOCK_D)
+
+
+@triton.jit
+def load_rates(
+    rates_ptr, direction, channel, mask, D: tl.constexpr, M: tl.constexpr, MAMBA: tl.constexpr
+):
+    """Load the tuple of a direction's M decay rates, which Mamba alone has."""
+    if MAMBA:
+        return load_states(rates_ptr + direction * M * D, channel, mask, D, M)
+    else:
+        return ()
+
+
+@triton.jit
+def sums_over_channels(
+    values, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Return [16, 2^BITS] whose every row holds the sums of N columns [BLOCK_D], then zeros.
+
+    One matrix product: a butterfly of shuffles per column would cost more than the scan itself.
+    """
+    for _ in tl.static_range(N, 2**BITS):
+        values += (tl.zeros((BLOCK_D,), tl.float32),)
+    tile = for_product(join_columns(values, 2**BITS), PRECISION, FAST)
+    ones = tl.full((16, BLOCK_D), 1.0, tl.float32)
+    return tl.dot(ones, tile, input_precision=PRECISION)
+
+
+@triton.jit
+def store_sums(pointer, sums, count, BITS: tl.constexpr):
+    """Store the first ``count`` results of ``sums_over_channels``, next to each other."""
+    copy, n = tl.arange(0, 16), tl.arange(0, 2**BITS)
+    once = (copy == 0)[:, None] & (n < count)[None, :]
+    tl.store(pointer + 0 * copy[:, None] + n[None, :], sums, mask=once)
+
+
+@triton.jit
+def step_size(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
+    if MAMBA:  # a token that does not exist must not fade the state: its step is zero
+        return tl.where(mask, mamba.softplus(v), 0.0)
+    return longhorn_eps(v, tl.load(kappa_1_ptr), FAST)
+
+
+@triton.jit
+def step_size_and_slope(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
+    """Return the step size, and ddt over what ``retreat`` returns for it."""
+    if MAMBA:
+        return tl.where(mask, mamba.softplus(v), 0.0), tl.where(mask, mamba.sigmoid(v), 0.0)
+    decay, eps = decay_and_eps(v, tl.zeros_like(v), tl.load(kappa_1_ptr), FAST)
+    return eps, eps * (eps * decay)
+
+
+@triton.jit
+def advance(state, x, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr):
+    if MAMBA:
+        return mamba.advance(state, x, step, k, rates, M, FAST)
+    return longhorn_diagonal.advance(state, x, step, k, M)
+
+
+@triton.jit
+def fade(weights, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr):
+    if MAMBA:
+        return mamba.fade(weights, step, rates, M, FAST)
+    return longhorn_diagonal.fade(weights, step, k, M)
+
+
+@triton.jit
+def retreat(
+    grad, drates, state, x, step, k, q, dy, rates,
+    M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    if MAMBA:
+        return mamba.retreat(grad, drates, state, x, step, k, q, dy, rates, M, FAST)
+    before, recalled, dstep, dk, dq = longhorn_diagonal.retreat(grad, state, x, step, k, q, dy, M)
+    return before, drates, recalled, dstep, dk, dq
+
+
+@triton.jit
+def gate_backward(dout, z, y, FAST: tl.constexpr):
+    """Return the gradients of silu(z) y / 2 for y and z, given that of the result."""
+    s = half_sigmoid(z, FAST)
+    return dout * z * s, dout * y * s * (1.0 + z * (1.0 - 2.0 * s))
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def _pack_kernel(
+    q_ptr, k_ptr, rows_ptr, B, L,
+    q_stride_dir, q_stride_b, q_stride_l, q_stride_m,
+    k_stride_dir, k_stride_b, k_stride_l, k_stride_m,
+    STATES: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Pack keys and queries of TOKENS tokens into rows, float32: k, q, 1 + |k|^2.
+
+    rows (N, B, L rounded up, 2 M + 4), zero beyond L and STATES.
+    """
+    blocks = tl.cdiv(L, TOKENS)
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    direction, b = sequence // B, sequence % B
+    token, m = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_M)
+    mask = (token < L)[:, None] & (m < STATES)[None, :]
+    q_base = q_ptr + direction * q_stride_dir + b * q_stride_b
+    k_base = k_ptr + direction * k_stride_dir + b * k_stride_b
+    q_tile = q_base + token[:, None] * q_stride_l + m[None, :] * q_stride_m
+    k_tile = k_base + token[:, None] * k_stride_l + m[None, :] * k_stride_m
+    q = tl.load(q_tile, mask=mask, other=0.0).to(tl.float32)
+    k = tl.load(k_tile, mask=mask, other=0.0).to(tl.float32)
+    row = rows_ptr + (sequence * (blocks * TOKENS) + token) * (2 * M + 4)
+    inside = (m < M)[None, :]
+    tl.store(row[:, None] + m[None, :], k, mask=inside)
+    tl.store(row[:, None] + M + m[None, :], q, mask=inside)
+    tl.store(row + 2 * M, 1.0 + tl.sum(k * k, 1))
+
+
+@triton.jit
+def place_of_program(segments, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return which block, segment, direction and batch element a program has.
+
+    All in one dimension of the grid: the others end at 65,535.
+    """
+    blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    rest = tl.program_id(0) // blocks
+    sequence = rest // segments
+    direction = sequence // B
+    block, segment = tl.program_id(0) - rest * blocks, rest - sequence * segments
+    return block, segment, direction, (sequence - direction * B).to(tl.int64)
+
+
+# -------------------------------------------------------------------------------------- launchers
+
+
+def padded_states(states: int) -> int:
+    """Return M as the kernels see it: a multiple of 4, for 128-bit loads."""
+    return 4 * triton.cdiv(states, 4)
+
+
+def pack_rows(q: Tensor, k: Tensor) -> Tensor:
+    """Return keys and queries (N, B, L, M) as ``_pack_kernel`` packs them."""
+    N, B, L, states = k.shape
+    chunks, padded = triton.cdiv(L, INTERVAL), padded_states(states)
+    rows = torch.empty(N, B, chunks * INTERVAL, 2 * padded + _ROW_TAIL, device=k.device)
+    axes = ("dir", "b", "l", "m")
+    strides = {
+        f"{name}_stride_{axis}": stride
+        for name, tensor in (("q", q), ("k", k))
+        for axis, stride in zip(axes, tensor.stride(), strict=True)
+    }
+    # No fusion: of 1 + |k|^2, which is summed across lanes, they would differ in the last place.
+    launch(
+        _pack_kernel, chunks * N * B, k, num_warps=4, enable_fp_fusion=False, q_ptr=q, k_ptr=k,
+        rows_ptr=rows, B=B, L=L, **strides, STATES=states, M=padded,
+        BLOCK_M=triton.next_power_of_2(padded), TOKENS=INTERVAL,
+    )  # fmt: skip
+    return rows
+
+
+def by_quads(state: Tensor | None, padded: int) -> Tensor | None:
+    """Return states (B, D, M) as (B, M' / 4, D, 4), zero beyond M."""
+    if state is None:
+        return None
+    state = F.pad(state, (0, padded - state.shape[-1]))
+    return state.unflatten(-1, (-1, 4)).transpose(1, 2).contiguous()
+
+
+def from_quads(state: Tensor, states: int) -> Tensor:
+    """Return (B, M' / 4, D, 4) as (B, D, M)."""
+    return state.transpose(1, 2).flatten(2)[..., :states]
