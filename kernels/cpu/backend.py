@@ -208,6 +208,10 @@ class _Scan:
         self.dtype = _compute_dtype(x)
         self.channels = x.shape[-1]
         self.shape = (*x.shape[:3], _padded(self.channels), k.shape[-1])
+        if recurrence not in _RECURRENCES:
+            raise NotImplementedError(
+                f'the backend "cpu" does not serve the recurrence {recurrence}; use "reference"'
+            )
         self.recurrence, self.reverse = _RECURRENCES[recurrence], reverse
         self.x, self.dt = self.channels_last(x), self.channels_last(dt)
         self.q, self.k = _rows(q, self.dtype), _rows(k, self.dtype)

@@ -23,6 +23,10 @@ def _check_dtype(x: Tensor) -> None:
 
 
 def _check_states(k: Tensor, recurrence: str) -> None:
+    if recurrence not in _MOST_STATES:
+        raise NotImplementedError(
+            f'the backend "triton" does not serve the recurrence {recurrence}; use "reference"'
+        )
     most = _MOST_STATES[recurrence]
     if k.shape[-1] > most:
         raise NotImplementedError(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vil.kernels import backends, ops, reference
+from vil.kernels import backends, checks, ops, reference
 
 B, L, D, M, K = 2, 5, 3, 4, 4
 
@@ -283,3 +284,18 @@ def test_without_numba_falls_back_and_says_so_once(
         ) == 1
     finally:
         backends.automatic_backend.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_a_recurrence_that_a_backend_does_not_serve_is_named(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for one that was defined in ``reference.py`` a moment ago."""
+    pytest.importorskip({"cpu": "numba", "triton": "triton"}[backend])
+    monkeypatch.setattr(checks, "RECURRENCES", (*checks.RECURRENCES, "new"))
+    on_gpu = backend == "triton" and torch.cuda.is_available()
+    zeros = partial(torch.zeros, device="cuda" if on_gpu else "cpu")
+    x, q, D, z = zeros(2, 1, 3, 8), zeros(2, 1, 3, 4), zeros(2, 8), zeros(1, 3, 8)
+    message = f'"{backend}" does not serve the recurrence new; use "reference"'
+    with ops.use_backend(backend), pytest.raises(NotImplementedError, match=message):
+        ops.bidirectional_scan(x, x, None, q, q, D, D, z, "new")
