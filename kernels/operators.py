@@ -29,8 +29,19 @@ def _empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 
 def _to_operator(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
-    """Replace None, which an operator cannot return, by an empty tensor."""
-    return tuple(like.new_empty(0) if g is None else g.contiguous() for g in grads)
+    """Replace None, which an operator cannot return, by an empty tensor, and part by a copy.
+
+    Two outputs must not share memory, as dq and dk of one token of one sequence would.
+    """
+    return tuple(like.new_empty(0) if g is None else _of_its_own(g) for g in grads)
+
+
+def _of_its_own(tensor: Tensor) -> Tensor:
+    """Return the tensor if it is contiguous and all that is in its memory, else a copy that is."""
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes > 0
+    if whole and tensor.is_contiguous():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _from_operator(

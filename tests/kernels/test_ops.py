@@ -83,6 +83,30 @@ def test_bidirectional_scan_gradients(backend: str, recurrence: str) -> None:
     )
 
 
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("sizes", [(1, 1), (0, 5)], ids=["one token", "empty batch"])
+def test_gradients_where_parts_of_one_result_are_contiguous(
+    backend: str, recurrence: str, sizes: tuple[int, int]
+) -> None:
+    """Two outputs of an operator must not share memory."""
+    x, dt, A, q, k, *weights, _ = scan_arguments(recurrence)
+    tokens = [t[: sizes[0], : sizes[1]] for t in (x, dt, q, k)]
+    one = (*tokens[:2], A, *tokens[2:], *weights, None)
+    both = (*(None if t is None else torch.stack([t, t]) for t in one[:-1]), tokens[0])
+    for scan, arguments in (
+        (lambda *a: torch.ops.vil.scan(*a, recurrence, False)[0], one),
+        (lambda *a: ops.bidirectional_scan(*a, recurrence), both),
+    ):
+        found = []
+        for name in (backend, "reference"):
+            given = with_gradient(arguments)
+            with ops.use_backend(name):
+                scan(*given).square().sum().backward()
+            found.append([t.grad for t in given if t is not None])
+        for own, expected in zip(*found, strict=True):
+            torch.testing.assert_close(own, expected)
+
+
 @pytest.mark.usefixtures("backend")
 def test_convolution_gradients() -> None:
     arguments = with_gradient((randn(B, L, D), randn(2, D, K), randn(2, D)))
