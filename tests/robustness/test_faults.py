@@ -9,6 +9,9 @@ from tests.robustness.fault_cases import FAULTS, Fault
 from tests.robustness.fault_runs import Laboratory
 from tests.robustness.kills_runs import fork_server
 
+# One process makes the images and has the server (--dist loadgroup).
+pytestmark = pytest.mark.xdist_group("faults")
+
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
@@ -30,6 +33,7 @@ def test_every_fault_has_a_row() -> None:
     assert all("\n" not in name for name in names)
 
 
+@pytest.mark.slow
 def test_a_loss_is_seen(lab: Laboratory) -> None:
     """A run that ends with other weights is not called equal."""
     other = lab.run(None, "--run.seed", "1")
