@@ -9,9 +9,6 @@ from tests.robustness.fault_cases import FAULTS, Fault
 from tests.robustness.fault_runs import Laboratory
 from tests.robustness.kills_runs import fork_server
 
-# One process makes the images and has the server (--dist loadgroup).
-pytestmark = pytest.mark.xdist_group("faults")
-
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:

@@ -17,9 +17,6 @@ from tests.robustness.kills_runs import (
 )
 from tests.robustness.kills_torchrun import EPOCHS, kill_torchrun, stop_torchrun
 
-# One process makes the images and has the server (--dist loadgroup).
-pytestmark = pytest.mark.xdist_group("kills")
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
