@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ def _command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/checkout/experiments/some.py", "--jobs", "2"])
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_same_command_runs_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     runs = records.product(number=(1, 2), seed=(0, 1))
@@ -36,12 +39,30 @@ def test_the_same_command_runs_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
+    """In processes, which other tests do without."""
     record = records.Record(tmp_path / "r.json", {"steps": 3})
     runs = records.product(number=(1, 2), seed=(0,))
     assert records.run_all(record, double, runs, jobs=1, budget=Budget(0)) == 2
     assert record.rows == []
-    assert records.run_all(record, double, runs, jobs=2, budget=Budget(None)) == 0
+    assert records.run_all(record, double, runs, jobs=1, budget=Budget(None)) == 0
     assert sorted(row["doubled"] for row in record.rows) == [2, 4]
+
+
+both = threading.Barrier(2, timeout=30)
+
+
+def meet(number: int) -> records.Row:
+    both.wait()
+    return {"met": number}
+
+
+def test_as_many_runs_at_a_time_as_there_are_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "ProcessPoolExecutor", lambda jobs, **_: ThreadPoolExecutor(jobs))
+    record = records.Record(tmp_path / "r.json", {})
+    assert records.run_all(record, meet, records.product(number=(1, 2)), jobs=2) == 0
+    assert sorted(row["met"] for row in record.rows) == [1, 2]
 
 
 @pytest.mark.parametrize("part", ["settings", "environment"])

@@ -30,6 +30,7 @@ def test_every_fault_has_a_row() -> None:
     assert all("\n" not in name for name in names)
 
 
+@pytest.mark.slow
 def test_a_loss_is_seen(lab: Laboratory) -> None:
     """A run that ends with other weights is not called equal."""
     other = lab.run(None, "--run.seed", "1")

@@ -27,6 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow
 def test_killed_process_continues(root: Path) -> None:
     """However often it is killed; with and without loader processes the end is the same."""
     tally = kill_case(root, Case("folder", 0, 1), kills=4, seed=0)
@@ -35,6 +36,7 @@ def test_killed_process_continues(root: Path) -> None:
     assert not differing(tally.reference, left_alone(root, Case("folder", 2, 1)).reference)
 
 
+@pytest.mark.slow
 def test_continues_after_one_of_two_processes_is_killed(root: Path) -> None:
     """The other then fails, and both are started again."""
     tally = kill_case(root, Case("wds", 0, 2), kills=2, seed=0)

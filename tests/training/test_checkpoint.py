@@ -2,9 +2,10 @@
 
 import dataclasses
 import io
+import multiprocessing
 import os
-import subprocess
-import sys
+import re
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -256,14 +257,20 @@ def test_disk_without_locks_is_named_as_such(
 
 
 def test_folder_is_locked_against_other_processes(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from vil.training.files import lock_folder; "
-    code += "lock_folder(Path(sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    def lock_in_another_process() -> None:
+        # Forked: what starts anew imports for seconds.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            pool.submit(_lock, tmp_path).result()
+
     with lock_folder(tmp_path):
-        refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert f"{tmp_path} is in use by process {os.getpid()} on" in refused.stderr
-    assert subprocess.run(command, check=False).returncode == 0
+        told = re.escape(f"{tmp_path} is in use by process {os.getpid()} on")
+        with pytest.raises(OutputError, match=told):
+            lock_in_another_process()
+    lock_in_another_process()
+
+
+def _lock(folder: Path) -> None:
+    lock_folder(folder)
 
 
 def test_leftovers_of_killed_writes_are_removed(tmp_path: Path) -> None:

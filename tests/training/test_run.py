@@ -29,6 +29,7 @@ from vil.training.run.setup import Training
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.usefixtures("rendered")
 def test_run_leaves_everything_it_promises(
     config: TrainConfig, train: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path
 ) -> None:
@@ -55,8 +56,19 @@ def test_run_leaves_everything_it_promises(
     assert f"python eval.py {folder / 'best.pt'}" in printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize(("kind", "num_workers"), [("folder", 0), ("folder", 2), ("wds", 2)])
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "number"),
+    [
+        # Each signal and each way to load once, and every pair of them among the slow tests.
+        pytest.param(*way, number, marks=[] if SIGNALS.index(number) == i else pytest.mark.slow)
+        for i, way in enumerate(LOADING)
+        for number in SIGNALS
+    ],
+)
 def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
     config: TrainConfig,
     shard_config: TrainConfig,
@@ -520,7 +532,11 @@ def test_weights_of_another_program_are_loaded(tmp_path: Path) -> None:
     ("command", "code", "message"),
     [
         (["train_imagenet.py", "--config", "none.yaml"], 2, "error: --config none.yaml: No such"),
-        (["eval.py", "none.pt"], 2, "error: none.pt is no file, no folder, no hf-hub:NAME"),
+        # Imports PyTorch before it knows, for seconds.
+        pytest.param(
+            *(["eval.py", "none.pt"], 2, "error: none.pt is no file, no folder, no hf-hub:NAME"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["train", "eval"],
 )
