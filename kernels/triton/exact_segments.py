@@ -188,8 +188,12 @@ class Scan:
 
     Attributes:
         block_m: States of a channel as the kernels see them, a power of two.
+        block_d: Channels of a block.
         blocks: Blocks of channels.
         segments: S.
+        programs: Of the main kernel.
+        num_warps: Of each of these.
+        arguments: That all kernels take, by name.
     """
 
     def __init__(
@@ -232,11 +236,6 @@ class Scan:
             "REVERSE": self.reverse, "D": channels, "BLOCK_M": self.block_m,
             "FAST": tuning.fast(x.device), "PRECISION": tuning.dot_precision(x.dtype),
         }  # fmt: skip
-
-    def run(self, kernel: triton.JITFunction, **arguments: Tensor | None) -> None:
-        """Run the main kernel."""
-        arguments |= self.arguments | {"BLOCK_D": self.block_d, "num_warps": self.num_warps}
-        launch(kernel, self.programs, self.x, **arguments)
 
     def entries(self, start: Tensor | None, dout: Tensor | None) -> Tensor | None:
         """Return the state before every segment, (N, B, S, D, BLOCK_M), None for a zero state.

@@ -31,6 +31,7 @@ from vil.kernels.triton.exact_chunks import (
     store_states,
 )
 from vil.kernels.triton.exact_segments import Scan
+from vil.kernels.triton.launch import launch
 from vil.kernels.triton.layout import padded_tokens
 from vil.kernels.triton.tiles import (
     alive_row,
@@ -388,9 +389,10 @@ def forward(
     if save:
         chunks = triton.cdiv(L, tuning.CHUNK)
         states = torch.empty(*x.shape[:2], chunks, channels, scan.block_m, device=x.device)
-    scan.run(
-        _forward_kernel, skip_ptr=D.contiguous(), y_ptr=y_sum, out_ptr=out, states_ptr=states,
-        entry_ptr=scan.entries(initial_state, None), final_ptr=final_state,
+    launch(
+        _forward_kernel, scan.programs, x, num_warps=scan.num_warps, **scan.arguments,
+        skip_ptr=D.contiguous(), y_ptr=y_sum, out_ptr=out, states_ptr=states,
+        entry_ptr=scan.entries(initial_state, None), final_ptr=final_state, BLOCK_D=scan.block_d,
     )  # fmt: skip
     if length < L:
         out, y_sum = (None if t is None else t[:, :length].contiguous() for t in (out, y_sum))
@@ -449,10 +451,11 @@ def backward(
     )  # fmt: skip
     dskip, dbias = torch.empty(2, directions, B, scan.segments, channels, device=x.device)
     entries = scan.entries(dfinal, dout)
-    scan.run(
-        _backward_kernel, dout_ptr=dout, y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states,
-        entry_ptr=entries, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz,
-        sums_ptr=sums, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
+    launch(
+        _backward_kernel, scan.programs, x, num_warps=scan.num_warps, **scan.arguments,
+        dout_ptr=dout, y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states, entry_ptr=entries,
+        dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, sums_ptr=sums, dskip_ptr=dskip, dbias_ptr=dbias,
+        dinitial_ptr=dinitial, BLOCK_D=scan.block_d,
     )  # fmt: skip
     dq, dk = exact_keys.gradients(q, k, sums, scan.arguments)
     dx, ddt, dq, dk, dz = (
