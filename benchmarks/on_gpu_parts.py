@@ -43,9 +43,9 @@ class Part:
 _SECONDS = ("--seconds", "{seconds}")
 _GPU_TESTS = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
-    *("tests/kernels/test_on_gpu.py", "tests/kernels/test_shapes.py"),
+    *("tests/kernels/triton/test_on_gpu.py", "tests/kernels/triton/test_shapes.py"),
     # The next part.
-    "--deselect=tests/kernels/test_on_gpu.py::test_every_backend_agrees_with_the_reference",
+    "--deselect=tests/kernels/triton/test_on_gpu.py::test_every_backend_agrees_with_the_reference",
 )
 # Those of an aim and of long sequences first.
 _SHAPES = ("128,197,384", "8,6085,384", "64,197,768", "1,6085,384")

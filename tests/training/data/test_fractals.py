@@ -23,7 +23,7 @@ from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.recipes import flat_dict, read_recipe
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 CPU = torch.device("cpu")
 
 

@@ -26,7 +26,7 @@ from vil.training.run.engine import train_step as train_step_of_engine
 from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.setup import Training
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.usefixtures("rendered")

@@ -19,7 +19,7 @@ from vil.training.distributed import World, world_from_environment
 from vil.training.errors import ConfigError
 from vil.training.recipes import to_yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

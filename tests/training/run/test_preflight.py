@@ -15,7 +15,7 @@ from vil.training.options import MakeOptions
 from vil.training.recipes import load_config, read_recipe
 from vil.training.run.preflight import check_settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-RUN = Path(__file__).parent.parent / "emulator" / "run.py"
+RUN = Path(__file__).parents[2] / "emulator" / "run.py"
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,7 +17,7 @@ from vil.training.errors import OutputError
 from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.release import ReleaseConfig, release
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

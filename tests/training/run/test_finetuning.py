@@ -19,7 +19,7 @@ from vil.training.recipes import read_recipe
 from vil.training.run.resolve import suitable_batch
 from vil.training.run.setup import build_training
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.fixture
