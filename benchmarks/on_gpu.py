@@ -33,6 +33,9 @@ from pathlib import Path
 
 SETTINGS_FIRST = True  # for vil: the parts import torch, this only starts them
 
+if not __package__:
+    sys.exit("from the root of the checkout, run it as a module: python -m benchmarks.on_gpu")
+
 from benchmarks import on_gpu_report, wheels
 from benchmarks.on_gpu_parts import PARTS, ROOT
 
