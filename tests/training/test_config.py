@@ -316,6 +316,8 @@ def test_yaml_exponent_without_point_is_a_number(tmp_path: Path) -> None:
         ("lr: 1\n", "lr must be a section, got 1"),
         ("- lr\n", "must map sections to keys"),
         ("optim: {lr: [\n", "is not YAML"),
+        ("optim:\n  lr_base: 1.0\n  lr_base: 2.0\n", "lr_base stands 2 times.*line 2, column 3"),
+        ("optim:\n  lr_base: 1.0\ndata: {}\noptim:\n  eps: 1e-9\n", "optim stands 2 times"),
         ("optim:\n  lr_base: fast\n", "has a wrong value"),
         ("data:\n  batch_size: 12.5\n", "has a wrong value"),
         ("data:\n  dataset: cifar\n", "has a wrong value"),

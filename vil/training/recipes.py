@@ -71,6 +71,23 @@ def parse_arguments(
     return config
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """YAML's safe loader, but for a key that stands twice in a mapping, of which it takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping, each key once.
+
+        Raises:
+            ConstructorError: a key stands twice.
+        """
+        keys = [key.value for key, _ in node.value]
+        for (key, _), name in zip(node.value, keys, strict=True):
+            if keys.count(name) > 1:
+                where, problem = key.start_mark, f"{name} stands {keys.count(name)} times"
+                raise yaml.constructor.ConstructorError(None, None, problem, where)
+        return super().construct_mapping(node, deep)
+
+
 def read_recipe(path: Path) -> TrainConfig:
     """Read a YAML recipe on top of the defaults.
 
@@ -78,10 +95,10 @@ def read_recipe(path: Path) -> TrainConfig:
         path: The recipe: sections of TrainConfig, each with some of its fields.
 
     Raises:
-        ConfigError: the file is missing, not YAML, or has an unknown key or a wrong value.
+        ConfigError: the file is missing, not YAML, or has an unknown key, one twice, or a wrong value.
     """
     try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        sections = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader) or {}
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
