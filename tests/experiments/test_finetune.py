@@ -22,6 +22,7 @@ TOY = finetune.Experiment(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_toy_run_pretrains_chooses_and_reports(tmp_path: Path) -> None:
     finetune.execute(TOY, tmp_path / "finetune.json", tmp_path / "fractals", jobs=1)

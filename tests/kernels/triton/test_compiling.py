@@ -105,6 +105,7 @@ def test_processes_of_a_machine_compile_a_kernel_once(tmp_path: Path) -> None:
     assert [path.name for path in cache.glob("*.lock")] == ["vil.kernels.triton._pack_kernel.lock"]
 
 
+@pytest.mark.slow
 def test_kernels_compiled_ahead_are_those_that_launches_find(tmp_path: Path) -> None:
     names, found = map(json.loads, lines_of(start(AHEAD, tmp_path / "cache")))
     assert sorted(names) == ["_forward_kernel", "_forward_kernel", "_pack_kernel"]

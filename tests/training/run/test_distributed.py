@@ -90,6 +90,7 @@ def test_two_processes_equal_one(
             assert float(left[key]) == pytest.approx(float(right[key]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
     config: TrainConfig, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
     assert optimizer + len(checkpoint["run"]["bad_steps"]) == checkpoint["run"]["step"]
 
 
+@pytest.mark.slow
 def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_path: Path) -> None:
     endless = dataclasses.replace(
         config, schedule=dataclasses.replace(config.schedule, epochs=10_000)
