@@ -31,7 +31,9 @@ def _raise_to(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | Non
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
-def step_size(dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str) -> Tensor:
+def step_size(
+    dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str, key_norm: float = 1.0
+) -> Tensor:
     """Return eps (Longhorn paper, Theorem 3.1) or softplus(dt + bias) (Mamba).
 
     Args:
@@ -39,6 +41,7 @@ def step_size(dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str) -> Te
         k: Keys, (..., M).
         bias: Added to dt, (D,) or broadcastable to it.
         recurrence: One of ``RECURRENCES``.
+        key_norm: What stands for |k|^2 in eps is ``key_norm`` |k|^2; Mamba's step has no such term.
 
     Returns:
         (..., D); for Longhorn in [0, 1).
@@ -47,7 +50,7 @@ def step_size(dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str) -> Te
     if recurrence == "mamba":
         return F.softplus(v)
     beta = torch.sigmoid(v)
-    return beta / (1 + beta * k.square().sum(-1, keepdim=True))
+    return beta / (1 + beta * (key_norm * k.square().sum(-1, keepdim=True)))
 
 
 def advance(
@@ -94,6 +97,7 @@ def scan(
     initial_state: Tensor | None,
     recurrence: str,
     reverse: bool,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Scan one direction with any of the recurrences (formulas at the top of this file).
 
@@ -108,13 +112,14 @@ def scan(
         initial_state: (B, D, M), zeros if None.
         recurrence: One of ``RECURRENCES``.
         reverse: Scan from the last token to the first.
+        key_norm: As of ``step_size``.
 
     Returns:
         y (B, L, D) in the dtype of x, and the final state (B, D, M) in the dtype computed in.
     """
     out_dtype, dtype = x.dtype, _compute_dtype(x)
     x, dt, A, q, k, D, bias, state = _raise_to(dtype, x, dt, A, q, k, D, bias, initial_state)
-    step = step_size(dt, k, bias, recurrence)
+    step = step_size(dt, k, bias, recurrence, key_norm)
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2])
     outputs = [x[:, 0]] * x.shape[1]  # every entry is replaced
@@ -141,6 +146,7 @@ def bidirectional_scan(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> Tensor:
     """Scan index 0 forward and index 1 in reverse, average the two and gate: silu(z) (y0 + y1) / 2.
 
@@ -156,6 +162,7 @@ def bidirectional_scan(
         bias: Added to dt, (2, D).
         z: Gate before its SiLU, shared by the directions, (B, L, D).
         recurrence: One of ``RECURRENCES``.
+        key_norm: As of ``step_size``.
 
     Returns:
         (B, L, D) in the dtype of x.
@@ -166,26 +173,37 @@ def bidirectional_scan(
     for i, reverse in enumerate((False, True)):
         A_i = None if A_c is None else A_c[i]
         y, _ = scan(
-            x_c[i], dt_c[i], A_i, q_c[i], k_c[i], D_c[i], bias_c[i], None, recurrence, reverse
-        )
+            x_c[i], dt_c[i], A_i, q_c[i], k_c[i], D_c[i], bias_c[i], None, recurrence, reverse,
+            key_norm,
+        )  # fmt: skip
         y_sum = y_sum + y
     return (F.silu(z_c) * y_sum / 2).to(x.dtype)
 
 
-def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def causal_conv1d_bidirectional(
+    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
+) -> Tensor:
     """Convolve every channel over time, causally (index 0) and anti-causally (index 1), then SiLU.
 
     Index 1 is the causal convolution of the reversed sequence, reversed back: its tap K - 1 meets
     token t and tap 0 meets token t + K - 1 (Vision Mamba's ``conv1d`` and ``conv1d_b``).
 
+    With an ``order`` time is its positions, and a token's result is that of where it stands. Of P
+    positions each holds a token t >= 0, or nothing (-1), which is zeros and makes none of the result,
+    or a token t that takes no part (-2 - t): it stands there as zeros, and its result is zeros. Every
+    token has one position. Sequences that must not see each other stand K - 1 empty positions apart.
+
     Args:
         x: (B, L, D).
         weight: Taps of the two directions, (2, D, K).
         bias: (2, D).
+        order: int32 (B, P), or (1, P) for all batch elements; the tokens as they are if None.
 
     Returns:
         (2, B, L, D) in the dtype of x.
     """
+    if order is not None:
+        return _convolve_in_order(x, weight, bias, order)
     dtype = _compute_dtype(x)
     x_c, weight, bias = _raise_to(dtype, x, weight, bias)
     length, taps = x.shape[1], weight.shape[-1]
@@ -196,6 +214,17 @@ def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tens
         out[0] = out[0] + weight[0, :, tap] * padded[:, tap : tap + length]
         out[1] = out[1] + weight[1, :, tap] * padded[:, ahead : ahead + length]
     return F.silu(torch.stack(out)).to(x.dtype)
+
+
+def _convolve_in_order(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
+    order = order.to(torch.int64).expand(x.shape[0], -1)
+    nobody = x.shape[1]  # where empty positions read zeros from and write to
+    token = torch.where(order < 0, nobody, order)
+    read = F.pad(x, (0, 0, 0, 1)).take_along_dim(token[..., None], 1)
+    y = causal_conv1d_bidirectional(read, weight, bias)
+    y = torch.where((order >= 0)[..., None], y, 0)
+    out = y.new_zeros(2, x.shape[0], nobody + 1, x.shape[2])
+    return out.scatter(2, token[None, ..., None].expand_as(y), y)[:, :, :-1]
 
 
 def _gradients(
@@ -254,14 +283,19 @@ def bidirectional_scan_backward(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
     inputs = (x, dt, A, q, k, D, bias, z)
-    return _gradients(lambda *tensors: bidirectional_scan(*tensors, recurrence), inputs, grad)
+    return _gradients(
+        lambda *tensors: bidirectional_scan(*tensors, recurrence, key_norm), inputs, grad
+    )
 
 
 def causal_conv1d_bidirectional_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    return _gradients(causal_conv1d_bidirectional, (x, weight, bias), grad)
+    return _gradients(
+        lambda *tensors: causal_conv1d_bidirectional(*tensors, order), (x, weight, bias), grad
+    )
