@@ -76,7 +76,8 @@ class Variant(VisionLonghorn):
             class_token_at: Where in the sequence the class token stands.
             **kwargs: Of ``VisionLonghorn``.
         """
-        super().__init__(**kwargs)
+        # Another grid's layout is made for a class token in the middle.
+        super().__init__(**{"grid_aware": class_token_at == "middle", **kwargs})
         self.class_token_at = class_token_at
         for i, block in enumerate(self.blocks):
             if scalar_beta:
@@ -93,12 +94,13 @@ class Variant(VisionLonghorn):
             patterns.add(f"{mixer}.parametrizations.{name}.original")
         return patterns
 
-    def _embed(self, x: Tensor) -> Tensor:
-        x = super()._embed(x)
-        if self.class_token_at == "middle":
-            return x
-        x = super()._class_token_first(x)
-        return x if self.class_token_at == "first" else torch.cat([x[:, 1:], x[:, :1]], dim=1)
+    def _sequence(self, x: Tensor, grid: list[int]) -> tuple[Tensor, list[int]]:
+        x, numbers = super()._sequence(x, grid)
+        if self.class_token_at != "middle":
+            x = super()._class_token_first(x)
+        if self.class_token_at == "last":
+            x = torch.cat([x[:, 1:], x[:, :1]], dim=1)
+        return x, numbers
 
     def _class_token_first(self, x: Tensor) -> Tensor:
         if self.class_token_at == "middle":

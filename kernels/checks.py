@@ -1,8 +1,11 @@
 """Argument checks of the operators: every error names the argument, what it was and must be."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from vil.kernels.grid import Grid
 from vil.kernels.reference import RECURRENCES
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -118,7 +121,17 @@ def check_bidirectional(
     _check(z, "z", "B, L, D", tuple(x.shape[1:]), (x.dtype,), x)
 
 
-def check_conv(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+def _check_order(order: Tensor | None, like: Tensor, batch: int) -> None:
+    if order is None:
+        return
+    if order.ndim != 2 or order.shape[0] not in (1, batch):
+        raise ValueError(
+            f"order must have shape (B, P) or (1, P) with B = {batch}, got {tuple(order.shape)}"
+        )
+    _check(order, "order", "B, P", tuple(order.shape), (torch.int32,), like)
+
+
+def check_conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> None:
     """Check the arguments of ``causal_conv1d_bidirectional``."""
     _check_activation(x, "x", "B, L, D")
     if x.shape[1] < 1:
@@ -126,6 +139,7 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor) -> None:
     dtypes = _parameter_dtypes(x)
     _check_taps(weight, "weight", x.shape[2], dtypes, x)
     _check(bias, "bias", "2, D", (2, x.shape[2]), dtypes, x)
+    _check_order(order, x, x.shape[0])
 
 
 def check_mixer(
@@ -138,6 +152,8 @@ def check_mixer(
     A: Tensor | None,
     D: Tensor,
     recurrence: str,
+    grid: Sequence[int] | None = None,
+    valid: Tensor | None = None,
 ) -> None:
     """Check the arguments of ``vil::mixer``."""
     check_recurrence(recurrence, A)
@@ -164,3 +180,18 @@ def check_mixer(
     if A is not None:
         _check(A, "A", "2, E, M", (2, inner, states), dtypes, xz)
     _check(D, "D", "2, E", (2, inner), dtypes, xz)
+    _check_grid(xz, grid, valid)
+
+
+def _check_grid(xz: Tensor, grid: Sequence[int] | None, valid: Tensor | None) -> None:
+    if grid is None:
+        if valid is not None:
+            raise ValueError("valid must be None where grid is None")
+        return
+    if len(grid) != len(Grid._fields) or min(grid[:8]) < 1 or grid[8] not in (0, 1):
+        raise ValueError(f"grid must be {Grid._fields}, all positive, got {tuple(grid)}")
+    own = Grid(*grid)
+    if own.length != xz.shape[1]:
+        raise ValueError(f"grid has {own.length} tokens, and xz {xz.shape[1]}")
+    if valid is not None:
+        _check(valid, "valid", "B, H W", (xz.shape[0], own.H * own.W), (torch.bool,), xz)

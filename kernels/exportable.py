@@ -24,10 +24,11 @@ def bidirectional_scan(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> Tensor:
-    """Return the same as ``ops.bidirectional_scan``; arguments as there, inference only."""
+    """Return the same as ``reference.bidirectional_scan``; arguments as there, inference only."""
     directions, B, L, channels = x.shape
-    step = reference.step_size(dt, k, bias[:, None, None], recurrence)
+    step = reference.step_size(dt, k, bias[:, None, None], recurrence, key_norm)
 
     def time_first(tensor: Tensor) -> Tensor:  # (2, B, L, C) -> (L, 2, B, C), each in scan order
         return torch.stack((tensor[0], tensor[1].flip(1))).permute(2, 0, 1, 3)

@@ -6,9 +6,13 @@ gets them. What the backward pass needs of the forward pass are further outputs 
 Letters as in ``ops.py``.
 """
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from vil.kernels import grid_conv
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
     check_bidirectional,
@@ -17,6 +21,8 @@ from vil.kernels.checks import (
     check_single,
     state_dtype,
 )
+from vil.kernels.grid import Layout, layout_of, without_missing
+from vil.kernels.step_area import Steps
 
 
 def _empty(tensor: Tensor) -> Tensor:
@@ -62,12 +68,14 @@ def _bidirectional_saving(
     z: Tensor,
     recurrence: str,
     save: bool,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a backend's ``bidirectional_scan`` and what it saves for the backward pass.
 
     That is y_sum and states if ``save`` and the backend saves anything, else empty tensors.
     """
-    backend, inputs = backend_for(x.device, x.dtype), (x, dt, A, q, k, D, bias, z, recurrence)
+    backend = backend_for(x.device, x.dtype)
+    inputs = (x, dt, A, q, k, D, bias, z, recurrence, key_norm)
     if save and backend.saved_shapes(x, k, recurrence) is not None:
         return backend.bidirectional_scan_saving(*inputs)
     out = backend.bidirectional_scan(*inputs).contiguous()
@@ -97,12 +105,12 @@ def _bidirectional_gradients(
     y_sum: Tensor,
     states: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return a backend's gradients of ``bidirectional_scan``, from what was saved if anything was."""
-    backend, inputs = backend_for(x.device, x.dtype), (x, dt, A, q, k, D, bias, z)
-    if states.numel():
-        return backend.bidirectional_scan_backward(grad, *inputs, recurrence, (y_sum, states))
-    return backend.bidirectional_scan_backward(grad, *inputs, recurrence)
+    backend, inputs = backend_for(x.device, x.dtype), (x, dt, A, q, k, D, bias, z, recurrence)
+    saved = {"saved": (y_sum, states)} if states.numel() else {}
+    return backend.bidirectional_scan_backward(grad, *inputs, key_norm=key_norm, **saved)
 
 
 @torch.library.custom_op("vil::scan", mutates_args=())
@@ -241,36 +249,39 @@ _bidirectional_scan.register_autograd(_bidirectional_autograd, setup_context=_bi
 
 
 @torch.library.custom_op("vil::causal_conv1d_bidirectional", mutates_args=())
-def _conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    check_conv(x, weight, bias)
-    return backend_for(x.device, x.dtype).causal_conv1d_bidirectional(x, weight, bias).contiguous()
+def _conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
+    check_conv(x, weight, bias, order)
+    backend = backend_for(x.device, x.dtype)
+    return backend.causal_conv1d_bidirectional(x, weight, bias, order).contiguous()
 
 
 @_conv.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    check_conv(x, weight, bias)
+def _(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
+    check_conv(x, weight, bias, order)
     return x.new_empty((2, *x.shape))
 
 
 @torch.library.custom_op("vil::causal_conv1d_bidirectional_backward", mutates_args=())
 def _conv_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     backend = backend_for(x.device, x.dtype)
-    return _to_operator(backend.causal_conv1d_bidirectional_backward(grad, x, weight, bias), x)
+    grads = backend.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
+    return _to_operator(grads, x)
 
 
 @_conv_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(x), _empty(weight), _empty(bias)
 
 
-def _conv_setup(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _conv_setup(ctx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.ops.vil.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors))
+def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.vil.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors)
+    return (*grads, None)
 
 
 _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
@@ -281,7 +292,7 @@ _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
 # queries, scan and gate. One operator, because what its backward pass needs is more than what it is
 # cheapest to keep: the input, the small projections and the states of the scan are saved; the
 # convolution and the step sizes, each as large as the input, are computed again, as in Mamba's fused
-# block. E channels of the scan, R rank of the step size.
+# block. Of tokens on another grid than the trained one, ``grid.py`` says what changes. E channels of the scan, R rank of the step size.
 
 
 def _project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
@@ -299,6 +310,16 @@ def _split(projected: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor, Tensor
     return low, dt, q, k
 
 
+_layout_of = functools.lru_cache(64)(layout_of)  # the same for every block
+
+
+def _layout(
+    grid: Sequence[int] | None, taps: int, device: torch.device, valid: Tensor | None
+) -> Layout:
+    layout = _layout_of(None if grid is None else tuple(grid), taps, device)
+    return layout if valid is None else without_missing(layout, valid, grid[-1])
+
+
 @torch.library.custom_op("vil::mixer", mutates_args=())
 def _mixer(
     xz: Tensor,
@@ -311,22 +332,31 @@ def _mixer(
     D: Tensor,
     recurrence: str,
     save: bool,
+    grid: Sequence[int] | None = None,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_mixer(xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence)
+    check_mixer(
+        xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, grid, valid
+    )  # fmt: skip
     x, z = xz.chunk(2, dim=-1)
     backend = backend_for(x.device, x.dtype)
+    layout = _layout(grid, conv_weight.shape[2], x.device, valid)
+    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     with torch.autocast(x.device.type, enabled=False):
-        x = backend.causal_conv1d_bidirectional(x, conv_weight, conv_bias)
-        projected = _project(x, x_proj_weight)
+        x = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
+        projected = _project(x, steps.x_proj_weight)
         _, dt, q, k = _split(projected, dt_weight)
-        out, y_sum, states = _bidirectional_saving(x, dt, A, q, k, D, dt_bias, z, recurrence, save)
+        out, y_sum, states = _bidirectional_saving(
+            x, dt, steps.A, q, k, D, dt_bias, z, recurrence, save, steps.key_norm
+        )
     return out, projected if save else x.new_empty(0), y_sum, states
 
 
 @_mixer.register_fake
 def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_mixer(*inputs[:-1])
-    xz, _, _, x_proj_weight, dt_weight, *_, recurrence, save = inputs
+    check_mixer(*inputs[:9], *inputs[10:])
+    xz, _, _, x_proj_weight, dt_weight = inputs[:5]
+    recurrence, save = inputs[8:10]
     B, L, E = *xz.shape[:2], xz.shape[2] // 2
     columns = x_proj_weight.shape[1]
     x = xz.new_empty(2, B, L, E)
@@ -350,34 +380,50 @@ def _mixer_backward(
     y_sum: Tensor,
     states: Tensor,
     recurrence: str,
+    grid: Sequence[int] | None,
+    valid: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, z = xz.chunk(2, dim=-1)
     backend = backend_for(x.device, x.dtype)
+    layout = _layout(grid, conv_weight.shape[2], x.device, valid)
+    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     with torch.autocast(x.device.type, enabled=False):
-        convolved = backend.causal_conv1d_bidirectional(x, conv_weight, conv_bias)
+        convolved = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         if not projected.numel():
-            projected = _project(convolved, x_proj_weight)
+            projected = _project(convolved, steps.x_proj_weight)
         low, dt, q, k = _split(projected, dt_weight)
         dx, ddt, dA, dq, dk, dD, dbias, dz = _bidirectional_gradients(
-            grad, convolved, dt, A, q, k, D, dt_bias, z, y_sum, states, recurrence
+            grad,
+            convolved,
+            dt,
+            steps.A,
+            q,
+            k,
+            D,
+            dt_bias,
+            z,
+            y_sum,
+            states,
+            recurrence,
+            steps.key_norm,
         )
         ddt, low = ddt.flatten(1, 2), low.flatten(1, 2)
         d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
         d_dt_weight = torch.bmm(ddt.mT, low)
         d_projected = torch.cat((d_low, dk.flatten(1, 2), dq.flatten(1, 2)), dim=-1)
         d_x_proj_weight = torch.bmm(d_projected.mT, convolved.flatten(1, 2))
-        dx = torch.baddbmm(dx.flatten(1, 2), d_projected, x_proj_weight.to(dx.dtype))
-        dx, d_conv_weight, d_conv_bias = backend.causal_conv1d_bidirectional_backward(
-            dx.view(convolved.shape), x, conv_weight, conv_bias
+        dx = torch.baddbmm(dx.flatten(1, 2), d_projected, steps.x_proj_weight.to(dx.dtype))
+        dx, d_conv_weight, d_conv_bias = grid_conv.backward(
+            backend, dx.view(convolved.shape), x, conv_weight, conv_bias, layout
         )
     gradients = (
         torch.cat((dx, dz), dim=-1),
         d_conv_weight,
         d_conv_bias,
-        d_x_proj_weight.to(x_proj_weight.dtype),
+        steps.undo_x_proj(d_x_proj_weight.to(x_proj_weight.dtype)),
         d_dt_weight.to(dt_weight.dtype),
         dbias,
-        dA,
+        steps.undo_A(dA),
         dD,
     )
     return _to_operator(gradients, xz)
@@ -389,17 +435,17 @@ def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
 
 
 def _mixer_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.recurrence, _ = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.recurrence, _, ctx.grid, valid = inputs[8:]
+    ctx.save_for_backward(*inputs[:8], *output[1:], valid)
     ctx.set_materialize_grads(False)
 
 
 def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     if grad is None:
-        return (None,) * 10
-    inputs = ctx.saved_tensors
-    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence)
-    return (*_from_operator(grads, inputs[:8]), None, None)
+        return (None,) * 12
+    *inputs, valid = ctx.saved_tensors
+    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid, valid)
+    return (*_from_operator(grads, tuple(inputs[:8])), *(None,) * 4)
 
 
 _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)

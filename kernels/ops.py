@@ -154,14 +154,21 @@ def bidirectional_scan(
     return torch.ops.vil.bidirectional_scan(*tensors, recurrence, save)[0]
 
 
-def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def causal_conv1d_bidirectional(
+    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
+) -> Tensor:
     """Convolve every channel causally (index 0) and anti-causally (index 1), then SiLU.
+
+    With an ``order`` neighbours are those of P positions, of which each holds a token t >= 0, or nothing
+    (-1), or a token t that takes no part (-2 - t): nobody meets it, and its result is zeros. Every
+    token has one position. Sequences that must not see each other stand K - 1 empty positions apart.
 
     Args:
         x: (B, L, D), float64, float32, bfloat16 or float16, any strides.
         weight: (2, D, K), dtype of x or float32. Tap K - 1 meets the token itself and tap 0 the
             one K - 1 tokens before (index 0) or after (index 1) it.
         bias: (2, D), dtype of x or float32.
+        order: int32 (B, P), or (1, P) for all batch elements; the tokens as they are if None.
 
     Returns:
         (2, B, L, D) in the dtype of x.
@@ -169,4 +176,4 @@ def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tens
     Raises:
         ValueError: A shape, dtype or device disagrees.
     """
-    return torch.ops.vil.causal_conv1d_bidirectional(x, weight, bias)
+    return torch.ops.vil.causal_conv1d_bidirectional(x, weight, bias, order)

@@ -40,16 +40,20 @@ from timm.models import (
 )
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_args, update_model_input_size
+from timm.models.naflexvit import global_pool_naflex
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.convert import convert_official_vim, is_official_vim
+from vil.kernels.grid import places
+from vil.masks import boxes, valid_patches
 from vil.mixer import BidirectionalMixer, Recurrence
 from vil.patch_embed import OverlapPatchEmbed
 from vil.state_dicts import (
     checkpoint_filter_fn,
     refuse_another_architecture,
     resized_pos_embed,
+    trained_grid_of,
 )
 
 __all__ = ["VisionLonghorn"]
@@ -85,9 +89,11 @@ class Block(nn.Module):
         self.mixer = BidirectionalMixer(dim, **mixer_args, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return tokens (B, L, C) plus what the mixer makes of them."""
-        return x + self.drop_path(self.mixer(self.norm(x)))
+    def forward(
+        self, x: Tensor, grid: list[int] | None = None, valid: Tensor | None = None
+    ) -> Tensor:
+        """Return tokens (B, L, C) plus what the mixer makes of them; arguments as of the mixer."""
+        return x + self.drop_path(self.mixer(self.norm(x), grid, valid))
 
 
 @torch.fx.wrap
@@ -120,6 +126,7 @@ class VisionLonghorn(nn.Module):
     """
 
     dynamic_img_size: Final[bool]
+    grid_aware: Final[bool]
 
     def __init__(
         self,
@@ -140,6 +147,8 @@ class VisionLonghorn(nn.Module):
         fc_norm: bool | None = None,
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
+        trained_grid: tuple[int, int] | None = None,
+        grid_aware: bool = True,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -169,6 +178,11 @@ class VisionLonghorn(nn.Module):
             dynamic_img_size: Take images of any size of whole patches, resampling the position
                 embedding for those of another size than ``img_size``; if False, refuse these.
             dynamic_img_pad: Pad images to whole patches.
+            trained_grid: Rows and columns of patches that the convolution's taps and the step sizes
+                are in units of; if None, those of ``img_size`` where patches do not overlap. Weights
+                that are loaded bring theirs.
+            grid_aware: At another grid than ``trained_grid``, measure the distance of the taps and
+                the step sizes in patches of that one (``grid.py``); if False, in those that there are.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
             drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
@@ -192,7 +206,9 @@ class VisionLonghorn(nn.Module):
         self.num_prefix_tokens = 1 if class_token else 0
         self.has_class_token = class_token
         self.global_pool = self._checked_pool(global_pool)
+        self.d_conv = d_conv
         self.dynamic_img_size = dynamic_img_size
+        self.grid_aware = grid_aware
         self.grad_checkpointing = False
 
         self.patch_embed = OverlapPatchEmbed(
@@ -205,6 +221,7 @@ class VisionLonghorn(nn.Module):
             strict_img_size=not dynamic_img_size,
             **dd,
         )
+        self.trained_grid = self._checked_grid(trained_grid)
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
@@ -245,6 +262,16 @@ class VisionLonghorn(nn.Module):
             'global_pool="token" needs class_token=True'
         )
         return global_pool
+
+    def _checked_grid(self, trained_grid: tuple[int, int] | None) -> tuple[int, int]:
+        if trained_grid is None:
+            sizes = zip(self.patch_embed.img_size, self.patch_embed.patch_size, strict=True)
+            trained_grid = tuple(-(size // -patch) for size, patch in sizes)
+        if len(trained_grid) != 2 or any(operator.index(size) < 1 for size in trained_grid):
+            raise ValueError(
+                f"trained_grid must be (rows, columns), each at least 1, got {trained_grid}"
+            )
+        return (trained_grid[0], trained_grid[1])
 
     @torch.jit.ignore
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
@@ -353,6 +380,8 @@ class VisionLonghorn(nn.Module):
             )
             self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
+        # Construction would derive it from the new size.
+        update_model_args(self, trained_grid=self.trained_grid)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -385,6 +414,9 @@ class VisionLonghorn(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):  # not where the caller gave a dict of its own
             destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
+        # A tensor, which no format of files leaves out; weights without one are of their own grid.
+        if self.grid_aware and self.trained_grid != tuple(self.patch_embed.grid_size):
+            destination[prefix + "trained_grid"] = torch.tensor(self.trained_grid)
 
     def _load_from_state_dict(
         self,
@@ -402,40 +434,56 @@ class VisionLonghorn(nn.Module):
             converted = convert_official_vim(state_dict, prefix)
             state_dict.clear()
             state_dict.update(converted)
-        name = prefix + "pos_embed"
-        if name in state_dict:
-            try:
+        name, trained_grid = prefix + "pos_embed", state_dict.pop(prefix + "trained_grid", None)
+        try:
+            if name in state_dict:
                 grid = local_metadata.get("grid_size")
-                state_dict[name] = resized_pos_embed(state_dict[name], self, grid)
-            except ValueError as error:
-                error_msgs.append(str(error))
+                state_dict[name], grid = resized_pos_embed(state_dict[name], self, grid)
+                self.trained_grid = grid
+            if trained_grid is not None:
+                self.trained_grid = trained_grid_of(trained_grid)
+            update_model_args(self, trained_grid=self.trained_grid)
+        except ValueError as error:
+            error_msgs.append(str(error))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _embed(self, x: Tensor) -> Tensor:
-        """Return the tokens of images (B, in_chans, height, width), class token in the middle."""
+    def _embed(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        """Return what ``_sequence`` does, of images (B, in_chans, height, width)."""
         _assert(
             x.shape[1] == self.in_chans,
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
         )
         x = self.patch_embed(x)
+        return self._sequence(x.flatten(1, 2), [x.shape[1], x.shape[2]])
+
+    def _sequence(self, x: Tensor, grid: list[int]) -> tuple[Tensor, list[int]]:
+        """Return patches (B, N, C) of a grid with their positions, class token in the middle.
+
+        And what the blocks need to know of the grid.
+        """
         pos_embed = self.pos_embed
         if self.dynamic_img_size:
             own_grid = self.patch_embed.grid_size
             pos_embed = _pos_embed_of_grid(
-                pos_embed,
-                [x.shape[1], x.shape[2]],
-                [own_grid[0], own_grid[1]],
-                self.num_prefix_tokens,
+                pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
             )
-        x = x.flatten(1, 2)
         if self.cls_token is None:
-            return self.pos_drop(x + pos_embed)
-        x = x + pos_embed[:, 1:]
-        class_token = (self.cls_token + pos_embed[:, :1]).expand(x.shape[0], -1, -1)
-        middle = x.shape[1] // 2
-        return self.pos_drop(torch.cat([x[:, :middle], class_token, x[:, middle:]], dim=1))
+            x = x + pos_embed
+        else:
+            x = x + pos_embed[:, 1:]
+            class_token = (self.cls_token + pos_embed[:, :1]).expand(x.shape[0], -1, -1)
+            middle = x.shape[1] // 2
+            x = torch.cat([x[:, :middle], class_token, x[:, middle:]], dim=1)
+        return self.pos_drop(x), self._grid(grid)
+
+    def _grid(self, grid: list[int]) -> list[int]:
+        """Return the numbers of ``kernels.grid.Grid`` of (H, W)."""
+        trained = [self.trained_grid[0], self.trained_grid[1]] if self.grid_aware else grid
+        patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
+        stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
+        return grid + trained + patch + stride + [self.num_prefix_tokens]
 
     def _class_token_first(self, x: Tensor) -> Tensor:
         if self.cls_token is None:
@@ -471,14 +519,65 @@ class VisionLonghorn(nn.Module):
         patches = self._class_token_first(tokens)[:, self.num_prefix_tokens :]
         return rearrange(patches, "b (h w) c -> b c h w", h=H, w=W)
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Return the normalised tokens (B, L, C) of images, class token first."""
-        x = self._embed(x)
+    @torch.jit.ignore
+    def _masked_tokens(
+        self, x: Tensor, mask: Tensor, take_indices: list[int], num_blocks: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return tokens (B, L, C) after chosen blocks and after the last, and which are valid, (B, L).
+
+        Class token first, zeros where the mask has none.
+        """
+        patches = self.patch_embed(x)
+        H, W = patches.shape[1:3]
+        valid = valid_patches(mask, x, (H, W), self.patch_embed.patch_size, self.patch_embed.stride)
+        patches, prefix = patches.flatten(1, 2), self.num_prefix_tokens
+        results = [patches.new_zeros(len(x), prefix + H * W, self.embed_dim)] * (
+            len(take_indices) + 1
+        )
+        for box in boxes(valid):
+            tokens, grid = self._sequence(patches[box.images[:, None], box.patches], list(box.size))
+            place, middle = places(box.valid, prefix)
+            place = torch.cat([middle, place], 1) if prefix else place
+            missing = None if box.valid.all() else box.valid
+            if missing is not None:
+                tokens = self._class_token_first(tokens)
+                tokens = tokens.scatter(1, place[..., None].expand_as(tokens), tokens)
+            taken = []
+            for i, block in enumerate(self.blocks[:num_blocks]):
+                call = partial(checkpoint, block) if self.grad_checkpointing else block
+                tokens = call(tokens, grid, missing)
+                taken += [tokens] if i in take_indices else []
+            present = torch.cat([box.valid.new_ones(len(place), prefix), box.valid], 1)[..., None]
+            where = torch.cat([box.patches.new_zeros(len(place), prefix), box.patches + prefix], 1)
+            for i, out in enumerate((*taken, tokens)):
+                out = torch.where(present, out.take_along_dim(place[..., None], 1), 0)
+                results[i] = results[i].index_put(
+                    (box.images[:, None], where), out.to(results[i].dtype)
+                )
+        return results, torch.cat([valid.new_ones(len(x), prefix), valid.flatten(1)], 1)
+
+    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the normalised tokens (B, L, C) of images, class token first.
+
+        Args:
+            x: Images, (B, in_chans, height, width).
+            mask: As of ``forward``; the tokens of patches that it leaves out are zeros.
+        """
+        if isinstance(mask, Tensor):
+            return self._masked_features(x, mask)[0]
+        x, grid = self._embed(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq(self.blocks, x)
+            x = checkpoint_seq([partial(block, grid=grid) for block in self.blocks], x)
         else:
-            x = self.blocks(x)
+            for block in self.blocks:
+                x = block(x, grid)
         return self.norm(self._class_token_first(x))
+
+    @torch.jit.ignore
+    def _masked_features(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what ``forward_features`` does and which patches (B, N) are valid."""
+        (tokens,), valid = self._masked_tokens(x, mask, [], len(self.blocks))
+        return self._normalised(tokens, valid), valid[:, self.num_prefix_tokens :]
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Pool tokens (B, L, C) to (B, C), or leave them where pooling is "".
@@ -495,9 +594,28 @@ class VisionLonghorn(nn.Module):
         x = self.head_drop(self.fc_norm(self.pool(x)))
         return x if pre_logits else self.head(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits (B, num_classes) of images (B, in_chans, height, width)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return logits (B, num_classes) of images.
+
+        Args:
+            x: Images, (B, in_chans, height, width).
+            mask: Of images that are padded to one size: True, or not 0, where a pixel belongs to its
+                image, (B, height, width) as transformers' pixel_mask, or where a patch does,
+                (B, H, W). The result is that of each image alone, as large as the box around what is
+                its own. Not for programs that are scripted, traced or exported.
+
+        Raises:
+            ValueError: The mask has another shape, or leaves an image without a patch.
+        """
+        if isinstance(mask, Tensor):
+            return self._masked_logits(x, mask)
         return self.forward_head(self.forward_features(x))
+
+    @torch.jit.ignore
+    def _masked_logits(self, x: Tensor, mask: Tensor) -> Tensor:
+        x, valid = self._masked_features(x, mask)
+        x = global_pool_naflex(x, valid, self.global_pool, self.num_prefix_tokens)
+        return self.head(self.head_drop(self.fc_norm(x)))
 
     def forward_intermediates(
         self,
@@ -509,6 +627,7 @@ class VisionLonghorn(nn.Module):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
         output_dict: bool = False,
+        mask: Tensor | None = None,
     ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
         """Return the residual stream after chosen blocks, and the final tokens.
 
@@ -522,6 +641,7 @@ class VisionLonghorn(nn.Module):
             intermediates_only: Return the intermediates alone.
             output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
                 asked for) and image_features (unless intermediates_only).
+            mask: As of ``forward``; what it leaves out is zeros.
 
         Returns:
             (final tokens (B, L, C) as of ``forward_features``, intermediates), or as asked for.
@@ -532,14 +652,14 @@ class VisionLonghorn(nn.Module):
         assert output_fmt in ("NCHW", "NLC"), f"output_fmt must be NCHW or NLC, got {output_fmt!r}"
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         height, width = x.shape[-2:]
-        x = self._embed(x)
-        taps = []
-        for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
-            recompute = self.grad_checkpointing and not torch.jit.is_scripting()
-            x = checkpoint(block, x) if recompute else block(x)
-            if i in take_indices:
-                tap = self._class_token_first(x)
-                taps.append(self.norm(tap) if norm else tap)
+        num_blocks = max_index + 1 if stop_early else len(self.blocks)
+        if isinstance(mask, Tensor):
+            (*taps, x), valid = self._masked_tokens(x, mask, take_indices, num_blocks)
+        else:
+            taps, x = self._intermediate_tokens(x, take_indices, num_blocks)
+            valid = None
+        if norm:
+            taps = [self._normalised(tap, valid) for tap in taps]
 
         prefix = [tap[:, : self.num_prefix_tokens] for tap in taps]
         spatial = [tap[:, self.num_prefix_tokens :] for tap in taps]
@@ -554,12 +674,29 @@ class VisionLonghorn(nn.Module):
             if with_prefix:
                 result["image_intermediates_prefix"] = prefix
             if not intermediates_only:
-                result["image_features"] = self.norm(self._class_token_first(x))
+                result["image_features"] = self._normalised(x, valid)
             return result
         intermediates = list(zip(spatial, prefix, strict=True)) if with_prefix else spatial
         if intermediates_only:
             return intermediates
-        return self.norm(self._class_token_first(x)), intermediates
+        return self._normalised(x, valid), intermediates
+
+    def _intermediate_tokens(
+        self, x: Tensor, take_indices: list[int], num_blocks: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return tokens (B, L, C) after chosen blocks and after the last, class token first."""
+        x, grid = self._embed(x)
+        taps = []
+        for i, block in enumerate(self.blocks[:num_blocks]):
+            recompute = self.grad_checkpointing and not torch.jit.is_scripting()
+            x = checkpoint(block, x, grid) if recompute else block(x, grid)
+            if i in take_indices:
+                taps.append(self._class_token_first(x))
+        return taps, self._class_token_first(x)
+
+    def _normalised(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        tokens = self.norm(tokens)
+        return tokens if valid is None else torch.where(valid[..., None], tokens, 0)
 
     def get_intermediate_layers(
         self,

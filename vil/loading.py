@@ -226,7 +226,10 @@ def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:
     """Say what became of the weights."""
     source = weights.state_dict
     taken, resampled, new = 0, [], []
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for key, value in model.state_dict().items():
+        if key not in tensors:  # a record beside the weights
+            continue
         if key in missing:
             new.append(f"{key} {tuple(value.shape)}")
         elif key not in source or _same(source[key], value):  # or renamed by the model's filter

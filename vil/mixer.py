@@ -14,7 +14,9 @@ from timm.layers import is_exportable
 from torch import Tensor, nn
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
-from vil.kernels import exportable, reference
+from vil.kernels import exportable, grid_conv, reference
+from vil.kernels.grid import layout_of
+from vil.kernels.step_area import Steps
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
 
@@ -134,12 +136,20 @@ class BidirectionalMixer(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix tokens (B, L, C) -> (B, L, C)."""
+    def forward(
+        self, x: Tensor, grid: list[int] | None = None, valid: Tensor | None = None
+    ) -> Tensor:
+        """Mix tokens (B, L, C) -> (B, L, C).
+
+        Args:
+            x: Tokens.
+            grid: Where they stand, the numbers of ``kernels.grid.Grid``; behind one another if None.
+            valid: Patches of the grid that are not missing, bool (B, H W); None if none are.
+        """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
         if self.exportable:
-            return self.out_proj(self._plain(xz, A))
+            return self.out_proj(self._plain(xz, A, grid))
         y = torch.ops.vil.mixer(
             xz,
             self.conv_weight,
@@ -151,18 +161,22 @@ class BidirectionalMixer(nn.Module):
             self.D,
             self.recurrence,
             self.training,  # evaluation keeps nothing; a backward pass then computes it again
+            grid,
+            valid,
         )[0]
         return self.out_proj(y)
 
-    def _plain(self, xz: Tensor, A: Tensor | None) -> Tensor:
+    def _plain(self, xz: Tensor, A: Tensor | None, grid: list[int] | None) -> Tensor:
         """Compute ``vil::mixer`` in operations that ONNX knows: (B, L, 2E) -> (B, L, E)."""
         B, L, _ = xz.shape
         x, z = xz.chunk(2, dim=-1)
-        x = reference.causal_conv1d_bidirectional(x, self.conv_weight, self.conv_bias)
-        projected = torch.bmm(x.flatten(1, 2), self.x_proj_weight.transpose(1, 2))
+        layout = layout_of(grid, self.conv_weight.shape[2], x.device)
+        x = grid_conv.forward(reference, x, self.conv_weight, self.conv_bias, layout)
+        steps = Steps(self.x_proj_weight, self.dt_weight, A, self.recurrence, layout.area)
+        projected = torch.bmm(x.flatten(1, 2), steps.x_proj_weight.transpose(1, 2))
         dt, k, q = projected.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt = torch.bmm(dt, self.dt_weight.transpose(1, 2)).unflatten(1, (B, L))  # (2, B, L, E)
         k, q = k.unflatten(1, (B, L)), q.unflatten(1, (B, L))  # (2, B, L, M)
         return exportable.bidirectional_scan(
-            x, dt, A, q, k, self.D, self.dt_bias, z, self.recurrence
+            x, dt, steps.A, q, k, self.D, self.dt_bias, z, self.recurrence, steps.key_norm
         )

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models._input import get_pretrained_grid_size
 from torch import Tensor, nn
@@ -32,8 +33,13 @@ def refuse_another_architecture(
     raise RuntimeError(f"{difference}; vil.load(path) builds the model that a checkpoint is of")
 
 
-def resized_pos_embed(pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
+def resized_pos_embed(
+    pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None
+) -> tuple[Tensor, tuple[int, int]]:
     """Resample (1, L, C) from its grid, or from a square one where that is None, to the model's.
+
+    Returns:
+        The position embedding, and the grid that it was of.
 
     Raises:
         ValueError: The grid is None and not to be told from the number of patches, or not that of
@@ -63,13 +69,27 @@ def resized_pos_embed(pos_embed: Tensor, model: nn.Module, grid: tuple[int, int]
             f"grid of {own_grid}; build the model with the checkpoint's img_size, load, then call "
             "set_input_size"
         )
-    return resample_abs_pos_embed(
+    grid = tuple(grid or (side, side))
+    resampled = resample_abs_pos_embed(
         pos_embed,
         new_size=own_grid,
-        old_size=grid or (side, side),
+        old_size=grid,
         num_prefix_tokens=model.num_prefix_tokens,
         verbose=True,
     )
+    return resampled, grid
+
+
+def trained_grid_of(recorded: Tensor) -> tuple[int, int]:
+    """Return the ``trained_grid`` that a state dict has beside its weights.
+
+    Raises:
+        ValueError: It is no pair of positive integers.
+    """
+    sizes = recorded.tolist() if recorded.shape == (2,) and not recorded.is_floating_point() else []
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"trained_grid must be two positive integers, got {recorded}")
+    return (sizes[0], sizes[1])
 
 
 def _grid_of_arguments(
@@ -101,7 +121,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
         model: That is to load it.
 
     Returns:
-        A state dict with the names, shapes and grid of the model.
+        A state dict with the names, shapes and grid of the model, and the grid of the checkpoint as
+        ``trained_grid``, unless that has one.
 
     Raises:
         ValueError: The position embedding is of a grid that cannot be told, or the checkpoint is of
@@ -124,6 +145,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
         own = adapted._metadata.get("", {})
         patches = pos_embed.shape[1] - model.num_prefix_tokens
         grid = own.get("grid_size") or _grid_of_arguments(model, weight, patches)
-        adapted["pos_embed"] = resized_pos_embed(pos_embed, model, grid)
+        adapted["pos_embed"], grid = resized_pos_embed(pos_embed, model, grid)
+        adapted.setdefault("trained_grid", torch.tensor(grid))
         adapted._metadata[""] = own | {"grid_size": model.patch_embed.grid_size}
     return adapted

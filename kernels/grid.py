@@ -1,0 +1,229 @@
+"""Tokens on another grid than the trained one, or with some missing: how they are convolved and how far they step.
+
+The taps of the convolution have learnt what lies one, two and three patches before a token, and the step
+size how much a patch writes. On a finer grid, of larger images or a smaller stride, both must be measured
+in patches of the trained grid. With r the tokens of the grid for each of the trained one, along a side:
+
+    distance    Tap j of a token in column c meets column c - j r of its row; beyond the row's end, that
+                of the row r away. Every n-th row and column, n = floor(r), is a sequence of its own, in
+                which the distance is j r / n: where that is no integer, between the two nearest.
+    class token Patches pass over it, and its own taps meet the patches in the middle of which the
+                centres of the trained grid's patches lie that stand before and after it there.
+    step        Divided by the number of tokens for each of the trained grid (``step_area.py``).
+
+At the trained grid there is nothing to do. Patches that are missing stand behind the others in the
+sequence and take no part in the convolution: they have no key, no query and no value, and nobody comes
+after them.
+
+Letters: B batch, H W the grid, n = H W patches, K taps, T taps once resampled, P positions in the order,
+U tokens that the class token reads.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """What ``grid_conv.py`` and ``step_area.py`` need to know of a grid."""
+
+    order: Tensor | None = None
+    """Of the tokens, int32 (B, P) or (1, P), as of ``reference.causal_conv1d_bidirectional``."""
+    taps: Tensor | None = None
+    """Shares of the K taps in the T that the convolution has, float32 (K, T)."""
+    class_reads: Tensor | None = None
+    """Tokens that the class token reads, first itself, int64 (B, U) or (1, U); U = 0 if there is none."""
+    class_shares: Tensor | None = None
+    """Their shares in its taps, float32 (B, 2, K, U) or (1, 2, K, U)."""
+    area: float = 1.0
+    """Tokens for each of the trained grid."""
+
+
+class Grid(NamedTuple):
+    """A grid of patches and the trained one; an operator takes its numbers as a list."""
+
+    H: int
+    W: int
+    trained_H: int
+    trained_W: int
+    patch_height: int
+    patch_width: int
+    stride_height: int
+    stride_width: int
+    class_token: int
+    """1 if one stands in the middle of the sequence, else 0."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self.H * self.W + self.class_token
+
+    def quotients(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return how many tokens there are for each of the trained grid, by rows and by columns.
+
+        As numerator and denominator. Patches that overlap end before the last stride does, so their
+        number alone would be too small.
+        """
+        rows = self.H * self.stride_height + self.patch_height - self.stride_height
+        columns = self.W * self.stride_width + self.patch_width - self.stride_width
+        return (
+            (rows, self.trained_H * self.stride_height),
+            (columns, self.trained_W * self.stride_width),
+        )
+
+
+def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layout:
+    """Return how the tokens of a whole grid are convolved, and the area of a step.
+
+    Args:
+        grid: The numbers of a ``Grid``; None for tokens behind one another.
+        taps: Taps K of the convolution.
+        device: Of the tokens.
+    """
+    if grid is None:
+        return Layout()
+    grid = Grid(*map(operator.index, grid))
+    if grid[:2] == grid[2:4]:
+        return Layout()
+    rows, columns = grid.quotients()
+    phases = max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1)
+    resampling = _resampling(taps, columns[0], columns[1] * phases[1])
+    reads: list[int] = []
+    shares: list[list[list[float]]] = [[[] for _ in range(taps)] for _ in range(2)]
+    if grid.class_token:
+        reads, shares = _class_token_reads(grid, taps)
+    return Layout(
+        _by_phases(grid, phases, len(resampling[0]) - 1, device),
+        torch.tensor(resampling, device=device),
+        torch.tensor([reads], dtype=torch.int64, device=device),
+        torch.tensor([shares], device=device),
+        rows[0] / rows[1] * (columns[0] / columns[1]),
+    )
+
+
+def _resampling(taps: int, numerator: int, denominator: int) -> list[list[float]]:
+    """Return the (K, T) shares by which K taps at multiples of a quotient are T neighbouring ones."""
+    width = -((taps - 1) * numerator // -denominator) + 1
+    shares = [[0.0] * width for _ in range(taps)]
+    for distance in range(taps):
+        nearer, rest = divmod(distance * numerator, denominator)
+        row = shares[taps - 1 - distance]
+        row[width - 1 - nearer] += 1 - rest / denominator
+        if rest:
+            row[width - 2 - nearer] += rest / denominator
+    return shares
+
+
+def _by_phases(grid: Grid, phases: tuple[int, int], gap: int, device: torch.device) -> Tensor:
+    """Return the order (1, P) of tokens, those of a phase behind one another, ``gap`` apart from others."""
+    H, W, class_token = grid.H, grid.W, grid.class_token
+    number = torch.arange(H * W, device=device)
+    phase = number // W % phases[0] * phases[1] + number % W % phases[1]
+    patch = torch.argsort(phase * (H * W) + number)
+    positions = H * W + (phases[0] * phases[1] - 1) * gap + class_token
+    order = torch.full((positions,), -1, dtype=torch.int32, device=device)
+    order[number + phase[patch] * gap] = _token(patch, H * W, class_token).to(torch.int32)
+    if class_token:
+        order[positions - 1] = -2 - H * W // 2
+    return order[None]
+
+
+def _token(patch: Tensor, patches: int, class_token: int) -> Tensor:
+    """Return which tokens of a whole grid patches are, by their numbers by rows."""
+    return patch + (patch >= patches // 2).to(patch.dtype) * class_token
+
+
+def _patch(token: Tensor, patches: int, class_token: int) -> Tensor:
+    """Return which patches tokens of a whole grid are."""
+    return token - (token > patches // 2).to(token.dtype) * class_token
+
+
+def _around(center: float, size: int) -> list[tuple[int, float]]:
+    """Return the one or two places of a side that a point is at or between, and their shares."""
+    center = min(max(center, 0.0), size - 1.0)
+    first = math.floor(center)
+    share = center - first
+    if share < 1e-6:
+        return [(first, 1.0)]
+    return [(first, 1 - share), (first + 1, share)]
+
+
+def _class_token_reads(grid: Grid, taps: int) -> tuple[list[int], list[list[list[float]]]]:
+    """Return which U tokens the class token's taps read, and their shares (2, K, U)."""
+    (rows, per_row), (columns, per_column) = grid.quotients()
+    middle, trained_middle = grid.H * grid.W // 2, grid.trained_H * grid.trained_W // 2
+    tokens, reads = [middle], [(0, taps - 1, 0, 1.0), (1, taps - 1, 0, 1.0)]
+    for direction in range(2):
+        for distance in range(1, taps):
+            old = trained_middle + (distance - 1 if direction == 1 else -distance)
+            if not 0 <= old < grid.trained_H * grid.trained_W:
+                continue
+            row, column = old // grid.trained_W + 0.5, old % grid.trained_W + 0.5
+            y = row * rows / per_row - grid.patch_height / (2 * grid.stride_height)
+            x = column * columns / per_column - grid.patch_width / (2 * grid.stride_width)
+            for i, row_share in _around(y, grid.H):
+                for j, column_share in _around(x, grid.W):
+                    token = i * grid.W + j + int(i * grid.W + j >= middle)
+                    if token not in tokens:
+                        tokens.append(token)
+                    share = row_share * column_share
+                    reads.append((direction, taps - 1 - distance, tokens.index(token), share))
+    shares = [[[0.0] * len(tokens) for _ in range(taps)] for _ in range(2)]
+    for direction, tap, place, share in reads:
+        shares[direction][tap][place] += share
+    return tokens, shares
+
+
+def places(valid: Tensor, class_token: int) -> tuple[Tensor, Tensor]:
+    """Return where the tokens of a grid with missing patches stand in the sequence.
+
+    Args:
+        valid: Patches that are not missing, bool (B, n).
+        class_token: 1 if one is to stand in the middle of these, else 0.
+
+    Returns:
+        The place of each patch, int64 (B, n), the missing ones last; and of the class token, (B, 1).
+    """
+    count = valid.sum(1, keepdim=True)
+    number = torch.where(valid, valid.cumsum(1) - 1, count + (~valid).cumsum(1) - 1)
+    middle = count // 2
+    return number + (number >= middle).to(torch.int64) * class_token, middle
+
+
+def without_missing(layout: Layout, valid: Tensor, class_token: int) -> Layout:
+    """Return the layout of a grid of which some patches are missing.
+
+    Args:
+        layout: Of the whole grid.
+        valid: Patches that are not missing, bool (B, n); the sequence is as of ``places``.
+        class_token: 1 if there is one, else 0.
+    """
+    (B, n), device = valid.shape, valid.device
+    place, middle = places(valid, class_token)
+    if layout.order is None:
+        tokens = torch.arange(n + class_token, device=device)
+        present = tokens < valid.sum(1, keepdim=True) + class_token
+        return Layout(torch.where(present, tokens, -2 - tokens).to(torch.int32))
+    order = layout.order.repeat(B, 1)
+    filled = (layout.order[0] >= 0).nonzero().flatten()
+    patch = _patch(layout.order[0, filled].to(torch.int64), n, class_token)
+    # In each phase the valid patches move up to where the missing ones were.
+    phase = F.pad((filled.diff() > 1).cumsum(0), (1, 0))
+    rank = phase * (2 * n) + (~valid[:, patch]).to(torch.int64) * n + torch.arange(n, device=device)
+    entries = torch.where(valid, place, -2 - place).gather(1, patch[rank.argsort(1)])
+    order[:, filled] = entries.to(torch.int32)
+    if not class_token:
+        return layout._replace(order=order)
+    order[:, -1:] = (-2 - middle).to(torch.int32)
+    read = _patch(layout.class_reads[0, 1:], n, class_token)
+    present = F.pad(valid[:, read], (1, 0), value=True)
+    return layout._replace(
+        order=order,
+        class_reads=torch.cat([middle, place[:, read]], 1),
+        class_shares=layout.class_shares * present[:, None, None],
+    )

@@ -1,0 +1,104 @@
+"""The mixer's convolution at another grid than its taps were learnt on, around a backend's.
+
+Two things are left to do besides an order of the tokens (``reference.causal_conv1d_bidirectional``).
+Where the distance of the taps is no integer, each is shared out between two: the backend gets ``weight @
+taps``. And the class token, which stands where no patch does, meets means of patches: it takes no part in
+the order, and is convolved here, K U products of a token each for B tokens of B L.
+
+Letters: B batch, L tokens, D channels, K taps, T taps once resampled, P positions of the order, U tokens
+that the class token reads, the first of them itself, all different.
+"""
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vil.kernels.grid import Layout
+
+
+def forward(
+    backend: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    layout: Layout,
+) -> Tensor:
+    """Convolve both ways, then SiLU.
+
+    Args:
+        backend: That has ``causal_conv1d_bidirectional``; the result is differentiable if its is.
+        x: (B, L, D).
+        weight: Taps as they were learnt, (2, D, K).
+        bias: (2, D).
+        layout: Of the tokens.
+
+    Returns:
+        (2, B, L, D) in the dtype of x.
+    """
+    out = backend.causal_conv1d_bidirectional(
+        x, _resampled(weight, layout.taps), bias, layout.order
+    )
+    reads, shares = layout.class_reads, layout.class_shares
+    if reads is None or not reads.numel():
+        return out
+    _, v = _class_token(x, weight, bias, reads, shares)
+    place = reads[:, :1].expand(len(x), 1)[None, :, :, None].expand(2, -1, -1, x.shape[2])
+    return out.scatter_(2, place, F.silu(v).to(out.dtype)[:, :, None])
+
+
+def backward(
+    backend: ModuleType,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    layout: Layout,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``forward`` for x, weight and bias, the same in every run.
+
+    Args:
+        backend: As in ``forward``, this and all others but for ``grad``.
+        grad: Gradient of the output, (2, B, L, D).
+        x: As in ``forward``.
+        weight: As in ``forward``.
+        bias: As in ``forward``.
+        layout: As in ``forward``.
+    """
+    dx, dweight, dbias = backend.causal_conv1d_bidirectional_backward(
+        grad, x, _resampled(weight, layout.taps), bias, layout.order
+    )
+    if layout.taps is not None:
+        dweight = (dweight @ layout.taps.to(dweight.dtype).mT).to(weight.dtype)
+    reads, shares = layout.class_reads, layout.class_shares
+    if reads is None or not reads.numel():
+        return dx, dweight, dbias
+    read, v = _class_token(x, weight, bias, reads, shares)
+    place = reads.expand(len(x), -1)[..., None].expand(-1, -1, x.shape[2])
+    own = place[None, :, :1].expand(2, -1, -1, -1)
+    s = torch.sigmoid(v)
+    dv = grad.gather(2, own)[:, :, 0].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
+    dread = dv[:, :, None] * weight.to(v.dtype).mT[:, None]  # (2, B, K, D)
+    dtokens = torch.einsum("bgku,gbkd->bud", shares.to(v.dtype).expand(len(x), -1, -1, -1), dread)
+    dx = dx.scatter(1, place, (dx.gather(1, place).to(v.dtype) + dtokens).to(dx.dtype))
+    dweight = dweight + torch.einsum("gbd,gbkd->gdk", dv, read).to(dweight.dtype)
+    return dx, dweight, dbias + dv.sum(1).to(dbias.dtype)
+
+
+def _resampled(weight: Tensor, taps: Tensor | None) -> Tensor:
+    if taps is None:
+        return weight
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return weight.to(dtype) @ taps.to(dtype)
+
+
+def _class_token(
+    x: Tensor, weight: Tensor, bias: Tensor, reads: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    tokens = x.take_along_dim(reads[..., None], 1).to(dtype)  # (B, U, D)
+    read = torch.einsum("bgku,bud->gbkd", shares.to(dtype).expand(len(x), -1, -1, -1), tokens)
+    v = (read * weight.to(dtype).mT[:, None]).sum(2) + bias.to(dtype)[:, None]
+    return read, v

@@ -1,0 +1,259 @@
+"""Tokens on another grid than the trained one: against the definition by addresses, and at its limits."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from vil.kernels import grid_conv, ops, reference
+from vil.kernels.grid import Grid, layout_of, places, without_missing
+from vil.kernels.step_area import Steps
+
+CPU = torch.device("cpu")
+K, D = 4, 3
+
+
+def grid_of(
+    H: int, W: int, trained: tuple[int, int], patch: int = 4, stride: int = 4, class_token: int = 1
+) -> Grid:
+    return Grid(H, W, *trained, patch, patch, stride, stride, class_token)
+
+
+def parameters(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(2, D, K, dtype=torch.float64, generator=generator)
+    return weight, torch.randn(2, D, dtype=torch.float64, generator=generator)
+
+
+def tokens(grid: Grid, batch: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, grid.length, D, dtype=torch.float64, generator=generator)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: Grid) -> Tensor:
+    return grid_conv.forward(reference, x, weight, bias, layout_of(grid, weight.shape[2], CPU))
+
+
+def by_address(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+    """Convolve maps (B, H, W, D) of no class token, whose ratios are integers, patch by patch."""
+    B, H, W, _ = x.shape
+    out = bias[:, None, None, None].expand(2, B, H, W, D).clone()
+    for direction, i, j, distance in itertools.product((0, 1), range(H), range(W), range(K)):
+        row, column = i, j + distance * columns * (1 if direction == 1 else -1)
+        while column < 0:
+            row, column = row - rows, column + W
+        while column >= W:
+            row, column = row + rows, column - W
+        if 0 <= row < H:
+            out[direction, :, i, j] += weight[direction, :, K - 1 - distance] * x[:, row, column]
+    return torch.nn.functional.silu(out)
+
+
+@pytest.mark.parametrize("ratio", [(1, 2), (2, 2), (3, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("trained", [(2, 3), (3, 2), (4, 4)])
+def test_taps_meet_the_patch_that_lies_where_it_did(
+    trained: tuple[int, int], ratio: tuple[int, int]
+) -> None:
+    rows, columns = ratio
+    H, W = trained[0] * rows, trained[1] * columns
+    grid = grid_of(H, W, trained, class_token=0)
+    x, (weight, bias) = tokens(grid), parameters()
+    expected = by_address(x.unflatten(1, (H, W)), weight, bias, rows, columns)
+    torch.testing.assert_close(convolve(x, weight, bias, grid).unflatten(2, (H, W)), expected)
+
+
+def test_a_ratio_that_is_no_integer_is_between_the_two_nearest() -> None:
+    """At 1.5 a tap meets half of the patch one to the left and half of that two to the left."""
+    grid = grid_of(1, 12, (1, 8), class_token=0)
+    weight, bias = torch.zeros(2, D, K, dtype=torch.float64), torch.zeros(2, D).double()
+    weight[:, :, K - 2] = 1.0
+    x = tokens(grid)
+    silu, out = torch.nn.functional.silu, convolve(x, weight, bias, grid)
+    torch.testing.assert_close(out[0, :, 2:], silu((x[:, 1:-1] + x[:, :-2]) / 2))
+    torch.testing.assert_close(out[1, :, :-2], silu((x[:, 1:-1] + x[:, 2:]) / 2))
+
+
+@pytest.mark.parametrize("size", [1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.25])
+def test_a_straight_line_of_values_is_met_where_it_says(size: float) -> None:
+    """Taps of one patch: the value met is the column less the ratio, wherever no row ends."""
+    W = round(size * 8)
+    grid = grid_of(1, W, (1, 8), class_token=0)
+    weight, bias = torch.zeros(2, D, K, dtype=torch.float64), torch.zeros(2, D).double()
+    weight[0, :, 1], weight[1, :, 2] = 1.0, 1.0
+    column = torch.arange(W, dtype=torch.float64) + 100  # far from where SiLU is no line
+    out = convolve(column[None, :, None].expand(1, W, D).contiguous(), weight, bias, grid)
+    margin = 4 * max(int(size), 1)
+    torch.testing.assert_close(out[0, 0, margin:, 0], (column - 2 * size)[margin:])
+    torch.testing.assert_close(out[1, 0, :-margin, 0], (column + size)[:-margin])
+
+
+def test_the_trained_grid_is_left_alone() -> None:
+    layout = layout_of(grid_of(4, 6, (4, 6)), K, CPU)
+    assert layout == layout_of(None, K, CPU)
+    assert layout.area == 1.0
+
+
+def test_class_token_meets_the_centres_of_the_trained_patches() -> None:
+    """Of a finer grid whose tokens repeat those of the trained one it meets the same as there."""
+    trained = grid_of(4, 4, (4, 4))
+    x, (weight, bias) = tokens(trained), parameters()
+    middle = 8
+    expected = reference.causal_conv1d_bidirectional(x, weight, bias)[:, :, middle]
+    maps = torch.cat([x[:, :middle], x[:, middle + 1 :]], 1).unflatten(1, (4, 4))
+    for ratio in (2, 3):
+        finer = maps.repeat_interleave(ratio, 1).repeat_interleave(ratio, 2).flatten(1, 2)
+        half = finer.shape[1] // 2
+        finer = torch.cat([finer[:, :half], x[:, middle : middle + 1], finer[:, half:]], 1)
+        out = convolve(finer, weight, bias, grid_of(4 * ratio, 4 * ratio, (4, 4)))
+        torch.testing.assert_close(out[:, :, half], expected)
+
+
+def test_patches_at_half_the_stride_are_the_trained_ones_every_second() -> None:
+    """Overlapping patches: 7 x 7 of the size of 4 x 4 are at twice the distance, not 7 / 4 times it."""
+    grid = grid_of(7, 7, (4, 4), patch=4, stride=2)
+    layout = layout_of(grid, K, CPU)
+    assert layout.area == 4.0
+    assert torch.equal(layout.taps, torch.eye(K))
+    maps = tokens(grid)[:, :49].unflatten(1, (7, 7))
+    coarse, class_token = maps[:, ::2, ::2].flatten(1, 2), tokens(grid)[:, 49:]
+    own = torch.cat([coarse[:, :8], class_token, coarse[:, 8:]], 1)
+    finer = maps.flatten(1, 2)
+    finer = torch.cat([finer[:, :24], class_token, finer[:, 24:]], 1)
+    weight, bias = parameters()
+    out = convolve(finer, weight, bias, grid)
+    expected = reference.causal_conv1d_bidirectional(own, weight, bias)
+    torch.testing.assert_close(out[:, :, 24], expected[:, :, 8])
+    patches = torch.cat([out[:, :, :24], out[:, :, 25:]], 2).unflatten(2, (7, 7))[:, :, ::2, ::2]
+    alone = reference.causal_conv1d_bidirectional(coarse, weight, bias)
+    torch.testing.assert_close(patches.flatten(2, 3), alone)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (6, 7), (3, 3), (2, 9), (16, 4), (1, 1)])
+def test_every_token_has_one_position_and_shares_add_up(size: tuple[int, int]) -> None:
+    for class_token in (0, 1):
+        grid = grid_of(*size, (4, 4), class_token=class_token)
+        layout = layout_of(grid, K, CPU)
+        entries = layout.order[0][layout.order[0] != -1]
+        named = torch.where(entries < 0, -2 - entries, entries).sort().values
+        assert torch.equal(named, torch.arange(grid.length, dtype=torch.int32))
+        torch.testing.assert_close(layout.taps.sum(1), torch.ones(K))
+        if class_token:
+            assert len(set(layout.class_reads[0].tolist())) == layout.class_reads.shape[1]
+            torch.testing.assert_close(layout.class_shares.sum(-1), torch.ones(1, 2, K))
+
+
+def test_area_is_the_number_of_tokens_for_each_trained_one() -> None:
+    assert layout_of(grid_of(8, 8, (4, 4)), K, CPU).area == 4.0
+    assert layout_of(grid_of(6, 6, (4, 4)), K, CPU).area == 2.25
+    assert layout_of(grid_of(2, 4, (4, 4)), K, CPU).area == 0.5
+
+
+def scanned(recurrence: str, area: float, repeats: int, scale: float) -> Tensor:
+    """Return the state after a token that was split into equal ones, read by all queries."""
+    generator = torch.Generator().manual_seed(2)
+    x, dt = torch.randn(2, 1, 1, 1, D, dtype=torch.float64, generator=generator)
+    k = scale * torch.randn(1, 1, 1, 4, dtype=torch.float64, generator=generator)
+    start = torch.randn(1, D, 4, dtype=torch.float64, generator=generator)
+    A = (
+        -torch.rand(1, D, 4, dtype=torch.float64, generator=generator)
+        if "mamba" in recurrence
+        else None
+    )
+    dt = dt - 4 if recurrence == "mamba" else dt
+    weight = torch.ones(1, 9, 1, dtype=torch.float64)  # of steps of rank 1, keys and queries
+    steps = Steps(weight, torch.empty(1, D, 1), A, recurrence, area)
+    k_factor, q_factor = steps.x_proj_weight[0, 1, 0], steps.x_proj_weight[0, 5, 0]
+    k = (k * k_factor).expand(1, 1, repeats, 4)[0]
+    x, dt = x.expand(1, 1, repeats, D)[0], dt.expand(1, 1, repeats, D)[0]
+    rates = None if A is None else steps.A[0]
+    _, state = reference.scan(
+        x, dt, rates, k, k, None, None, start / q_factor, recurrence, False, steps.key_norm
+    )
+    return state * q_factor
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("area", [4, 9])
+def test_equal_tokens_together_do_what_one_did(recurrence: str, area: int) -> None:
+    """To first order in the step: a step a tenth as long leaves a hundredth of the difference."""
+    errors = []
+    for scale in (0.3, 0.3 / 10**0.5):  # of the key; |k|^2 a tenth
+        one, split = (scanned(recurrence, a, int(a), scale) for a in (1.0, float(area)))
+        still = scanned(recurrence, 1.0, 1, 0.0) if recurrence != "mamba" else one.new_zeros(())
+        errors.append((split - one).abs().max().item() / (one - still).abs().max().item())
+    if recurrence == "mamba":  # its step does not depend on the key: dt is what is small
+        assert errors[0] < 0.02
+    else:
+        assert errors[0] < 0.05
+        assert errors[1] < errors[0] / 5
+
+
+def test_mamba_forgets_exactly_as_much() -> None:
+    one, split = (scanned("mamba", float(a), a, 0.0) for a in (1, 9))
+    torch.testing.assert_close(one, split, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recurrence", ["longhorn", "longhorn_exact"])
+def test_steps_on_a_coarser_grid_stay_stable(recurrence: str) -> None:
+    """However long the key, a step never exceeds 1 / |k|^2."""
+    for scale in (0.1, 1.0, 100.0):
+        state = scanned(recurrence, 1 / 16, 1, scale)
+        one = scanned(recurrence, 1.0, 1, scale)
+        assert state.abs().max() < 10 * one.abs().max() + 10 / scale
+
+
+# ----------------------------------------------------------------------------------- missing patches
+
+
+@pytest.mark.parametrize("class_token", [0, 1])
+def test_missing_patches_of_the_trained_grid_are_not_there(class_token: int) -> None:
+    grid = grid_of(3, 4, (3, 4), class_token=class_token)
+    x, (weight, bias) = tokens(grid), parameters()
+    valid = torch.ones(2, 12, dtype=torch.bool)
+    valid[0, [1, 5, 6]] = False
+    layout = without_missing(layout_of(grid, K, CPU), valid, class_token)
+    out = grid_conv.forward(reference, x, weight, bias, layout)
+    count = [9 + class_token, 12 + class_token]
+    for b in (0, 1):
+        alone = reference.causal_conv1d_bidirectional(x[b : b + 1, : count[b]], weight, bias)
+        torch.testing.assert_close(out[:, b : b + 1, : count[b]], alone)
+        assert not out[:, b, count[b] :].any()
+
+
+def test_missing_rows_leave_the_grid_without_them() -> None:
+    """On a finer grid, too: what is left of 8 x 8 without its last four rows is 4 x 8 of the same r."""
+    whole, rest = grid_of(8, 8, (4, 4)), grid_of(4, 8, (2, 4))
+    valid = torch.ones(2, 64, dtype=torch.bool)
+    valid[:, 32:] = False
+    layout = without_missing(layout_of(whole, K, CPU), valid, 1)
+    x, (weight, bias) = tokens(whole), parameters()
+    out = grid_conv.forward(reference, x, weight, bias, layout)[:, :, :33]
+    expected = convolve(x[:, :33], weight, bias, rest)
+    patches = [i for i in range(33) if i != 16]
+    torch.testing.assert_close(out[:, :, patches], expected[:, :, patches])
+
+
+def test_places_put_the_class_token_in_the_middle_of_what_is_there() -> None:
+    valid = torch.tensor([[True, False, True, True, False, True]])
+    place, middle = places(valid, 1)
+    assert middle.tolist() == [[2]]
+    assert place.tolist() == [[0, 5, 1, 3, 6, 4]]
+    place, _ = places(valid, 0)
+    assert place.tolist() == [[0, 4, 1, 2, 5, 3]]
+
+
+# ---------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("grid", [grid_of(5, 6, (2, 3)), grid_of(2, 2, (4, 3))])
+def test_gradients_of_the_class_token_and_the_resampled_taps(grid: Grid) -> None:
+    x, (weight, bias) = tokens(grid), parameters()
+    layout = layout_of(grid, K, CPU)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    out = grid_conv.forward(reference, *leaves, layout)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, grad)
+    found = grid_conv.backward(reference, grad, *(t.detach() for t in leaves), layout)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

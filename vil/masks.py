@@ -1,0 +1,101 @@
+"""Images of several sizes in one batch, padded: which patches are theirs.
+
+Empty patches around an image would be read, written and met by the taps. Here each image is what lies in
+the smallest box around its own patches, and images with boxes of one size go through the model together,
+without the rest: the result of an image does not depend on what it was padded to. Of patches that are missing
+inside a box the kernels take care (``kernels/grid.py``).
+
+Letters: B images, H W grid of patches as padded, b images with boxes of h w patches, n = h w.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def valid_patches(
+    mask: Tensor,
+    images: Tensor,
+    grid: tuple[int, int],
+    patch: tuple[int, int],
+    stride: tuple[int, int],
+) -> Tensor:
+    """Return which patches belong to their images, bool (B, H, W).
+
+    Args:
+        mask: True, or not 0, where a pixel belongs to its image, (B, height, width) as transformers'
+            pixel_mask; or the same of patches, (B, H, W).
+        images: (B, in_chans, height, width).
+        grid: Rows and columns (H, W) of their patches.
+        patch: Height and width of a patch.
+        stride: Distance of neighbouring patches. Of those that do not overlap one belongs to an image
+            if any of its pixels does, as where an image is padded to whole patches; of those that
+            overlap, if all do.
+
+    Raises:
+        ValueError: The mask has another shape, or leaves an image without a patch.
+    """
+    B, _, height, width = images.shape
+    pixels, patches = (B, height, width), (B, *grid)
+    if tuple(mask.shape) not in (pixels, patches):
+        raise ValueError(
+            f"mask must have the shape of the images, {pixels}, or of their patches, {patches}, got "
+            f"{tuple(mask.shape)}"
+        )
+    valid = mask != 0
+    if tuple(mask.shape) != patches:
+        whole = F.pad(valid.float(), [0, -width % patch[1], 0, -height % patch[0]])[:, None]
+        if tuple(patch) == tuple(stride):
+            valid = F.max_pool2d(whole, patch, stride)[:, 0] > 0
+        else:
+            valid = F.avg_pool2d(whole, patch, stride)[:, 0] == 1
+        valid = valid[:, : grid[0], : grid[1]]
+    empty = (~valid.flatten(1).any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"mask must leave each image a patch, images {empty} have none")
+    return valid
+
+
+class Box(NamedTuple):
+    """Images with boxes of one size."""
+
+    images: Tensor
+    """Their numbers in the batch, int64 (b,)."""
+    patches: Tensor
+    """Numbers of the patches in the box, by rows, among H W, int64 (b, n)."""
+    valid: Tensor
+    """Which of them belong to the image, bool (b, n)."""
+    size: tuple[int, int]
+    """Rows and columns (h, w)."""
+
+
+def boxes(valid: Tensor) -> Iterator[Box]:
+    """Group images by the size of their boxes.
+
+    Args:
+        valid: Which patches belong to their images, bool (B, H, W).
+
+    Yields:
+        A box for each size.
+    """
+    W = valid.shape[2]
+    rows, columns = valid.any(2), valid.any(1)
+    corners = [_first_and_last(side) for side in (rows, columns)]
+    sizes = torch.stack([last - first + 1 for first, last in corners], 1)
+    for h, w in sizes.unique(dim=0).tolist():
+        images = (sizes == sizes.new_tensor([h, w])).all(1).nonzero().flatten()
+        top, left = (first[images] for first, _ in corners)
+        row = top[:, None] + torch.arange(h, device=valid.device)
+        column = left[:, None] + torch.arange(w, device=valid.device)
+        patches = (row[:, :, None] * W + column[:, None, :]).flatten(1)
+        yield Box(images, patches, valid[images].flatten(1).gather(1, patches), (h, w))
+
+
+def _first_and_last(side: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last True of each row of a bool (B, S)."""
+    number = torch.arange(side.shape[1], device=side.device)
+    first = torch.where(side, number, side.shape[1]).amin(1)
+    return first, torch.where(side, number, -1).amax(1)
