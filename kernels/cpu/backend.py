@@ -191,6 +191,7 @@ class _Scan:
         bias: Added to dt, (directions, D), or None.
         recurrence: One of ``RECURRENCES``.
         reverse: Scan a single direction from the last token to the first.
+        key_norm: Factor on |k|^2 in Longhorn's step size.
     """
 
     def __init__(
@@ -204,6 +205,7 @@ class _Scan:
         bias: Tensor | None,
         recurrence: str,
         reverse: bool,
+        key_norm: float = 1.0,
     ):
         self.dtype = _compute_dtype(x)
         self.channels = x.shape[-1]
@@ -223,6 +225,7 @@ class _Scan:
             else self.channels_last(parameter[:, None, None])
             for parameter in (D, bias)
         )
+        self.key_norm = torch.full((1, 1, 1, 1), key_norm, dtype=self.dtype)
 
     def channels_last(self, tensor: Tensor) -> Tensor:
         """Return a tensor (..., D) as the loops take it."""
@@ -259,7 +262,7 @@ class _Scan:
             passes: How often the kernel goes over every state, roughly.
             *tensors: What the kernel takes after the inputs.
         """
-        inputs = (self.x, self.dt, self.A, self.q, self.k, self.skip, self.bias)
+        inputs = (self.x, self.dt, self.A, self.q, self.k, self.skip, self.bias, self.key_norm)
         _run(
             kernel,
             self.shape[1] * groups,
@@ -394,9 +397,10 @@ def bidirectional_scan(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> Tensor:
     """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False)
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
     return s.forward(s.zero_state(), s.channels_last(z[None]), None).to(x.dtype)
 
 
@@ -411,9 +415,10 @@ def bidirectional_scan_backward(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False)
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
     zero, dz = s.zero_state(), s.empty(1, *s.shape[1:4])
     z_rows, grad_rows = s.channels_last(z[None]), s.channels_last(grad[None])
     grads = s.backward(zero, z_rows, grad_rows, zero, None, dz)

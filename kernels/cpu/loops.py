@@ -461,14 +461,14 @@ def copy(source, target, count):
 
 
 @njit
-def step_size(recurrence, M, v, k):
-    """Return eps (Longhorn) or softplus(v) (Mamba); v is dt + bias."""
+def step_size(recurrence, M, v, k, key_norm):
+    """Return eps, with key_norm |k|^2 for |k|^2 (Longhorn), or softplus(v) (Mamba); v is dt + bias."""
     if recurrence == MAMBA:
         return softplus(v)
     kappa = k[0] * k[0]
     for j in range(1, M):
         kappa += k[j] * k[j]
-    return 1 / (1 + kappa + exp_minus(v))
+    return 1 / (1 + key_norm * kappa + exp_minus(v))
 
 
 @njit
@@ -572,7 +572,7 @@ def retreat(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, 
 
 
 class Direction(NamedTuple):
-    """The inputs of a scan for one direction, batch element and vector of channels, all of it rows."""
+    """The inputs of a scan for one direction, batch element and vector of channels: rows and a number."""
 
     x: tuple
     dt: tuple
@@ -581,6 +581,7 @@ class Direction(NamedTuple):
     k: tuple
     skip: tuple
     bias: tuple
+    key_norm: float
 
 
 @njit
@@ -593,6 +594,7 @@ def direction_of(table, like, i, b, c):
         rows_of(view(table, 4), like, i, b, 0),
         rows_of(view(table, 5), like, i, b, c),
         rows_of(view(table, 6), like, i, b, c),
+        rows_of(view(table, 7), like, 0, 0, 0)[0][0],
     )
 
 
@@ -607,7 +609,7 @@ def scan_direction(recurrence, M, L, backwards, inputs, state, y, add, steps, ch
     for n in range(L):
         t = token(n, L, backwards)
         x, k, q = load(at(inputs.x, t)), at(inputs.k, t), at(inputs.q, t)
-        step = step_size(recurrence, M, load(at(inputs.dt, t)) + bias, k)
+        step = step_size(recurrence, M, load(at(inputs.dt, t)) + bias, k, inputs.key_norm)
         if keep:
             store(at(steps, t), step)
             if n % CHUNK == 0:
@@ -628,7 +630,7 @@ def scan_blocks(like):
     table, counter, tasks, scratch = _begin(like)
     recurrence, reverse, blocks = scalar(table, 0), scalar(table, 1), scalar(table, 2)
     directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
-    initial, z, y, final = view(table, 7), view(table, 8), view(table, 9), view(table, 10)
+    initial, z, y, final = view(table, 8), view(table, 9), view(table, 10), view(table, 11)
     state = scratch, WIDTH
     task = take(counter)
     while task < tasks:
@@ -696,12 +698,13 @@ def scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoin
             store(at(ddt, t), dv)
             store(dskip[0], load(dskip[0]) + g_t * x)
             store(dbias[0], load(dbias[0]) + dv)
-            add_sums_over_channels(recurrence, M, sums, step * step * dstep, k, dqk, t)
+            minus_dkappa = inputs.key_norm * (step * step * dstep)
+            add_sums_over_channels(recurrence, M, sums, minus_dkappa, k, dqk, t)
 
 
 @njit
 def add_sums_over_channels(recurrence, M, sums, minus_dkappa, k, dqk, t):
-    """Add to dqk what one vector of channels contributes at token t."""
+    """Add to dqk what one vector of channels contributes at token t, kappa being |k|^2."""
     dqk_t = at(dqk, t)
     for row in range(0, num_columns(M), LANES):
         add_row_sums(shift(sums, row * LANES), shift(dqk_t, row))
@@ -721,30 +724,30 @@ def scan_block_backward(like, table, scratch, group, b, c):
     states = rows_after(scratch, 3 * L + num_chunks(L) * M)
     adjoint = state_at(states, CHUNK + 1, M)
     sums = at(adjoint, M)
-    z, grad = rows_of(view(table, 8), like, 0, b, c), rows_of(view(table, 9), like, 0, b, c)
+    z, grad = rows_of(view(table, 9), like, 0, b, c), rows_of(view(table, 10), like, 0, b, c)
     gate_gradients(directions, L, grad, z, g)
     for i in range(directions):
         backwards = reverse == 1 or i == 1
         inputs = direction_of(table, like, i, b, c)
-        copy(rows_of(view(table, 7), like, i, b, c), adjoint, M)
+        copy(rows_of(view(table, 8), like, i, b, c), adjoint, M)
         scan_direction(
             recurrence, M, L, backwards, inputs, adjoint, y, i == 1, steps, checkpoints, True
         )
-        copy(rows_of(view(table, 10), like, i, b, c), adjoint, M)
+        copy(rows_of(view(table, 11), like, i, b, c), adjoint, M)
         gradients = (
-            rows_of(view(table, 11), like, i, b, c),
             rows_of(view(table, 12), like, i, b, c),
             rows_of(view(table, 13), like, i, b, c),
-            rows_of(view(table, 14), like, group * directions + i, b, 0),
-            rows_of(view(table, 15), like, i, b, c),
+            rows_of(view(table, 14), like, i, b, c),
+            rows_of(view(table, 15), like, group * directions + i, b, 0),
             rows_of(view(table, 16), like, i, b, c),
+            rows_of(view(table, 17), like, i, b, c),
         )
         kept = steps, checkpoints, states, sums
         scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoint, gradients)
     if directions == 1:
-        copy(adjoint, rows_of(view(table, 17), like, 0, b, c), M)
+        copy(adjoint, rows_of(view(table, 18), like, 0, b, c), M)
     else:
-        dz = rows_of(view(table, 18), like, 0, b, c)
+        dz = rows_of(view(table, 19), like, 0, b, c)
         for t in range(L):
             dgate = load(at(grad, t)) * load(at(y, t)) * 0.5
             store(at(dz, t), dgate * silu_gradient(load(at(z, t))))

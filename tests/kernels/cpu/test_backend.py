@@ -86,16 +86,20 @@ def assert_scan_matches(inputs: dict[str, Tensor | None], recurrence: str, rever
         assert tensor is None or a.dtype == tensor.dtype
 
 
-def assert_bidirectional_matches(inputs: dict[str, Tensor | None], recurrence: str) -> None:
+def assert_bidirectional_matches(
+    inputs: dict[str, Tensor | None], recurrence: str, key_norm: float = 1.0
+) -> None:
     """Compare ``bidirectional_scan`` and its gradients with the reference."""
     tensors, dtype = tuple(inputs.values()), inputs["x"].dtype
-    y = cpu.bidirectional_scan(*tensors, recurrence)
-    expected_y = reference.bidirectional_scan(*double(tensors), recurrence)
+    y = cpu.bidirectional_scan(*tensors, recurrence, key_norm)
+    expected_y = reference.bidirectional_scan(*double(tensors), recurrence, key_norm)
     assert y.dtype == dtype
     assert_matches(y, expected_y, dtype)
     grad = torch.cos(expected_y).to(dtype)
-    actual = cpu.bidirectional_scan_backward(grad, *tensors, recurrence)
-    expected = reference.bidirectional_scan_backward(*double((grad, *tensors)), recurrence)
+    actual = cpu.bidirectional_scan_backward(grad, *tensors, recurrence, key_norm)
+    expected = reference.bidirectional_scan_backward(
+        *double((grad, *tensors)), recurrence, key_norm
+    )
     for tensor, a, e in zip(tensors, actual, expected, strict=True):
         assert_matches(a, e, dtype)
         assert tensor is None or a.dtype == tensor.dtype
@@ -141,6 +145,29 @@ def test_scan_matches_reference(shape, dtype, recurrence, reverse):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bidirectional_scan_matches_reference(shape, dtype, recurrence):
     assert_bidirectional_matches(bidirectional_inputs(shape, recurrence, dtype), recurrence)
+
+
+@pytest.mark.parametrize("key_norm", [0.25, 4.0, 1e3])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_factor_on_the_norm_of_keys(dtype, recurrence, key_norm):
+    inputs = bidirectional_inputs((2, 21, 70, 7), recurrence, dtype)
+    if recurrence != "mamba" and key_norm < 1:
+        inputs["k"] = inputs["k"] / 2  # states may grow where k.k eps is beyond 2
+    assert_bidirectional_matches(inputs, recurrence, key_norm)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_factor_of_one_is_none(recurrence):
+    tensors = tuple(bidirectional_inputs((2, 21, 70, 7), recurrence).values())
+    y = cpu.bidirectional_scan(*tensors, recurrence)
+    assert y.equal(cpu.bidirectional_scan(*tensors, recurrence, 1.0))
+    with_factor = cpu.bidirectional_scan_backward(y, *tensors, recurrence, 1.0)
+    without = cpu.bidirectional_scan_backward(y, *tensors, recurrence)
+    for a, e in zip(with_factor, without, strict=True):
+        assert a is e is None or a.equal(e)
+    other = cpu.bidirectional_scan(*tensors, recurrence, 2.0)
+    assert other.equal(y) == (recurrence == "mamba")
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
