@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import types
@@ -191,6 +192,7 @@ class _Scan:
         bias: Added to dt, (directions, D), or None.
         recurrence: One of ``RECURRENCES``.
         reverse: Scan a single direction from the last token to the first.
+        key_norm: Factor on |k|^2 in Longhorn's step size.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class _Scan:
         bias: Tensor | None,
         recurrence: str,
         reverse: bool,
+        key_norm: float = 1.0,
     ):
         self.dtype = _compute_dtype(x)
         self.channels = x.shape[-1]
@@ -223,6 +226,7 @@ class _Scan:
             else self.channels_last(parameter[:, None, None])
             for parameter in (D, bias)
         )
+        self.key_norm = torch.full((1, 1, 1, 1), key_norm, dtype=self.dtype)
 
     def channels_last(self, tensor: Tensor) -> Tensor:
         """Return a tensor (..., D) as the loops take it."""
@@ -259,7 +263,7 @@ class _Scan:
             passes: How often the kernel goes over every state, roughly.
             *tensors: What the kernel takes after the inputs.
         """
-        inputs = (self.x, self.dt, self.A, self.q, self.k, self.skip, self.bias)
+        inputs = (self.x, self.dt, self.A, self.q, self.k, self.skip, self.bias, self.key_norm)
         _run(
             kernel,
             self.shape[1] * groups,
@@ -394,9 +398,10 @@ def bidirectional_scan(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> Tensor:
     """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False)
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
     return s.forward(s.zero_state(), s.channels_last(z[None]), None).to(x.dtype)
 
 
@@ -411,9 +416,10 @@ def bidirectional_scan_backward(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False)
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
     zero, dz = s.zero_state(), s.empty(1, *s.shape[1:4])
     z_rows, grad_rows = s.channels_last(z[None]), s.channels_last(grad[None])
     grads = s.backward(zero, z_rows, grad_rows, zero, None, dz)
@@ -430,7 +436,35 @@ def _conv_inputs(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     return tuple(_rows(tensor, dtype, padded) for tensor in tensors)
 
 
-def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _order_tables(order: Tensor | None, L: int, K: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return an order as the loops take it, which go over the tokens as they lie in memory.
+
+    Args:
+        order: As of ``reference.causal_conv1d_bidirectional``, (B, P) or (1, P), or None.
+        L: Number of tokens.
+        K: Convolution width.
+
+    Returns:
+        The tokens of all positions, with K - 1 empty ones at either end so that taps need not heed
+        the ends, (1, B, 1, K - 1 + P + K - 1), and the positions of all tokens, counted likewise,
+        (1, B, 1, L + 1); int64, with B 1 where the order is for all. None and None without one.
+    """
+    if order is None:
+        return None, None
+    # NumPy: torch takes four times as long, for a few images a tenth of the convolution.
+    B, P = order.shape
+    tokens = np.full((B, P + 2 * (K - 1)), -1, np.int64)
+    tokens[:, K - 1 : K - 1 + P] = order.numpy()
+    holds = np.where(tokens < -1, -2 - tokens, tokens)
+    places = np.full((B, L + 1), K - 1, np.int64)  # with a last one for the positions of no token
+    places[np.arange(B)[:, None], holds] = np.arange(tokens.shape[1])
+    tokens, places = torch.from_numpy(tokens), torch.from_numpy(places)
+    return tokens[None, :, None], places[None, :, None]
+
+
+def causal_conv1d_bidirectional(
+    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
+) -> Tensor:
     """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
     rows, taps, offset = _conv_inputs(x, weight, bias)
     (_, B, L, D), K = rows.shape, weight.shape[-1]
@@ -443,12 +477,13 @@ def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tens
         rows.dtype,
         (D // loops.WIDTH, L, K),
         *(rows, taps, offset, y),
+        *_order_tables(order, L, K),
     )
     return y[..., : x.shape[-1]].to(x.dtype)
 
 
 def causal_conv1d_bidirectional_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
     rows, taps, offset = _conv_inputs(x, weight, bias)
@@ -465,6 +500,7 @@ def causal_conv1d_bidirectional_backward(
         rows.dtype,
         (D // loops.WIDTH, L, K),
         *(rows, taps, offset, grad, dx, dweight, dbias),
+        *_order_tables(order, L, K),
     )
     channels = x.shape[-1]
     return _in_dtypes_of(

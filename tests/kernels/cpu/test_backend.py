@@ -86,16 +86,20 @@ def assert_scan_matches(inputs: dict[str, Tensor | None], recurrence: str, rever
         assert tensor is None or a.dtype == tensor.dtype
 
 
-def assert_bidirectional_matches(inputs: dict[str, Tensor | None], recurrence: str) -> None:
+def assert_bidirectional_matches(
+    inputs: dict[str, Tensor | None], recurrence: str, key_norm: float = 1.0
+) -> None:
     """Compare ``bidirectional_scan`` and its gradients with the reference."""
     tensors, dtype = tuple(inputs.values()), inputs["x"].dtype
-    y = cpu.bidirectional_scan(*tensors, recurrence)
-    expected_y = reference.bidirectional_scan(*double(tensors), recurrence)
+    y = cpu.bidirectional_scan(*tensors, recurrence, key_norm)
+    expected_y = reference.bidirectional_scan(*double(tensors), recurrence, key_norm)
     assert y.dtype == dtype
     assert_matches(y, expected_y, dtype)
     grad = torch.cos(expected_y).to(dtype)
-    actual = cpu.bidirectional_scan_backward(grad, *tensors, recurrence)
-    expected = reference.bidirectional_scan_backward(*double((grad, *tensors)), recurrence)
+    actual = cpu.bidirectional_scan_backward(grad, *tensors, recurrence, key_norm)
+    expected = reference.bidirectional_scan_backward(
+        *double((grad, *tensors)), recurrence, key_norm
+    )
     for tensor, a, e in zip(tensors, actual, expected, strict=True):
         assert_matches(a, e, dtype)
         assert tensor is None or a.dtype == tensor.dtype
@@ -106,6 +110,7 @@ def all_results(shape: tuple[int, int, int, int], recurrence: str) -> list[Tenso
     single = tuple(scan_inputs(shape, recurrence).values())
     double_ = tuple(bidirectional_inputs(shape, recurrence).values())
     x, weight, bias, grad = conv_inputs(shape[:3], 4)
+    order = scattered(*shape[:2])
     y, state = cpu.scan(*single, recurrence, True)
     out = cpu.bidirectional_scan(*double_, recurrence)
     return [
@@ -114,8 +119,12 @@ def all_results(shape: tuple[int, int, int, int], recurrence: str) -> list[Tenso
         *cpu.scan_backward(y, state, *single, recurrence, True),
         out,
         *cpu.bidirectional_scan_backward(out, *double_, recurrence),
+        cpu.bidirectional_scan(*double_, recurrence, 2.0),
+        *cpu.bidirectional_scan_backward(out, *double_, recurrence, 2.0),
         cpu.causal_conv1d_bidirectional(x, weight, bias),
         *cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias),
+        cpu.causal_conv1d_bidirectional(x, weight, bias, order),
+        *cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order),
     ]
 
 
@@ -143,7 +152,30 @@ def test_bidirectional_scan_matches_reference(shape, dtype, recurrence):
     assert_bidirectional_matches(bidirectional_inputs(shape, recurrence, dtype), recurrence)
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("key_norm", [0.25, 4.0, 1e3])
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_factor_on_the_norm_of_keys(dtype, recurrence, key_norm):
+    inputs = bidirectional_inputs((2, 21, 70, 7), recurrence, dtype)
+    if recurrence != "mamba" and key_norm < 1:
+        inputs["k"] = inputs["k"] / 2  # states may grow where k.k eps is beyond 2
+    assert_bidirectional_matches(inputs, recurrence, key_norm)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_factor_of_one_is_none(recurrence):
+    tensors = tuple(bidirectional_inputs((2, 21, 70, 7), recurrence).values())
+    y = cpu.bidirectional_scan(*tensors, recurrence)
+    assert y.equal(cpu.bidirectional_scan(*tensors, recurrence, 1.0))
+    with_factor = cpu.bidirectional_scan_backward(y, *tensors, recurrence, 1.0)
+    without = cpu.bidirectional_scan_backward(y, *tensors, recurrence)
+    for a, e in zip(with_factor, without, strict=True):
+        assert a is e is None or a.equal(e)
+    other = cpu.bidirectional_scan(*tensors, recurrence, 2.0)
+    assert other.equal(y) == (recurrence == "mamba")
+
+
+@pytest.mark.parametrize("K", [1, 2, 4, 7])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 130), (1, 33, 64)], ids=str)
 def test_conv_matches_reference(shape, dtype, K):
@@ -156,6 +188,108 @@ def test_conv_matches_reference(shape, dtype, K):
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == dtype
         assert_matches(a, e, dtype)
+
+
+def phases(rows: int, columns: int, gap: int) -> Tensor:
+    """Return the order (1, P) of a grid and one token after it: four grids of every other patch.
+
+    They stand a gap of empty positions apart.
+    """
+    grid, empty = torch.arange(rows * columns).view(rows, columns), torch.full((gap,), -1)
+    parts = (t for i in (0, 1) for j in (0, 1) for t in (grid[i::2, j::2].flatten(), empty))
+    return torch.cat([*parts, torch.tensor([rows * columns])]).int()[None]
+
+
+def scattered(B: int, L: int) -> Tensor:
+    """Return an order of its own for each batch element, (B, P), with gaps of any length.
+
+    Some tokens take no part: a fourth or so, and all of the last batch element.
+    """
+    generator = torch.Generator().manual_seed(B + L)
+    order = torch.full((B, 2 * L + 3), -1)
+    for b in range(B):
+        tokens = torch.randperm(L, generator=generator)
+        without = (torch.rand(L, generator=generator) < 0.25) | (b == B - 1)
+        positions = torch.randperm(order.shape[1], generator=generator)[:L].sort().values
+        order[b, positions] = torch.where(without, -2 - tokens, tokens)
+    return order.int()
+
+
+def assert_conv_matches(
+    x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, order: Tensor
+) -> None:
+    """Compare the convolution in an order and its gradients with the reference."""
+    inputs, dtype = (x, weight, bias), x.dtype
+    y = cpu.causal_conv1d_bidirectional(*inputs, order)
+    assert y.dtype == dtype
+    assert_matches(y, reference.causal_conv1d_bidirectional(*double(inputs), order), dtype)
+    actual = cpu.causal_conv1d_bidirectional_backward(grad, *inputs, order)
+    expected = reference.causal_conv1d_bidirectional_backward(*double((grad, *inputs)), order)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype
+        assert_matches(a, e, dtype)
+
+
+@pytest.mark.parametrize("K", [1, 4, 5, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [1, 64, 130])
+def test_conv_in_an_order_matches_reference(channels, dtype, K):
+    inputs = conv_inputs((2, 4 * 6 + 1, channels), K, dtype)
+    assert_conv_matches(*inputs, phases(4, 6, K - 1))
+    assert_conv_matches(*inputs, phases(4, 6, 0))
+    assert_conv_matches(*inputs, scattered(2, 25))
+
+
+@pytest.mark.parametrize("order", [[[0]], [[-2]], [[-1, 0, -1]], [[0], [-2]]], ids=str)
+@pytest.mark.parametrize("K", [1, 4, 7])
+def test_conv_of_one_token_in_an_order(order, K):
+    inputs = conv_inputs((2, 1, 70), K)
+    order = torch.tensor(order, dtype=torch.int32)
+    x, weight, bias, _ = inputs
+    y = cpu.causal_conv1d_bidirectional(x, weight, bias, order)
+    assert not y[:, order.expand(2, -1).amax(1) < 0].any()
+    if order.max() >= 0:
+        assert_conv_matches(*inputs, order)
+
+
+@pytest.mark.parametrize("K", [3, 4, 7])
+def test_conv_in_the_order_of_memory_is_that_without_one(K):
+    x, weight, bias, grad = conv_inputs((2, 23, 130), K)
+    order = torch.arange(23, dtype=torch.int32)[None]
+    plain = cpu.causal_conv1d_bidirectional(x, weight, bias)
+    assert cpu.causal_conv1d_bidirectional(x, weight, bias, order).equal(plain)
+    expected = cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias)
+    actual = cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
+    assert all(a.equal(e) for a, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("K", [4, 5])
+def test_tokens_that_take_no_part_are_not_read(K):
+    x, weight, bias, grad = conv_inputs((3, 25, 70), K)
+    order = scattered(3, 25)
+    tokens = torch.zeros(3, 26, dtype=torch.bool)
+    tokens = tokens.scatter(1, torch.where(order < -1, -2 - order, 25).long(), True)[:, :25]
+    assert tokens[-1].all()
+    assert not tokens.all()
+    y = cpu.causal_conv1d_bidirectional(x, weight, bias, order)
+    assert not y[:, tokens].any()
+    expected = cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
+    assert not expected[0][tokens].any()
+    x[tokens], grad[:, tokens] = torch.nan, torch.nan
+    assert cpu.causal_conv1d_bidirectional(x, weight, bias, order).equal(y)
+    actual = cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
+    assert all(a.equal(e) for a, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_conv_in_an_order_of_any_strides(dtype):
+    x, weight, bias, grad = conv_inputs((2, 25, 128), 4, dtype)
+    x = torch.cat([x, x + 1], -1).chunk(2, -1)[0]
+    grad = torch.cat([grad, grad], 2).chunk(2, 2)[1]
+    order = scattered(2, 25).mT.contiguous().mT
+    assert not any(t.is_contiguous() for t in (x, grad, order))
+    assert_conv_matches(x, weight, bias, grad, order)
+    assert_conv_matches(x.mT.contiguous().mT, weight, bias, grad, phases(6, 4, 3).expand(2, -1))
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
