@@ -188,7 +188,9 @@ def _check_grid(xz: Tensor, grid: Sequence[int] | None, valid: Tensor | None) ->
         if valid is not None:
             raise ValueError("valid must be None where grid is None")
         return
-    if len(grid) != len(Grid._fields) or min(grid[:8]) < 1 or grid[8] not in (0, 1):
+    # Not min(), which would bind a compiled program to which of the numbers is least.
+    counts = len(grid) == len(Grid._fields) and all(number >= 1 for number in grid[:8])
+    if not counts or grid[8] not in (0, 1):
         raise ValueError(f"grid must be {Grid._fields}, all positive, got {tuple(grid)}")
     own = Grid(*grid)
     if own.length != xz.shape[1]:
