@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import vil
-from tests.vil.test_convert import official
+from tests.vil.test_convert import SIZES as OFFICIAL_SIZES
+from tests.vil.test_convert import official_state_dict
 from vil.backbone import checkpoint_filter_fn
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
@@ -64,12 +65,14 @@ def test_without_a_class_token_too(class_token: bool) -> None:
 
 
 def test_features_are_those_of_the_model() -> None:
-    model = small(features_only=True, out_indices=(0, 1))
-    found = [features.shape for features in model(images(64, 40))]
-    assert found == [(2, 32, 8, 5), (2, 32, 8, 5)]
-    tokens, maps = model.model.forward_intermediates(images(64, 40)) if hasattr(model, "model") else (None, None)
-    if maps is not None:
-        assert torch.equal(maps[-1], model(images(64, 40))[-1])
+    model, plain = (
+        small(features_only=True, out_indices=(0, 1), grid_aware=aware) for aware in (True, False)
+    )
+    found, other = model(images(64, 40)), plain(images(64, 40))
+    assert [features.shape for features in found] == [(2, 32, 8, 5), (2, 32, 8, 5)]
+    maps = model.model.forward_intermediates(images(64, 40), intermediates_only=True)
+    assert all(torch.equal(one, own) for one, own in zip(found, maps, strict=True))
+    assert not torch.allclose(found[1], other[1], atol=1e-3)
 
 
 # ----------------------------------------------------------------------------------- which grid it is
@@ -126,10 +129,10 @@ def test_weights_of_a_grid_are_plain_at_it() -> None:
 
 
 def test_official_weights_bring_their_grid() -> None:
-    weights = official("vim_tiny", img_size=32, patch_size=8, embed_dim=32, depth=2, num_classes=5)
-    at_stride_4 = timm.create_model("vim_tiny", **SMALL, patch_stride=4)
-    at_stride_4.load_state_dict(weights)
-    assert at_stride_4.trained_grid == (4, 4)
+    finer = timm.create_model("vim_tiny", **OFFICIAL_SIZES, patch_stride=8)
+    finer.load_state_dict(official_state_dict())
+    assert finer.trained_grid == (3, 3)
+    assert finer.patch_embed.grid_size == (5, 5)
 
 
 def test_state_dict_names_the_trained_grid_where_it_is_another() -> None:
@@ -144,7 +147,9 @@ def test_state_dict_names_the_trained_grid_where_it_is_another() -> None:
 def test_release_folder_keeps_it(tmp_path: Path) -> None:
     model, x = small(), images(64, 64)
     model.set_input_size(64)
-    timm.models.save_for_hf(model, tmp_path, model_args=SMALL | {"img_size": 64}, safe_serialization=True)
+    timm.models.save_for_hf(
+        model, tmp_path, model_args=SMALL | {"img_size": 64}, safe_serialization=True
+    )
     for loaded in (
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval(),
         vil.load(tmp_path).eval(),
@@ -197,7 +202,9 @@ def test_compiled_and_exported_at_another_grid(name: str, tmp_path: Path) -> Non
     assert torch.allclose(compiled(x), expected, atol=1e-6)
     program = torch.export.export(model, (x,))
     torch.export.save(program, tmp_path / "model.pt2")
-    assert torch.allclose(torch.export.load(tmp_path / "model.pt2").module()(x), expected, atol=1e-6)
+    assert torch.allclose(
+        torch.export.load(tmp_path / "model.pt2").module()(x), expected, atol=1e-6
+    )
 
 
 def test_onnx_at_another_grid(tmp_path: Path) -> None:
