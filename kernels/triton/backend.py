@@ -191,14 +191,16 @@ def bidirectional_scan_backward(
     return tuple(grads)
 
 
-def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def causal_conv1d_bidirectional(
+    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
+) -> Tensor:
     """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
     _check_dtype(x)
-    return conv.forward(x, weight, bias)
+    return conv.forward(x, weight, bias, order)
 
 
 def causal_conv1d_bidirectional_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    return conv.backward(grad, x, weight, bias)
+    return conv.backward(grad, x, weight, bias, order)
