@@ -171,7 +171,7 @@ _SEQUENTIAL_FP32 = (
     "rows", "rates", "skip", "bias", "y", "states", "scratch", "drows", "drates", "dskip", "dbias",
     "entry", "final", "dentry", "dinitial", "ends", "products", "initial",
 )  # fmt: skip
-_SEQUENTIAL_TYPES = {"B": "i32", "L": "i32", "segments": "i32"} | {
+_SEQUENTIAL_TYPES = {"B": "i32", "L": "i32", "segments": "i32", "key_norm": "fp32"} | {
     f"{name}_ptr": "*fp32:16" for name in _SEQUENTIAL_FP32
 }
 _SEQUENTIAL_CONSTEXPRS = {
@@ -285,6 +285,7 @@ VARIANTS = (
             "rows_ptr": "*fp32:16",
             "B": "i32:16",
             "L": "i32",
+            "key_norm": "fp32",
             **{f"{n}_stride_{axis}": "i32" for n in "qk" for axis in ("dir", "b", "l")},
         },
         constexprs={
@@ -328,6 +329,7 @@ VARIANTS = (
             **dict.fromkeys(("dq_ptr", "dk_ptr"), "*bf16:16"),
             "B": "i32:16",
             **dict.fromkeys(("L", "blocks"), "i32"),
+            "key_norm": "fp32",
         },
         constexprs={"REVERSE": False, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
         blocks=1,
@@ -343,6 +345,7 @@ VARIANTS = (
             **_EXACT_PACKED,
             "B": "i32:16",
             "L": "i32",
+            "key_norm": "fp32",
             **{f"{name}_stride_{axis}": "i32" for name in "qk" for axis in ("dir", "b", "l")},
         },
         constexprs={"REVERSE": False, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
