@@ -59,10 +59,29 @@ class Variant:
 D = 384  # vil_tiny's
 
 _CONV_BLOCK, _CONV_WARPS = tuning.blocks_for("sm_90", "conv", D)
-_CONV_CONSTEXPRS = {"D": D, "K": 4, "UNIT": 2, "BLOCK_L": conv.BLOCK_L}
+_CONV_CONSTEXPRS = {"D": D, "UNIT": 2, "BLOCK_L": conv.BLOCK_L}
 _CONV_SIZES = dict.fromkeys(("B", "L", "x_stride_b", "x_stride_l", "stride_l"), "i32")
 _CONV_INPUTS = {"x_ptr": "*bf16:16", "weight_ptr": "*fp32:16", "bias_ptr": "*fp32:16"}
+_CONV_ORDER = {"order_ptr": "*i32", "positions": "i32", "order_stride_b": "i32"}
 _CONV_UNITS = conv.BLOCK_L * _CONV_BLOCK // (32 * _CONV_WARPS)
+
+
+def _conv(name: str, taps: int = 4) -> Variant:
+    """Return a variant of the convolution, forward or backward and in an order or not, as its name says."""
+    signature, constexprs = {**_CONV_INPUTS, **_CONV_SIZES}, {**_CONV_CONSTEXPRS, "K": taps}
+    if "order" in name:
+        signature |= _CONV_ORDER
+    else:
+        constexprs |= dict.fromkeys(_CONV_ORDER)
+    if "forward" in name:
+        kernel = conv._forward_kernel
+        signature |= {"out_ptr": "*bf16:16"}
+    else:
+        kernel = conv._backward_kernel
+        signature |= dict.fromkeys(("grad_ptr", "dx_ptr"), "*bf16:16")
+        signature |= dict.fromkeys(("dweight_ptr", "dbias_ptr"), "*fp32:16")
+    return Variant(name, kernel, signature, constexprs, "conv", "element of x", _CONV_UNITS)
+
 
 _EXACT_PACKED = dict.fromkeys(("keys_ptr", "gram_ptr", "kappa_ptr"), "*fp32:16")
 _EXACT_INPUTS = {
@@ -152,7 +171,7 @@ _SEQUENTIAL_FP32 = (
     "rows", "rates", "skip", "bias", "y", "states", "scratch", "drows", "drates", "dskip", "dbias",
     "entry", "final", "dentry", "dinitial", "ends", "products", "initial",
 )  # fmt: skip
-_SEQUENTIAL_TYPES = {"B": "i32", "L": "i32", "segments": "i32"} | {
+_SEQUENTIAL_TYPES = {"B": "i32", "L": "i32", "segments": "i32", "key_norm": "fp32"} | {
     f"{name}_ptr": "*fp32:16" for name in _SEQUENTIAL_FP32
 }
 _SEQUENTIAL_CONSTEXPRS = {
@@ -266,6 +285,7 @@ VARIANTS = (
             "rows_ptr": "*fp32:16",
             "B": "i32:16",
             "L": "i32",
+            "key_norm": "fp32",
             **{f"{n}_stride_{axis}": "i32" for n in "qk" for axis in ("dir", "b", "l")},
         },
         constexprs={
@@ -309,6 +329,7 @@ VARIANTS = (
             **dict.fromkeys(("dq_ptr", "dk_ptr"), "*bf16:16"),
             "B": "i32:16",
             **dict.fromkeys(("L", "blocks"), "i32"),
+            "key_norm": "fp32",
         },
         constexprs={"REVERSE": False, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
         blocks=1,
@@ -324,6 +345,7 @@ VARIANTS = (
             **_EXACT_PACKED,
             "B": "i32:16",
             "L": "i32",
+            "key_norm": "fp32",
             **{f"{name}_stride_{axis}": "i32" for name in "qk" for axis in ("dir", "b", "l")},
         },
         constexprs={"REVERSE": False, "M": 16, "BLOCK_M": 16, "PRECISION": "tf32"},
@@ -332,29 +354,8 @@ VARIANTS = (
         units=tuning.CHUNK,
         on_amd={"PRECISION": "ieee"},
     ),
-    Variant(
-        name="conv_forward",
-        kernel=conv._forward_kernel,
-        signature={**_CONV_INPUTS, "out_ptr": "*bf16:16", **_CONV_SIZES},
-        constexprs=_CONV_CONSTEXPRS,
-        blocks="conv",
-        unit="element of x",
-        units=_CONV_UNITS,
-    ),
-    Variant(
-        name="conv_backward",
-        kernel=conv._backward_kernel,
-        signature={
-            "grad_ptr": "*bf16:16",
-            **_CONV_INPUTS,
-            "dx_ptr": "*bf16:16",
-            "dweight_ptr": "*fp32:16",
-            "dbias_ptr": "*fp32:16",
-            **_CONV_SIZES,
-        },
-        constexprs=_CONV_CONSTEXPRS,
-        blocks="conv",
-        unit="element of x",
-        units=_CONV_UNITS,
-    ),
+    _conv("conv_forward"),
+    _conv("conv_backward"),
+    _conv("conv_forward_order"),
+    _conv("conv_backward_order"),
 )

@@ -131,6 +131,24 @@ def _check_order(order: Tensor | None, like: Tensor, batch: int) -> None:
     _check(order, "order", "B, P", tuple(order.shape), (torch.int32,), like)
 
 
+def check_positions(order: Tensor | None, tokens: int) -> None:
+    """Check that every token has one position, which kernels that address by it rely on.
+
+    Reads the values, so that a GPU is waited for.
+    """
+    if order is None:
+        return
+    named = torch.where(order < 0, -2 - order, order)[order != -1]
+    complete = named.numel() == len(order) * tokens
+    if complete:
+        every = torch.arange(tokens, dtype=order.dtype, device=order.device)
+        complete = torch.equal(named.view(-1, tokens).sort(1).values, every.expand(len(order), -1))
+    if not complete:
+        raise ValueError(
+            f"order must name each of {tokens} tokens once in every row, as t or -2 - t, got {order}"
+        )
+
+
 def check_conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> None:
     """Check the arguments of ``causal_conv1d_bidirectional``."""
     _check_activation(x, "x", "B, L, D")
@@ -188,7 +206,9 @@ def _check_grid(xz: Tensor, grid: Sequence[int] | None, valid: Tensor | None) ->
         if valid is not None:
             raise ValueError("valid must be None where grid is None")
         return
-    if len(grid) != len(Grid._fields) or min(grid[:8]) < 1 or grid[8] not in (0, 1):
+    # Not min(), which would bind a compiled program to which of the numbers is least.
+    counts = len(grid) == len(Grid._fields) and all(number >= 1 for number in grid[:8])
+    if not counts or grid[8] not in (0, 1):
         raise ValueError(f"grid must be {Grid._fields}, all positive, got {tuple(grid)}")
     own = Grid(*grid)
     if own.length != xz.shape[1]:

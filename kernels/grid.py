@@ -5,10 +5,10 @@ size how much a patch writes. On a finer grid, of larger images or a smaller str
 in patches of the trained grid. With r the tokens of the grid for each of the trained one, along a side:
 
     distance    Tap j of a token in column c meets column c - j r of its row; beyond the row's end, that
-                of the row r away. Every n-th row and column, n = floor(r), is a sequence of its own, in
+                of the row r away. Every n-th column of every n'-th row is a sequence of its own, in
                 which the distance is j r / n: where that is no integer, between the two nearest.
-    class token Patches pass over it, and its own taps meet the patches in the middle of which the
-                centres of the trained grid's patches lie that stand before and after it there.
+    class token Patches pass over it, and its own taps meet the centres of those patches of the trained
+                grid that stand before and after it there, each between the four tokens around it.
     step        Divided by the number of tokens for each of the trained grid (``step_area.py``).
 
 At the trained grid there is nothing to do. Patches that are missing stand behind the others in the
@@ -91,7 +91,11 @@ def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> La
     if grid[:2] == grid[2:4]:
         return Layout()
     rows, columns = grid.quotients()
-    phases = max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1)
+    # Columns floor(r + 1 / 3): beyond 5 / 3 neighbours of the taps need a seventh, and two sequences none.
+    phases = (
+        max(rows[0] // rows[1], 1),
+        max((3 * columns[0] + columns[1]) // (3 * columns[1]), 1),
+    )
     resampling = _resampling(taps, columns[0], columns[1] * phases[1])
     reads: list[int] = []
     shares: list[list[list[float]]] = [[[] for _ in range(taps)] for _ in range(2)]

@@ -18,6 +18,7 @@ from vil.kernels.checks import (
     check_bidirectional,
     check_conv,
     check_mixer,
+    check_positions,
     check_single,
     state_dtype,
 )
@@ -251,6 +252,7 @@ _bidirectional_scan.register_autograd(_bidirectional_autograd, setup_context=_bi
 @torch.library.custom_op("vil::causal_conv1d_bidirectional", mutates_args=())
 def _conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
     check_conv(x, weight, bias, order)
+    check_positions(order, x.shape[1])
     backend = backend_for(x.device, x.dtype)
     return backend.causal_conv1d_bidirectional(x, weight, bias, order).contiguous()
 

@@ -564,7 +564,10 @@ class VisionLonghorn(nn.Module):
             mask: As of ``forward``; the tokens of patches that it leaves out are zeros.
         """
         if isinstance(mask, Tensor):
-            return self._masked_features(x, mask)[0]
+            if torch.jit.is_scripting():
+                raise RuntimeError("a scripted program takes no mask")
+            else:  # noqa: RET506  (what follows an if would be compiled, too)
+                return self._masked_features(x, mask)[0]
         x, grid = self._embed(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq([partial(block, grid=grid) for block in self.blocks], x)
@@ -608,7 +611,10 @@ class VisionLonghorn(nn.Module):
             ValueError: The mask has another shape, or leaves an image without a patch.
         """
         if isinstance(mask, Tensor):
-            return self._masked_logits(x, mask)
+            if torch.jit.is_scripting():
+                raise RuntimeError("a scripted program takes no mask")
+            else:  # noqa: RET506  (what follows an if would be compiled, too)
+                return self._masked_logits(x, mask)
         return self.forward_head(self.forward_features(x))
 
     @torch.jit.ignore

@@ -1,11 +1,13 @@
 """Compile the Triton kernels of models ahead of their first step: ``python -m vil.warmup MODEL``.
 
-    python -m vil.warmup vil_tiny_exact [--img-size 224 384] [--batch-size 128] [--dtype bfloat16]
+    python -m vil.warmup vil_tiny_exact [--img-size 224 384] [--trained-size 224] [--batch-size 128]
+        [--dtype bfloat16]
 
 Compiles for the GPU at hand what a step of training and one of evaluation launch, several kernels at a
 time, into Triton's cache: once for a machine, before a job starts its processes. Sizes do not matter to
 the kernels but for one thing: where batch and tokens are too few to fill the GPU, sequences are cut, by
-kernels of their own. Give those that will be used.
+kernels of their own. Give those that will be used. Weights that were trained at another size than they
+are used at have a convolution of its own, too: give that as the trained size.
 
 Exit status 0 if everything is compiled, 2 if this machine has no GPU that the kernels run on.
 """
@@ -117,9 +119,11 @@ def _compile(wanted: Specialization) -> float:
     return time.perf_counter() - start
 
 
-def _create(name: str, img_size: int, device: torch.device) -> nn.Module:
+def _create(name: str, img_size: int, trained_size: int | None, device: torch.device) -> nn.Module:
     # All blocks launch the same.
-    return timm.create_model(name, img_size=img_size, depth=1).to(device)
+    model = timm.create_model(name, img_size=trained_size or img_size, depth=1)
+    model.set_input_size(img_size)
+    return model.to(device)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -128,6 +132,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="as of timm.create_model")
     parser.add_argument("--img-size", type=int, nargs="+", default=[224], help="pixels")
+    parser.add_argument("--trained-size", type=int, help="of the weights; default: as --img-size")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[128], help="of one GPU")
     parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="default: all cores")
@@ -149,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     noted: list[Launch] = []
     sizes = itertools.product(args.models, args.img_size, args.batch_size, args.dtype)
     for name, img_size, batch_size, dtype in sizes:
-        model = _create(name, img_size, device)
+        model = _create(name, img_size, args.trained_size, device)
         modes = launches(model, batch_size, img_size, getattr(torch, dtype), device)
         noted += [launch for mode in modes.values() for launch in mode]
     wanted = specializations(noted)

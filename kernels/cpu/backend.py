@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import types
@@ -436,30 +435,9 @@ def _conv_inputs(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     return tuple(_rows(tensor, dtype, padded) for tensor in tensors)
 
 
-def _order_tables(order: Tensor | None, L: int, K: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return an order as the loops take it, which go over the tokens as they lie in memory.
-
-    Args:
-        order: As of ``reference.causal_conv1d_bidirectional``, (B, P) or (1, P), or None.
-        L: Number of tokens.
-        K: Convolution width.
-
-    Returns:
-        The tokens of all positions, with K - 1 empty ones at either end so that taps need not heed
-        the ends, (1, B, 1, K - 1 + P + K - 1), and the positions of all tokens, counted likewise,
-        (1, B, 1, L + 1); int64, with B 1 where the order is for all. None and None without one.
-    """
-    if order is None:
-        return None, None
-    # NumPy: torch takes four times as long, for a few images a tenth of the convolution.
-    B, P = order.shape
-    tokens = np.full((B, P + 2 * (K - 1)), -1, np.int64)
-    tokens[:, K - 1 : K - 1 + P] = order.numpy()
-    holds = np.where(tokens < -1, -2 - tokens, tokens)
-    places = np.full((B, L + 1), K - 1, np.int64)  # with a last one for the positions of no token
-    places[np.arange(B)[:, None], holds] = np.arange(tokens.shape[1])
-    tokens, places = torch.from_numpy(tokens), torch.from_numpy(places)
-    return tokens[None, :, None], places[None, :, None]
+def _order_rows(order: Tensor | None) -> Tensor | None:
+    """Return an order (B, P) as the loops take it, (1, B, 1, P)."""
+    return None if order is None else _rows(order[None, :, None], torch.int64)
 
 
 def causal_conv1d_bidirectional(
@@ -468,16 +446,16 @@ def causal_conv1d_bidirectional(
     """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
     rows, taps, offset = _conv_inputs(x, weight, bias)
     (_, B, L, D), K = rows.shape, weight.shape[-1]
+    P = 0 if order is None else order.shape[1]
     y = torch.empty((2, B, L, D), dtype=rows.dtype)
     _run(
         loops.conv_blocks,
         B * (D // loops.WIDTH),
         2 * K * rows.numel(),
-        0,
+        loops.order_scratch_size(L, K, P),
         rows.dtype,
-        (D // loops.WIDTH, L, K),
-        *(rows, taps, offset, y),
-        *_order_tables(order, L, K),
+        (D // loops.WIDTH, L, K, P),
+        *(rows, taps, offset, y, _order_rows(order)),
     )
     return y[..., : x.shape[-1]].to(x.dtype)
 
@@ -488,6 +466,7 @@ def causal_conv1d_bidirectional_backward(
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
     rows, taps, offset = _conv_inputs(x, weight, bias)
     (_, B, L, D), K = rows.shape, weight.shape[-1]
+    P = 0 if order is None else order.shape[1]
     grad = _rows(grad, rows.dtype, D)
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
     dweight = torch.zeros((2, B, K, D), dtype=rows.dtype)
@@ -496,11 +475,10 @@ def causal_conv1d_bidirectional_backward(
         loops.conv_blocks_backward,
         B * (D // loops.WIDTH),
         6 * K * rows.numel(),
-        L * loops.WIDTH,
+        L * loops.WIDTH + loops.order_scratch_size(L, K, P),
         rows.dtype,
-        (D // loops.WIDTH, L, K),
-        *(rows, taps, offset, grad, dx, dweight, dbias),
-        *_order_tables(order, L, K),
+        (D // loops.WIDTH, L, K, P),
+        *(rows, taps, offset, grad, dx, dweight, dbias, _order_rows(order)),
     )
     channels = x.shape[-1]
     return _in_dtypes_of(

@@ -790,22 +790,35 @@ def gate_gradients(directions, L, grad, z, g):
 
 
 class Order(NamedTuple):
-    """Where the tokens of a batch element stand: two tables, made by the launchers' ``_order_tables``.
+    """Where the tokens of a batch element stand, as two tables of integers.
 
     The loops go over tokens as they lie in memory, and find the neighbours of each by its position.
+    Positions are counted from K - 1 on: with as many empty ones at either end, taps need not heed it.
     """
 
     tokens: object  # of every position, negative where there is none that takes part
     places: object  # the position of every token
 
 
+def order_scratch_size(L: int, K: int, P: int) -> int:
+    """Return how many values of scratch memory an order of P positions takes, 0 if there is none."""
+    return 2 * (P + 2 * (K - 1) + L) if P > 0 else 0  # an integer may be two float32
+
+
 @njit
-def order_of(tokens, places, like, b):
-    """Return the order of batch element b, given the views of both tables of 8-byte integers."""
-    return Order(
-        integers(pointer(tokens[0] + 8 * b * tokens[2], like)),
-        integers(pointer(places[0] + 8 * b * places[2], like)),
-    )
+def order_of(table, view, like, b, scratch):
+    """Make the tables of batch element b, if there is an order; scalars and view as of the kernels."""
+    K, P = scalar(table, 2), scalar(table, 3)
+    given, tokens = integers(pointer(view[0] + 8 * b * view[2], like)), integers(scratch)
+    places = shift(tokens, P + 2 * (K - 1))
+    if P > 0:
+        for n in range(K - 1):
+            tokens[n] = tokens[K - 1 + P + n] = -1
+    for n in range(P):
+        t = tokens[K - 1 + n] = given[n]
+        if t != -1:
+            places[t if t >= 0 else -2 - t] = K - 1 + n
+    return Order(tokens, places)
 
 
 @njit
@@ -833,17 +846,18 @@ def before_activation(i, t, L, K, x, weight, bias):
 @njit(forceinline=True)
 def before_activation_in_order(i, t, K, x, weight, bias, order):
     """Return the convolution of direction i at token t, whose taps meet its neighbours in an order."""
-    # LLVM unrolls the loop over a known number of taps, else not: a tenth of the whole convolution.
-    if K == 4:
-        return sum_in_order(i, t, 4, x, weight, bias, order)
-    return sum_in_order(i, t, K, x, weight, bias, order)
+    if K < 4:
+        return add_taps_in_order(i, t, 0, K, K, x, weight, bias, order)
+    # LLVM unrolls loops of a known length, and not this one else: a tenth of the whole convolution.
+    result = add_taps_in_order(i, t, 0, 4, K, x, weight, bias, order)
+    return add_taps_in_order(i, t, 4, K, K, x, weight, result, order)
 
 
 @njit(forceinline=True)
-def sum_in_order(i, t, K, x, weight, bias, order):
-    """Do the work of ``before_activation_in_order``."""
-    ahead, result = 1 if i == 1 else -1, bias
-    for back in range(K):
+def add_taps_in_order(i, t, begin, end, K, x, weight, result, order):
+    """Return the result with what the taps add that meet the tokens from ``begin`` to ``end`` back."""
+    ahead = 1 if i == 1 else -1
+    for back in range(begin, end):
         source = neighbour(order, t, ahead * back)
         if source >= 0:
             result = result + load(at(weight, K - 1 - back)) * load(at(x, source))
@@ -870,21 +884,21 @@ def convolve_in_order(i, L, K, x, weight, bias, y, order):
 def conv_blocks(like):
     """Convolve, with both directions of one vector of channels as a task.
 
-    Scalars: vectors of channels, L, K. Views: x, weight, bias, y; then, if there is an order, the
-    tables of ``Order``.
+    Scalars: vectors of channels, L, K, and P or 0 without an order. Views: x, weight, bias, y, and
+    the order in integers of 8 bytes.
     """
-    table, counter, tasks, _ = _begin(like)
-    blocks, L, K = scalar(table, 0), scalar(table, 1), scalar(table, 2)
-    tokens, places = view(table, 4), view(table, 5)
+    table, counter, tasks, scratch = _begin(like)
+    blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        x, order = rows_of(view(table, 0), like, 0, b, c), order_of(tokens, places, like, b)
+        x = rows_of(view(table, 0), like, 0, b, c)
+        order = order_of(table, view(table, 4), like, b, scratch)
         for i in range(2):
             weight = rows_of(view(table, 1), like, i, b, c)
             bias = load(rows_of(view(table, 2), like, i, b, c)[0])
             y = rows_of(view(table, 3), like, i, b, c)
-            if tokens[0] == 0:
+            if P == 0:
                 convolve(i, L, K, x, weight, bias, y)
             else:
                 convolve_in_order(i, L, K, x, weight, bias, y, order)
@@ -967,25 +981,23 @@ def conv_input_gradient_in_order(i, L, K, weight, dv, dx, order):
 def conv_blocks_backward(like):
     """Take the convolution back, with both directions of one vector of channels as a task.
 
-    Scalars: vectors of channels, L, K. Views: x, weight, bias, gradient for y; then the gradients
-    for x, weight and bias, the latter two per batch element and zero at the start; then, if there
-    is an order, the tables of ``Order``.
+    Scalars: as of ``conv_blocks``. Views: x, weight, bias, gradient for y; then the gradients for x,
+    weight and bias, the latter two per batch element and zero at the start; then the order.
     """
     table, counter, tasks, scratch = _begin(like)
-    blocks, L, K = scalar(table, 0), scalar(table, 1), scalar(table, 2)
-    tokens, places = view(table, 7), view(table, 8)
+    blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
     dv = scratch, WIDTH
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
         x, dx = rows_of(view(table, 0), like, 0, b, c), rows_of(view(table, 4), like, 0, b, c)
-        order = order_of(tokens, places, like, b)
+        order = order_of(table, view(table, 7), like, b, at(dv, L))
         for i in range(2):
             weight = rows_of(view(table, 1), like, i, b, c)
             bias = load(rows_of(view(table, 2), like, i, b, c)[0])
             grad = rows_of(view(table, 3), like, i, b, c)
             dweight = rows_of(view(table, 5), like, i, b, c)
-            if tokens[0] == 0:
+            if P == 0:
                 dbias = conv_activation_gradient(i, L, K, x, weight, bias, grad, dv)
                 conv_weight_gradient(i, L, K, x, dv, dweight)
                 conv_input_gradient(i, L, K, weight, dv, dx)

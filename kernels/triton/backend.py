@@ -39,7 +39,7 @@ def _forward(
     x: Tensor,
     dt: Tensor,
     A: Tensor | None,
-    *rest: Tensor | bool | None,
+    *rest: Tensor | bool | float | None,
     recurrence: str,
 ) -> tuple[Tensor | None, ...]:
     _check_dtype(x)
@@ -55,7 +55,7 @@ def _backward(
     x: Tensor,
     dt: Tensor,
     A: Tensor | None,
-    *rest: Tensor | bool | None,
+    *rest: Tensor | bool | float | None,
     recurrence: str,
 ) -> tuple[Tensor | None, ...]:
     if recurrence == "longhorn_exact":
@@ -144,9 +144,12 @@ def bidirectional_scan(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> Tensor:
     """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
-    out, *_ = _forward(x, dt, A, q, k, D, bias, z, None, False, False, recurrence=recurrence)
+    out, *_ = _forward(
+        x, dt, A, q, k, D, bias, z, None, False, False, key_norm, recurrence=recurrence
+    )
     return out
 
 
@@ -160,10 +163,11 @@ def bidirectional_scan_saving(
     bias: Tensor,
     z: Tensor,
     recurrence: str,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``bidirectional_scan`` does, and return y_sum and states for the backward pass too."""
     out, y_sum, states, _ = _forward(
-        x, dt, A, q, k, D, bias, z, None, False, True, recurrence=recurrence
+        x, dt, A, q, k, D, bias, z, None, False, True, key_norm, recurrence=recurrence
     )
     return out, y_sum, states
 
@@ -180,25 +184,28 @@ def bidirectional_scan_backward(
     z: Tensor,
     recurrence: str,
     saved: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z.
 
     ``saved`` is y_sum and states of ``bidirectional_scan_saving``; without them it scans again.
     """
     *grads, _ = _backward(
-        grad, None, x, dt, A, q, k, D, bias, z, None, *saved, False, recurrence=recurrence
+        grad, None, x, dt, A, q, k, D, bias, z, None, *saved, False, key_norm, recurrence=recurrence
     )
     return tuple(grads)
 
 
-def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def causal_conv1d_bidirectional(
+    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
+) -> Tensor:
     """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
     _check_dtype(x)
-    return conv.forward(x, weight, bias)
+    return conv.forward(x, weight, bias, order)
 
 
 def causal_conv1d_bidirectional_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    return conv.backward(grad, x, weight, bias)
+    return conv.backward(grad, x, weight, bias, order)

@@ -8,6 +8,9 @@ Letters: B batch, L tokens, D channels, K taps. A tile is BLOCK_L tokens of BLOC
 tokens are unrolled and its channels lie across the lanes, so that a row of x, once loaded, serves
 all 2K taps from registers. With the K - 1 rows on either side, which belong to its neighbours or are
 zeros beyond the ends of the sequence, ``x[r]`` is token first + r - (K - 1) throughout.
+
+Given an order, all this is of positions instead of tokens: their rows are read from and written to where
+the table has their tokens, and nothing is copied. Every token has a position, so all rows are written.
 """
 
 import torch
@@ -93,6 +96,106 @@ def _store_rows(row_ptr, rows, FIRST: tl.constexpr, first, L, channel, D: tl.con
 
 
 @triton.jit
+def _in_every_lane(number, FAST: tl.constexpr):
+    """Return a number of the program as one of which the compiler cannot tell that lanes agree on it.
+
+    What it knows to be the same for all lanes it moves to the registers of a warp and back for every
+    use: with all that is loaded by way of a table, 97 instructions more forward (K = 4, sm_90).
+    """
+    if FAST > 1:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 lane, t;
+            mov.u32 lane, %laneid;
+            mov.u32 t, %tid.x;
+            and.b32 t, t, 31;
+            xor.b32 t, t, lane;
+            add.s32 $0, $1, t;
+            }""",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return number
+
+
+@triton.jit
+def _load_order(order_ptr, first, positions, BEFORE: tl.constexpr, ROWS: tl.constexpr):
+    """Return the entries of a table at ROWS positions, the scalars of a tuple, -1 beyond its ends.
+
+    ``order_ptr`` points at position ``first``, before which there are BEFORE of the rows.
+    """
+    entries = ()
+    for row in tl.static_range(ROWS):
+        position = first + (row - BEFORE)
+        # As in ``_inside``.
+        inside = position >= 0 if row < BEFORE else position < positions
+        entries += (tl.load(order_ptr + (row - BEFORE), mask=inside, other=-1),)
+    return entries
+
+
+@triton.jit
+def _joined(scalars, START: tl.constexpr, SIZE: tl.constexpr):
+    """Return SIZE of a tuple's scalars from number START on as a tensor."""
+    joined = tl.full((SIZE,), 0, tl.int32)
+    for i in tl.static_range(SIZE):
+        joined = tl.where(tl.arange(0, SIZE) == i, scalars[START + i], joined)
+    return joined
+
+
+@triton.jit
+def _gather_rows(
+    row_ptr, stride_l, order, channel, D: tl.constexpr, START: tl.constexpr, END: tl.constexpr
+):
+    """Return rows START to END as ``_load_rows``, of the tokens that ``order`` has for them.
+
+    ``row_ptr`` points at the channels of token 0. A row without a token that takes part is zeros.
+    """
+    rows = ()
+    for bit in tl.static_range(5):
+        if (END - START) & (16 >> bit):
+            token = _joined(order, START + (END - START) // (32 >> bit) * (32 >> bit), 16 >> bit)
+            tile = tl.load(
+                row_ptr[None, :] + (token.to(tl.int64) * stride_l)[:, None],
+                mask=(token >= 0)[:, None] & (channel < D)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            for i in tl.static_range(16 >> bit):
+                rows += (one_row(tile, i),)
+    return rows
+
+
+@triton.jit
+def _scatter_rows(row_ptr, rows, order, START: tl.constexpr, channel, D: tl.constexpr):
+    """Store four rows to the tokens that take part among those of ``order`` from START on."""
+    row = tl.arange(0, 4)
+    tile = tl.zeros((4, channel.shape[0]), tl.float32)
+    for i in tl.static_range(4):
+        tile = tl.where(row[:, None] == i, rows[i][None, :], tile)
+    token = _joined(order, START, 4)
+    mask = (token >= 0)[:, None] & (channel < D)[None, :]
+    rows = row_ptr[None, :] + (token.to(tl.int64) * D)[:, None]
+    tl.store(rows, tile.to(row_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_zeros(ptr, order_ptr, first, positions, channel, D: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Store zeros to the tokens of a tile that take no part; ``ptr`` points at channel 0 of token 0.
+
+    A few wide stores that mostly do nothing cost less than choosing, for each element of the result,
+    between it and zero. Their tile is [BLOCK_D, BLOCK_L]: to one of another's shape and inputs, Triton's
+    compiler gives as many neighbouring channels to a lane, and has 2,100 instructions more.
+    """
+    row = tl.arange(0, BLOCK_L)
+    entry = tl.load(order_ptr + row, mask=row < positions - first, other=-1)
+    rows = ptr + ((-2 - entry).to(tl.int64) * D)[None, :] + channel[:, None]
+    zeros = tl.zeros((channel.shape[0], BLOCK_L), ptr.dtype.element_ty)
+    tl.store(rows, zeros, mask=(entry < -1)[None, :] & (channel < D)[:, None])
+
+
+@triton.jit
 def _load_taps(weight_ptr, channel, D: tl.constexpr, K: tl.constexpr):
     """Return the K taps of a direction, each [BLOCK_D] in float32, from (D, K).
 
@@ -119,7 +222,10 @@ def _load_parameters(weight_ptr, bias_ptr, channel, D: tl.constexpr, K: tl.const
 
 
 # Not worth a compilation of their own for every value.
-_RUN_TIME = ("B", "L", "x_stride_b", "x_stride_l", "stride_l")
+_RUN_TIME = (
+    *("order_ptr", "B", "L", "positions", "order_stride_b"),
+    *("x_stride_b", "x_stride_l", "stride_l"),
+)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
@@ -128,8 +234,11 @@ def _forward_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
+    order_ptr,
     B,
     L,
+    positions,
+    order_stride_b,
     x_stride_b,
     x_stride_l,
     stride_l,
@@ -142,22 +251,34 @@ def _forward_kernel(
 ):
     """Convolve one tile of (B, L, D) into (2, B, L, D).
 
+    With order (1, positions) or (B, positions), int32, its stride 0 for the former, a tile is of positions.
     Strides are in UNIT elements, all that the compiler is to know of alignment: a lane then has UNIT
     neighbouring channels. ``stride_l`` is that of contiguous tokens.
     """
     NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    ROWS: tl.constexpr = BLOCK_L + 2 * (K - 1)
     tile = tl.program_id(0) // NUM_BLOCKS
-    tiles_per_sequence = tl.cdiv(L, BLOCK_L)
+    tiles_per_sequence = tl.cdiv(L if order_ptr is None else positions, BLOCK_L)
     batch = (tile // tiles_per_sequence).to(tl.int64)
     first = (tile % tiles_per_sequence) * BLOCK_L
     channel = (tl.program_id(0) % NUM_BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
 
     taps_0, bias_0, taps_1, bias_1 = _load_parameters(weight_ptr, bias_ptr, channel, D, K)
-    x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
-    x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, K - 1, 0, BLOCK_L + 2 * (K - 1))
-
-    out_row_0 = out_ptr + UNIT * ((batch * L + first) * stride_l) + channel
-    out_row_1 = out_row_0 + tl.cast(B, tl.int64) * L * D
+    direction = tl.cast(B, tl.int64) * L * D
+    if order_ptr is None:
+        x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
+        x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, K - 1, 0, ROWS)
+        out_row_0 = out_ptr + UNIT * ((batch * L + first) * stride_l) + channel
+    else:
+        order_ptr += batch * order_stride_b + _in_every_lane(first, FAST)
+        order = _load_order(order_ptr, first, positions, K - 1, ROWS)
+        x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
+        x = _gather_rows(x_row, UNIT * x_stride_l, order, channel, D, 0, ROWS)
+        out_row_0 = out_ptr + UNIT * (batch * L * stride_l) + channel
+        out = out_ptr + batch * L * D
+        _store_zeros(out, order_ptr, first, positions, channel, D, BLOCK_L)
+        _store_zeros(out + direction, order_ptr, first, positions, channel, D, BLOCK_L)
+    out_row_1 = out_row_0 + direction
     out_0, out_1 = (), ()
     for row in tl.static_range(BLOCK_L):
         v_0 = bias_0
@@ -168,8 +289,12 @@ def _forward_kernel(
         out_0 += (v_0 * _sigmoid(v_0, FAST),)
         out_1 += (v_1 * _sigmoid(v_1, FAST),)
         if row % 4 == 3:
-            _store_rows(out_row_0, out_0, row - 3, first, L, channel, D)
-            _store_rows(out_row_1, out_1, row - 3, first, L, channel, D)
+            if order_ptr is None:
+                _store_rows(out_row_0, out_0, row - 3, first, L, channel, D)
+                _store_rows(out_row_1, out_1, row - 3, first, L, channel, D)
+            else:
+                _scatter_rows(out_row_0, out_0, order, row - 4 + K, channel, D)
+                _scatter_rows(out_row_1, out_1, order, row - 4 + K, channel, D)
             out_0, out_1 = (), ()
 
 
@@ -189,8 +314,11 @@ def _backward_kernel(
     dx_ptr,
     dweight_ptr,
     dbias_ptr,
+    order_ptr,
     B,
     L,
+    positions,
+    order_stride_b,
     x_stride_b,
     x_stride_l,
     stride_l,
@@ -204,7 +332,8 @@ def _backward_kernel(
     """Write dx and each program's sums of the parameters' gradients.
 
     grad is (2, B, L, D), dx (B, L, D), dweight (programs, 2, K, D) and dbias (programs, 2, D), these
-    two in float32. Program p of P takes tiles p, p + P, p + 2P, ... of its channels.
+    two in float32. Program p of P takes tiles p, p + P, p + 2P, ... of its channels. order is as in
+    the forward pass.
 
     A tile of dx needs the gradients dv of the pre-activations of K - 1 more tokens: those after it
     in the causal direction, those before it in the other. The same K rows of x make one of each:
@@ -227,13 +356,21 @@ def _backward_kernel(
     dbias_1 = zero
 
     direction = tl.cast(B, tl.int64) * L * D
-    tiles_per_sequence = tl.cdiv(L, BLOCK_L)
+    tiles_per_sequence = tl.cdiv(L if order_ptr is None else positions, BLOCK_L)
     for tile in range(program, B * tiles_per_sequence, num_programs):
         batch = (tile // tiles_per_sequence).to(tl.int64)
         first = (tile % tiles_per_sequence) * BLOCK_L
-        x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
-        x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, HALO, 0, 2 * HALO)
-        offset = UNIT * ((batch * L + first) * stride_l) + channel
+        if order_ptr is None:
+            x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
+            x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, HALO, 0, 2 * HALO)
+            offset = UNIT * ((batch * L + first) * stride_l) + channel
+        else:
+            order_row = order_ptr + (batch * order_stride_b + _in_every_lane(first, FAST))
+            order = _load_order(order_row, first, positions, HALO, BLOCK_L + 2 * HALO)
+            x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
+            x = _gather_rows(x_row, UNIT * x_stride_l, order, channel, D, 0, 2 * HALO)
+            offset = UNIT * (batch * L * stride_l) + channel
+            _store_zeros(dx_ptr + batch * L * D, order_row, first, positions, channel, D, BLOCK_L)
         grad_row_0, grad_row_1 = grad_ptr + offset, grad_ptr + direction + offset
         grad_0, grad_1 = (), ()
         dv_0 = ()
@@ -241,16 +378,29 @@ def _backward_kernel(
         dxs = ()
         for i in tl.static_range(BLOCK_L + HALO):
             if i % 4 == 0:  # four rows ahead: more would take registers
-                x += _load_rows(
-                    x_row, UNIT * x_stride_l, first, L, channel, D, HALO,
-                    i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
-                )  # fmt: skip
-                grad_0 += _load_rows(
-                    grad_row_0, D, first, L, channel, D, 0, i, min(i + 4, BLOCK_L + HALO)
-                )
-                grad_1 += _load_rows(
-                    grad_row_1, D, first, L, channel, D, HALO, i, min(i + 4, BLOCK_L + HALO)
-                )
+                if order_ptr is None:
+                    x += _load_rows(
+                        x_row, UNIT * x_stride_l, first, L, channel, D, HALO,
+                        i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
+                    )  # fmt: skip
+                    grad_0 += _load_rows(
+                        grad_row_0, D, first, L, channel, D, 0, i, min(i + 4, BLOCK_L + HALO)
+                    )
+                    grad_1 += _load_rows(
+                        grad_row_1, D, first, L, channel, D, HALO, i, min(i + 4, BLOCK_L + HALO)
+                    )
+                else:
+                    x += _gather_rows(
+                        x_row, UNIT * x_stride_l, order, channel, D,
+                        i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
+                    )  # fmt: skip
+                    grad_0 += _gather_rows(
+                        grad_row_0, D, order, channel, D,
+                        i + HALO, min(i + 4, BLOCK_L + HALO) + HALO,
+                    )  # fmt: skip
+                    grad_1 += _gather_rows(
+                        grad_row_1, D, order, channel, D, i, min(i + 4, BLOCK_L + HALO)
+                    )
             v_0 = bias_0
             v_1 = bias_1
             for tap in tl.static_range(K):
@@ -282,7 +432,10 @@ def _backward_kernel(
                     dx += taps_1[tap] * dv_1[i - HALO + tap]
                 dxs += (dx,)
                 if (i - HALO) % 4 == 3:
-                    _store_rows(dx_ptr + offset, dxs, i - HALO - 3, first, L, channel, D)
+                    if order_ptr is None:
+                        _store_rows(dx_ptr + offset, dxs, i - HALO - 3, first, L, channel, D)
+                    else:
+                        _scatter_rows(dx_ptr + offset, dxs, order, i - 3, channel, D)
                     dxs = ()
 
     mask = channel < D
@@ -308,36 +461,48 @@ def _in_units(x: Tensor, channels: int) -> dict[str, int | bool]:
 
 
 def _constants(x: Tensor, weight: Tensor) -> dict[str, int | bool]:
-    # Triton's interpreter, whose kernels are of another class, has no fast functions.
-    fast = isinstance(_forward_kernel, triton.JITFunction)
+    # Triton's interpreter, whose kernels are of another class, has no fast functions; where there are
+    # some, FAST is 1, or more if PTX may stand in kernels too.
+    fast = tuning.fast(x.device) or int(isinstance(_forward_kernel, triton.JITFunction))
     return {"D": x.shape[2], "K": weight.shape[2], "BLOCK_L": BLOCK_L, "FAST": fast}
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _positions(order: Tensor | None, length: int) -> tuple[int, dict[str, Tensor | int | None]]:
+    """Return how many positions a sequence has, and what the kernels are to know of them."""
+    if order is None:
+        return length, dict.fromkeys(("order_ptr", "positions", "order_stride_b"))
+    order, positions = order.contiguous(), order.shape[1]
+    stride = positions if order.shape[0] > 1 else 0
+    return positions, {"order_ptr": order, "positions": positions, "order_stride_b": stride}
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
     """Compute ``reference.causal_conv1d_bidirectional``.
 
     Args:
         x: (B, L, D), float32, bfloat16 or float16; read in place if its last stride is 1.
         weight: Taps of the two directions, (2, D, K), dtype of x or float32.
         bias: (2, D), dtype of x or float32.
+        order: What each position holds, int32 (B, P) or (1, P); the tokens as they are if None.
 
     Returns:
         (2, B, L, D), contiguous, in the dtype of x.
     """
     B, L, D = x.shape
+    positions, table = _positions(order, L)
     x, weight, bias = adjacent_channels(x), weight.contiguous(), bias.contiguous()
     out = torch.empty((2, B, L, D), dtype=x.dtype, device=x.device)
     block_d, warps = tuning.blocks("conv", D, x.device)
     launch(
-        _forward_kernel, B * triton.cdiv(L, BLOCK_L) * triton.cdiv(D, block_d), x, num_warps=warps,
-        x_ptr=x, weight_ptr=weight, bias_ptr=bias, out_ptr=out, B=B, L=L, **_in_units(x, D),
-        **_constants(x, weight), BLOCK_D=block_d,
+        _forward_kernel, B * triton.cdiv(positions, BLOCK_L) * triton.cdiv(D, block_d), x,
+        num_warps=warps, x_ptr=x, weight_ptr=weight, bias_ptr=bias, out_ptr=out, B=B, L=L, **table,
+        **_in_units(x, D), **_constants(x, weight), BLOCK_D=block_d,
     )  # fmt: skip
     return out
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``forward`` for x, weight and bias, the same in every run.
 
@@ -346,6 +511,7 @@ def backward(
         x: As in ``forward``.
         weight: As in ``forward``.
         bias: As in ``forward``.
+        order: As in ``forward``.
 
     Returns:
         dx (B, L, D), dweight (2, D, K) and dbias (2, D), contiguous, each in the dtype of its
@@ -353,12 +519,13 @@ def backward(
     """
     B, L, D = x.shape
     K = weight.shape[2]
+    positions, table = _positions(order, L)
     grad, x = grad.contiguous(), adjacent_channels(x)
     weight, bias = weight.contiguous(), bias.contiguous()
     block_d, warps = tuning.blocks("conv", D, x.device)
     num_blocks = triton.cdiv(D, block_d)
     num_programs = min(
-        B * triton.cdiv(L, BLOCK_L), triton.cdiv(BACKWARD_PROGRAMS, max(num_blocks, 1))
+        B * triton.cdiv(positions, BLOCK_L), triton.cdiv(BACKWARD_PROGRAMS, max(num_blocks, 1))
     )
     dx = torch.empty((B, L, D), dtype=x.dtype, device=x.device)
     # One sum per program, added up below: atomics would add in another order every time.
@@ -367,7 +534,7 @@ def backward(
     launch(
         _backward_kernel, num_programs * num_blocks, x, num_warps=warps, grad_ptr=grad, x_ptr=x,
         weight_ptr=weight, bias_ptr=bias, dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias, B=B,
-        L=L, **_in_units(x, D), **_constants(x, weight), BLOCK_D=block_d,
+        L=L, **table, **_in_units(x, D), **_constants(x, weight), BLOCK_D=block_d,
     )  # fmt: skip
     dweight = dweight.sum(0).transpose(1, 2)  # (2, D, K)
     return dx, dweight.to(weight.dtype).contiguous(), dbias.sum(0).to(bias.dtype)

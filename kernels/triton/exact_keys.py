@@ -21,7 +21,7 @@ from vil.kernels.triton.tiles import for_product
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def _gram_kernel(
-    q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L,
+    q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L, key_norm,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
@@ -33,7 +33,7 @@ def _gram_kernel(
 
     keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero if dead and beyond M.
     gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0, for products.
-    kappa (N, B, chunks, 2, 16): 1 + |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
+    kappa (N, B, chunks, 2, 16): 1 + key_norm |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
     dead, so large that the quotient is nothing.
     """
     T: tl.constexpr = 16
@@ -52,7 +52,7 @@ def _gram_kernel(
     tl.store(keys, k)
     tl.store(keys + BLOCK_M, q)
     kappa = kappa_ptr + chunk * (2 * T) + t
-    tl.store(kappa, tl.where(alive, 1.0 + tl.sum(k * k, 1), float("inf")))
+    tl.store(kappa, tl.where(alive, 1.0 + key_norm * tl.sum(k * k, 1), float("inf")))
     tl.store(kappa + T, tl.where(alive, 2.0, 1e30))
     gram = gram_ptr + chunk * (2 * T * T) + t[:, None] * T + t[None, :]
     tl.store(gram, tl.dot(k, tl.trans(k), input_precision=PRECISION))
@@ -63,13 +63,14 @@ def _gram_kernel(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def _keys_kernel(
-    keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks,
+    keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks, key_norm,
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Add up one chunk's sums over channels and take them back to its queries and keys.
 
-    The blocks are added in order: the same bits from run to run. dq, dk (N, B, L, M).
+    The blocks are added in order: the same bits from run to run. dq, dk (N, B, L, M). Of dgram, the
+    diagonal is the gradient of |k|^2 in the step sizes: no token meets its own key in the substitution.
     """
     T: tl.constexpr = 16
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
@@ -91,6 +92,7 @@ def _keys_kernel(
     causal = t[:, None] >= t[None, :]  # rows are queries, columns keys
     dread = for_product(tl.where(causal, dread, 0.0), PRECISION, FAST)
     dgram = tl.where(causal, dgram, 0.0)
+    dgram = tl.where(t[:, None] == t[None, :], key_norm * dgram, dgram)
     dgram = for_product(dgram + tl.trans(dgram), PRECISION, FAST)
     keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
     k, q = tl.load(keys), tl.load(keys + BLOCK_M)
@@ -108,7 +110,7 @@ def _keys_kernel(
 # -------------------------------------------------------------------------------------- launchers
 
 
-def pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor]:
+def pack(q: Tensor, k: Tensor, block_m: int, reverse: bool, key_norm: float) -> dict[str, Tensor]:
     """Return keys, queries and Gram matrices by chunk: what the Gram kernel writes."""
     (directions, B, L, M), T = k.shape, tuning.CHUNK
     q, k = adjacent_channels(q), adjacent_channels(k)
@@ -124,15 +126,15 @@ def pack(q: Tensor, k: Tensor, block_m: int, reverse: bool) -> dict[str, Tensor]
         for axis, stride in zip(("dir", "b", "l"), tensor.stride(), strict=False)
     }
     launch(
-        _gram_kernel, math.prod(lead), k, num_warps=1, q_ptr=q, k_ptr=k, **packed, B=B, L=L, **strides,
-        REVERSE=reverse, M=M, BLOCK_M=block_m, PRECISION=tuning.dot_precision(k.dtype),
+        _gram_kernel, math.prod(lead), k, num_warps=1, q_ptr=q, k_ptr=k, **packed, B=B, L=L,
+        key_norm=float(key_norm), **strides, REVERSE=reverse, M=M, BLOCK_M=block_m, PRECISION=tuning.dot_precision(k.dtype),
         FAST=tuning.fast(k.device),
     )  # fmt: skip
     return packed
 
 
 def gradients(
-    q: Tensor, k: Tensor, sums: Tensor, arguments: dict[str, Any]
+    q: Tensor, k: Tensor, sums: Tensor, key_norm: float, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries and keys, given the sums over the channels of every block.
 
@@ -140,12 +142,14 @@ def gradients(
         q: Queries, (N, B, L, M).
         k: Keys, (N, B, L, M).
         sums: As the backward kernel leaves them, (blocks, N, B, chunks, 16 (3 BLOCK_M + 32)).
+        key_norm: What |k|^2 is multiplied by in the step size.
         arguments: What the backward kernel took.
     """
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
     names = ("keys_ptr", "B", "L", "REVERSE", "BLOCK_M", "PRECISION", "FAST")
     launch(
         _keys_kernel, math.prod(sums.shape[1:4]), k, num_warps=1, sums_ptr=sums, dq_ptr=dq,
-        dk_ptr=dk, blocks=sums.shape[0], M=k.shape[3], **{name: arguments[name] for name in names},
+        dk_ptr=dk, blocks=sums.shape[0], key_norm=float(key_norm), M=k.shape[3],
+        **{name: arguments[name] for name in names},
     )  # fmt: skip
     return dq, dk

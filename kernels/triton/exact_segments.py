@@ -185,6 +185,7 @@ class Scan:
         bias: Added to dt, (N, D).
         z: Gate before its SiLU, (B, L, D), of two directions.
         reverse: Which way a single direction goes.
+        key_norm: What |k|^2 is multiplied by in the step size.
 
     Attributes:
         block_m: States of a channel as the kernels see them, a power of two.
@@ -207,6 +208,7 @@ class Scan:
         bias: Tensor,
         z: Tensor | None,
         reverse: bool,
+        key_norm: float,
     ) -> None:
         _, B, L, channels = x.shape
         self.x, dt = adjacent_channels(x), adjacent_channels(dt)
@@ -226,7 +228,7 @@ class Scan:
         self.programs = programs * self.segments
         self.arguments = {
             "x_ptr": self.x, "dt_ptr": dt, "z_ptr": z, "bias_ptr": bias.contiguous(),
-            **pack(q, k, self.block_m, self.reverse),
+            **pack(q, k, self.block_m, self.reverse, key_norm),
             "B": B, "L": L, "segments": self.segments, "segment_chunks": segment_chunks,
             "x_stride_dir": self.x.stride(0), "x_stride_b": self.x.stride(1),
             "x_stride_l": self.x.stride(2),

@@ -355,6 +355,7 @@ def forward(
     initial_state: Tensor | None,
     reverse: bool,
     save: bool,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Scan both directions, average and gate; or scan a single direction.
 
@@ -369,6 +370,7 @@ def forward(
         initial_state: (B, D, M) float32 or None for zeros, if N = 1, else None.
         reverse: Scan from the last token to the first, if N = 1.
         save: Also return what the backward pass needs.
+        key_norm: What |k|^2 is multiplied by in the step size.
 
     Returns:
         out (B, L, D) in the dtype of x; the sum of both directions before the gate, (B, L, D)
@@ -380,7 +382,7 @@ def forward(
     x, dt, q, k, z = padded_tokens(tuning.CHUNK, x, dt, q, k, z)
     _, B, L, channels = x.shape
     both = z is not None
-    scan = Scan("exact_forward", B, x, dt, q, k, bias, z, reverse)
+    scan = Scan("exact_forward", B, x, dt, q, k, bias, z, reverse, key_norm)
     out, y_sum, states, final_state = x.new_empty(B, L, channels), None, None, None
     if both:
         y_sum = torch.empty(B, L, channels, device=x.device)
@@ -413,6 +415,7 @@ def backward(
     y_sum: Tensor | None,
     states: Tensor | None,
     reverse: bool,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients for x, dt, q, k, D, bias, z and the initial state, in their dtypes.
 
@@ -430,15 +433,18 @@ def backward(
         y_sum: As saved by the forward pass.
         states: As saved by the forward pass, or None to scan again.
         reverse: As given to the forward pass.
+        key_norm: As given to the forward pass.
     """
     if states is None:
-        _, y_sum, states, _ = forward(x, dt, q, k, D, bias, z, initial_state, reverse, save=True)
+        _, y_sum, states, _ = forward(
+            x, dt, q, k, D, bias, z, initial_state, reverse, True, key_norm
+        )
     length, T = x.shape[2], tuning.CHUNK
     x, dt, q, k, z, dout, y_sum = padded_tokens(T, x, dt, q, k, z, dout, y_sum)
     directions, B, L, channels = x.shape
     precise = tuning.dot_precision(x.dtype) == "tf32x3"
     kernel = "exact_backward_float32" if precise else "exact_backward"
-    scan = Scan(kernel, directions * B, x, dt, q, k, bias, z, reverse)
+    scan = Scan(kernel, directions * B, x, dt, q, k, bias, z, reverse, key_norm)
     dout = dout.contiguous()
     dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
     dz = None if z is None else z.new_empty(z.shape)
@@ -457,7 +463,7 @@ def backward(
         dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, sums_ptr=sums, dskip_ptr=dskip, dbias_ptr=dbias,
         dinitial_ptr=dinitial, BLOCK_D=scan.block_d,
     )  # fmt: skip
-    dq, dk = exact_keys.gradients(q, k, sums, scan.arguments)
+    dq, dk = exact_keys.gradients(q, k, sums, key_norm, scan.arguments)
     dx, ddt, dq, dk, dz = (
         t if t is None or length == L else t[..., :length, :] for t in (dx, ddt, dq, dk, dz)
     )

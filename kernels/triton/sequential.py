@@ -224,7 +224,7 @@ def _load_group(
 @triton.jit
 def _group_backward(
     grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
-    dx_ptr, ddt_ptr, dz_ptr, back, sign, live, group, own_row, shared_row, d, gate_channels,
+    dx_ptr, ddt_ptr, dz_ptr, back, sign, live, group, own_row, shared_row, d, gate_channels, key_norm,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -242,8 +242,9 @@ def _group_backward(
         row = rows + r * (2 * M + 4)
         k, q = broadcast_row(row, M, BLOCK_D), broadcast_row(row + M, M, BLOCK_D)
         grad, drates, recalled, dstep, dk, dq = retreat(
-            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, M, MAMBA, FAST
-        )
+            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, key_norm, M,
+            MAMBA, FAST,
+        )  # fmt: skip
         ddt = dstep * slopes[t]
         dx = step * recalled + skip * dy
         dskip += dy * x
@@ -267,7 +268,7 @@ def _group_backward(
 def _chunk_backward(
     grad, drates, dskip, dbias, bias, skip, rates, scratch,
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
-    drows_ptr, B, L, block, direction, b, back, chunk, d,
+    drows_ptr, B, L, key_norm, block, direction, b, back, chunk, d,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
@@ -316,6 +317,7 @@ def _chunk_backward(
         grad, drates, dskip, dbias = _group_backward(
             grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
             dx_ptr, ddt_ptr, dz_ptr, back, sign, live, group, own_row, shared_row, d, gate_channels,
+            key_norm,
             N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
         )  # fmt: skip
     return grad, drates, dskip, dbias
@@ -325,7 +327,7 @@ def _chunk_backward(
 def _backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
     dentry_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, drows_ptr, drates_ptr, dskip_ptr, dbias_ptr,
-    dinitial_ptr, B, L, segments, segment_tokens,
+    dinitial_ptr, B, L, segments, segment_tokens, key_norm,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, ENTRY: tl.constexpr,
@@ -340,6 +342,7 @@ def _backward_kernel(
     dk and dq summed over the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
     dentry (N, B, S, M / 4, D, 4), if ENTRY: gradients of the states after segments. Of two directions the
     first one writes dz; with one, dinitial (B, M / 4, D, 4) takes the gradient of its first state.
+    Mamba has no use for key_norm.
     """
     block, segment, direction, b = place_of_program(segments, B, D, BLOCK_D)
     lane = tl.arange(0, BLOCK_D)
@@ -364,7 +367,7 @@ def _backward_kernel(
         grad, drates, dskip, dbias = _chunk_backward(
             grad, drates, dskip, dbias, bias, skip, rates, scratch,
             x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
-            drows_ptr, B, L, block, direction, b, back, chunk, d,
+            drows_ptr, B, L, key_norm, block, direction, b, back, chunk, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
             N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
@@ -408,6 +411,7 @@ def forward(
     initial_state: Tensor | None,
     reverse: bool,
     save: bool,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Scan two directions, average and gate, or scan one.
 
@@ -423,6 +427,7 @@ def forward(
         initial_state: Of one direction, (B, D, M) float32, zeros if None.
         reverse: Whether one direction is from the last token to the first; False for two.
         save: Also return what the backward pass needs.
+        key_norm: What |k|^2 is multiplied by in Longhorn's step size; nothing to Mamba.
 
     Returns:
         out (B, L, D) in the dtype of x. Of two directions, with ``save``, their sum before the gate,
@@ -430,7 +435,7 @@ def forward(
         scan, (N, B, chunks, M' / 4, D, 4) float32, else None. Of one direction its last state, (B, D, M)
         float32, else None.
     """
-    run = Scan(x, dt, A, q, k, bias, z, reverse)
+    run = Scan(x, dt, A, q, k, bias, z, reverse, key_norm)
     entry = run.entry(by_quads(initial_state, run.M), None)
     block_d, warps = tuning.blocks("sequential_forward", run.D, x.device)
     out = x.new_empty(run.B, run.L, run.D)
@@ -462,6 +467,7 @@ def backward(
     y_sum: Tensor | None,
     states: Tensor | None,
     reverse: bool,
+    key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, dt, A, q, k, D, bias, z and initial_state, None for None.
 
@@ -480,10 +486,13 @@ def backward(
         y_sum: As saved by ``forward``.
         states: As saved by ``forward``, or None to scan again.
         reverse: As in ``forward``.
+        key_norm: As in ``forward``.
     """
     if states is None:
-        _, y_sum, states, _ = forward(x, dt, A, q, k, D, bias, z, initial_state, reverse, True)
-    run = Scan(x, dt, A, q, k, bias, z, reverse)
+        _, y_sum, states, _ = forward(
+            x, dt, A, q, k, D, bias, z, initial_state, reverse, True, key_norm
+        )
+    run = Scan(x, dt, A, q, k, bias, z, reverse, key_norm)
     dout = dout.contiguous()
     dentry = run.entry(by_quads(dfinal, run.M), dout)
     N, B, L, S, group = run.N, run.B, run.L, run.segments, _group_size(run.M)
@@ -501,8 +510,9 @@ def backward(
         y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states, dentry_ptr=dentry,
         scratch_ptr=scratch, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, drows_ptr=drows,
         drates_ptr=drates, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
-        ENTRY=dentry is not None, BITS=max(4, (2 * run.M - 1).bit_length()), GROUP=group,
-        BLOCK_D=block_d, PRECISION=tuning.dot_precision(x.dtype), **_register_limit(run),
+        key_norm=float(key_norm), ENTRY=dentry is not None,
+        BITS=max(4, (2 * run.M - 1).bit_length()), GROUP=group, BLOCK_D=block_d, PRECISION=tuning.dot_precision(x.dtype),
+        **_register_limit(run),
     )  # fmt: skip
     M = k.shape[-1]
     drows = drows.sum(0)  # in a fixed order: the same bits from run to run

@@ -147,9 +147,10 @@ class Scan:
         bias: Tensor,
         z: Tensor | None,
         reverse: bool,
+        key_norm: float,
     ) -> None:
         self.N, self.B, self.L, self.D = x.shape
-        self.rows = pack_rows(q, k)
+        self.rows = pack_rows(q, k, key_norm)
         self.M = padded_states(k.shape[-1])
         self.rates = _rates(A, self.M)
         self.x, self.dt = adjacent_channels(x), adjacent_channels(dt)

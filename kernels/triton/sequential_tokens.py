@@ -28,11 +28,11 @@ from vil.kernels.triton.tiles import (
 # Tokens from one saved state to the next. The backward pass keeps a scratch of 2 KB per token of it
 # and program: with 16, that of all programs that an H200 runs at a time, 26 MB, stays in its L2.
 INTERVAL = tuning.CHUNK
-_ROW_TAIL = 4  # floats of a packed row after k and q: 1 + |k|^2, and padding to 128 bits
+_ROW_TAIL = 4  # floats of a packed row after k and q: 1 + key_norm |k|^2, and padding to 128 bits
 
 # What differs from call to call and is not worth a compilation of its own.
 RUN_TIME = (
-    *("B", "L", "segments", "segment_tokens"),
+    *("B", "L", "segments", "segment_tokens", "key_norm"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b", "l")),
     *(
         f"{name}_ptr"
@@ -184,12 +184,14 @@ def fade(weights, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl
 
 @triton.jit
 def retreat(
-    grad, drates, state, x, step, k, q, dy, rates,
+    grad, drates, state, x, step, k, q, dy, rates, key_norm,
     M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     if MAMBA:
         return mamba.retreat(grad, drates, state, x, step, k, q, dy, rates, M, FAST)
-    before, recalled, dstep, dk, dq = longhorn_diagonal.retreat(grad, state, x, step, k, q, dy, M)
+    before, recalled, dstep, dk, dq = longhorn_diagonal.retreat(
+        grad, state, x, step, k, q, dy, key_norm, M
+    )
     return before, drates, recalled, dstep, dk, dq
 
 
@@ -202,12 +204,12 @@ def gate_backward(dout, z, y, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def _pack_kernel(
-    q_ptr, k_ptr, rows_ptr, B, L,
+    q_ptr, k_ptr, rows_ptr, B, L, key_norm,
     q_stride_dir, q_stride_b, q_stride_l, q_stride_m,
     k_stride_dir, k_stride_b, k_stride_l, k_stride_m,
     STATES: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Pack keys and queries of TOKENS tokens into rows, float32: k, q, 1 + |k|^2.
+    """Pack keys and queries of TOKENS tokens into rows, float32: k, q, 1 + key_norm |k|^2.
 
     rows (N, B, L rounded up, 2 M + 4), zero beyond L and STATES.
     """
@@ -226,7 +228,7 @@ def _pack_kernel(
     inside = (m < M)[None, :]
     tl.store(row[:, None] + m[None, :], k, mask=inside)
     tl.store(row[:, None] + M + m[None, :], q, mask=inside)
-    tl.store(row + 2 * M, 1.0 + tl.sum(k * k, 1))
+    tl.store(row + 2 * M, 1.0 + key_norm * tl.sum(k * k, 1))
 
 
 @triton.jit
@@ -251,7 +253,7 @@ def padded_states(states: int) -> int:
     return 4 * triton.cdiv(states, 4)
 
 
-def pack_rows(q: Tensor, k: Tensor) -> Tensor:
+def pack_rows(q: Tensor, k: Tensor, key_norm: float) -> Tensor:
     """Return keys and queries (N, B, L, M) as ``_pack_kernel`` packs them."""
     N, B, L, states = k.shape
     chunks, padded = triton.cdiv(L, INTERVAL), padded_states(states)
@@ -265,7 +267,7 @@ def pack_rows(q: Tensor, k: Tensor) -> Tensor:
     # No fusion: of 1 + |k|^2, which is summed across lanes, they would differ in the last place.
     launch(
         _pack_kernel, chunks * N * B, k, num_warps=4, enable_fp_fusion=False, q_ptr=q, k_ptr=k,
-        rows_ptr=rows, B=B, L=L, **strides, STATES=states, M=padded,
+        rows_ptr=rows, B=B, L=L, key_norm=float(key_norm), **strides, STATES=states, M=padded,
         BLOCK_M=triton.next_power_of_2(padded), TOKENS=INTERVAL,
     )  # fmt: skip
     return rows

@@ -39,6 +39,13 @@ BUDGETS = {
     "exact_gram": (72, 0, 27),
     "conv_forward": (96, 0, 40),
     "conv_backward": (168, 0, 72),
+    "conv_forward_order": (104, 0, 42),
+    "conv_backward_order": (168, 0, 75.5),
+}
+# Kernel -> the one without what it adds, and the most instructions per unit as a multiple of its.
+ADDITIONS = {
+    "conv_forward_order": ("conv_forward", 1.15),
+    "conv_backward_order": ("conv_backward", 1.15),
 }
 # Compile time as a multiple of that of a plain kernel: 10 CPU seconds where that takes 0.2.
 LONGEST = 50
@@ -69,6 +76,8 @@ EVERY_KERNEL = (
     "exact_gram",
     "conv_forward",
     "conv_backward",
+    "conv_forward_order",
+    "conv_backward_order",
 )
 # Not the architecture that the kernels are written for: some spills are let pass.
 SOME_SPILLS = 64
@@ -146,6 +155,14 @@ class TestSm90(Compiled):
         assert registers <= BUDGETS[kernel][0]
         assert spills <= BUDGETS[kernel][1]
         assert per_unit <= BUDGETS[kernel][2]
+
+    @pytest.mark.parametrize("kernel", ADDITIONS)
+    def test_what_is_added_stays_within_budget(
+        self, kernel: str, rows: dict[str, list[str]]
+    ) -> None:
+        plain, most = ADDITIONS[kernel]
+        per_unit, without = (float(rows[name][8].split()[0]) for name in (kernel, plain))
+        assert per_unit <= most * without
 
     @pytest.mark.parametrize("kernel", BUDGETS)
     def test_compiles_within_budget(self, kernel: str, rows: dict[str, list[str]]) -> None:

@@ -34,6 +34,8 @@ class Case:
     quick: bool | int = False  # or only on one architecture
     initial: bool = True
     saved: bool = True
+    key_norm: float = 1.0
+    order: int = 0  # phases of the convolution's tokens; 0 for none
 
     @property
     def name(self) -> str:
@@ -51,6 +53,8 @@ class Case:
             "no-initial": not self.initial,
             f"weights-{self.parameters}": self.parameters != "f32",
             "unsaved": not self.saved,
+            f"key-norm{self.key_norm:g}": self.key_norm != 1.0,
+            f"order{self.order}": self.order > 0,
         }
         return "-".join([*parts, *(text for text, on in special.items() if on)])
 
@@ -103,17 +107,18 @@ def scan_reference(
     recurrence = {"exact": "longhorn_exact"}.get(c.op, c.op)
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
     if c.directions == 2:
-        outputs = [reference.bidirectional_scan(*leaves[:8], recurrence)]
+        outputs = [reference.bidirectional_scan(*leaves[:8], recurrence, c.key_norm)]
     else:
         one = [None if t is None else t[0] for t in leaves[:7]]
-        outputs = list(reference.scan(*one, leaves[8], recurrence, c.reverse))
+        outputs = list(reference.scan(*one, leaves[8], recurrence, c.reverse, c.key_norm))
     grads = [g.double() for g in (dout, dfinal) if g is not None]
     gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], grads)
     outputs = [o.detach() for o in outputs]
     if c.directions == 2:  # and the float32 sum before the gate, which no rounding hides
         with torch.no_grad():
             one = [[None if t is None else t[n] for t in leaves[:7]] for n in (0, 1)]
-            sums = [reference.scan(*one[n], None, recurrence, n == 1)[0] for n in (0, 1)]
+            rest = (None, recurrence)
+            sums = [reference.scan(*one[n], *rest, n == 1, c.key_norm)[0] for n in (0, 1)]
             outputs.append(sum(sums))
     return outputs, list(gradients)
 
@@ -127,23 +132,25 @@ def scan_run(
     x, dt, A, q, k, D, bias, z, initial = inputs
     if c.op == "exact":
         given = (x, dt, q, k, D, bias, z, initial)
-        out, y_sum, states, final = longhorn_exact.forward(*given, c.reverse, True)
+        out, y_sum, states, final = longhorn_exact.forward(*given, c.reverse, True, c.key_norm)
         plain = out
         if c.D >= 200:  # another specialisation, slow to compile
-            plain, *_ = longhorn_exact.forward(*given, c.reverse, False)
+            plain, *_ = longhorn_exact.forward(*given, c.reverse, False, c.key_norm)
         total = y_sum
         if not c.saved:
             y_sum = states = None
-        grads = longhorn_exact.backward(dout, dfinal, *given, y_sum, states, c.reverse)
+        saved = (y_sum, states, c.reverse, c.key_norm)
+        grads = longhorn_exact.backward(dout, dfinal, *given, *saved)
         dx, ddt, dq, dk, dD, db, dz, di = grads
         grads = (dx, ddt, None, dq, dk, dD, db, dz, di)
     else:
-        out, y_sum, states, final = sequential.forward(*inputs, c.reverse, True)
-        plain, *_ = sequential.forward(*inputs, c.reverse, False)
+        out, y_sum, states, final = sequential.forward(*inputs, c.reverse, True, c.key_norm)
+        plain, *_ = sequential.forward(*inputs, c.reverse, False, c.key_norm)
         total = y_sum
         if not c.saved:
             y_sum = states = None
-        grads = sequential.backward(dout, dfinal, *inputs, y_sum, states, c.reverse)
+        saved = (y_sum, states, c.reverse, c.key_norm)
+        grads = sequential.backward(dout, dfinal, *inputs, *saved)
     if not torch.equal(out, plain):
         raise AssertionError("the output differs if states are saved")
     outputs = [out, total] if c.directions == 2 else [out, final]
@@ -208,6 +215,21 @@ def errors(c: Case) -> dict[str, float]:
         return {n: relative(a, b) for n, (a, b) in scan_results(c).items()}
 
 
+def conv_order(c: Case) -> torch.Tensor | None:
+    """Return orders of phases, gaps between, and every fifth token without part, or None.
+
+    One for every batch element, which begins with another token, or for more than two the same.
+    """
+    if not c.order:
+        return None
+    orders = []
+    for b in range(c.B if c.B <= 2 else 1):
+        tokens = [-2 - t if t % 5 == 1 else t for t in ((i + b) % c.L for i in range(c.L))]
+        phases = [tokens[phase :: c.order] + [-1] * (c.K - 1) for phase in range(c.order)]
+        orders.append([entry for phase in phases for entry in phase])
+    return torch.tensor(orders, dtype=torch.int32)
+
+
 def conv_errors(c: Case) -> dict[str, float]:
     """Return the errors of the convolution, forward and backward."""
     from vil.kernels import reference
@@ -225,10 +247,11 @@ def conv_errors(c: Case) -> dict[str, float]:
         weight, bias, grad = weight[:, 1:], bias[:, 1:], grad[..., 1:]
     if c.strides == "transposed":
         x = x.mT.contiguous().mT
-    exact = [t.double() for t in (x, weight, bias)]
+    order = conv_order(c)
+    exact = (*(t.double() for t in (x, weight, bias)), order)
     gradients = reference.causal_conv1d_bidirectional_backward(grad.double(), *exact)
     truth = (reference.causal_conv1d_bidirectional(*exact), *gradients)
-    ours = (conv.forward(x, weight, bias), *conv.backward(grad, x, weight, bias))
+    ours = (conv.forward(x, weight, bias, order), *conv.backward(grad, x, weight, bias, order))
     names = ("out", "dx", "dweight", "dbias")
     return {n: relative(a, b) for n, a, b in zip(names, ours, truth, strict=True)}
 
@@ -379,6 +402,17 @@ def all_cases() -> list[Case]:
     add("conv", 2, 17, 6, strides="transposed")
     add("conv", 2, 17, 41, strides="odd", dtype="bf16", quick=80)
     add("conv", 600, 37, 8)  # programs that take several tiles
+    for L in (5, 70):
+        add("conv", 2, L, 70, order=2)
+    add("conv", 2, 37, 200, dtype="bf16", order=2, quick=90)
+    add("conv", 2, 37, 40, dtype="bf16", K=7, order=3)
+    add("conv", 2, 17, 41, strides="odd", dtype="bf16", order=2, quick=80)
+    add("conv", 600, 37, 8, order=2)
+    # a factor on |k|^2
+    for op in ("longhorn", "exact"):
+        add(op, 2, 37, 40, M=4, dtype="f32", key_norm=4.0)
+        add(op, 2, 37, 72, M=4, dtype="bf16", key_norm=4.0, quick=90 if op == "exact" else 80)
+        add(op, 2, 67, 40, M=4, dtype="f32", key_norm=0.25, segments=True)
     # the mixer and whole models
     for recurrence in ("longhorn", "mamba", "longhorn_exact"):
         add("mixer", 2, 21, 12, M=4, extreme=recurrence, quick=90 * (recurrence == "longhorn"))

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vil.kernels import ops, reference
+from vil.kernels import grid_conv, ops, reference
+from vil.kernels.grid import Grid, layout_of
 from vil.mixer import BidirectionalMixer, Recurrence
 
 B, L, C, M, K = 2, 6, 4, 4, 4
@@ -43,32 +44,75 @@ def arguments(recurrence: Recurrence, dtype: torch.dtype) -> tuple[Tensor | None
     return tuple(None if t is None else t.detach().clone().requires_grad_() for t in given)
 
 
-def in_parts(mixer: BidirectionalMixer, x: Tensor) -> Tensor:
-    """Mix by the reference's functions and autograd."""
+# Tokens on grids of which 2 x 2 was trained, as many as can be without taking long.
+GRIDS = {
+    "the trained grid": None,
+    "2.25 times the tokens": Grid(3, 3, 2, 2, 4, 4, 4, 4, 1),
+    "half the tokens": Grid(1, 2, 2, 2, 4, 4, 4, 4, 1),
+    "twice, no class token": Grid(2, 4, 2, 2, 4, 4, 4, 4, 0),
+}
+
+
+def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: Grid | None = None) -> Tensor:
+    """Mix by the reference's functions and autograd, every step divided by the area as it is."""
     rank, states = mixer.dt_rank, mixer.d_state
+    layout = layout_of(grid, K, x.device)
     x, z = mixer.in_proj(x).chunk(2, dim=-1)
-    x = reference.causal_conv1d_bidirectional(x, mixer.conv_weight, mixer.conv_bias)
+    x = grid_conv.forward(reference, x, mixer.conv_weight, mixer.conv_bias, layout)
     projected = torch.einsum("nble,nce->nblc", x, mixer.x_proj_weight)
     dt, k, q = projected.split([rank, states, states], dim=-1)
     dt = torch.einsum("nblr,ner->nble", dt, mixer.dt_weight)
     A = None if mixer.A_log is None else -mixer.A_log.exp()
-    y = reference.bidirectional_scan(x, dt, A, q, k, mixer.D, mixer.dt_bias, z, mixer.recurrence)
-    return mixer.out_proj(y)
+    y = sum(
+        _scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], layout.area, i)
+        for i in (0, 1)
+    )
+    return mixer.out_proj(torch.nn.functional.silu(z) * y / 2)
+
+
+def _scan(
+    mixer: BidirectionalMixer,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    area: float,
+    i: int,
+) -> Tensor:
+    step = reference.step_size(dt, k, mixer.dt_bias[i], mixer.recurrence)
+    if mixer.recurrence != "mamba" and area < 1:  # where beta is divided
+        beta = torch.sigmoid(dt + mixer.dt_bias[i]) / area
+        step = beta / (1 + beta * k.square().sum(-1, keepdim=True))
+    else:
+        step = step / area
+    state, outputs = x.new_zeros(len(x), x.shape[2], k.shape[2]), [None] * x.shape[1]
+    for t in range(x.shape[1]) if i == 0 else reversed(range(x.shape[1])):
+        state, outputs[t] = reference.advance(
+            state, x[:, t], step[:, t], A, q[:, t], k[:, t], mixer.recurrence
+        )
+    return torch.stack(outputs, 1) + mixer.D[i] * x
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-@pytest.mark.parametrize("training", [True, False])
-def test_equals_its_parts(backend: str, recurrence: Recurrence, training: bool) -> None:
+@pytest.mark.parametrize(
+    ("training", "grid"), [(True, None), (False, None), *((True, name) for name in [*GRIDS][1:])]
+)
+def test_equals_its_parts(
+    backend: str, recurrence: Recurrence, training: bool, grid: str | None
+) -> None:
     dtype = torch.float32 if backend == "triton" else torch.float64
     mixer = mixer_of(recurrence, dtype).train(training)
-    x = torch.randn(B, L, C, device=DEVICE, dtype=dtype)
+    own = GRIDS[grid] if grid else None
+    tokens = L if own is None else own.length
+    x = torch.randn(B, tokens, C, device=DEVICE, dtype=dtype)
     results = []
     for run in (mixer, in_parts):
         if run is in_parts:
             mixer.double()
         mixer.zero_grad()
         leaf = x.detach().clone().to(mixer.D.dtype).requires_grad_()
-        out = run(leaf) if run is mixer else in_parts(mixer, leaf)
+        out = run(leaf, own) if run is mixer else in_parts(mixer, leaf, own)
         out.square().sum().backward()
         gradients = {name: p.grad.double() for name, p in mixer.named_parameters()}
         results.append({"out": out.detach().double(), "x": leaf.grad.double(), **gradients})
@@ -89,6 +133,21 @@ def test_gradients_and_registration(name: str, recurrence: Recurrence) -> None:
         torch.library.opcheck(torch.ops.vil.mixer, (*given, recurrence, True))
         assert torch.autograd.gradcheck(
             lambda *t: torch.ops.vil.mixer(*t, recurrence, True)[0], given
+        )
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_gradients_and_registration_at_another_grid(recurrence: Recurrence) -> None:
+    """With a patch missing in one of the two."""
+    given = [None if t is None else t.detach().cpu() for t in arguments(recurrence, torch.float64)]
+    given = [None if t is None else t.requires_grad_() for t in given]
+    grid = [1, 5, 1, 2, 4, 4, 4, 4, 1]
+    valid = torch.tensor([[True] * 5, [True, False, True, True, True]])
+    for missing in (None, valid):
+        options = (recurrence, True, grid, missing)
+        torch.library.opcheck(torch.ops.vil.mixer, (*given, *options))
+        assert torch.autograd.gradcheck(
+            lambda *t, options=options: torch.ops.vil.mixer(*t, *options)[0], given, fast_mode=True
         )
 
 
@@ -172,3 +231,22 @@ def test_names_the_wrong_argument(position: int, value: object, message: str) ->
     given[position] = value
     with pytest.raises(ValueError, match=message):
         torch.ops.vil.mixer(*given)
+
+
+@pytest.mark.parametrize(
+    ("grid", "valid", "message"),
+    [
+        ([2, 3], None, "grid must be .*got \\(2, 3\\)"),
+        ([1, 5, 0, 2, 4, 4, 4, 4, 1], None, "grid must be .* all positive"),
+        ([2, 3, 1, 2, 4, 4, 4, 4, 1], None, "grid has 7 tokens, and xz 6"),
+        (None, torch.ones(B, 5, dtype=torch.bool), "valid must be None where grid is None"),
+        ([1, 5, 1, 2, 4, 4, 4, 4, 1], torch.ones(B, 6, dtype=torch.bool), "valid must have shape"),
+        ([1, 5, 1, 2, 4, 4, 4, 4, 1], torch.ones(B, 5), "valid must be torch.bool"),
+    ],
+)
+def test_names_what_is_wrong_with_a_grid(
+    grid: list[int] | None, valid: Tensor | None, message: str
+) -> None:
+    given = [None if t is None else t.detach().cpu() for t in arguments("longhorn", torch.float32)]
+    with pytest.raises(ValueError, match=message):
+        torch.ops.vil.mixer(*given, "longhorn", False, grid, valid)

@@ -88,6 +88,16 @@ def test_a_straight_line_of_values_is_met_where_it_says(size: float) -> None:
     torch.testing.assert_close(out[1, 0, :-margin, 0], (column + size)[:-margin])
 
 
+def test_no_ratio_takes_more_than_six_taps() -> None:
+    """Up to five patches of distance are what the kernels of four taps are a little wider for."""
+    most = {
+        W: layout_of(grid_of(2, W, (2, 30)), K, CPU).taps.shape[1] for W in range(1, 200) if W != 30
+    }
+    assert max(most.values()) == 6
+    assert all(most[W] == 4 for W in (60, 90, 120, 150, 180, 51, 59))
+    assert most[45] == 6
+
+
 def test_the_trained_grid_is_left_alone() -> None:
     layout = layout_of(grid_of(4, 6, (4, 6)), K, CPU)
     assert layout == layout_of(None, K, CPU)

@@ -323,3 +323,46 @@ def test_a_recurrence_that_a_backend_does_not_serve_is_named(
     message = f'"{backend}" does not serve the recurrence new; use "reference"'
     with ops.use_backend(backend), pytest.raises(NotImplementedError, match=message):
         ops.bidirectional_scan(x, x, None, q, q, D, D, z, "new")
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (
+            torch.zeros(3, 8, dtype=torch.int32),
+            r"order must have shape \(B, P\) or \(1, P\) with B",
+        ),
+        (torch.arange(5)[None], "order must be torch.int32"),
+        (torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), "order must name each of 5 tokens once"),
+        (
+            torch.tensor([[0, 1, 2, 3, 3]], dtype=torch.int32),
+            "order must name each of 5 tokens once",
+        ),
+        (
+            torch.tensor([[0, 1, 2, 3, 5]], dtype=torch.int32),
+            "order must name each of 5 tokens once",
+        ),
+        (
+            torch.tensor([[0, 1, 2, 3, -7]], dtype=torch.int32),
+            "order must name each of 5 tokens once",
+        ),
+    ],
+)
+def test_a_wrong_order_is_named(order: Tensor, message: str) -> None:
+    """It is addressed by: a token that is not there would be read from other memory."""
+    with pytest.raises(ValueError, match=message):
+        ops.causal_conv1d_bidirectional(
+            torch.randn(2, 5, 3), torch.randn(2, 3, 4), torch.randn(2, 3), order
+        )
+
+
+def test_convolution_in_an_order_is_registered() -> None:
+    order = torch.tensor([[0, 2, 4, -1, -1, -1, 1, -5]], dtype=torch.int32)
+    x, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 5, 3), (2, 3, 4), (2, 3))
+    )
+    torch.library.opcheck(torch.ops.vil.causal_conv1d_bidirectional, (x, weight, bias, order))
+    assert torch.autograd.gradcheck(
+        lambda *t: ops.causal_conv1d_bidirectional(*t, order), (x, weight, bias)
+    )

@@ -182,7 +182,7 @@ def test_class_token_stands_in_the_middle_and_is_handed_out_first() -> None:
     with torch.no_grad():
         model.cls_token.fill_(7.0)
         model.pos_embed.zero_()
-        inside = model._embed(images(24, 24))
+        inside, _ = model._embed(images(24, 24))
     assert (inside[:, 4] == 7).all()
     assert not (inside[:, 3] == 7).any()
     outside = model._class_token_first(inside)

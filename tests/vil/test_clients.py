@@ -1,5 +1,7 @@
 """Packages that build a backbone by its name alone, at an image size that nobody told it."""
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
@@ -92,6 +94,27 @@ def test_transformers_detr(by_name: bool, transformers) -> None:
     output = model(pixel_values=images())
     assert output.pred_boxes.shape == (1, 5, 4)
     assert_trains(model, output.logits, (1, 5, 3))
+
+
+def test_transformers_detr_hands_its_mask_on(transformers) -> None:
+    """By the hook of docs/features.md: a padded image then gives the features that it gives alone."""
+    text = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
+    hook = text[text.index("from functools import partial\n\ndef hand_on") :]
+    names = {"vil": vil}
+    exec(hook[: hook.index("detr.register")], names)
+    config = transformers.DetrConfig(use_timm_backbone=True, backbone="vil_tiny", **DETR)
+    detr = transformers.DetrForObjectDetection(config).eval()
+    image = torch.randn(1, 3, 64, 96)
+    padded, mask = torch.randn(1, 3, 128, 128), torch.zeros(1, 128, 128, dtype=torch.int64)
+    padded[:, :, :64, :96], mask[:, :64, :96] = image, 1
+    detr.register_forward_pre_hook(names["hand_on"], with_kwargs=True)
+    features = []
+    detr.model.backbone.register_forward_hook(lambda _, args, out: features.append(out[0][0][0]))
+    with torch.no_grad():
+        detr(pixel_values=padded, pixel_mask=mask)
+        detr(pixel_values=image, pixel_mask=torch.ones(1, 64, 96))
+    torch.testing.assert_close(features[0][..., :4, :6], features[1], rtol=1e-4, atol=1e-4)
+    assert not features[0][..., 4:, :].any()
 
 
 def test_transformers_mask2former(transformers) -> None:

@@ -24,8 +24,9 @@ from vil import warmup
 # Prints for every mode and size the kernels of a step.
 COUNT = """
 for name in sys.argv[1:]:
-    for img_size, batch_size in ((224, 8), (224, 5), (384, 8), (208, 1)):
-        model = warmup._create(name, img_size, torch.device("cpu"))
+    sizes = ((224, 8, None), (224, 5, None), (384, 8, None), (208, 1, None), (448, 8, 224), (672, 8, 224))
+    for img_size, batch_size, trained_size in sizes:
+        model = warmup._create(name, img_size, trained_size, torch.device("cpu"))
         modes = warmup.launches(model, batch_size, img_size, torch.bfloat16, torch.device("cpu"))
         kernels = {mode: sorted(warmup.specializations(noted)) for mode, noted in modes.items()}
         print(json.dumps([name, kernels]))
@@ -40,7 +41,7 @@ from vil.kernels.triton import sequential_tokens
 told = {False: b"compiled\\n", True: b"hit\\n"}
 knobs.compilation.listener = lambda *, cache_hit, **_: os.write(1, told[cache_hit])
 launches = warmup.launches(
-    warmup._create("vil_tiny", 224, torch.device("cpu")), 2, 224, torch.float32, torch.device("cpu")
+    warmup._create("vil_tiny", 224, None, torch.device("cpu")), 2, 224, torch.float32, torch.device("cpu")
 )
 pack = next(l for l in launches["eval"] if l.kernel is sequential_tokens._pack_kernel)
 wait, start = os.pipe()
@@ -57,7 +58,7 @@ sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 """
 AHEAD = """
 if __name__ == "__main__":
-    model = warmup._create("vil_tiny", 224, torch.device("cpu"))
+    model = warmup._create("vil_tiny", 224, None, torch.device("cpu"))
     noted = warmup.launches(model, 2, 224, torch.float32, torch.device("cpu"))["eval"]
     wanted = warmup.specializations(noted)
     print(json.dumps([one.name for one, seconds in warmup.compile_ahead(wanted, jobs=1)]))
@@ -91,9 +92,16 @@ def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -
     rows = [json.loads(line) for line in lines_of(start(COUNT, tmp_path / "cache", *MODELS))]
     for name, training in MODELS.items():
         of_it = [kernels for model, kernels in rows if model == name]
-        assert len(of_it) == 4
-        assert all(kernels == of_it[0] for kernels in of_it)
-        first = of_it[0]
+        *trained, twice, thrice = of_it
+        assert len(trained) == 4
+        assert all(kernels == trained[0] for kernels in trained)
+        first = trained[0]
+        # At another grid than the trained one the convolution has kernels of its own, and nothing else.
+        assert twice == thrice
+        for mode, kernels in first.items():
+            others = [one for one in kernels if one not in twice[mode]]
+            assert {one[0] for one in others} == {"vil.kernels.triton.conv"}
+            assert len(twice[mode]) == len(kernels)
         assert len(first["train"]) == training
         both = {tuple(kernel) for mode in first.values() for kernel in mode}
         assert len(both) == training + 1  # evaluation saves nothing for a backward pass

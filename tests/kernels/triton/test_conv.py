@@ -68,13 +68,37 @@ def conv_inputs(
     return normal(2, B, L, D).to(dtype), x, weight, bias
 
 
-def assert_matches_reference(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+def table(B: int, L: int, gap: int, absent: int = 0, phases: int = 2) -> Tensor:
+    """Return orders (B, P) of L tokens: every ``phases``-th one after the other, then from the next on.
+
+    Args:
+        B: Orders, each of them of another first token.
+        L: Tokens.
+        gap: Empty positions between phases.
+        absent: How many tokens take no part, spread over the sequence.
+        phases: Of tokens.
+    """
+    orders = []
+    for b in range(B):
+        tokens = [(t + b) % L for t in range(L)]
+        absent_ones = {tokens[i * L // absent] for i in range(absent)}
+        order = []
+        for phase in range(phases):
+            order += [-2 - t if t in absent_ones else t for t in tokens[phase::phases]]
+            order += [-1] * gap
+        orders.append(order)
+    return torch.tensor(orders, dtype=torch.int32, device=DEVICE)
+
+
+def assert_matches_reference(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
+) -> None:
     """Compare values and gradients with the reference's in float64, dtypes and layout too."""
     inputs = (x, weight, bias)
-    exact = tuple(t.double() for t in inputs)
+    exact = (*(t.double() for t in inputs), order)
     out = reference.causal_conv1d_bidirectional(*exact)
     grads = reference.causal_conv1d_bidirectional_backward(grad.double(), *exact)
-    actual = (conv.forward(*inputs), *conv.backward(grad, *inputs))
+    actual = (conv.forward(*inputs, order), *conv.backward(grad, *inputs, order))
     for name, ours, expected, like in zip(
         ("out", "dx", "dweight", "dbias"), actual, (out, *grads), (x, *inputs), strict=True
     ):
@@ -138,6 +162,60 @@ def test_directions_mirror_each_other() -> None:
     mirrored = conv.forward(x.flip(1), weight.flip(0), bias.flip(0)).flip(0, 2)
     torch.testing.assert_close(mirrored[0], causal, rtol=0, atol=0)
     torch.testing.assert_close(mirrored[1], anti_causal, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("B", [1, 2], ids=["shared", "own"])
+@pytest.mark.parametrize("K", [4, 5, 7])
+@pytest.mark.parametrize("L", [3, 19])
+def test_an_order(L: int, K: int, B: int) -> None:
+    """Phases with gaps and tokens without part; one order for the batch, or one for each of it."""
+    assert_matches_reference(*conv_inputs(2, L, 70, K), table(B, L, K - 1, absent=L // 3))
+
+
+def test_an_order_without_gaps_whose_neighbours_all_take_part() -> None:
+    assert_matches_reference(*conv_inputs(2, 32, 16, 4), table(1, 32, 0, phases=3))
+
+
+@pytest.mark.parametrize("gap", [1, 20])
+def test_an_order_whose_gaps_are_not_the_taps(gap: int) -> None:
+    """Sequences that see each other, and tiles that hold nothing."""
+    assert_matches_reference(*conv_inputs(2, 21, 6, 4), table(2, 21, gap, absent=5, phases=3))
+
+
+def test_an_order_of_tokens_that_all_take_no_part() -> None:
+    """All zeros, and no gradient of the parameters, not even of the bias."""
+    grad, x, weight, bias = conv_inputs(2, 19, 6, 4)
+    order = table(1, 19, 3, absent=19)
+    assert not conv.forward(x, weight, bias, order).any()
+    assert not any(g.any() for g in conv.backward(grad, x, weight, bias, order))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_an_order_in_half_precision(dtype: torch.dtype) -> None:
+    assert_matches_reference(*conv_inputs(2, 17, 16, 4, dtype), table(1, 17, 3, absent=2))
+
+
+def test_an_order_of_any_strides() -> None:
+    """Tokens of channels that come in no pairs, and an order that is a view."""
+    grad, x, weight, bias = conv_inputs(2, 17, 41, 4, torch.bfloat16)
+    order = table(2, 17, 3, absent=2).repeat_interleave(2, 1)[:, ::2]
+    x = torch.cat((x, x), 2)[..., 41:]
+    assert_matches_reference(grad, x, weight, bias, order)
+
+
+def test_programs_that_take_several_tiles_of_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
+    assert_matches_reference(*conv_inputs(3, 35, 70, 4), table(3, 35, 3, absent=4))
+
+
+def test_the_order_of_the_tokens_is_no_order() -> None:
+    """To the last bit, gradients too."""
+    grad, x, weight, bias = conv_inputs(2, 33, 16, 4)
+    order = table(1, 33, 0, phases=1)
+    with_it = (conv.forward(x, weight, bias, order), *conv.backward(grad, x, weight, bias, order))
+    without = (conv.forward(x, weight, bias), *conv.backward(grad, x, weight, bias))
+    for ours, plain in zip(with_it, without, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0)
 
 
 def test_no_batch() -> None:
