@@ -294,7 +294,8 @@ _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
 # queries, scan and gate. One operator, because what its backward pass needs is more than what it is
 # cheapest to keep: the input, the small projections and the states of the scan are saved; the
 # convolution and the step sizes, each as large as the input, are computed again, as in Mamba's fused
-# block. Of tokens on another grid than the trained one, ``grid.py`` says what changes. E channels of the scan, R rank of the step size.
+# block. Of tokens on another grid than the trained one, ``grid.py`` says what changes. E channels of the
+# scan, R rank of the step size.
 
 
 def _project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
@@ -395,20 +396,9 @@ def _mixer_backward(
             projected = _project(convolved, steps.x_proj_weight)
         low, dt, q, k = _split(projected, dt_weight)
         dx, ddt, dA, dq, dk, dD, dbias, dz = _bidirectional_gradients(
-            grad,
-            convolved,
-            dt,
-            steps.A,
-            q,
-            k,
-            D,
-            dt_bias,
-            z,
-            y_sum,
-            states,
-            recurrence,
+            grad, convolved, dt, steps.A, q, k, D, dt_bias, z, y_sum, states, recurrence,
             steps.key_norm,
-        )
+        )  # fmt: skip
         ddt, low = ddt.flatten(1, 2), low.flatten(1, 2)
         d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
         d_dt_weight = torch.bmm(ddt.mT, low)

@@ -12,11 +12,11 @@ should write and forget what it did. The scans as they are do that with other pa
     Mamba     dt / area stands beside A and beside k: A / area and k / area.
 
 m equal tokens behind one another then do what one did: exactly in what Mamba forgets, and in all else to
-first order in the step, whose square the exact relation, 1 - eps |k|^2 = (1 - eps' |k|^2)^m, takes in.
-That relation was tried and did no better (docs/results.md); in a diagonal state no step meets it for all j.
+first order in the step. The exact relation, 1 - eps |k|^2 = (1 - eps' |k|^2)^m, was tried and did no better:
+the tokens of an old patch are not behind one another but rows apart, and in a diagonal state no step meets
+it for all j.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -46,8 +46,11 @@ class Steps:
         rank = dt_weight.shape[-1]
         states = (x_proj_weight.shape[1] - rank) // 2
         k, q = (1 / area, 1.0) if recurrence == "mamba" else (area**-0.5, area**-0.5)
-        factors = [1.0] * rank + [k] * states + [q] * states
-        self.rows = torch.tensor(factors, dtype=x_proj_weight.dtype, device=x_proj_weight.device)
+        self.rows = x_proj_weight.new_ones(
+            x_proj_weight.shape[1]
+        )  # filled where it is: no copy waits
+        self.rows[rank : rank + states] = k
+        self.rows[rank + states :] = q
         self.x_proj_weight = x_proj_weight * self.rows[:, None]
         if recurrence == "mamba":
             self.A = A / area

@@ -535,6 +535,11 @@ class VisionLonghorn(nn.Module):
             len(take_indices) + 1
         )
         for box in boxes(valid):
+            if not self.dynamic_img_size and box.size != self.patch_embed.grid_size:
+                raise ValueError(
+                    f"mask leaves images of {box.size} patches, and dynamic_img_size=False takes "
+                    f"{self.patch_embed.grid_size} only"
+                )
             tokens, grid = self._sequence(patches[box.images[:, None], box.patches], list(box.size))
             place, middle = places(box.valid, prefix)
             place = torch.cat([middle, place], 1) if prefix else place
@@ -582,19 +587,35 @@ class VisionLonghorn(nn.Module):
         (tokens,), valid = self._masked_tokens(x, mask, [], len(self.blocks))
         return self._normalised(tokens, valid), valid[:, self.num_prefix_tokens :]
 
-    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+    def pool(
+        self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None
+    ) -> Tensor:
         """Pool tokens (B, L, C) to (B, C), or leave them where pooling is "".
 
         Args:
             x: Tokens, class token first.
             pool_type: Instead of ``global_pool``.
+            patch_valid: Patches that a mask left, bool (B, N), which alone are then averaged.
         """
         pool_type = self.global_pool if pool_type is None else pool_type
+        if isinstance(patch_valid, Tensor):
+            if torch.jit.is_scripting():
+                raise RuntimeError("a scripted program takes no mask")
+            else:  # noqa: RET506  (what follows an if would be compiled, too)
+                return global_pool_naflex(x, patch_valid, pool_type, self.num_prefix_tokens)
         return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits (B, num_classes) of tokens (B, L, C), or what the head would get."""
-        x = self.head_drop(self.fc_norm(self.pool(x)))
+    def forward_head(
+        self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None
+    ) -> Tensor:
+        """Return logits (B, num_classes) of tokens (B, L, C), or what the head would get.
+
+        Args:
+            x: Tokens, class token first.
+            pre_logits: Leave out the head.
+            patch_valid: As of ``pool``; to be given where the tokens were made with a mask.
+        """
+        x = self.head_drop(self.fc_norm(self.pool(x, None, patch_valid)))
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -619,9 +640,8 @@ class VisionLonghorn(nn.Module):
 
     @torch.jit.ignore
     def _masked_logits(self, x: Tensor, mask: Tensor) -> Tensor:
-        x, valid = self._masked_features(x, mask)
-        x = global_pool_naflex(x, valid, self.global_pool, self.num_prefix_tokens)
-        return self.head(self.head_drop(self.fc_norm(x)))
+        x, patch_valid = self._masked_features(x, mask)
+        return self.forward_head(x, patch_valid=patch_valid)
 
     def forward_intermediates(
         self,

@@ -142,6 +142,24 @@ def test_bad_masks_are_named(mask: Tensor, message: str) -> None:
         small()(torch.randn(2, 3, 32, 32), mask)
 
 
+def test_head_of_masked_features_averages_what_is_there() -> None:
+    model = small(global_pool="avg")
+    batch, mask, _ = padded()
+    patches = torch.nn.functional.max_pool2d(mask[:, None].float(), 8).flatten(1).bool()
+    logits = model.forward_head(model.forward_features(batch, mask), patch_valid=patches)
+    assert torch.equal(logits, model(batch, mask))
+
+
+def test_a_model_of_one_size_refuses_masks_of_others() -> None:
+    model, x, mask = small(dynamic_img_size=False), torch.randn(2, 3, 32, 32), torch.ones(2, 32, 32)
+    torch.testing.assert_close(model(x, mask), model(x))
+    mask[0, 24:] = 0
+    with pytest.raises(
+        ValueError, match=r"mask leaves images of \(3, 4\) patches, and dynamic_img"
+    ):
+        model(x, mask)
+
+
 def test_a_scripted_program_refuses_a_mask() -> None:
     scripted = torch.jit.script(small(depth=1))
     x = torch.randn(2, 3, 32, 32)
