@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from experiments import comparisons, mqar_results
+from experiments import comparisons, mqar_results, sizes_results
 from experiments import finetune_results as finetuning
 from experiments import vision_results as vision
 from experiments.records import CHOICE_SEED, Row, select
@@ -151,17 +151,12 @@ def vision_blocks(name: str) -> dict[str, str]:
     if not rows:
         return {"accuracy": f"Not run yet: `python -m experiments.vision {name}`."}
     vision.draw_accuracy(rows, IMAGES / f"{name}_accuracy.png")
-    found = {
+    return {
         "from": provenance(record),
         "rates": rates(record),
         "accuracy": vision.accuracy_table(rows),
         "differences": comparisons.table(vision.pairwise(rows)),
     }
-    if vision.tokens(rows):
-        vision.draw_tokens(rows, IMAGES / f"{name}_tokens.png")
-        differences = comparisons.table(vision.at_more_tokens(rows), only_found=True)
-        found |= {"tokens": vision.tokens_table(rows), "tokens_differences": differences}
-    return found
 
 
 def ablation_blocks() -> dict[str, str]:
@@ -210,10 +205,33 @@ def finetune_blocks() -> dict[str, str]:
     }
 
 
+def sizes_blocks(name: str) -> dict[str, str]:
+    """Return what other sizes add to the templates, and draw their picture."""
+    record = f"sizes_{name}"
+    rows = reported(record)
+    sizes_results.draw(rows, IMAGES / f"{record}.png")
+    commits = sorted({row["commit"] for row in select(rows, part="sizes")})
+    return {
+        "from": f"{provenance(record)}; trained at commit {' or '.join(commits)}",
+        "rates": sizes_results.rates_table(load(record)["runs"]),
+        "resized": sizes_results.resized_table(rows),
+        "shares": sizes_results.shares_table(rows, sizes_results.AIMS[name]),
+        "differences": sizes_results.against_deit_text(rows),
+        "aims": sizes_results.aims_text(rows, sizes_results.AIMS[name]),
+        "shapes": sizes_results.shapes_table(rows),
+        "ingredients": sizes_results.ingredients_table(rows),
+        "tuning": sizes_results.curve_table(rows),
+        "batch": str(load(record)["settings"]["tuning_batch"]),
+        "several": sizes_results.several_sizes_table(rows),
+        **sizes_results.figures(rows),
+    }
+
+
 def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
+    groups |= {f"sizes_{name}": sizes_blocks(name) for name in sizes_results.AIMS}
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()
     }

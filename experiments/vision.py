@@ -1,4 +1,4 @@
-"""Train ViL, exact ViL, ViM and DeiT under one recipe; compare accuracy, loss, time and other sizes.
+"""Train ViL, exact ViL, ViM and DeiT under one recipe; compare accuracy, loss and time.
 
     python -m experiments.vision digits --jobs 2
     python -m experiments.vision fractals --jobs 2
@@ -7,24 +7,19 @@
 
 Every model of an experiment has about as many parameters and makes as many steps on the same images
 in the same order. Where an experiment has several learning rates, each model takes the one that does
-best with a seed that is not reported. Each is then evaluated as it ended, and at up to 16 times the
-tokens: on images of a larger size ("resized") and, to change the number of tokens but not the size of
-things, on the same images with an empty margin ("padded"). The same command again continues an
-interrupted experiment.
+best with a seed that is not reported. Each is then evaluated as it ended; at other sizes by ``sizes.py``.
+The same command again continues an interrupted experiment.
 """
 
 import argparse
-import copy
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
 from experiments import variants
 from experiments.records import CHOICE_SEED, Record, Row, product, run_all, select
@@ -53,7 +48,6 @@ LARGE_MODELS = {
     "ViM": ["--model.name", "vim_tiny"],
     "DeiT": ["--model.name", "deit_tiny_patch16_224"],
 }
-LINEAR_SCALES = (1, 2, 3, 4)  # of height and width
 
 
 @dataclass(frozen=True)
@@ -73,8 +67,6 @@ class Experiment:
     arguments: tuple[str, ...] = ()
     """Of train_imagenet.py, on top of the recipe."""
     recipe: str = "configs/digits.yaml"
-    scales: tuple[int, ...] = ()
-    """Evaluate at these multiples of height and width, too."""
 
     def search(self) -> list[Row]:
         """Return the runs that choose learning rates, with the training set in the middle."""
@@ -111,7 +103,6 @@ EXPERIMENTS = {
         images_per_class=(8, 32, 128),
         seeds=(0, 1, 2, 3),
         rates=(5e-4, 1e-3, 2e-3, 4e-3),
-        scales=LINEAR_SCALES,
     ),
     "digits_lower_rate": Experiment(
         steps=800,
@@ -127,7 +118,6 @@ EXPERIMENTS = {
         seeds=(0, 1, 2),
         rates=(1e-3,),
         arguments=FRACTALS,
-        scales=(1, 2, 4),
     ),
     "ablations": Experiment(
         steps=300,
@@ -147,7 +137,6 @@ EXPERIMENTS = {
             *("--model.num-classes", "100", "--data.batch-size", "256"),
             *("--data.num-workers", "14", "--run.amp"),
         ),
-        scales=(1, 2, 4),
     ),
 }
 
@@ -179,9 +168,8 @@ def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int
         seed: Of weights, order and augmentation.
 
     Returns:
-        Validation loss and top-1 in percent, parameters, steps, CPU ms per training step, mean loss
-        of the last tenth of the steps, and, with the largest training set, top-1 by number of tokens
-        relative to training.
+        Validation loss and top-1 in percent, parameters, steps, CPU ms per training step, and mean
+        loss of the last tenth of the steps.
     """
     settings = EXPERIMENTS[experiment]
     config = configure(settings, model, images_per_class, lr, seed)
@@ -193,7 +181,7 @@ def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int
     losses, seconds = train(training, data, config)
     held_out = ValData(config, device, world)
     [score] = evaluate([training.model], held_out, training.augment.normalize, config.run.amp)
-    row = {
+    return {
         "loss": score.loss,
         "top1": score.top1,
         "train_loss": statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
@@ -201,10 +189,6 @@ def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int
         "steps": len(losses),
         "ms_per_step": 1e3 * seconds / len(losses),
     }
-    is_largest = images_per_class == max(settings.images_per_class)
-    if settings.scales and is_largest and seed != CHOICE_SEED:
-        row |= other_sizes(training, config, settings.scales)
-    return row
 
 
 def train(training: Training, data: TrainData, config: TrainConfig) -> tuple[list[float], float]:
@@ -219,48 +203,6 @@ def train(training: Training, data: TrainData, config: TrainConfig) -> tuple[lis
         losses.append(train_step(training, step, config).loss)
     losses = torch.stack(losses).tolist()  # waits for the device
     return losses, clock() - start
-
-
-class PaddedData(ValData):
-    """Validation images in the middle of a larger, empty one."""
-
-    def __init__(self, config: TrainConfig, device: torch.device, size: int) -> None:
-        """Open the data.
-
-        Args:
-            config: Of the images as they are.
-            device: Of the model.
-            size: Height and width of the padded images in pixels.
-        """
-        super().__init__(config, device, World())
-        before = (size - config.model.img_size) // 2
-        after = size - config.model.img_size - before
-        self.margins = (before, after, before, after)
-
-    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield images, uint8 (B, C, size, size), and their classes, (B,)."""
-        for images, targets in super().batches():
-            yield functional.pad(images, self.margins), targets
-
-
-def other_sizes(training: Training, config: TrainConfig, scales: tuple[int, ...]) -> Row:
-    """Return top-1 on larger images, by the number of patches relative to that in training.
-
-    Position embeddings are interpolated, as timm does it.
-    """
-    accuracy: dict[str, dict[str, float]] = {"resized": {}, "padded": {}}
-    for scale in scales:
-        size = scale * config.model.img_size
-        model = copy.deepcopy(training.model)
-        model.set_input_size(img_size=size)
-        larger = dataclasses.replace(config, model=dataclasses.replace(config.model, img_size=size))
-        for name, data in (
-            ("resized", ValData(larger, training.device, World())),
-            ("padded", PaddedData(config, training.device, size)),
-        ):
-            [score] = evaluate([model], data, training.augment.normalize, config.run.amp)
-            accuracy[name][str(scale**2)] = score.top1
-    return accuracy
 
 
 def main() -> None:

@@ -62,49 +62,6 @@ def pairwise(rows: Sequence[Row], figure: str = "top1") -> list[Comparison]:
     ]
 
 
-def tokens(rows: Sequence[Row]) -> list[int]:
-    """Return the numbers of tokens evaluated, as multiples of those in training."""
-    largest = select(rows, images_per_class=sizes(rows)[-1])
-    return sorted(int(factor) for factor in largest[0].get("resized", ()))
-
-
-def at_tokens(rows: Sequence[Row], model: str, kind: str, factor: int) -> list[float]:
-    """Return top-1 by seed at a multiple of the tokens, with the largest training set."""
-    chosen = select(rows, model=model, images_per_class=sizes(rows)[-1])
-    ordered = sorted(chosen, key=lambda row: row["seed"])
-    return [row[kind][str(factor)] for row in ordered]
-
-
-def tokens_table(rows: Sequence[Row]) -> str:
-    """Return top-1 by model and number of tokens."""
-    lines = [
-        f"| images | model | {' | '.join(f'{n} x the tokens' for n in tokens(rows))} |",
-        "|---" * (len(tokens(rows)) + 2) + "|",
-    ]
-    for kind, name in itertools.product(("resized", "padded"), models(rows)):
-        cells = (spread(at_tokens(rows, name, kind, factor)) for factor in tokens(rows))
-        lines.append(f"| {kind} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def at_more_tokens(rows: Sequence[Row]) -> list[Comparison]:
-    """Compare every two models at every number of tokens above that in training."""
-    if not rows:
-        return []
-    return [
-        Comparison(
-            f"top1, {kind}, {factor} x the tokens",
-            first,
-            second,
-            at_tokens(rows, first, kind, factor),
-            at_tokens(rows, second, kind, factor),
-        )
-        for kind in ("resized", "padded")
-        for factor in tokens(rows)[1:]
-        for first, second in itertools.combinations(models(rows), 2)
-    ]
-
-
 # --------------------------------------------------------------------------------------- ablations
 
 
@@ -162,28 +119,6 @@ def draw_accuracy(rows: Sequence[Row], path: Path) -> None:
         axes.set_xticks(range(len(models(rows))), models(rows), fontsize=8)
         axes.set(title=f"{size} training images a class", ylabel="top-1 (%)")
         axes.grid(axis="y", alpha=0.3)
-    save(figure, path)
-
-
-def draw_tokens(rows: Sequence[Row], path: Path) -> None:
-    """Draw top-1 against the number of tokens, a line through the means, a dot for each seed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, 2), ("resized", "padded"), strict=True):
-        for i, name in enumerate(models(rows)):
-            numbers = [at_tokens(rows, name, kind, factor) for factor in tokens(rows)]
-            axes.plot(
-                tokens(rows), [statistics.fmean(n) for n in numbers], color=f"C{i}", label=name
-            )
-            for factor, found in zip(tokens(rows), numbers, strict=True):
-                axes.plot([factor] * len(found), found, "o", color=f"C{i}", alpha=0.6, markersize=4)
-        axes.set(title=kind, xlabel="tokens, as a multiple of training's", ylabel="top-1 (%)")
-        axes.set(xscale="log", ylim=(0, 101))
-        axes.set_xticks(tokens(rows), [str(n) for n in tokens(rows)])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    axes.legend()
     save(figure, path)
 
 

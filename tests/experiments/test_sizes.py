@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from experiments import sizes, sizes_training, vision
+from experiments import sizes, sizes_results, sizes_training, vision
 from experiments.records import CHOICE_SEED, Row, select
 from vil.training.data.batches import TrainData
 from vil.training.distributed import World
@@ -116,3 +116,63 @@ def test_only_the_comparator_gets_another_rate() -> None:
     assert settings.best_rate(rows, "ViL, sizes") == 8e-3
     reported = settings.reported(rows, "ViL, sizes", (0, 1))
     assert reported[0] == {"part": "sizes", "model": "ViL, sizes", "lr": 8e-3, "seed": 0}
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def rows_of(model: str, trained: list[float], larger: list[float]) -> list[Row]:
+    """Return runs that have a top-1 at the trained size and another elsewhere; half of it plain."""
+    rows = []
+    for seed, (top1, other) in enumerate(zip(trained, larger, strict=True)):
+        at = {"both": {"1": top1, "4": other}, "plain": {"1": top1, "4": other / 2}}
+        at |= {name: {"4": other - 1} for name in ("taps", "steps")}
+        if model == "DeiT":
+            at = {"plain": {"1": top1, "4": other}}
+        shaped = {method: other for method in at if method in ("plain", "both")}
+        row = {"part": "sizes", "model": model, "lr": 1e-3, "seed": seed, "top1": top1, "loss": 0.1}
+        padded = {"plain": other, "mask": top1}
+        row |= {"resized": at, "stretched": {"wide": shaped, "high": shaped}, "padded": padded}
+        rows.append(row | ({} if model == "DeiT" else {"finer": shaped}))
+    return rows
+
+
+def test_tables_and_picture_of_rows(tmp_path: Path) -> None:
+    rows = rows_of("ViL", [80.0, 90.0], [72.0, 81.0]) + rows_of("DeiT", [80.0, 80.0], [40.0, 40.5])
+    curve = {"part": "fine-tuning", "model": "ViL", "method": "both", "seed": 0, "curve": {"5": 50}}
+    resized = sizes_results.resized_table(rows)
+    assert "| model |  | 1 x the tokens | 4 x the tokens |" in resized
+    assert "| ViL | both | 85.0 ± 7.1 | 76.5 ± 6.4 |" in resized
+    assert "| ViL | plain | 85.0 ± 7.1 | 38.2 ± 3.2 |" in resized
+    assert "| DeiT | plain | 80.0 ± 0.0 | 40.2 ± 0.4 |" in resized
+    shares = sizes_results.shares_table(rows, {"4": 91, "half the stride": 90})
+    assert "| 4 x the tokens | 91 | 90.0 ± 0.0, short by 1.0 | 50.3 ± 0.4 |" in shares
+    assert "| half the stride | 90 | 90.0 ± 0.0, met |  |" in shares
+    assert "| twice as wide |  | 90.0 ± 0.0 | 50.3 ± 0.4 |" in shares
+    text = sizes_results.against_deit_text(rows)
+    assert "Of 3 differences" in text
+    assert "in favour of the scan: 3 (4 x the tokens: ViL; twice as wide: ViL; twice" in text
+    assert "in favour of DeiT: 0; within the noise: 0." in text
+    text = sizes_results.aims_text(rows, {"4": 91, "half the stride": 90})
+    assert text == "1 of 2 are met (missed, in points: 4 x the tokens: ViL by 1.0)"
+    shapes = sizes_results.shapes_table(rows)
+    assert "| ViL | both | 76.5 ± 6.4 | 76.5 ± 6.4 | 76.5 ± 6.4 | 85.0 ± 7.1 |" in shapes
+    assert "| ViL | taps | 75.5 ± 6.4 |" in sizes_results.ingredients_table(rows)
+    assert sizes_results.curve_table(rows) == sizes_results.several_sizes_table(rows) == "Not run."
+    assert "| both | 50.0 |" in sizes_results.curve_table([curve])
+    rows += rows_of("ViL, sizes", [80.0, 90.0], [72.0, 81.0])
+    assert "| several sizes | both | 2 | 85.0" in sizes_results.several_sizes_table(rows)
+    assert sizes_results.figures(rows)["kept_4"] == "90"
+    sizes_results.draw(rows, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_rates_are_shown_where_they_were_tried() -> None:
+    rows = [
+        {"part": "rate", "model": model, "lr": lr, "loss": lr, "top1": 50.0, "seed": CHOICE_SEED}
+        for model in ("ViL", "ViL exact", "ViM", "DeiT")
+        for lr in ((1, 2) if model == "DeiT" else (1,))
+    ]
+    table = sizes_results.rates_table(rows)
+    assert "| ViL | 1.000 (50.0) |  |" in table
+    assert "| DeiT | 1.000 (50.0) | 2.000 (50.0) |" in table

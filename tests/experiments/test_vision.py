@@ -14,9 +14,7 @@ from vil.training.config import OptimConfig
 from vil.training.run.setup import build_model, build_optimizer
 
 SMALL = {"depth": 2, "img_size": 16, "patch_size": 4, "in_chans": 1, "num_classes": 10}
-TINY = dataclasses.replace(
-    vision.EXPERIMENTS["digits"], steps=2, images_per_class=(4,), scales=(1, 2)
-)
+TINY = dataclasses.replace(vision.EXPERIMENTS["digits"], steps=2, images_per_class=(4,))
 
 
 def create(name: str) -> torch.nn.Module:
@@ -92,8 +90,6 @@ def test_a_run_trains_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [vision.run("tiny", "ViL", 4, 1e-3, seed) for seed in (0, 0, 1)]
     assert rows[0]["steps"] == 2
     assert rows[0]["parameters"] == 304_330
-    assert set(rows[0]["resized"]) == set(rows[0]["padded"]) == {"1", "4"}
-    assert rows[0]["resized"]["1"] == rows[0]["padded"]["1"] == rows[0]["top1"]
     assert rows[0]["loss"] == rows[1]["loss"] != rows[2]["loss"]
 
 
@@ -129,10 +125,9 @@ def rows_of(tops: dict[str, list[float]]) -> list[Row]:
     rows = []
     for model, values in tops.items():
         for seed, top1 in enumerate(values):
-            at = {"1": top1, "4": top1 - 1}
             rows.append(
                 {"model": model, "images_per_class": 8, "seed": seed, "top1": top1, "loss": 0.1}
-                | {"parameters": 1000, "ms_per_step": 2.0, "resized": at, "padded": at}
+                | {"parameters": 1000, "ms_per_step": 2.0}
             )
     return rows
 
@@ -142,8 +137,7 @@ def test_tables_show_mean_and_deviation() -> None:
     assert "| ViL | 1,000 | 91.0 ± 1.4 | 0.100 ± 0.000 | 1.00 |" in vision_results.accuracy_table(
         rows
     )
-    assert "| padded | ViL | 91.0 ± 1.4 | 90.0 ± 1.4 |" in vision_results.tokens_table(rows)
-    assert [c.difference for c in vision_results.at_more_tokens(rows)] == [11.0, 11.0]
+    assert [c.difference for c in vision_results.pairwise(rows)] == [11.0]
 
 
 def test_ablation_is_compared_with_the_model_itself() -> None:
@@ -156,9 +150,8 @@ def test_ablation_is_compared_with_the_model_itself() -> None:
 def test_pictures_are_drawn(tmp_path) -> None:
     rows = rows_of({"ViL": [90.0, 92.0], "DeiT": [80.0, 80.0]})
     vision_results.draw_accuracy(rows, tmp_path / "a.png")
-    vision_results.draw_tokens(rows, tmp_path / "b.png")
-    vision_results.draw_ablations(rows_of({"both_middle_exact": [90.0]}), tmp_path / "c.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in "abc")
+    vision_results.draw_ablations(rows_of({"both_middle_exact": [90.0]}), tmp_path / "b.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in "ab")
 
 
 # ------------------------------------------------------------------------------------- statistics
