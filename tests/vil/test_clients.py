@@ -99,7 +99,7 @@ def test_transformers_detr(by_name: bool, transformers) -> None:
 def test_transformers_detr_hands_its_mask_on(transformers) -> None:
     """By the hook of docs/features.md: a padded image then gives the features that it gives alone."""
     text = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
-    hook = text[text.index("from functools import partial\n\ndef hand_on") :]
+    hook = text[text.rindex("from functools import partial") :]
     names = {"vil": vil}
     exec(hook[: hook.index("detr.register")], names)
     config = transformers.DetrConfig(use_timm_backbone=True, backbone="vil_tiny", **DETR)

@@ -84,6 +84,21 @@ def test_compiled_model_trains_as_the_eager_one(name: str) -> None:
     assert losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny"])
+def test_another_grid_in_cuda_graphs(name: str) -> None:
+    """Its layout is made at the first call, here inside the memory of a graph, and kept."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=64, depth=2).cuda().eval()
+    images = [torch.randn(2, 3, size, size, device="cuda") for size in (128, 192, 160)]
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with torch.inference_mode():
+        found = [[compiled(x).clone() for x in images] for _ in range(3)]
+        expected = [model(x) for x in images]
+    for logits in found:
+        for one, own in zip(logits, expected, strict=True):
+            torch.testing.assert_close(one, own, rtol=1e-4, atol=1e-4)
+
+
 def test_other_current_device_does_not_matter() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -164,6 +164,7 @@ def test_run_starts_from_the_weights_of_another_with_other_patches(
     old, new = (load(path)["state_dict"] for path in (coarse, folder / "last.pt"))
     assert new.pop("pos_embed").shape[1] == 9 + 1
     assert old.pop("pos_embed").shape[1] == 4 + 1
+    assert new.pop("trained_grid").tolist() == [2, 2]
     assert_same(dict(new), dict(old))
     assert train(config, "--run.output", str(tmp_path / "other"), *finer[:3], "none.pt") == 2
 
