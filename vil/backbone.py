@@ -531,9 +531,7 @@ class VisionLonghorn(nn.Module):
         H, W = patches.shape[1:3]
         valid = valid_patches(mask, x, (H, W), self.patch_embed.patch_size, self.patch_embed.stride)
         patches, prefix = patches.flatten(1, 2), self.num_prefix_tokens
-        results = [patches.new_zeros(len(x), prefix + H * W, self.embed_dim)] * (
-            len(take_indices) + 1
-        )
+        results: list[Tensor] = []
         for box in boxes(valid):
             if not self.dynamic_img_size and box.size != self.patch_embed.grid_size:
                 raise ValueError(
@@ -556,9 +554,9 @@ class VisionLonghorn(nn.Module):
             where = torch.cat([box.patches.new_zeros(len(place), prefix), box.patches + prefix], 1)
             for i, out in enumerate((*taken, tokens)):
                 out = torch.where(present, out.take_along_dim(place[..., None], 1), 0)
-                results[i] = results[i].index_put(
-                    (box.images[:, None], where), out.to(results[i].dtype)
-                )
+                if i == len(results):
+                    results.append(out.new_zeros(len(x), prefix + H * W, self.embed_dim))
+                results[i] = results[i].index_put((box.images[:, None], where), out)
         return results, torch.cat([valid.new_ones(len(x), prefix), valid.flatten(1)], 1)
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

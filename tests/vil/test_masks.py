@@ -123,6 +123,17 @@ def test_gradients_do_not_reach_what_is_masked() -> None:
     assert torch.equal(reached, mask.bool())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes_are_those_without_a_mask(dtype: torch.dtype) -> None:
+    model, x = small(), torch.randn(2, 3, 32, 40)
+    if dtype == torch.float64:
+        model, x = model.double(), x.double()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        masked, plain = model.forward_features(x, torch.ones(2, 32, 40)), model.forward_features(x)
+    assert masked.dtype == plain.dtype
+    torch.testing.assert_close(masked, plain)
+
+
 def test_boxes_group_images_by_size() -> None:
     _, mask, _ = padded()
     valid = valid_patches(mask, torch.empty(5, 3, 48, 64), (6, 8), (8, 8), (8, 8))
