@@ -80,9 +80,9 @@ def backward(
     s = torch.sigmoid(v)
     dv = grad.gather(2, own)[:, :, 0].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
     dread = dv[:, :, None] * weight.to(v.dtype).mT[:, None]  # (2, B, K, D)
-    dtokens = torch.einsum("bgku,gbkd->bud", shares.to(v.dtype).expand(len(x), -1, -1, -1), dread)
-    dx = dx.scatter(1, place, (dx.gather(1, place).to(v.dtype) + dtokens).to(dx.dtype))
-    dweight = dweight + torch.einsum("gbd,gbkd->gdk", dv, read).to(dweight.dtype)
+    dtokens = shares.to(v.dtype).flatten(1, 2).mT @ dread.transpose(0, 1).flatten(1, 2)
+    dx.scatter_(1, place, (dx.gather(1, place).to(v.dtype) + dtokens).to(dx.dtype))
+    dweight = dweight + (dv[:, :, None] * read).sum(1).mT.to(dweight.dtype)
     return dx, dweight, dbias + dv.sum(1).to(dbias.dtype)
 
 
@@ -99,6 +99,6 @@ def _class_token(
     """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     tokens = x.take_along_dim(reads[..., None], 1).to(dtype)  # (B, U, D)
-    read = torch.einsum("bgku,bud->gbkd", shares.to(dtype).expand(len(x), -1, -1, -1), tokens)
+    read = (shares.to(dtype).flatten(1, 2) @ tokens).unflatten(1, (2, -1)).transpose(0, 1)
     v = (read * weight.to(dtype).mT[:, None]).sum(2) + bias.to(dtype)[:, None]
     return read, v
