@@ -218,7 +218,7 @@ def test_onnx_at_another_grid(tmp_path: Path) -> None:
         session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx")
         (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         assert torch.allclose(torch.from_numpy(logits), model(x), atol=1e-4)
-        assert torch.equal(exportable(images()), exportable(images()))  # no trace is left behind
+        assert torch.allclose(exportable(x), model(x), atol=1e-5)  # the export left nothing behind
 
 
 def test_checkpointing_and_mixed_precision_at_another_grid() -> None:
