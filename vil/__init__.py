@@ -23,5 +23,6 @@ if not getattr(sys.modules.get("__main__"), "SETTINGS_FIRST", False):
     # seconds; what it imports of this package afterwards registers the models, too.
     from vil.backbone import VisionLonghorn
     from vil.loading import load
+    from vil.pyramid import VisionLonghornPyramid
 
-__all__ = ["VisionLonghorn", "__version__", "load"]
+__all__ = ["VisionLonghorn", "VisionLonghornPyramid", "__version__", "load"]

@@ -12,8 +12,8 @@ from timm.models import load_pretrained
 from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
-import vil.backbone  # noqa: F401  registers the models, which a script may have left to later
 from vil.messages import first_line, one_line
+from vil.pyramid import VisionLonghornPyramid, is_plain
 from vil.weights import Weights, is_own, read_weights
 
 _FEATURES = ("features_only", "out_indices", "feature_cls")
@@ -192,7 +192,10 @@ def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
     finally:
         hook.remove()
     missing, unexpected = result[0]
-    lacking = [key for key in missing if not key.startswith(tuple(_heads(model.pretrained_cfg)))]
+    may_be_new = _heads(model.pretrained_cfg)
+    if isinstance(model, VisionLonghornPyramid) and is_plain(weights.state_dict):
+        may_be_new.append("pyramid.")
+    lacking = [key for key in missing if not key.startswith(tuple(may_be_new))]
     if lacking or unexpected:
         key, where = (lacking[0], "weights") if lacking else (unexpected[0], "model")
         raise _misfit(weights, model, f"{key} is missing in the {where}")
@@ -226,9 +229,12 @@ def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:
     """Say what became of the weights."""
     source = weights.state_dict
     taken, resampled, new = 0, [], []
+    levels = [key for key in missing if key.startswith("pyramid.")]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for key, value in model.state_dict().items():
         if key not in tensors:  # a record beside the weights
+            continue
+        if key in levels:
             continue
         if key in missing:
             new.append(f"{key} {tuple(value.shape)}")
@@ -236,6 +242,7 @@ def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:
             taken += 1
         else:
             resampled.append(f"{key} {tuple(source[key].shape)} -> {tuple(value.shape)}")
+    new += [f"pyramid, {len(levels)} tensors"] if levels else []
     kind = ", averaged" if weights.averaged else ""
     epoch = "" if weights.epoch is None else f", epoch {weights.epoch}"
     parts = [f"{taken} tensors taken"]

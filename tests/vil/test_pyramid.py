@@ -1,0 +1,327 @@
+"""The pyramid: its maps, whose weights it takes, and what it leaves as the plain model has it."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.optim import param_groups_layer_decay
+from torch import Tensor, nn
+
+import vil
+from tests.vil.test_convert import official_state_dict
+from vil.pyramid import PyramidLevel
+
+SMALL = {"embed_dim": 32, "depth": 4}
+KINDS = ("longhorn", "longhorn_exact", "mamba")
+
+
+def model(name: str = "vil_tiny_pyramid", **arguments: object) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **(SMALL | arguments)).eval()
+
+
+def features(**arguments: object) -> nn.Module:
+    return model(features_only=True, **arguments)
+
+
+def images(height: int = 64, width: int = 96, count: int = 2) -> Tensor:
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def shapes(maps: list[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(m.shape[-2:]) for m in maps]
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+@pytest.mark.parametrize("kind", ["vil_{}", "vil_{}_exact", "vim_{}"])
+def test_every_model_has_a_pyramid_of_its_own_kind(size: str, kind: str) -> None:
+    name = kind.format(size)
+    with torch.device("meta"):  # as segmentation_models_pytorch looks at a model first
+        plain, pyramid = timm.create_model(name), timm.create_model(f"{name}_pyramid")
+        found = timm.create_model(f"{name}_pyramid", features_only=True).feature_info
+    assert pyramid.blocks[0].mixer.recurrence == plain.blocks[0].mixer.recurrence
+    levels = {key for key in pyramid.state_dict() if key.startswith("pyramid.")}
+    assert pyramid.state_dict().keys() - levels == plain.state_dict().keys()
+    assert found.reduction() == [4, 8, 16, 32]
+    assert found.channels() == [plain.embed_dim] * 4
+    assert found.module_name() == [f"pyramid.{i}" for i in range(4)]
+    assert pyramid.pretrained_cfg["mean"] == plain.pretrained_cfg["mean"]
+
+
+@pytest.mark.parametrize("size", [(64, 96), (16, 16), (100, 75), (1, 33)])
+@pytest.mark.parametrize("patch", [{}, {"patch_size": 8}, {"patch_size": 32}, {"patch_stride": 8}])
+def test_maps_are_as_large_as_a_convolutional_networks(size: tuple, patch: dict) -> None:
+    maps = features(**patch)(images(*size))
+    expected = [tuple(-(-side // stride) for side in size) for stride in (4, 8, 16, 32)]
+    assert shapes(maps) == expected
+    assert all(m.isfinite().all() for m in maps)
+
+
+def test_maps_are_as_large_as_resnets() -> None:
+    resnet = timm.create_model("resnet18", features_only=True, out_indices=(1, 2, 3, 4)).eval()
+    x = images(100, 75)
+    assert shapes(features()(x)) == shapes(resnet(x))
+
+
+@pytest.mark.parametrize("stride", [8, 16, 32])
+def test_output_stride_bounds_the_strides(stride: int) -> None:
+    net, x = features(output_stride=stride), images()
+    assert net.feature_info.reduction() == [min(s, stride) for s in (4, 8, 16, 32)]
+    assert shapes(net(x)) == [(64 // s, 96 // s) for s in net.feature_info.reduction()]
+
+
+def test_a_level_sees_its_own_place_alone() -> None:
+    """Level by level: what stands under a token's pixels is of that token."""
+    for stride, to in ((16, 4), (16, 8), (16, 16), (16, 32), (8, 32)):
+        level, cells = PyramidLevel(8, stride, to), max(1, to // stride)
+        x = torch.randn(1, 8, 6, 6, requires_grad=True)
+        made = level(x)
+        row, column = made.shape[-2] // 2, made.shape[-1] - 1
+        (grad,) = torch.autograd.grad(made[0, :, row, column].pow(3).sum(), x)
+        first = row * to // stride, column * to // stride
+        for touched, begin in zip(grad[0].abs().sum(0).nonzero().T, first, strict=True):
+            assert {*touched.tolist()} <= {*range(begin, begin + cells)}, (stride, to)
+
+
+@pytest.mark.parametrize("blocks", [(0, 1, 2, 3), (3, 1, 1, -1)])
+def test_each_level_is_made_of_its_block(blocks: tuple[int, ...]) -> None:
+    net, x = model(pyramid_blocks=blocks), images()
+    final, maps = net.forward_intermediates(x)
+    plain = vil.VisionLonghorn.forward_intermediates(net, x, intermediates_only=True)
+    assert torch.equal(final, net.forward_features(x))
+    for level, block, made in zip(net.pyramid, blocks, maps, strict=True):
+        assert torch.equal(made, level(plain[block]))
+
+
+def test_the_last_block_is_the_default() -> None:
+    net, x = model(), images()
+    last = vil.VisionLonghorn.forward_intermediates(net, x, 1, intermediates_only=True)[0]
+    for level, made in zip(net.pyramid, net.forward_intermediates(x)[1], strict=True):
+        assert torch.equal(made, level(last))
+
+
+def test_intermediates_come_as_asked_for() -> None:
+    net, x = model(pyramid_blocks=(0, 1, 2, 3)), images()
+    final, maps = net.forward_intermediates(x)
+    (first, third) = net.forward_intermediates(x, [0, 2], intermediates_only=True, stop_early=True)
+    assert torch.equal(first, maps[0])
+    assert torch.equal(third, maps[2])
+    (made, prefix) = net.forward_intermediates(x, 1, True, intermediates_only=True)[0]
+    assert torch.equal(made, maps[3])
+    assert prefix.shape == (2, 1, 32)
+    found = net.forward_intermediates(x, 1, True, output_dict=True)
+    assert torch.equal(found["image_features"], final)
+    assert torch.equal(found["image_intermediates"][0], maps[3])
+    assert torch.equal(found["image_intermediates_prefix"][0], prefix)
+    normed = net.forward_intermediates(x, 1, norm=True, intermediates_only=True)[0]
+    tokens = vil.VisionLonghorn.forward_intermediates(net, x, 1, norm=True)[1][0]
+    assert torch.equal(normed, net.pyramid[3](tokens))
+    with pytest.raises(AssertionError, match="output_fmt must be NCHW, got 'NLC'"):
+        net.forward_intermediates(x, output_fmt="NLC")
+
+
+@pytest.mark.parametrize("recurrence", KINDS)
+@pytest.mark.parametrize("indices", [(0, 1, 2, 3), (1, 2), (3,)])
+def test_features_have_no_parameter_without_a_gradient(recurrence: str, indices: tuple) -> None:
+    """As DistributedDataParallel demands, which finds one at the first step."""
+    net = features(out_indices=indices, pyramid_blocks=(0, 1, 1, 2), recurrence=recurrence)
+    maps = net.train()(images())
+    assert len(maps) == len(indices)
+    sum(m.pow(3).mean() for m in maps).backward()
+    assert {name for name, p in net.named_parameters() if p.grad is None} == set()
+    with torch.no_grad():
+        whole = model(pyramid_blocks=(0, 1, 1, 2), recurrence=recurrence)
+        expected = whole.forward_intermediates(images(), list(indices), intermediates_only=True)
+    for made, same in zip(maps, expected, strict=True):
+        torch.testing.assert_close(made, same)
+
+
+@pytest.mark.parametrize("patch_stride", [None, 8])
+def test_checkpointing_changes_no_gradient(patch_stride: int | None) -> None:
+    def gradients(recompute: bool) -> list[Tensor]:
+        net = features(patch_stride=patch_stride).train()
+        net.model.set_grad_checkpointing(recompute)
+        sum(m.pow(3).mean() for m in net(images())).backward()
+        return [p.grad for p in net.parameters()]
+
+    for one, other in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_padded_image_gives_the_maps_that_it_gives_alone() -> None:
+    net = model(pyramid_blocks=(0, 1, 2, 3))
+    batch, mask = torch.randn(2, 3, 160, 128), torch.zeros(2, 160, 128)
+    for image, (height, width) in zip((0, 1), ((80, 112), (160, 96)), strict=True):
+        mask[image, :height, :width] = 1
+    with torch.no_grad():
+        _, together = net.forward_intermediates(batch, mask=mask)
+        for i, (height, width) in enumerate(((80, 112), (160, 96))):
+            alone = net.forward_intermediates(batch[i : i + 1, :, :height, :width])[1]
+            for padded, own in zip(together, alone, strict=True):
+                h, w = own.shape[-2:]
+                torch.testing.assert_close(padded[i : i + 1, :, :h, :w], own)
+                assert not padded[i, :, h:].any()
+                assert not padded[i, :, :, w:].any()
+
+
+def test_logits_are_the_plain_models() -> None:
+    plain, pyramid = model("vil_tiny", num_classes=5), model(num_classes=5)
+    pyramid.load_state_dict(plain.state_dict())
+    x = images(224, 224)
+    assert torch.equal(plain(x), pyramid(x))
+
+
+class TestWeightsOfThePlainModel:
+    def test_load_strictly_and_leave_the_levels_new(self, caplog: pytest.LogCaptureFixture) -> None:
+        plain, pyramid = model("vil_tiny"), model()
+        before = {key: value.clone() for key, value in pyramid.state_dict().items()}
+        nn.init.normal_(plain.blocks[2].mixer.D)
+        with caplog.at_level(logging.WARNING, "vil"):
+            result = pyramid.load_state_dict(plain.state_dict())
+        assert result == ([], [])
+        assert "its levels are new" in caplog.text
+        for key, value in pyramid.state_dict().items():
+            source = before if key.startswith("pyramid.") else plain.state_dict()
+            assert torch.equal(value, source[key]), key
+
+    def test_not_strict_names_the_levels_as_missing(self) -> None:
+        missing, unexpected = model().load_state_dict(model("vil_tiny").state_dict(), strict=False)
+        assert missing
+        assert all(key.startswith("pyramid.") for key in missing)
+        assert not unexpected
+
+    def test_anything_else_that_is_missing_is_an_error(self) -> None:
+        state_dict = model("vil_tiny").state_dict()
+        del state_dict["blocks.1.mixer.D"]
+        with pytest.raises(
+            RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks.1.mixer.D"'
+        ):
+            model().load_state_dict(state_dict)
+        own = model().state_dict()
+        del own["pyramid.0.norm.weight"]
+        with pytest.raises(RuntimeError, match=r'"pyramid.0.norm.weight"'):
+            model().load_state_dict(own)
+
+    def test_another_recurrence_is_refused(self) -> None:
+        with pytest.raises(RuntimeError, match="longhorn_exact"):
+            model().load_state_dict(model("vil_tiny_exact").state_dict())
+
+    @pytest.mark.parametrize("how", ["checkpoint_path", "overlay", "vil.load"])
+    def test_through_every_door(self, how: str, tmp_path: Path) -> None:
+        plain, path = model("vil_tiny", num_classes=5), tmp_path / "plain.safetensors"
+        save_file(plain.state_dict(), path)
+        if how == "checkpoint_path":
+            net = model(num_classes=5, checkpoint_path=str(path))
+        elif how == "overlay":
+            cfg = {"file": str(path), "num_classes": 5}
+            net = features(pretrained=True, pretrained_cfg_overlay=cfg).model
+        else:
+            net = vil.load(path, "vil_tiny_pyramid", features_only=True, **SMALL).eval().model
+        for key, value in net.state_dict().items():
+            if not key.startswith(("pyramid.", "head.", "norm.")):
+                assert torch.equal(value, plain.state_dict()[key]), key
+        expected = plain.forward_intermediates(images(), 1, intermediates_only=True)[0]
+        made = net.forward_intermediates(images(), intermediates_only=True)[3]
+        assert torch.equal(made, net.pyramid[3](expected))
+
+    def test_vil_load_says_what_is_new(self, tmp_path: Path, caplog) -> None:
+        torch.save(model("vil_tiny").state_dict(), tmp_path / "plain.pt")
+        with caplog.at_level(logging.INFO, "vil"):
+            vil.load(tmp_path / "plain.pt", "vil_tiny_pyramid", img_size=128, **SMALL)
+        line = caplog.messages[-1]
+        assert "new pyramid, 16 tensors" in line
+        assert "resampled pos_embed" in line
+
+    def test_official_names(self) -> None:
+        official = official_state_dict()
+        arguments = {"embed_dim": 32, "depth": 2, "img_size": 48, "num_classes": 7}
+        net = timm.create_model("vim_tiny_pyramid", **arguments)
+        plain = timm.create_model("vim_tiny", **arguments)
+        assert net.load_state_dict(official) == ([], [])
+        plain.load_state_dict(official)
+        assert torch.equal(net.eval()(images(48, 48)), plain.eval()(images(48, 48)))
+
+
+def test_its_own_weights_come_back_with_their_levels(tmp_path: Path) -> None:
+    trained, other = model(output_stride=8), model(output_stride=8)
+    for parameter in trained.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    path = tmp_path / "pyramid.pt"
+    torch.save(trained.state_dict(), path)
+    other.load_state_dict(torch.load(path, weights_only=True))
+    loaded = vil.load(path, "vil_tiny_pyramid", output_stride=8, **SMALL).eval()
+    with torch.no_grad():
+        expected = trained.forward_intermediates(images(), intermediates_only=True)
+        for net in (other, loaded):
+            maps = net.forward_intermediates(images(), intermediates_only=True)
+            for one, same in zip(maps, expected, strict=True):
+                assert torch.equal(one, same)
+    with pytest.raises(RuntimeError, match="pyramid"):
+        model(output_stride=32).load_state_dict(trained.state_dict())
+    with pytest.raises(ValueError, match=r"does not fit model vil_tiny: pyramid\."):
+        vil.load(path, "vil_tiny", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"output_stride": 4}, "output_stride must be 8, 16 or 32, got 4"),
+        ({"patch_size": 14}, "a map of stride 4 px needs patches every 2, 4, 8"),
+        ({"patch_size": (16, 8), "img_size": 224}, "patches must be as high as wide"),
+        ({"pyramid_blocks": (0, 1, 2)}, r"pyramid_blocks must be 4 numbers of the 4 blocks, got"),
+        ({"pyramid_blocks": (0, 1, 2, 4)}, r"got \(0, 1, 2, 4\)"),
+        ({"patch_stride": 8, "dynamic_img_size": False}, "needs dynamic_img_size=True"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(**arguments)
+
+
+def test_a_mask_is_refused_where_patches_overlap() -> None:
+    net = model(patch_stride=8)
+    with pytest.raises(ValueError, match="mask must be None where patches overlap"):
+        net.forward_intermediates(images(), mask=torch.ones(2, 64, 96))
+
+
+def test_set_input_size_keeps_the_pyramid() -> None:
+    net = model()
+    net.set_input_size((128, 192))
+    assert shapes(net.forward_intermediates(images(128, 192))[1]) == [
+        (32, 48),
+        (16, 24),
+        (8, 12),
+        (4, 6),
+    ]
+
+
+def test_layer_decay_takes_the_levels_for_the_last() -> None:
+    net = model()
+    groups = param_groups_layer_decay(net, layer_decay=0.5)
+    names = {id(p): n for n, p in net.named_parameters()}
+    scales = {names[id(p)]: g["lr_scale"] for g in groups for p in g["params"]}
+    assert {s for n, s in scales.items() if n.startswith(("pyramid.", "head."))} == {1.0}
+    assert scales["blocks.0.mixer.in_proj.weight"] < scales["blocks.3.mixer.in_proj.weight"] < 1
+
+
+def test_features_compile_whole() -> None:
+    net, x = features(), images()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for one, other in zip(net(x), compiled(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_features_export() -> None:
+    net, x = features(), images()
+    program = torch.export.export(net, (x,)).module()
+    for one, other in zip(net(x), program(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_class_model_scripts() -> None:
+    net = model(num_classes=5, scriptable=True)
+    x = images(224, 224)
+    torch.testing.assert_close(torch.jit.script(net)(x), net(x))

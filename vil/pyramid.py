@@ -1,0 +1,385 @@
+"""Backbones with a pyramid of strides, for detection and segmentation.
+
+Dense heads want maps at strides 4, 8, 16 and 32, and the blocks have one stride. A level goes there from the
+tokens of one block by transposed convolutions or by pooling, without a path from level to level.
+
+Papers:
+    Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet, ECCV 2022), Section 3, for the
+    levels from the last block
+    Vision Mamba (ICML 2024), whose segmentation makes them from four blocks
+
+Letters: B batch, h w grid of patches, H W grid of a level, C channels (``embed_dim``).
+"""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import LayerNorm2d, get_device_dtype
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from vil.backbone import VisionLonghorn
+from vil.backbone import default_cfgs as plain_cfgs
+from vil.convert import convert_official_vim, is_official_vim
+from vil.masks import valid_patches
+from vil.state_dicts import checkpoint_filter_fn
+
+__all__ = ["PyramidLevel", "VisionLonghornPyramid"]
+
+_STRIDES = (4, 8, 16, 32)
+_logger = logging.getLogger("vil")
+
+
+class PyramidLevel(nn.Module):
+    """One map of a pyramid: tokens brought to another stride, and normalised."""
+
+    def __init__(
+        self,
+        dim: int,
+        stride: int,
+        to: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create a level.
+
+        Args:
+            dim: Channels C, in and out.
+            stride: Of the tokens, in pixels.
+            to: Of the level, in pixels.
+            device: Where to create the parameters.
+            dtype: Of the parameters.
+
+        Raises:
+            ValueError: One stride is not the other times a power of two.
+        """
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        ratio = max(stride, to) / min(stride, to)
+        if not ratio.is_integer() or int(ratio).bit_count() != 1:
+            raise ValueError(
+                f"a map of stride {to} px needs patches every 2, 4, 8, 16, 32 or 64 px, got {stride} px"
+            )
+        up: list[nn.Module] = []
+        for _ in range(int(ratio).bit_length() - 1 if stride > to else 0):
+            up += [LayerNorm2d(dim, **dd), nn.GELU()] if up else []
+            up += [nn.ConvTranspose2d(dim, dim, 2, 2, **dd)]
+        self.up = nn.Sequential(*up)
+        self.scale = stride // to if stride > to else 1
+        pool = to // stride if to > stride else 1
+        self.pool = nn.MaxPool2d(pool, ceil_mode=True) if pool > 1 else nn.Identity()
+        self.norm = LayerNorm2d(dim, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bring tokens (B, C, h, w) to a map (B, C, H, W) of the same dtype; H is rounded up."""
+        return self.norm(self.pool(self.up(x)))
+
+    @torch.jit.ignore
+    def masked(self, x: Tensor, valid: Tensor) -> Tensor:
+        """Do what ``forward`` does with valid tokens, bool (B, h, w); zeros where there is none."""
+        x = self.up(x)
+        valid = valid.repeat_interleave(self.scale, 1).repeat_interleave(self.scale, 2)[:, None]
+        x = self.pool(x.masked_fill(~valid, -torch.inf))
+        left_out = self.pool(valid.to(x.dtype)) == 0
+        return self.norm(x.masked_fill(left_out, 0)).masked_fill(left_out, 0)
+
+
+class VisionLonghornPyramid(VisionLonghorn):
+    """Backbone whose ``features_only`` gives maps at strides 4, 8, 16 and 32, for images of any size.
+
+    A ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses: tokens and
+    logits are those of the plain model, whose weights load strictly; the levels are then new.
+    """
+
+    def __init__(
+        self,
+        *,
+        pyramid_blocks: Sequence[int] | None = None,
+        output_stride: Literal[8, 16, 32] = 32,
+        dynamic_img_pad: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Create a backbone.
+
+        Args:
+            pyramid_blocks: Numbers of the four blocks whose tokens the levels are made of, finest level
+                first, as (5, 11, 17, 23) in the official Vision Mamba's segmentation; negative ones count
+                from the end. The last block for each if None, as in ViTDet.
+            output_stride: Largest stride; levels that would have a larger one have this one.
+            dynamic_img_pad: Pad images to whole patches; maps are then as large as those of a
+                convolutional network, ceil(size / stride).
+            **kwargs: Of ``VisionLonghorn``.
+
+        Raises:
+            AssertionError: ``global_pool`` is unknown, or "token" without a class token.
+            ValueError: Another argument is out of its range, or the patches' distance no power of two.
+        """
+        super().__init__(dynamic_img_pad=dynamic_img_pad, **kwargs)
+        if output_stride not in _STRIDES[1:]:
+            raise ValueError(f"output_stride must be 8, 16 or 32, got {output_stride}")
+        stride, across = self.patch_embed.stride
+        gap = self.patch_embed.patch_size[0] - stride
+        if stride != across or gap != self.patch_embed.patch_size[1] - across:
+            raise ValueError(
+                f"patches must be as high as wide, got {self.patch_embed.patch_size} px every "
+                f"{self.patch_embed.stride} px"
+            )
+        if gap and not self.dynamic_img_size:
+            raise ValueError(
+                f"patch_stride {stride} px of patches of {stride + gap} px needs dynamic_img_size=True"
+            )
+        self.pyramid_blocks = self._checked_blocks(pyramid_blocks)
+        strides = [min(to, output_stride) for to in _STRIDES]
+        self.pyramid = nn.ModuleList(
+            PyramidLevel(self.embed_dim, stride, to, **get_device_dtype(self)) for to in strides
+        )
+        self.feature_info = [
+            {"module": f"pyramid.{i}", "num_chs": self.embed_dim, "reduction": to}
+            for i, to in enumerate(strides)
+        ]
+
+    def _checked_blocks(self, blocks: Sequence[int] | None) -> tuple[int, ...]:
+        depth = len(self.blocks)
+        blocks = (-1,) * len(_STRIDES) if blocks is None else tuple(blocks)
+        if len(blocks) != len(_STRIDES) or not all(-depth <= block < depth for block in blocks):
+            raise ValueError(
+                f"pyramid_blocks must be {len(_STRIDES)} numbers of the {depth} blocks, got {blocks}"
+            )
+        return tuple(block % depth for block in blocks)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> NamedTuple:
+        """Load weights as ``VisionLonghorn`` does, also of the plain model.
+
+        Args:
+            state_dict: Names and tensors; where no name is of the pyramid, its levels stay as they are,
+                of which the logger "vil" warns.
+            strict: All other names must be the model's.
+            assign: Take the tensors themselves instead of copying their values.
+
+        Returns:
+            The missing_keys, those of the pyramid among them unless strict, and unexpected_keys.
+
+        Raises:
+            RuntimeError: As of ``VisionLonghorn``.
+            ValueError: As of ``VisionLonghorn``.
+        """
+        if strict and state_dict and is_plain(state_dict):
+            _logger.warning("the weights have no pyramid: its levels are new")
+            state_dict = (
+                convert_official_vim(state_dict) if is_official_vim(state_dict) else state_dict
+            )
+            state_dict = copy.copy(state_dict)  # with its records of grid and recurrence
+            own = self.state_dict(keep_vars=True)
+            state_dict.update({name: own[name] for name in own if name.startswith("pyramid.")})
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW"] = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        mask: Tensor | None = None,
+    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
+        """Return the maps of chosen levels, and the final tokens.
+
+        Args:
+            x: Images, (B, in_chans, height, width).
+            indices: The last n levels if int, those levels if a list, all if None; level 0 is the finest.
+            return_prefix_tokens: Give each map as (map, prefix tokens of its block).
+            norm: Apply the final normalisation to the tokens that the levels are made of.
+            stop_early: Leave out the blocks after the last one that is needed.
+            output_fmt: "NCHW": maps are (B, C, ceil(height / stride), ceil(width / stride)).
+            intermediates_only: Return the maps alone.
+            output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
+                asked for) and image_features (unless intermediates_only).
+            mask: As of ``forward``, of patches that do not overlap; what it leaves out is zeros.
+
+        Returns:
+            (final tokens (B, L, C) as of ``forward_features``, maps), or as asked for.
+
+        Raises:
+            AssertionError: ``output_fmt`` or an index is unknown.
+            ValueError: A mask is given and patches overlap.
+        """
+        assert output_fmt == "NCHW", f"output_fmt must be NCHW, got {output_fmt!r}"
+        levels, _ = feature_take_indices(len(self.pyramid), indices)
+        blocks = sorted({self.pyramid_blocks[level] for level in levels})
+        result = super().forward_intermediates(
+            self._centred(x, mask),
+            blocks,
+            return_prefix_tokens=return_prefix_tokens,
+            norm=norm,
+            stop_early=stop_early,
+            intermediates_only=intermediates_only,
+            output_dict=True,
+            mask=mask,
+        )
+        tokens = result["image_intermediates"]
+        valid = None if mask is None else self._valid(x, mask, tokens[0])
+        maps = []
+        for level in levels:
+            source = tokens[blocks.index(self.pyramid_blocks[level])]
+            make = self.pyramid[level]
+            made = make(source) if valid is None else make.masked(source, valid)
+            reduction = self.feature_info[level]["reduction"]
+            height, width = (-(-size // reduction) for size in x.shape[-2:])
+            maps.append(made[..., :height, :width])  # the rest is of the padding to whole patches
+        return self._arranged(result, maps, levels, blocks, output_dict)
+
+    def _arranged(
+        self,
+        result: dict[str, Any],
+        maps: list[Tensor],
+        levels: list[int],
+        blocks: list[int],
+        output_dict: bool,
+    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
+        """Put maps in the place of the tokens that they were made of."""
+        result = result | {"image_intermediates": maps}
+        if "image_intermediates_prefix" in result:
+            prefix = result["image_intermediates_prefix"]
+            prefix = [prefix[blocks.index(self.pyramid_blocks[level])] for level in levels]
+            result["image_intermediates_prefix"] = prefix
+            maps = maps if output_dict else list(zip(maps, prefix, strict=True))
+        if output_dict:
+            return result
+        return (result["image_features"], maps) if "image_features" in result else maps
+
+    def _centred(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Pad images where patches overlap, so that each has its middle in that of its cell."""
+        gap = self.patch_embed.patch_size[0] - self.patch_embed.stride[0]
+        if gap and mask is not None:
+            raise ValueError(
+                f"mask must be None where patches overlap, here {self.patch_embed.patch_size[0]} px "
+                f"every {self.patch_embed.stride[0]} px"
+            )
+        before, after = gap // 2, gap - gap // 2
+        return F.pad(x, [before, after, before, after]) if gap else x
+
+    def _valid(self, x: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+        grid = (tokens.shape[-2], tokens.shape[-1])
+        return valid_patches(mask, x, grid, self.patch_embed.patch_size, self.patch_embed.stride)
+
+    def prune_intermediate_layers(
+        self,
+        indices: int | list[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Remove the levels that are not asked for, and what else is then not needed.
+
+        Args:
+            indices: The last n levels if int, those levels if a list.
+            prune_norm: Remove the final normalisation.
+            prune_head: Remove pooling and head.
+
+        Returns:
+            The indices as absolute numbers.
+        """
+        levels, _ = feature_take_indices(len(self.pyramid), indices)
+        for level in set(range(len(self.pyramid))) - set(levels):
+            self.pyramid[level] = nn.Identity()
+        last = max(self.pyramid_blocks[level] for level in levels)
+        super().prune_intermediate_layers([last], prune_norm, prune_head)
+        return levels
+
+
+def is_plain(state_dict: Mapping[str, Any]) -> bool:
+    """Tell whether a state dict has nothing of a pyramid."""
+    return not any(name.startswith("pyramid.") for name in state_dict)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghornPyramid:
+    return build_model_with_cfg(
+        VisionLonghornPyramid,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_strict=kwargs.pop("pretrained_strict", True),
+        feature_cfg={
+            "out_indices": kwargs.pop("out_indices", tuple(range(len(_STRIDES)))),
+            "feature_cls": "getter",
+        },
+        **kwargs,
+    )
+
+
+default_cfgs = generate_default_cfgs(
+    {f"{name}_pyramid": replace(cfgs.default) for name, cfgs in plain_cfgs.items()}
+)
+
+
+@register_model
+def vil_tiny_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViL-T with maps at strides 4, 8, 16 and 32; 192 channels, 24 blocks."""
+    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn"}
+    return _create("vil_tiny_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_small_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViL-S with maps at strides 4, 8, 16 and 32; 384 channels, 24 blocks."""
+    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn"}
+    return _create("vil_small_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_base_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViL-B with maps at strides 4, 8, 16 and 32; 768 channels, 24 blocks."""
+    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn"}
+    return _create("vil_base_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_tiny_exact_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViL-T of the exact form with maps at strides 4, 8, 16 and 32; 192 channels, 24 blocks."""
+    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn_exact"}
+    return _create("vil_tiny_exact_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_small_exact_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViL-S of the exact form with maps at strides 4, 8, 16 and 32; 384 channels, 24 blocks."""
+    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn_exact"}
+    return _create("vil_small_exact_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vil_base_exact_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViL-B of the exact form with maps at strides 4, 8, 16 and 32; 768 channels, 24 blocks."""
+    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn_exact"}
+    return _create("vil_base_exact_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vim_tiny_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViM-T with maps at strides 4, 8, 16 and 32; 192 channels, 24 blocks."""
+    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "mamba"}
+    return _create("vim_tiny_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vim_small_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViM-S with maps at strides 4, 8, 16 and 32; 384 channels, 24 blocks."""
+    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "mamba"}
+    return _create("vim_small_pyramid", pretrained, **(model_args | kwargs))
+
+
+@register_model
+def vim_base_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
+    """ViM-B with maps at strides 4, 8, 16 and 32; 768 channels, 24 blocks."""
+    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "mamba"}
+    return _create("vim_base_pyramid", pretrained, **(model_args | kwargs))
