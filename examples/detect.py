@@ -29,13 +29,13 @@ _norm = partial(nn.GroupNorm, 8)
 
 
 class Pyramid(nn.Module):
-    """A backbone's maps of stride 4 and more, brought to one width; bfloat16 within on GPUs."""
+    """A backbone's maps of stride 8 and more, brought to one width; bfloat16 within on GPUs."""
 
     def __init__(self, features: nn.Module, out_channels: int = 64) -> None:
         """Put a feature pyramid network behind a timm model made with ``features_only``."""
         super().__init__()
         self.features, self.out_channels = features, out_channels
-        self.strides = [s for s in features.feature_info.reduction() if s >= 4]
+        self.strides = [s for s in features.feature_info.reduction() if s >= 8]
         channels = features.feature_info.channels()[-len(self.strides) :]
         self.fpn = FeaturePyramidNetwork(channels, out_channels, norm_layer=_norm)
 

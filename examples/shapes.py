@@ -1,8 +1,8 @@
 """Pictures of shapes, computed as they are read: data for the examples that needs no download.
 
-Each has one to five shapes of random kind, size, place, colour and rotation, some behind others, on
-noise of several scales. A shape's colour is near that of the background, and both are textured, so
-that no threshold of colour finds the shapes.
+Each has one to four shapes of random kind, size, place, colour and tilt, some in part behind others, on
+noise of several scales, strongest at the coarsest. Colours say nothing about the kind, and those of
+shapes and background overlap.
 """
 
 import math
@@ -19,19 +19,18 @@ from torchvision.ops import masks_to_boxes
 # Where points are inside, for a shape of radius 1 around the origin.
 KINDS = {
     "circle": lambda x, y: np.hypot(x, y) <= 1,
-    "triangle": lambda x, y: np.maximum(np.abs(x) * math.sqrt(0.75) - y / 2, y) <= 0.5,
-    "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) <= math.sqrt(0.5),
+    "triangle": lambda x, y: np.maximum(np.abs(x) * math.sqrt(0.75) - y / 2, y) <= 0.6,
     "cross": lambda x, y: (
         (np.fmin(np.abs(x), np.abs(y)) <= 0.3) & (np.fmax(np.abs(x), np.abs(y)) <= 1)
     ),
     "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.8) <= 0.2,
 }
 CLASSES = ("background", *KINDS)
-_RADII = (0.14, 0.28)
-_TILT = math.radians(20)
-_LEAST_VISIBLE = 0.75  # of a shape's area, so that its kind can be told
+_RADII = (0.15, 0.3)  # of the image's side
+_TILT = math.radians(20)  # at most, either way
+_LEAST_VISIBLE = 0.8  # of a shape's area, so that its kind can be told
 _CONTRAST = (0.35, 0.65)  # between the mean colours of shape and background; colours are 0 to 1
-_BACKGROUND_NOISE, _SHAPE_NOISE = 0.15, 0.07
+_BACKGROUND_NOISE, _SHAPE_NOISE = 0.15, 0.07  # standard deviations
 
 
 class Shapes(Dataset):
@@ -68,7 +67,7 @@ class Shapes(Dataset):
             The image, (3, img_size, img_size), uint8; and a dict of the ``mask`` of classes,
             (img_size, img_size), int64, 0 for background; and of each shape's ``boxes``, (N, 4),
             float32, left, top, right and bottom of what is seen of it, in pixels, the last two
-            exclusive, and ``labels``, (N,), int64, 1 to 5.
+            exclusive, and ``labels``, (N,), int64, 1 to 4.
 
         Raises:
             IndexError: there is no such image.
@@ -82,7 +81,7 @@ class Shapes(Dataset):
         instances = np.zeros((self.img_size, self.img_size), np.int64)
         labels: list[int] = []
         areas: list[int] = []
-        for _ in range(rng.integers(1, 6)):
+        for _ in range(rng.integers(1, 5)):
             label = int(rng.integers(1, len(CLASSES)))
             inside = _draw(rng, self.img_size, CLASSES[label])
             shape_colour = _colour_near(rng, colour)

@@ -22,7 +22,7 @@ from vil.training.files import csv_text, write_atomically, write_text
 
 BACKBONE = "vil_tiny_pyramid"
 # Of the default backbone: with these, two cores train it in minutes.
-SMALL = {"embed_dim": 96, "depth": 8, "patch_size": 8}
+SMALL = {"embed_dim": 128, "depth": 4, "patch_size": 8}
 HELD_OUT = 200  # shapes
 
 
@@ -42,9 +42,9 @@ def options(description: str, output: str) -> argparse.ArgumentParser:
     add("--model-kwargs", nargs="*", default={}, action=ParseKwargs, help="such as depth=8")
     add("--weights", help="of the backbone, whatever vil.load takes")
     add("--img-size", type=int, default=96, help="images become squares of it, in pixels")
-    add("--images", type=int, default=1600, help="shapes to learn from in an epoch")
+    add("--images", type=int, default=1800, help="shapes to learn from in an epoch")
     add("--epochs", type=int, default=4)
-    add("--batch-size", type=int, default=8)
+    add("--batch-size", type=int, default=4)
     add("--lr", type=float, default=2e-3, help="highest learning rate")
     add("--seed", type=int, default=0, help="of shapes, order and weights")
     add("--workers", type=int, default=0, help="processes that read images")

@@ -32,7 +32,7 @@ def test_images_of_other_seeds_or_numbers_are_others(shapes) -> None:
 
 
 def test_boxes_masks_and_labels_agree(shapes) -> None:
-    for image, found in shapes.Shapes(0, 50, 96):
+    for _, found in shapes.Shapes(0, 50, 96):
         mask, inside = found["mask"], torch.zeros(96, 96, dtype=torch.bool)
         assert len(found["boxes"]) == len(found["labels"]) > 0
         for (left, top, right, bottom), label in zip(
@@ -56,7 +56,7 @@ def test_all_classes_are_about_as_frequent(shapes) -> None:
 
 def test_no_threshold_of_colour_finds_the_shapes(shapes) -> None:
     distances, truth = [], []
-    for image, found in shapes.Shapes(2, 50, 96):
+    for _, found in shapes.Shapes(2, 50, 96):
         colours = image.flatten(1) / 255
         usual = colours.median(1, keepdim=True).values
         distances.append((colours - usual).norm(dim=0))
