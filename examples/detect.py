@@ -12,8 +12,6 @@ from functools import partial
 
 import timm
 import torch
-from folders import CocoFolder
-from pictures import draw_boxes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.detection import MeanAveragePrecision
@@ -21,6 +19,9 @@ from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import FeaturePyramidNetwork
+
+from folders import CocoFolder
+from pictures import draw_boxes
 from training import backbone, batches, fit, options
 
 Targets = list[dict[str, Tensor]]  # boxes (N, 4) in pixels, labels (N,), and scores if predicted

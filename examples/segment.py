@@ -13,13 +13,14 @@ from functools import partial
 import segmentation_models_pytorch as smp
 import timm
 import torch
-from folders import IGNORED, MaskFolder
-from pictures import draw_masks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassJaccardIndex
 from torchvision.transforms import v2
+
+from folders import IGNORED, MaskFolder
+from pictures import draw_masks
 from training import backbone, batches, fit, model_kwargs, options
 
 SHOWN = 8  # images

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import track
-from shapes import Shapes
 from timm.optim import create_optimizer_v2
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 import vil
+from shapes import Shapes
 from vil.training.files import csv_text, write_atomically, write_text
 
 BACKBONE = "vil_tiny_pyramid"

@@ -56,7 +56,7 @@ def test_all_classes_are_about_as_frequent(shapes) -> None:
 
 def test_no_threshold_of_colour_finds_the_shapes(shapes) -> None:
     distances, truth = [], []
-    for _, found in shapes.Shapes(2, 50, 96):
+    for image, found in shapes.Shapes(2, 50, 96):
         colours = image.flatten(1) / 255
         usual = colours.median(1, keepdim=True).values
         distances.append((colours - usual).norm(dim=0))

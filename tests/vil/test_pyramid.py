@@ -119,8 +119,11 @@ def test_intermediates_come_as_asked_for() -> None:
     normed = net.forward_intermediates(x, 1, norm=True, intermediates_only=True)[0]
     tokens = vil.VisionLonghorn.forward_intermediates(net, x, 1, norm=True)[1][0]
     assert torch.equal(normed, net.pyramid[3](tokens))
-    with pytest.raises(AssertionError, match="output_fmt must be NCHW, got 'NLC'"):
-        net.forward_intermediates(x, output_fmt="NLC")
+    flat = net.get_intermediate_layers(x, 4)
+    for one, same in zip(flat, maps, strict=True):
+        assert torch.equal(one, same.flatten(2).mT)
+    with pytest.raises(AssertionError, match="output_fmt must be NCHW or NLC, got 'NHWC'"):
+        net.forward_intermediates(x, output_fmt="NHWC")
 
 
 @pytest.mark.parametrize("recurrence", KINDS)
@@ -245,6 +248,54 @@ class TestWeightsOfThePlainModel:
         assert torch.equal(net.eval()(images(48, 48)), plain.eval()(images(48, 48)))
 
 
+class TestWeightsIntoAModuleThatAnotherPackageBuilt:
+    def inside(self, **arguments: object) -> nn.Module:
+        return nn.Sequential(features(**arguments), nn.Identity())
+
+    def test_plain_weights(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        plain, outer = model("vil_tiny", img_size=64, num_classes=5), self.inside()
+        torch.save(plain.state_dict(), tmp_path / "plain.pt")
+        with caplog.at_level(logging.INFO, "vil"):
+            assert vil.load(tmp_path / "plain.pt", outer) is outer
+        line = caplog.messages[-1]
+        assert "resampled pos_embed (1, 17, 32) -> (1, 197, 32)" in line
+        assert "new pyramid, 16 tensors" in line
+        assert "left out norm.weight, head.weight, head.bias" in line
+        assert outer[0].model.trained_grid == (4, 4)
+        for key, value in outer[0].model.state_dict().items():
+            if key.startswith("blocks."):
+                assert torch.equal(value, plain.state_dict()[key]), key
+
+    def test_a_pruned_backbone_takes_what_it_has(self, tmp_path: Path) -> None:
+        whole = model(pyramid_blocks=(0, 1, 2, 3))
+        nn.init.normal_(whole.pyramid[1].norm.weight)
+        torch.save(whole.state_dict(), tmp_path / "whole.pt")
+        outer = self.inside(pyramid_blocks=(0, 1, 2, 3), out_indices=(1, 2))
+        vil.load(tmp_path / "whole.pt", outer)
+        x = images()
+        expected = whole.forward_intermediates(x, [1, 2], intermediates_only=True)
+        for one, same in zip(outer.eval()(x), expected, strict=True):
+            assert torch.equal(one, same)
+
+    def test_what_does_not_fit_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "weights.pt"
+        torch.save(model("vil_tiny_exact").state_dict(), path)
+        with pytest.raises(ValueError, match="longhorn_exact"):
+            vil.load(path, self.inside())
+        torch.save(model("vil_tiny", depth=5).state_dict(), path)
+        with pytest.raises(ValueError, match=r"blocks\.4\..* is missing in the model"):
+            vil.load(path, self.inside())
+        torch.save(model("vil_tiny", depth=3).state_dict(), path)
+        with pytest.raises(ValueError, match=r"blocks\.3\..* is missing in the weights"):
+            vil.load(path, self.inside())
+        with pytest.raises(
+            ValueError, match="must have one backbone of this package in it, Linear"
+        ):
+            vil.load(path, nn.Linear(1, 1))
+        with pytest.raises(ValueError, match="img_size: a module that exists takes no arguments"):
+            vil.load(path, self.inside(), img_size=64)
+
+
 def test_its_own_weights_come_back_with_their_levels(tmp_path: Path) -> None:
     trained, other = model(output_stride=8), model(output_stride=8)
     for parameter in trained.parameters():
@@ -274,6 +325,7 @@ def test_its_own_weights_come_back_with_their_levels(tmp_path: Path) -> None:
         ({"pyramid_blocks": (0, 1, 2)}, r"pyramid_blocks must be 4 numbers of the 4 blocks, got"),
         ({"pyramid_blocks": (0, 1, 2, 4)}, r"got \(0, 1, 2, 4\)"),
         ({"patch_stride": 8, "dynamic_img_size": False}, "needs dynamic_img_size=True"),
+        ({"features_only": True, "feature_cls": "hook"}, 'feature_cls must be "getter", got'),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
@@ -314,11 +366,35 @@ def test_features_compile_whole() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_features_export() -> None:
+@pytest.mark.parametrize("example", [(96, 128), (90, 131)])
+def test_features_export_for_any_size(example: tuple[int, int]) -> None:
+    net, any_size = features(), torch.export.Dim.DYNAMIC
+    dynamic = ({0: any_size, 2: any_size, 3: any_size},)
+    program = torch.export.export(net, (images(*example),), dynamic_shapes=dynamic).module()
+    for size in ((64, 64), (100, 75), (48, 160)):
+        x = images(*size, count=1)
+        for one, other in zip(net(x), program(x), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_features_become_onnx(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    net, x, path = features(depth=1, exportable=True), images(100, 75), tmp_path / "model.onnx"
+    torch.onnx.export(net, (x,), path, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(path)
+    made = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    for one, other in zip(net(x), made, strict=True):
+        torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_features_trace() -> None:
     net, x = features(), images()
-    program = torch.export.export(net, (x,)).module()
-    for one, other in zip(net(x), program(x), strict=True):
-        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        traced = torch.jit.trace(net, x)
+        for one, other in zip(net(x), traced(x), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_a_class_model_scripts() -> None:
