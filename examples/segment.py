@@ -58,8 +58,11 @@ def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:
         classes=num_classes,
         **kwargs,
     )
-    taps = model.encoder.model.feature_info.out_indices
-    model.encoder.model = backbone(args, out_indices=taps)
+    named = model.encoder.model.feature_info
+    model.encoder.model = backbone(args, out_indices=named.out_indices)
+    channels = model.encoder.model.feature_info.channels()
+    if channels != named.channels():
+        raise ValueError(f"--model-kwargs must say what gives the weights' {channels} channels")
     mean, std = (timm.get_pretrained_cfg_value(args.backbone, key) for key in ("mean", "std"))
     return nn.Sequential(v2.Normalize(mean, std), model)
 

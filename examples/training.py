@@ -129,9 +129,8 @@ def fit(
     for epoch in range(1, args.epochs + 1):
         model.train()
         losses = []
-        for batch in track(
-            train, f"epoch {epoch} of {args.epochs}", console=console, transient=True
-        ):
+        title = f"epoch {epoch} of {args.epochs}"
+        for batch in track(train, title, console=console, disable=not console.is_terminal):
             loss = loss_of(*batch)
             optimizer.zero_grad()
             loss.backward()

@@ -54,19 +54,24 @@ def test_all_classes_are_about_as_frequent(shapes) -> None:
     assert counts[1:].min() > 0.7 * counts[1:].max()
 
 
-def test_no_threshold_of_colour_finds_the_shapes(shapes) -> None:
-    distances, truth = [], []
+def test_colours_alone_find_neither_all_of_the_shapes_nor_their_kinds(shapes) -> None:
+    distances, truth, colour_of = [], [], {label: [] for label in range(1, len(shapes.CLASSES))}
     for image, found in shapes.Shapes(2, 50, 96):
         colours = image.flatten(1) / 255
         usual = colours.median(1, keepdim=True).values
         distances.append((colours - usual).norm(dim=0))
         truth.append(found["mask"].flatten() > 0)
+        for label in found["labels"].unique().tolist():
+            colour_of[label].append(colours[:, found["mask"].flatten() == label].mean(1))
     distance, shape = torch.cat(distances), torch.cat(truth)
     ious = [
         ((distance > t) & shape).sum() / ((distance > t) | shape).sum()
         for t in torch.arange(0, 1, 0.02)
     ]
-    assert max(ious) < 0.7  # although the best threshold is taken
+    assert max(ious) < 0.9  # although the best threshold is taken
+    means = torch.stack([torch.stack(colours).mean(0) for colours in colour_of.values()])
+    within = torch.stack([torch.stack(colours).std(0) for colours in colour_of.values()])
+    assert means.std(0).max() < 0.5 * within.min()
 
 
 def test_what_does_not_exist_is_refused(shapes) -> None:
