@@ -51,7 +51,7 @@ class Pyramid(nn.Module):
 
 def main() -> None:
     """Train, and leave log, weights and picture."""
-    args = options(__doc__, "output/detect").parse_args()
+    args = options(__doc__, "output/detect", epochs=3).parse_args()
     torch.manual_seed(args.seed)
     train, val = batches(args, CocoFolder, listed)
     model = detector(args, len(val.dataset.classes)).to(args.device)

@@ -28,7 +28,7 @@ SHOWN = 8  # images
 
 def main() -> None:
     """Train, and leave log, weights and picture."""
-    args = options(__doc__, "output/segment").parse_args()
+    args = options(__doc__, "output/segment", epochs=4).parse_args()
     torch.manual_seed(args.seed)
     train, val = batches(args, MaskFolder, stack)
     model = segmenter(args, len(val.dataset.classes)).to(args.device)

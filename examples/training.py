@@ -26,12 +26,13 @@ SMALL = {"embed_dim": 128, "depth": 4, "patch_size": 8}
 HELD_OUT = 200  # shapes
 
 
-def options(description: str, output: str) -> argparse.ArgumentParser:
+def options(description: str, output: str, epochs: int) -> argparse.ArgumentParser:
     """Return the command line of an example.
 
     Args:
         description: What it does.
         output: Folder that its files go to by default.
+        epochs: By default.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -43,7 +44,7 @@ def options(description: str, output: str) -> argparse.ArgumentParser:
     add("--weights", help="of the backbone, whatever vil.load takes")
     add("--img-size", type=int, default=96, help="images become squares of it, in pixels")
     add("--images", type=int, default=1800, help="shapes to learn from in an epoch")
-    add("--epochs", type=int, default=4)
+    add("--epochs", type=int, default=epochs)
     add("--batch-size", type=int, default=4)
     add("--lr", type=float, default=2e-3, help="highest learning rate")
     add("--seed", type=int, default=0, help="of shapes, order and weights")
