@@ -137,7 +137,7 @@ class Segmentation(Task):
         images, labels = (torch.stack(column) for column in batch)
         loss, auxiliary = self.network.loss(images, labels)
         self.log_dict({"loss": loss, "auxiliary_loss": auxiliary}, prog_bar=True)
-        return loss + _AUXILIARY_WEIGHT * auxiliary
+        return self.finite(loss + _AUXILIARY_WEIGHT * auxiliary)
 
     def validation_step(self, batch: list, batch_idx: int) -> None:
         """Compare an image with its labels, in its original size."""
@@ -177,4 +177,4 @@ def train(options: SceneOptions) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: print(train(tyro.cli(SceneOptions)))))
+    sys.exit(run_script(lambda: train(tyro.cli(SceneOptions))))

@@ -15,14 +15,16 @@ from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
-from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead
+from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads, maskrcnn_inference, maskrcnn_loss
-from torchvision.models.detection.rpn import RPNHead
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
@@ -41,8 +43,6 @@ Target = dict[str, Tensor]
 
 class Necks(nn.Module):
     """Maps of a backbone brought to 256 channels, each by itself, and one of stride 64."""
-
-    out_channels = CHANNELS
 
     def __init__(self, features: nn.Module) -> None:
         """Put convolutions on a backbone.
@@ -141,10 +141,17 @@ class Stage(RoIHeads):
         return self.box_predictor(self.box_head(cut))
 
     def decode(self, codes: Tensor, proposals: Boxes, sizes: list) -> Boxes:
-        """Return the boxes that codes (N, 4) make of proposals, cut to the images, without gradient."""
+        """Return the boxes that codes (N, 4) make of proposals, cut to the images, without gradient.
+
+        A proposal stays as it is where nothing of its box is in the image.
+        """
         boxes = self.box_coder.decode(codes.detach(), proposals).flatten(0, 1)
         boxes = boxes.split([len(each) for each in proposals])
-        return [clip_boxes_to_image(each, size) for each, size in zip(boxes, sizes, strict=True)]
+        boxes = [clip_boxes_to_image(each, size) for each, size in zip(boxes, sizes, strict=True)]
+        return [
+            torch.where((box[:, 2:] > box[:, :2]).all(1, keepdim=True), box, proposal)
+            for box, proposal in zip(boxes, proposals, strict=True)
+        ]
 
     def match(self, proposals: Boxes, targets: list[Target]) -> tuple[Boxes, list[Tensor]]:
         """Return the object's box (n, 4) and class (n) of each proposal; class 0 where it has none."""
@@ -169,7 +176,7 @@ class Stage(RoIHeads):
         labels, aims = torch.cat(labels), torch.cat(aims)
         own = labels > 0
         boxes = F.l1_loss(codes[own], aims[own], reduction="sum")
-        return F.cross_entropy(scores, labels), boxes / max(len(labels), 1)
+        return F.cross_entropy(scores, labels), boxes / len(labels)
 
 
 class Cascade(RoIHeads):
@@ -234,7 +241,7 @@ class Cascade(RoIHeads):
             scores, codes = stage.predict(maps, proposals, sizes, 1 / len(self.stages))
             classes, boxes = stage.loss(scores, codes, labels, aims)
             losses |= {f"loss_classes_{number}": classes, f"loss_boxes_{number}": boxes}
-            proposals = [_not_empty(each) for each in stage.decode(codes, proposals, sizes)]
+            proposals = stage.decode(codes, proposals, sizes)
         return losses
 
     def detect(
@@ -270,11 +277,7 @@ class Cascade(RoIHeads):
         return maskrcnn_loss(self._masks(maps, boxes, sizes), boxes, masks, classes, which)
 
 
-def _not_empty(boxes: Tensor) -> Tensor:
-    return boxes[((boxes[:, 2:] - boxes[:, :2]) > 0).all(1)]
-
-
-def cascade_mask_rcnn(features: nn.Module, classes: int, size: int) -> MaskRCNN:
+def cascade_mask_rcnn(features: nn.Module, classes: int, size: int) -> GeneralizedRCNN:
     """Return Cascade Mask R-CNN, which is called as torchvision's Mask R-CNN.
 
     In training images are taken as they are and padded to ``size``; else they are resized so that their
@@ -285,18 +288,18 @@ def cascade_mask_rcnn(features: nn.Module, classes: int, size: int) -> MaskRCNN:
         classes: K, with the background.
         size: Height and width in pixels of what the backbone gets.
     """
-    sizes = tuple((size * edge // 1024,) for edge in (32, 64, 128, 256, 512))
-    anchors = AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes))
-    network = MaskRCNN(
-        Necks(features),
-        classes,
-        min_size=size,
-        max_size=size,
-        rpn_anchor_generator=anchors,
-        rpn_head=Proposer(CHANNELS, anchors.num_anchors_per_location()[0], conv_depth=2),
-        rpn_post_nms_top_n_train=1000,
-        size_divisible=size,
-        _skip_resize=True,
+    anchors = AnchorGenerator(((32,), (64,), (128,), (256,), (512,)), ((0.5, 1.0, 2.0),) * 5)
+    rpn = RegionProposalNetwork(
+        anchors,
+        Proposer(CHANNELS, anchors.num_anchors_per_location()[0], conv_depth=2),
+        fg_iou_thresh=0.7,
+        bg_iou_thresh=0.3,
+        batch_size_per_image=256,
+        positive_fraction=0.5,
+        pre_nms_top_n={"training": 2000, "testing": 1000},
+        post_nms_top_n={"training": 1000, "testing": 1000},
+        nms_thresh=0.7,
     )
-    network.roi_heads = Cascade(classes)
-    return network
+    mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
+    transform = GeneralizedRCNNTransform(size, size, mean, std, size, _skip_resize=True)
+    return GeneralizedRCNN(Necks(features), rpn, Cascade(classes), transform)

@@ -13,14 +13,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from downstream.features import parameter_groups
 from vil.training.config import key_values
 from vil.training.data.draws import Draw, MicroBatches, key, seed_image
-from vil.training.errors import ConfigError, DataError
+from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import write_text
 
 # What another start of the same run may have otherwise.
@@ -158,6 +158,18 @@ class Task(lightning.LightningModule):
     def factor(self, step: int) -> float:
         """Return the part of the learning rate that a step has."""
         raise NotImplementedError
+
+    def finite(self, loss: Tensor) -> Tensor:
+        """Return a loss.
+
+        Raises:
+            NonFiniteLossError: it is NaN or infinite.
+        """
+        if not loss.isfinite():
+            raise NonFiniteLossError(
+                f"the loss of step {self.trainer.global_step} is {loss.item()}"
+            )
+        return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW and its schedule by steps."""

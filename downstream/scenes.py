@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
@@ -22,7 +23,6 @@ from vil.training.errors import DataError
 
 CLASSES = 150
 IGNORED = 255
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CROPS = 11  # the first, and ten more if it shows little but one class
 _MAX_RATIO = 0.75
 _LONGEST = 4  # times the shorter side, that an image is resized to at most
@@ -145,7 +145,11 @@ def resized(image: Tensor, shorter: float) -> Tensor:
 
 def normalised(image: Tensor) -> Tensor:
     """Return an image uint8 (3, H, W) as float32 with ImageNet's mean and deviation."""
-    return T.normalize(T.to_dtype(image, torch.float32, scale=True), list(_MEAN), list(_STD))
+    return T.normalize(
+        T.to_dtype(image, torch.float32, scale=True),
+        list(IMAGENET_DEFAULT_MEAN),
+        list(IMAGENET_DEFAULT_STD),
+    )
 
 
 def by_windows(
