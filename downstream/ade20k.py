@@ -176,5 +176,10 @@ def train(options: SceneOptions) -> dict[str, float]:
     return run(Segmentation(options, UperNet(features), features, *sets))
 
 
+def main() -> None:
+    """Train as the command line says."""
+    train(tyro.cli(SceneOptions))
+
+
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: train(tyro.cli(SceneOptions))))
+    sys.exit(run_script(main))

@@ -32,6 +32,7 @@ CHANNELS = 256
 OVERLAPS = (0.5, 0.6, 0.7)
 BOX_WEIGHTS = ((10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.0, 15.0, 15.0))
 _LEVELS = ["0", "1", "2", "3"]  # of the five, those that heads look at
+_STRIDE = 4  # of the finest
 _HIDDEN = 1024
 # Boxes that training looks at in an image, and the most of them that are objects
 _SAMPLES, _POSITIVE = 512, 0.25
@@ -83,6 +84,27 @@ class Proposer(RPNHead):
         """Return what torchvision's does: objectness and codes of boxes for each map."""
         objectness, codes = super().forward(maps)
         return [each.float() for each in objectness], [each.float() for each in codes]
+
+
+class Pool(MultiScaleRoIAlign):
+    """torchvision's, with the strides that the maps have.
+
+    torchvision's guesses them for good from the first images, which jitter may have made much smaller than
+    what they are padded to.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Create a pool.
+
+        Args:
+            size: Height and width of what is cut out.
+        """
+        super().__init__(_LEVELS, size, sampling_ratio=0)
+
+    def forward(self, maps: dict[str, Tensor], boxes: Boxes, sizes: list) -> Tensor:
+        """Return what is in boxes (n, 4) of each image, (N, 256, size, size)."""
+        height, width = maps[_LEVELS[0]].shape[-2:]
+        return super().forward(maps, boxes, [(height * _STRIDE, width * _STRIDE)])
 
 
 class BoxPredictor(nn.Module):
@@ -189,7 +211,7 @@ class Cascade(RoIHeads):
             classes: K, with the background.
         """
         training = (OVERLAPS[0], OVERLAPS[0], _SAMPLES, _POSITIVE, BOX_WEIGHTS[0])
-        pools = [MultiScaleRoIAlign(_LEVELS, size, sampling_ratio=0) for size in (7, 14)]
+        pools = [Pool(size) for size in (7, 14)]
         mask_head = MaskRCNNHeads(CHANNELS, [CHANNELS] * 4, 1, norm_layer=LayerNorm2d)
         mask_predictor = MaskRCNNPredictor(CHANNELS, CHANNELS, classes)
         testing = (_SCORE, _NMS, _DETECTIONS)

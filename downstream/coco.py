@@ -109,5 +109,10 @@ def train(options: ObjectOptions) -> dict[str, float]:
     return run(Detection(options, network, features, *sets))
 
 
+def main() -> None:
+    """Train as the command line says."""
+    train(tyro.cli(ObjectOptions))
+
+
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: train(tyro.cli(ObjectOptions))))
+    sys.exit(run_script(main))

@@ -78,7 +78,7 @@ def parameter_groups(
     kept = getattr(backbone, "no_weight_decay", set)()
     kept = {f"{prefix}{pattern}" for pattern in kept}
     if layer_decay == 1:
-        groups = param_groups_weight_decay(network, weight_decay, kept)
+        groups = param_groups_weight_decay(network, weight_decay, no_weight_decay_list=kept)
         return [{**group, "lr": lr} for group in groups]
     if not hasattr(backbone, "group_matcher"):
         name = type(backbone).__name__
@@ -86,7 +86,9 @@ def parameter_groups(
     network.group_matcher = lambda coarse: {
         layer: _prefixed(patterns, prefix) for layer, patterns in backbone.group_matcher().items()
     }
-    groups = param_groups_layer_decay(network, weight_decay, kept, layer_decay=layer_decay)
+    groups = param_groups_layer_decay(
+        network, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay
+    )
     del network.group_matcher
     return [{**group, "lr": lr * group.pop("lr_scale")} for group in groups]
 
