@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from experiments import comparisons, mqar_results, sizes_results
+from experiments import comparisons, dense_results, mqar_results, sizes_results
 from experiments import finetune_results as finetuning
 from experiments import vision_results as vision
 from experiments.records import CHOICE_SEED, Row, select
@@ -205,6 +205,26 @@ def finetune_blocks() -> dict[str, str]:
     }
 
 
+def dense_blocks() -> dict[str, str]:
+    """Return what segmentation and detection add to the templates."""
+    content = load("dense")
+    if content is None:
+        missing = "Not run yet: `python -m experiments.dense --jobs 2`."
+        return dict.fromkeys(("from", "segment", "detect", "search", "differences"), missing)
+    rows = content["runs"]
+    searches = [
+        f"{dense_results.TITLES[task]}:\n\n{dense_results.search_table(rows, task)}"
+        for task in dense_results.TASKS
+    ]
+    return {
+        "from": provenance("dense"),
+        "segment": dense_results.metrics_table(rows, "segment"),
+        "detect": dense_results.metrics_table(rows, "detect"),
+        "search": "\n\n".join(searches),
+        "differences": comparisons.table(dense_results.differences(rows)),
+    }
+
+
 def sizes_blocks(name: str) -> dict[str, str]:
     """Return what other sizes add to the templates, and draw their picture."""
     record = f"sizes_{name}"
@@ -231,6 +251,7 @@ def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
+    groups["dense"] = dense_blocks()
     groups |= {f"sizes_{name}": sizes_blocks(name) for name in sizes_results.AIMS}
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()

@@ -207,6 +207,7 @@ class VisionLonghorn(nn.Module):
         self.has_class_token = class_token
         self.global_pool = self._checked_pool(global_pool)
         self.d_conv = d_conv
+        self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
         self.grid_aware = grid_aware
         self.grad_checkpointing = False

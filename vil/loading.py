@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from timm.models import load_pretrained
 from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
+from vil.backbone import VisionLonghorn
 from vil.messages import first_line, one_line
 from vil.pyramid import VisionLonghornPyramid, is_plain
 from vil.weights import Weights, is_own, read_weights
@@ -26,9 +28,13 @@ _logger = logging.getLogger("vil")
 
 
 def load(
-    source: str | Path, model: str | None = None, *, ema: bool = False, **timm_arguments: Any
+    source: str | Path,
+    model: str | nn.Module | None = None,
+    *,
+    ema: bool = False,
+    **timm_arguments: Any,
 ) -> nn.Module:
-    """Build a model with the weights of a source.
+    """Build a model with the weights of a source, or put them into one that another package built.
 
     What the source says about its model (name, sizes, classes, preprocessing) holds where no argument
     says otherwise. A head for another number of classes is new, position and patch embeddings of other
@@ -39,20 +45,30 @@ def load(
         source: A checkpoint of train_imagenet.py; a folder of release.py, also as ``local-dir:FOLDER``;
             a ``.safetensors`` file; a file with a state dict, or with one as "state_dict" or "model",
             the official Vision Mamba's among them; ``hf-hub:NAME``; the name of a timm model.
-        model: timm's name of the model, where the source does not say it.
+        model: timm's name of the model, where the source does not say it. Or a module that has one of
+            this package's backbones somewhere in it, as a detector has, which takes the weights; what
+            timm removed from a backbone that gives features is left out.
         ema: Take the averaged weights of a training run instead of the last ones.
         **timm_arguments: Of ``timm.create_model``: num_classes, img_size, features_only, ...
 
     Returns:
-        The model, in training mode as timm's are.
+        The model, in training mode as timm's are; or the module that was given.
 
     Raises:
         FileNotFoundError: there is no such source.
         LookupError: it has no averaged weights.
         ValueError: the source holds no weights, does not say which model they are of, or they do not
-            fit the model; names the first key that does not.
+            fit the model, naming the first key that does not; a module has not one backbone of this
+            package in it, or comes with timm's arguments.
     """
-    built, line = model_with(read_weights(source, ema), model, **timm_arguments)
+    if isinstance(model, nn.Module):
+        if timm_arguments:
+            raise ValueError(
+                f"{', '.join(timm_arguments)}: a module that exists takes no arguments"
+            )
+        built, line = model, _put_inside(model, read_weights(source, ema))
+    else:
+        built, line = model_with(read_weights(source, ema), model, **timm_arguments)
     _logger.log(logging.WARNING if "; new " in line else logging.INFO, "weights %s", line)
     return built
 
@@ -82,7 +98,7 @@ def model_with(
         raise ValueError(f"{weights.origin} is of {name}, which is no model of timm")
     if weights.architecture is not None:
         arguments = weights.model_args | arguments
-        _check_recurrence(weights, name, arguments)
+        _check_recurrence(weights, name, _recurrence(name, arguments))
     arguments = _classes_of_the_head(weights, name) | arguments
     for key in _OTHER_WEIGHTS:
         if key in arguments:
@@ -149,9 +165,8 @@ def create(name: str, **arguments: Any) -> nn.Module:
     return timm.create_model(name, **{k: v for k, v in arguments.items() if k != "img_size"})
 
 
-def _check_recurrence(weights: Weights, name: str, arguments: dict[str, Any]) -> None:
+def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:
     """Refuse weights of one recurrence for another, whose names and shapes may all agree."""
-    mine = _recurrence(name, arguments)
     theirs = _recurrence(weights.architecture, weights.model_args)
     if mine != theirs:
         first = next((key for key in weights.state_dict if ".mixer." in key), "its first")
@@ -168,6 +183,36 @@ def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
     if "recurrence" in arguments:
         return str(arguments["recurrence"])
     return timm.create_model(name, depth=1, embed_dim=16, num_classes=0).blocks[0].mixer.recurrence
+
+
+def _put_inside(module: nn.Module, weights: Weights) -> str:
+    """Load the weights into the backbone that a module has somewhere in it; return what was taken."""
+    found = [part for part in module.modules() if isinstance(part, VisionLonghorn)]
+    if len(found) != 1:
+        raise ValueError(
+            f"model must have one backbone of this package in it, {type(module).__name__} has {len(found)}"
+        )
+    (backbone,) = found
+    if weights.architecture is not None:
+        _check_recurrence(weights, type(module).__name__, backbone.blocks[0].mixer.recurrence)
+    kept = copy.copy(weights.state_dict)  # with the record of grid and recurrence
+    left_out = [key for key in kept if _is_pruned(backbone, key)]
+    for key in left_out:
+        del kept[key]
+    line = _account(backbone, weights, _put_in(backbone, replace(weights, state_dict=kept), True))
+    return line + (f"; left out {', '.join(left_out)}" if left_out else "")
+
+
+def _is_pruned(backbone: VisionLonghorn, key: str) -> bool:
+    """Tell whether a tensor is of a part that ``prune_intermediate_layers`` removed."""
+    part, _, rest = key.partition(".")
+    if part == "blocks":
+        return len(backbone.blocks) <= int(rest.partition(".")[0]) < backbone.depth
+    if part == "pyramid":
+        part += "." + rest.partition(".")[0]
+    return part in dict(backbone.named_modules()) and isinstance(
+        backbone.get_submodule(part), nn.Identity
+    )
 
 
 def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:

@@ -32,7 +32,7 @@ from vil.state_dicts import checkpoint_filter_fn
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]
 
-_STRIDES = (4, 8, 16, 32)
+STRIDES = (4, 8, 16, 32)  # of the levels, in pixels; what dense heads ask for
 _logger = logging.getLogger("vil")
 
 
@@ -121,7 +121,7 @@ class VisionLonghornPyramid(VisionLonghorn):
             ValueError: Another argument is out of its range, or the patches' distance no power of two.
         """
         super().__init__(dynamic_img_pad=dynamic_img_pad, **kwargs)
-        if output_stride not in _STRIDES[1:]:
+        if output_stride not in STRIDES[1:]:
             raise ValueError(f"output_stride must be 8, 16 or 32, got {output_stride}")
         stride, across = self.patch_embed.stride
         gap = self.patch_embed.patch_size[0] - stride
@@ -135,7 +135,7 @@ class VisionLonghornPyramid(VisionLonghorn):
                 f"patch_stride {stride} px of patches of {stride + gap} px needs dynamic_img_size=True"
             )
         self.pyramid_blocks = self._checked_blocks(pyramid_blocks)
-        strides = [min(to, output_stride) for to in _STRIDES]
+        strides = [min(to, output_stride) for to in STRIDES]
         self.pyramid = nn.ModuleList(
             PyramidLevel(self.embed_dim, stride, to, **get_device_dtype(self)) for to in strides
         )
@@ -146,10 +146,10 @@ class VisionLonghornPyramid(VisionLonghorn):
 
     def _checked_blocks(self, blocks: Sequence[int] | None) -> tuple[int, ...]:
         depth = len(self.blocks)
-        blocks = (-1,) * len(_STRIDES) if blocks is None else tuple(blocks)
-        if len(blocks) != len(_STRIDES) or not all(-depth <= block < depth for block in blocks):
+        blocks = (-1,) * len(STRIDES) if blocks is None else tuple(blocks)
+        if len(blocks) != len(STRIDES) or not all(-depth <= block < depth for block in blocks):
             raise ValueError(
-                f"pyramid_blocks must be {len(_STRIDES)} numbers of the {depth} blocks, got {blocks}"
+                f"pyramid_blocks must be {len(STRIDES)} numbers of the {depth} blocks, got {blocks}"
             )
         return tuple(block % depth for block in blocks)
 
@@ -310,7 +310,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghornPyra
         pretrained_filter_fn=checkpoint_filter_fn,
         pretrained_strict=kwargs.pop("pretrained_strict", True),
         feature_cfg={
-            "out_indices": kwargs.pop("out_indices", tuple(range(len(_STRIDES)))),
+            "out_indices": kwargs.pop("out_indices", tuple(range(len(STRIDES)))),
             "feature_cls": "getter",
         },
         **kwargs,

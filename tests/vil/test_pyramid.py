@@ -245,6 +245,54 @@ class TestWeightsOfThePlainModel:
         assert torch.equal(net.eval()(images(48, 48)), plain.eval()(images(48, 48)))
 
 
+class TestWeightsIntoAModuleThatAnotherPackageBuilt:
+    def inside(self, **arguments: object) -> nn.Module:
+        return nn.Sequential(features(**arguments), nn.Identity())
+
+    def test_plain_weights(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        plain, outer = model("vil_tiny", img_size=64, num_classes=5), self.inside()
+        torch.save(plain.state_dict(), tmp_path / "plain.pt")
+        with caplog.at_level(logging.INFO, "vil"):
+            assert vil.load(tmp_path / "plain.pt", outer) is outer
+        line = caplog.messages[-1]
+        assert "resampled pos_embed (1, 17, 32) -> (1, 197, 32)" in line
+        assert "new pyramid, 16 tensors" in line
+        assert "left out norm.weight, head.weight, head.bias" in line
+        assert outer[0].model.trained_grid == (4, 4)
+        for key, value in outer[0].model.state_dict().items():
+            if key.startswith("blocks."):
+                assert torch.equal(value, plain.state_dict()[key]), key
+
+    def test_a_pruned_backbone_takes_what_it_has(self, tmp_path: Path) -> None:
+        whole = model(pyramid_blocks=(0, 1, 2, 3))
+        nn.init.normal_(whole.pyramid[1].norm.weight)
+        torch.save(whole.state_dict(), tmp_path / "whole.pt")
+        outer = self.inside(pyramid_blocks=(0, 1, 2, 3), out_indices=(1, 2))
+        vil.load(tmp_path / "whole.pt", outer)
+        x = images()
+        expected = whole.forward_intermediates(x, [1, 2], intermediates_only=True)
+        for one, same in zip(outer.eval()(x), expected, strict=True):
+            assert torch.equal(one, same)
+
+    def test_what_does_not_fit_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "weights.pt"
+        torch.save(model("vil_tiny_exact").state_dict(), path)
+        with pytest.raises(ValueError, match="longhorn_exact"):
+            vil.load(path, self.inside())
+        torch.save(model("vil_tiny", depth=5).state_dict(), path)
+        with pytest.raises(ValueError, match=r"blocks\.4\..* is missing in the model"):
+            vil.load(path, self.inside())
+        torch.save(model("vil_tiny", depth=3).state_dict(), path)
+        with pytest.raises(ValueError, match=r"blocks\.3\..* is missing in the weights"):
+            vil.load(path, self.inside())
+        with pytest.raises(
+            ValueError, match="must have one backbone of this package in it, Linear"
+        ):
+            vil.load(path, nn.Linear(1, 1))
+        with pytest.raises(ValueError, match="img_size: a module that exists takes no arguments"):
+            vil.load(path, self.inside(), img_size=64)
+
+
 def test_its_own_weights_come_back_with_their_levels(tmp_path: Path) -> None:
     trained, other = model(output_stride=8), model(output_stride=8)
     for parameter in trained.parameters():

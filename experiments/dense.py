@@ -1,0 +1,119 @@
+"""Segmentation and detection by the scripts of examples/: our pyramid, from one block or four, and peers.
+
+    python -m experiments.dense --jobs 2
+
+Every backbone trains on the same generated images with the same head, from scratch, for as many steps; its
+learning rate is chosen by a seed that is not reported. The record can be continued.
+"""
+
+import argparse
+import csv
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.records import CHOICE_SEED, Record, Row, product, run_all, select
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "experiments" / "results" / "dense.json"
+TASKS = {"segment": "miou", "detect": "ap50"}
+OURS = "ViL, last block"
+FOUR = "ViL, four blocks"
+# The size that examples/ give our models; DeiT's channels make it as large.
+SMALL = ("depth=8", "patch_size=8")
+BACKBONES = {
+    OURS: ("vil_tiny_pyramid", "embed_dim=96", *SMALL),
+    FOUR: ("vil_tiny_pyramid", "embed_dim=96", *SMALL, "pyramid_blocks=(1,3,5,7)"),
+    "DeiT, same pyramid": ("deit_pyramid", "embed_dim=80", *SMALL),
+    "ResNet-18": ("resnet18",),
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The runs."""
+
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    arguments: tuple[str, ...] = ()
+    """More of the scripts', for all."""
+
+    def search(self) -> list[Row]:
+        """Return the runs that choose rates."""
+        return product(
+            task=list(TASKS), backbone=list(BACKBONES), lr=self.rates, seed=[CHOICE_SEED]
+        )
+
+    def reported(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the runs to report, given those of the search."""
+        runs = []
+        for task, metric in TASKS.items():
+            for backbone in BACKBONES:
+                tried = select(rows, task=task, backbone=backbone, seed=CHOICE_SEED)
+                best = max(tried, key=lambda row: row[metric])
+                runs += [{**_what(best), "seed": seed} for seed in self.seeds]
+        return runs
+
+
+def _what(row: Row) -> Row:
+    return {key: row[key] for key in ("task", "backbone", "lr")}
+
+
+def run(arguments: Sequence[str], task: str, backbone: str, lr: float, seed: int) -> Row:
+    """Run a script and return the last row of its log.
+
+    Args:
+        arguments: More of the script's.
+        task: Key of TASKS, the script's name.
+        backbone: Key of BACKBONES.
+        lr: Learning rate.
+        seed: Of data, weights and order.
+
+    Returns:
+        Epoch, steps, training loss, the metrics, CPU seconds, and the parameters of backbone and head.
+    """
+    name, *model = BACKBONES[backbone]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "experiments.dense_peers", task, "--backbone", name]
+        command += ["--lr", str(lr), "--seed", str(seed), "--device", "cpu", "--output", folder]
+        command += [*arguments, *(["--model-kwargs", *model] if model else [])]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"COLUMNS": "1000"},
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
+        with (Path(folder) / "log.csv").open() as file:
+            last = list(csv.DictReader(file))[-1]
+    sizes = re.search(r": ([\d,]+) parameters, and ([\d,]+) of the head", done.stdout).groups()
+    row = {key: float(value) for key, value in last.items() if key != "seconds"}
+    parameters, head = (int(size.replace(",", "")) for size in sizes)
+    return row | {"parameters": parameters, "head_parameters": head}
+
+
+def main() -> None:
+    """Run the experiment, or what is missing of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args = parser.parse_args()
+    experiment = Experiment()
+    record = Record(args.output, dataclasses.asdict(experiment) | {"backbones": BACKBONES})
+    one = functools.partial(run, experiment.arguments)
+    run_all(record, one, experiment.search(), args.jobs)
+    run_all(record, one, experiment.reported(record.rows), args.jobs)
+
+
+if __name__ == "__main__":
+    main()

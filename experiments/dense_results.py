@@ -1,0 +1,60 @@
+"""What ``dense.py`` makes of its runs: metrics by backbone, the rates tried, and paired differences."""
+
+from collections.abc import Sequence
+
+from experiments.comparisons import Paired
+from experiments.dense import BACKBONES, OURS, TASKS
+from experiments.records import CHOICE_SEED, Row, select, spread, values
+
+TITLES = {"segment": "mean IoU", "detect": "AP50"}
+
+
+def reported(rows: Sequence[Row], task: str) -> list[Row]:
+    """Return the rows of a task that did not choose a rate."""
+    return [row for row in select(rows, task=task) if row["seed"] != CHOICE_SEED]
+
+
+def metrics_table(rows: Sequence[Row], task: str) -> str:
+    """Return the metric, training loss, parameters and CPU seconds of every backbone, over seeds."""
+    metric = TASKS[task]
+    extra = ["ap"] if task == "detect" else []
+    heads = [TITLES[task], *(name.upper() for name in extra), "training loss", "rate"]
+    heads += ["parameters of the backbone", "CPU seconds"]
+    lines = [f"| backbone | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in BACKBONES:
+        found = select(reported(rows, task), backbone=name)
+        cells = [spread([100 * v for v in values(found, figure)]) for figure in (metric, *extra)]
+        cells += [spread(values(found, "loss"), 3), f"{found[0]['lr']:g}"]
+        cells += [f"{found[0]['parameters']:,}", spread(values(found, "cpu_seconds"), 0)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def search_table(rows: Sequence[Row], task: str) -> str:
+    """Return the metric of the seed that chose rates, by rate."""
+    tried = select(rows, task=task, seed=CHOICE_SEED)
+    rates = sorted({row["lr"] for row in tried})
+    lines = [f"| | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
+    for name in BACKBONES:
+        found = [select(tried, backbone=name, lr=rate)[0] for rate in rates]
+        cells = [f"{100 * row[TASKS[task]]:.1f}" for row in found]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def differences(rows: Sequence[Row]) -> list[Paired]:
+    """Compare our pyramid from the last block with every other backbone, seed by seed."""
+    return [
+        Paired(
+            f"{task}: {TITLES[task]}",
+            OURS,
+            other,
+            *(
+                [100 * v for v in values(reported(rows, task), TASKS[task], backbone=name)]
+                for name in (OURS, other)
+            ),
+        )
+        for task in TASKS
+        for other in BACKBONES
+        if other != OURS
+    ]

@@ -1,0 +1,73 @@
+"""segmentation_models_pytorch builds a backbone by its name: first without arguments, to look at it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from timm import create_model
+from torch import nn
+
+from tests.clients.conftest import backbone_in
+
+smp = pytest.importorskip("segmentation_models_pytorch")
+
+ARCHITECTURES = sorted(cls.__name__ for cls in smp.MODEL_ARCHITECTURES_MAPPING.values())
+# Levels that a decoder does not read, whatever its encoder is.
+UNUSED = {
+    "PSPNet": ("pyramid.0.",),
+    "DeepLabV3": ("pyramid.0.", "pyramid.1.", "pyramid.2."),
+    "DeepLabV3Plus": ("pyramid.1.", "pyramid.2."),
+}
+
+
+def build(architecture: str, **arguments: object) -> nn.Module:
+    """Every architecture takes the pyramid; DPT alone takes tokens of one stride, and only those."""
+    name = "tu-vil_test" if architecture == "DPT" else "tu-vil_test_pyramid"
+    arguments = {"encoder_weights": None, "classes": 4} | arguments
+    return getattr(smp, architecture)(encoder_name=name, **arguments)
+
+
+def test_the_architectures_are_known() -> None:
+    assert len(ARCHITECTURES) >= 12
+    assert {"Unet", "FPN", "DPT", "UPerNet", "DeepLabV3Plus", "PAN"} <= set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_architecture_trains(
+    architecture: str, images: Callable, assert_trains: Callable
+) -> None:
+    model = build(architecture)
+    logits = model(images(128, 160, count=2))
+    assert logits.shape == (2, 4, 128, 160)
+    target = torch.randint(0, 4, (2, 128, 160))
+    unused = UNUSED.get(architecture, ())
+    if architecture == "DPT":
+        unused = ("norm.", "head.")  # its encoder keeps the whole model and reads the blocks
+    assert_trains(model, F.cross_entropy(logits, target), unused)
+
+
+@pytest.mark.parametrize(("architecture", "stride"), [("DeepLabV3Plus", 8), ("PAN", 32)])
+def test_output_strides(architecture: str, stride: int, images: Callable) -> None:
+    model = build(architecture, encoder_output_stride=stride).eval()
+    assert model.encoder.model.feature_info.reduction()[-1] == stride
+    assert model(images(256, 256)).shape == (1, 4, 256, 256)
+
+
+def test_by_the_full_names_at_any_size(images: Callable) -> None:
+    model = smp.Unet("tu-vil_tiny_pyramid", encoder_weights=None, classes=4).eval()
+    assert model.encoder.out_channels == [3, 0, 192, 192, 192, 192]
+    assert model(images(96, 160)).shape == (1, 4, 96, 160)
+
+
+def test_weights_of_the_plain_model(tmp_path: Path, images: Callable) -> None:
+    plain = create_model("vil_test", num_classes=5)
+    save_file(plain.state_dict(), tmp_path / "plain.safetensors")
+    overlay = {"file": str(tmp_path / "plain.safetensors"), "num_classes": 5}
+    model = build("FPN", encoder_weights="imagenet", pretrained_cfg_overlay=overlay)
+    own = backbone_in(model).state_dict()
+    taken = [name for name in plain.state_dict() if name in own]
+    assert len(taken) == len(plain.state_dict()) - 3  # the final norm and the head
+    assert all(torch.equal(own[name], plain.state_dict()[name]) for name in taken)

@@ -1,0 +1,192 @@
+"""transformers' heads on a TimmBackbone, which is built by its name alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import vil
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+LEVELS = [0, 1, 2, 3]  # of the pyramid, and the blocks of the small plain model
+CHANNELS = 32
+
+
+def backbone(levels: list[int], name: str = "vil_test_pyramid", **arguments: Any) -> Any:
+    return transformers.TimmBackboneConfig(backbone=name, out_indices=levels, **arguments)
+
+
+def boxes(count: int) -> list[dict[str, Tensor]]:
+    box = torch.tensor([[0.5, 0.5, 0.3, 0.3]])
+    return [{"class_labels": torch.tensor([1]), "boxes": box}] * count
+
+
+@pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
+def test_a_backbone_gives_the_intermediates(name: str, images: Callable) -> None:
+    model = transformers.TimmBackbone(backbone([1, 3], name)).eval()
+    assert model.channels == [CHANNELS] * 2
+    bare = timm.create_model(name, num_classes=0).eval()
+    weights = {n.removeprefix("model."): p for n, p in model._backbone.state_dict().items()}
+    bare.load_state_dict(weights, strict=False)  # the features have no final norm
+    x = images(128, 96)
+    with torch.no_grad():
+        expected = bare.forward_intermediates(x, indices=[1, 3], intermediates_only=True)
+        maps = model(x).feature_maps
+    for features, intermediate in zip(maps, expected, strict=True):
+        assert torch.equal(features, intermediate)
+
+
+SMALL = {
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "d_model": 32,
+}
+
+
+def detr(name: str, **how: Any) -> nn.Module:
+    how = how or {"backbone_config": backbone([3], name)}
+    small = {**SMALL, "decoder_layers": 1, "num_queries": 5, "num_labels": 3}
+    return transformers.DetrForObjectDetection(transformers.DetrConfig(**how, **small))
+
+
+def rt_detr() -> nn.Module:
+    config = transformers.RTDetrConfig(
+        backbone_config=backbone([1, 2, 3]),
+        encoder_in_channels=[CHANNELS] * 3,
+        decoder_in_channels=[32] * 3,
+        encoder_hidden_dim=32,
+        decoder_layers=2,
+        num_denoising=0,
+        num_queries=8,
+        num_labels=3,
+        **SMALL,
+    )
+    return transformers.RTDetrForObjectDetection(config)
+
+
+def deformable_detr() -> nn.Module:
+    small = {**SMALL, "decoder_layers": 2, "num_queries": 5, "num_labels": 3}
+    config = transformers.DeformableDetrConfig(backbone_config=backbone([1, 2, 3]), **small)
+    return transformers.DeformableDetrForObjectDetection(config)
+
+
+@pytest.mark.parametrize("build", [rt_detr, deformable_detr])
+def test_detectors_on_three_levels(
+    build: Callable, images: Callable, assert_trains: Callable
+) -> None:
+    model = build()
+    output = model(pixel_values=images(128, 96, 2), labels=boxes(2))
+    assert output.logits.isfinite().all()
+    assert_trains(model, output.loss)
+
+
+@pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
+def test_detr(name: str, images: Callable, assert_trains: Callable) -> None:
+    model = detr(name)
+    output = model(pixel_values=images(count=2), labels=boxes(2))
+    assert output.pred_boxes.shape == (2, 5, 4)
+    assert_trains(model, output.loss)
+
+
+def test_detr_by_name_wants_the_five_levels_of_a_convolutional_network() -> None:
+    with pytest.raises(AssertionError, match="feature index 4 is out of range"):
+        detr("", use_timm_backbone=True, backbone="vil_test_pyramid")
+
+
+@pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
+def test_detr_hands_its_mask_on(name: str) -> None:
+    """By the hook of docs/features.md: a padded image then gives the features that it gives alone."""
+    text = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
+    hook = text[text.rindex("from functools import partial") :]
+    names = {"vil": vil}
+    exec(hook[: hook.index("detr.register")], names)
+    model = detr(name).eval()
+    image = torch.randn(1, 3, 64, 96)
+    padded, mask = torch.randn(1, 3, 128, 128), torch.zeros(1, 128, 128, dtype=torch.int64)
+    padded[:, :, :64, :96], mask[:, :64, :96] = image, 1
+    model.register_forward_pre_hook(names["hand_on"], with_kwargs=True)
+    features = []
+    model.model.backbone.register_forward_hook(lambda _, args, out: features.append(out[0][0][0]))
+    with torch.no_grad():
+        model(pixel_values=padded, pixel_mask=mask)
+        model(pixel_values=image, pixel_mask=torch.ones(1, 64, 96))
+    height, width = features[1].shape[-2:]
+    alone = features[0][..., :height, :width]
+    torch.testing.assert_close(alone, features[1], rtol=1e-4, atol=1e-4)
+    assert not features[0][..., height:, :].any()
+
+
+@pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
+def test_mask2former(name: str, images: Callable, assert_trains: Callable) -> None:
+    config = transformers.Mask2FormerConfig(
+        backbone_config=backbone(LEVELS, name),
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        num_attention_heads=2,
+        encoder_feedforward_dim=32,
+        dim_feedforward=32,
+        num_queries=5,
+        num_labels=2,
+        train_num_points=64,
+    )
+    model = transformers.Mask2FormerForUniversalSegmentation(config)
+    masks = [torch.zeros(2, 128, 96) for _ in range(2)]
+    for mask in masks:
+        mask[0, :64], mask[1, 64:] = 1, 1
+    classes = [torch.tensor([0, 1])] * 2
+    output = model(pixel_values=images(128, 96, 2), mask_labels=masks, class_labels=classes)
+    stride = 4 if name == "vil_test_pyramid" else 16
+    assert output.masks_queries_logits.shape == (2, 5, 128 // stride, 96 // stride)
+    assert_trains(model, output.loss)
+
+
+@pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
+def test_upernet(name: str, images: Callable, assert_trains: Callable) -> None:
+    config = transformers.UperNetConfig(
+        backbone_config=backbone(LEVELS, name),
+        hidden_size=16,
+        auxiliary_channels=16,
+        auxiliary_in_channels=CHANNELS,
+        num_labels=4,
+    )
+    model = transformers.UperNetForSemanticSegmentation(config)
+    labels = torch.randint(0, 4, (2, 128, 96))
+    output = model(pixel_values=images(128, 96, 2), labels=labels)
+    assert output.logits.shape == (2, 4, 128, 96)
+    assert_trains(model, output.loss)
+
+
+def test_dpt_on_the_pyramid(images: Callable, assert_trains: Callable) -> None:
+    """Its neck expects tokens with a class token first; maps pass it where its stages are ignored."""
+    config = transformers.DPTConfig(
+        backbone_config=backbone(LEVELS, patch_size=16),
+        neck_hidden_sizes=[CHANNELS] * 4,
+        fusion_hidden_size=16,
+    )
+    config.neck_ignore_stages = LEVELS  # as an argument it is for hybrids alone
+    model = transformers.DPTForDepthEstimation(config)
+    depth = model(pixel_values=images(128, 96)).predicted_depth
+    assert depth.shape == (1, 128, 96)
+    assert_trains(model, (depth - 1).square().mean())
+
+
+def test_dpt_takes_no_maps_into_its_neck(images: Callable) -> None:
+    """What the documents say that it refuses; should it take them some day, they are to say so."""
+    config = transformers.DPTConfig(
+        backbone_config=backbone(LEVELS, "vil_test", patch_size=16),
+        neck_hidden_sizes=[CHANNELS] * 4,
+        fusion_hidden_size=16,
+    )
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        transformers.DPTForDepthEstimation(config)(pixel_values=images())
