@@ -1,4 +1,4 @@
-"""Data sets of random shapes in the layout of ADE20K and COCO, to try a run without them."""
+"""Data sets of coloured shapes in the layout of ADE20K and COCO, to try a run without them."""
 
 import json
 import random
@@ -8,7 +8,12 @@ from PIL import Image, ImageDraw
 
 from vil.training.files import write_atomically, write_text
 
-Shape = list[tuple[int, int]]
+# Of the three kinds of shapes: colour, label of ADE20K, category of COCO
+_COLOURS = ((220, 60, 60), (60, 220, 60), (60, 60, 220))
+_LABELS = (1, 75, 150)
+_CATEGORIES = (1, 3, 90)
+
+Shape = tuple[int, list[tuple[int, int]]]  # kind and corners
 
 
 def make_scenes(root: Path, images: int, size: int) -> Path:
@@ -24,13 +29,11 @@ def make_scenes(root: Path, images: int, size: int) -> Path:
     """
     for split, count in (("training", images), ("validation", images // 2)):
         for number in range(count):
-            draw = random.Random(f"{split} {number}")
-            shapes, area = _shapes(draw, size)
-            image, labels = _picture(draw, area, shapes), Image.new("L", area, 0)
-            for shape in shapes:
-                ImageDraw.Draw(labels).polygon(shape, fill=draw.randint(1, 150))
-            # ADE20K has a few grey images
-            image = image.convert("L") if number == 0 else image
+            image, shapes = _picture(random.Random(f"{split} {number}"), size)
+            labels = Image.new("L", image.size, 0)
+            for kind, corners in shapes:
+                ImageDraw.Draw(labels).polygon(corners, fill=_LABELS[kind])
+            image = image.convert("L") if number == 0 else image  # ADE20K has a few grey ones
             _save(image, root / "images" / split / f"ADE_{number:08}.jpg")
             _save(labels, root / "annotations" / split / f"ADE_{number:08}.png")
     return root
@@ -38,58 +41,47 @@ def make_scenes(root: Path, images: int, size: int) -> Path:
 
 def make_objects(root: Path, images: int, size: int) -> Path:
     """Write images with polygons of objects, in COCO's layout; arguments as of ``make_scenes``."""
-    for split, count in (("train2017", images), ("val2017", max(images // 2, 1))):
+    for split, count in (("train2017", images), ("val2017", images // 2)):
         records, annotations = [], []
         for number in range(count):
-            draw = random.Random(f"{split} {number}")
-            shapes, area = _shapes(draw, size)
-            name = f"{number:012}.jpg"
-            _save(_picture(draw, area, shapes), root / split / name)
-            width, height = area
-            records += [{"id": number, "file_name": name, "width": width, "height": height}]
-            annotations += [_annotation(draw, number, shape) for shape in shapes]
+            image, shapes = _picture(random.Random(f"{split} {number}"), size)
+            name, (width, height) = f"{number:012}.jpg", image.size
+            _save(image, root / split / name)
+            records.append({"id": number, "file_name": name, "width": width, "height": height})
+            annotations += [_annotation(number, shape) for shape in shapes]
         for number, annotation in enumerate(annotations):
             annotation["id"] = number + 1
-        categories = [{"id": category, "name": f"shape {category}"} for category in (1, 3, 90)]
+        categories = [{"id": category, "name": f"shape {category}"} for category in _CATEGORIES]
         table = {"images": records, "annotations": annotations, "categories": categories}
         (root / "annotations").mkdir(parents=True, exist_ok=True)
         write_text(root / "annotations" / f"instances_{split}.json", json.dumps(table))
     return root
 
 
-def _shapes(draw: random.Random, size: int) -> tuple[list[Shape], tuple[int, int]]:
-    """Return triangles and quadrangles, and the width and height of their image."""
+def _picture(draw: random.Random, size: int) -> tuple[Image.Image, list[Shape]]:
+    """Return an image and the triangles and quadrangles in it."""
     width, height = (draw.randint(size * 3 // 4, size * 3 // 2) for _ in range(2))
-    shapes = []
+    image, shapes = Image.new("RGB", (width, height), (draw.randrange(256),) * 3), []
     for _ in range(draw.randint(2, 5)):
-        side = draw.randint(size // 4, size // 2)
+        kind, side = draw.randrange(3), draw.randint(size // 4, size // 2)
         left, top = draw.randint(0, width - side - 1), draw.randint(0, height - side - 1)
         corners = [(left, top), (left + side, top), (left + side, top + side), (left, top + side)]
-        shapes.append(corners[: draw.choice((3, 4))])
-    return shapes, (width, height)
+        shapes.append((kind, corners[: draw.choice((3, 4))]))
+        ImageDraw.Draw(image).polygon(shapes[-1][1], fill=_COLOURS[kind])
+    return image, shapes
 
 
-def _picture(draw: random.Random, area: tuple[int, int], shapes: list[Shape]) -> Image.Image:
-    image = Image.new("RGB", area, _colour(draw))
-    for shape in shapes:
-        ImageDraw.Draw(image).polygon(shape, fill=_colour(draw))
-    return image
-
-
-def _colour(draw: random.Random) -> tuple[int, int, int]:
-    return draw.randrange(256), draw.randrange(256), draw.randrange(256)
-
-
-def _annotation(draw: random.Random, image: int, shape: Shape) -> dict:
-    across, down = zip(*shape, strict=True)
+def _annotation(image: int, shape: Shape) -> dict:
+    kind, corners = shape
+    across, down = zip(*corners, strict=True)
     box = [min(across), min(down), max(across) - min(across), max(down) - min(down)]
     return {
         "image_id": image,
-        "category_id": draw.choice((1, 3, 90)),
+        "category_id": _CATEGORIES[kind],
         "iscrowd": 0,
         "bbox": box,
-        "area": box[2] * box[3] / (2 if len(shape) == 3 else 1),
-        "segmentation": [[length for corner in shape for length in corner]],
+        "area": box[2] * box[3] / (2 if len(corners) == 3 else 1),
+        "segmentation": [[length for corner in corners for length in corner]],
     }
 
 

@@ -24,8 +24,7 @@ from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import write_text
 
 # What another start of the same run may have otherwise.
-_FREE = ("data", "output", "weights", "num_workers", "grad_checkpointing", "accumulate")
-_FREE += ("val_steps", "checkpoint_steps")
+_FREE = ("data", "output", "num_workers", "grad_checkpointing", "val_steps", "checkpoint_steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,9 @@
 """Backbones of the downstream runs and the learning rates of their layers."""
 
+from pathlib import Path
+
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -73,6 +76,17 @@ def test_other_backbones_of_timm_serve() -> None:
 def test_what_makes_no_pyramid_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_features(name, **SMALL)
+
+
+def test_weights_of_the_plain_model_are_taken(tmp_path: Path) -> None:
+    plain = timm.create_model("vil_tiny", **SMALL | {"img_size": 64})
+    torch.save(plain.state_dict(), tmp_path / "plain.pt")
+    features = make_features("vil_tiny_pyramid", str(tmp_path / "plain.pt"), **SMALL)
+    own, theirs = (dict(each.named_parameters()) for each in (features.model, plain))
+    assert own["pos_embed"].shape != theirs["pos_embed"].shape
+    for name in (name for name in own if name.startswith(("blocks", "patch_embed", "cls_token"))):
+        assert torch.equal(own[name], theirs[name]), name
+    assert features.model.trained_grid == (4, 4)
 
 
 def test_blocks_are_computed_again_if_asked_for() -> None:

@@ -161,7 +161,8 @@ def test_learning_rates_are_those_published(
 def test_two_processes_train_validate_and_go_on(program: str, tmp_path: Path) -> None:
     _, values = PROGRAMS[program]
     words = []
-    for name, value in (values | {"output": tmp_path, "accumulate": 1}).items():
+    others = {"accumulate": 1, "num_workers": 1, "precision": "bf16-mixed"}
+    for name, value in (values | {"output": tmp_path} | others).items():
         each = value if isinstance(value, tuple) else (value,)
         words += [f"--{name.replace('_', '-')}", *map(str, each)]
     script = str(Path(__file__).with_name("small_heads.py"))
@@ -174,7 +175,7 @@ def test_two_processes_train_validate_and_go_on(program: str, tmp_path: Path) ->
         "--nproc-per-node",
         "2",
     ]
-    command += [script, program, *words]
+    command += [script, program, *words, "--grad-checkpointing"]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     result = tmp_path / "result.json"
     for _ in range(2):
