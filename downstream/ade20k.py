@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m downstream.ade20k --data ADEChallengeData2016 --output output/ade20k \
         --weights output/vil_tiny/best.pt
-    python -m downstream.ade20k --generated 8 --output /tmp/dry --precision 32-true --img-size 32 \
-        --steps 4 --batch-size 4 --model-kwargs embed_dim=48 depth=4 --pyramid-blocks 0 1 2 3
+    python -m downstream.ade20k --generated 8 --output /tmp/dry --precision 32-true --img-size 64 \
+        --steps 4 --batch-size 4 --num-workers 0 --model-kwargs embed_dim=48 depth=4 \
+        --pyramid-blocks 0 1 2 3
 
 The steps are those of the official code, 60,000 of 32 images. What the paper's text says is 160,000 of 16
 images: ``--steps 160000 --batch-size 16``. Published: 41.0 mIoU (Vim-T), 44.9 (Vim-S).
