@@ -125,7 +125,7 @@ class Segmentation(Task):
     def __init__(self, *args: Any) -> None:
         """Take what ``Task`` takes."""
         super().__init__(*args)
-        self.overlap = MulticlassJaccardIndex(CLASSES, ignore_index=IGNORED)
+        self.overlap = mean_overlap()
 
     def factor(self, step: int) -> float:
         """Fall linearly to 0, after a linear rise."""
@@ -154,6 +154,11 @@ class Segmentation(Task):
         self.overlap.reset()
         self.log("miou", miou, prog_bar=True, sync_dist=True)
         self.result = {"step": self.trainer.global_step, "miou": miou.item()}
+
+
+def mean_overlap() -> MulticlassJaccardIndex:
+    """Return mIoU over a data set: of the classes in predictions or labels, without pixels of 255."""
+    return MulticlassJaccardIndex(CLASSES, ignore_index=IGNORED)
 
 
 def train(options: SceneOptions) -> dict[str, float]:

@@ -109,7 +109,10 @@ class Jitter:
 
     def __call__(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
         """Return an image float32 (3, h, w) in [0, 1] and what is left of its objects, with boxes (n, 4)."""
-        image, masks = self.scale(Image(image), Mask(target["masks"]))
+        size = self.scale.make_params([image])["size"]
+        image = Image(T.resize(image, size))
+        # torchvision resizes masks by the first pixel under one, which moves them right and down
+        masks = Mask(T.resize(target["masks"], size, v2.InterpolationMode.NEAREST_EXACT))
         crop = v2.RandomCrop([min(self.size, length) for length in image.shape[1:]])
         image, masks = v2.RandomHorizontalFlip()(*crop(image, masks))
         seen = (masks != 0).flatten(1).any(1)

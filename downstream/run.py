@@ -284,7 +284,7 @@ def run(task: Task) -> dict[str, float]:
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
         trainer.fit(task, ckpt_path=last if last.exists() else None, weights_only=True)
     if trainer.global_step % options.checkpoint_steps:
-        trainer.save_checkpoint(last)
+        trainer.save_checkpoint(last, weights_only=False)  # the optimizer, too
     if task.result.get("step") != trainer.global_step:
         trainer.validate(task)
     if trainer.is_global_zero:

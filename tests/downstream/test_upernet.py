@@ -7,7 +7,7 @@ import torch.nn.functional as F
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-from downstream.ade20k import UperNet
+from downstream.ade20k import UperNet, mean_overlap
 from downstream.features import make_features
 from vil.training.data.draws import seed_everything
 
@@ -48,3 +48,11 @@ def test_every_parameter_gets_a_gradient(network: UperNet) -> None:
 @pytest.mark.parametrize("size", [(64, 100), (50, 33)])
 def test_logits_are_as_large_as_the_images(network: UperNet, size: tuple[int, int]) -> None:
     assert network.eval()(torch.rand(1, 3, *size)).shape == (1, 150, *size)
+
+
+def test_the_figure_is_the_mean_of_the_classes_that_occur() -> None:
+    overlap = mean_overlap()
+    overlap.update(torch.tensor([[[3, 3, 7, 7]]]), torch.tensor([[[3, 3, 3, 255]]]))
+    overlap.update(torch.tensor([[[7, 7, 9, 9]]]), torch.tensor([[[7, 7, 7, 255]]]))
+    # 3: 2 of 3; 7: 2 of 4, one of them in the first image; 9: 0 of 1, since one is where no label is
+    assert overlap.compute().item() == pytest.approx((2 / 3 + 2 / 4 + 0) / 3)
