@@ -56,14 +56,22 @@ class Scenes(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple:
-        with Image.open(self.images[index]) as image, Image.open(self.labels[index]) as labels:
-            pixels, values = T.pil_to_tensor(image.convert("RGB")), T.pil_to_tensor(labels)[0]
+        pixels = _read(self.images[index], lambda image: T.pil_to_tensor(image.convert("RGB")))
+        values = _read(self.labels[index], T.pil_to_tensor)[0]
         if pixels.shape[1:] != values.shape:
             sizes = f"{tuple(values.shape)}, the image {tuple(pixels.shape[1:])}"
             raise DataError(f"{self.labels[index]} has size {sizes}")
         if values.max() > CLASSES:
             raise DataError(f"{self.labels[index]} has label {values.max()}, the last is {CLASSES}")
         return self.transform(pixels, shifted(values))
+
+
+def _read(path: Path, take: Callable[[Image.Image], Tensor]) -> Tensor:
+    try:
+        with Image.open(path) as image:
+            return take(image)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}") from error
 
 
 def shifted(values: Tensor) -> Tensor:

@@ -51,6 +51,16 @@ def test_labels_that_are_none_are_refused(tmp_path: Path, value: int, size: tupl
         Scenes(tmp_path, "training", Whole(32))[0]
 
 
+@pytest.mark.parametrize(
+    "name", ["images/training/ADE_00000001.jpg", "annotations/training/ADE_00000001.png"]
+)
+def test_a_file_cut_off_is_named(tmp_path: Path, name: str) -> None:
+    path = make_scenes(tmp_path, 2, 64) / name
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=f"cannot read {path}"):
+        Scenes(tmp_path, "training", Whole(64))[1]
+
+
 def test_image_and_labels_move_together(monkeypatch: pytest.MonkeyPatch) -> None:
     augment = Augment(32)
     monkeypatch.setattr(augment, "distort", lambda image: image)
