@@ -35,7 +35,7 @@ def search_table(rows: Sequence[Row], task: str) -> str:
     tried = select(rows, task=task, seed=CHOICE_SEED)
     rates = sorted({row["lr"] for row in tried})
     lines = [f"| | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
-    for name in BACKBONES:
+    for name in dict.fromkeys(row["backbone"] for row in tried):
         found = [select(tried, backbone=name, lr=rate)[0] for rate in rates]
         cells = [f"{100 * row[TASKS[task]]:.1f}" for row in found]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -457,7 +457,12 @@ class VisionLonghorn(nn.Module):
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
         )
         x = self.patch_embed(x)
-        return self._sequence(x.flatten(1, 2), [x.shape[1], x.shape[2]])
+        grid = [x.shape[1], x.shape[2]]
+        if (
+            torch.jit.is_tracing()
+        ):  # where sizes are tensors, which lists of an operator cannot be of
+            grid = [int(grid[0]), int(grid[1])]
+        return self._sequence(x.flatten(1, 2), grid)
 
     def _sequence(self, x: Tensor, grid: list[int]) -> tuple[Tensor, list[int]]:
         """Return patches (B, N, C) of a grid with their positions, class token in the middle.

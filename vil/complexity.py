@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vil  # noqa: F401  (registers the models)
 
 _PATTERNS = ("vil_*", "vim_*")
+_ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # what their levels add is what those of vil_* add
 
 
 def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
@@ -43,16 +44,20 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def table() -> str:
-    """Return a Markdown table of every model of this package at its default image size."""
-    models = {name: timm.create_model(name, device="meta") for name in timm.list_models(_PATTERNS)}
+    """Return a Markdown table of the models of this package at their default image size.
+
+    A pyramid is counted as ``features_only`` gives it, without a head.
+    """
     rows = []
-    for name, model in sorted(models.items(), key=lambda item: item[1].embed_dim):
-        recurrence = model.blocks[0].mixer.recurrence
+    for name in timm.list_models(_PATTERNS, exclude_filters=list(_ALIKE)):
+        only = {"features_only": True} if name.endswith("_pyramid") else {}
+        model = timm.create_model(name, device="meta", **only)
+        backbone = model.model if only else model
         macs = count_macs(model, model.default_cfg["input_size"])
-        rows.append(
-            f"| `{name}` | {recurrence} | {model.embed_dim} | {count_parameters(model):,} "
-            f"| {macs / 1e9:.2f} |"
-        )
+        recurrence = backbone.blocks[0].mixer.recurrence
+        size = f"{backbone.embed_dim} | {count_parameters(model):,} | {macs / 1e9:.2f}"
+        rows.append((backbone.embed_dim, f"| `{name}` | {recurrence} | {size} |"))
+    rows = [row for _, row in sorted(rows, key=lambda item: item[0])]
     head = ["| model | recurrence | channels | parameters | GMACs |", "|---|---|---|---|---|"]
     return "\n".join(head + rows)
 

@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import LayerNorm2d, get_device_dtype
+from timm.layers import LayerNorm2d, get_device_dtype, is_exporting
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models._features import feature_take_indices
+from timm.models._features import FeatureGetterNet, feature_take_indices
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
@@ -188,7 +188,7 @@ class VisionLonghornPyramid(VisionLonghorn):
         return_prefix_tokens: bool = False,
         norm: bool = False,
         stop_early: bool = False,
-        output_fmt: Literal["NCHW"] = "NCHW",
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
         output_dict: bool = False,
         mask: Tensor | None = None,
@@ -201,7 +201,8 @@ class VisionLonghornPyramid(VisionLonghorn):
             return_prefix_tokens: Give each map as (map, prefix tokens of its block).
             norm: Apply the final normalisation to the tokens that the levels are made of.
             stop_early: Leave out the blocks after the last one that is needed.
-            output_fmt: "NCHW": maps are (B, C, ceil(height / stride), ceil(width / stride)).
+            output_fmt: "NCHW": maps are (B, C, H, W), H = ceil(height / stride) and W alike; "NLC": they
+                are (B, H W, C).
             intermediates_only: Return the maps alone.
             output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
                 asked for) and image_features (unless intermediates_only).
@@ -214,7 +215,7 @@ class VisionLonghornPyramid(VisionLonghorn):
             AssertionError: ``output_fmt`` or an index is unknown.
             ValueError: A mask is given and patches overlap.
         """
-        assert output_fmt == "NCHW", f"output_fmt must be NCHW, got {output_fmt!r}"
+        assert output_fmt in ("NCHW", "NLC"), f"output_fmt must be NCHW or NLC, got {output_fmt!r}"
         levels, _ = feature_take_indices(len(self.pyramid), indices)
         blocks = sorted({self.pyramid_blocks[level] for level in levels})
         result = super().forward_intermediates(
@@ -236,7 +237,9 @@ class VisionLonghornPyramid(VisionLonghorn):
             made = make(source) if valid is None else make.masked(source, valid)
             reduction = self.feature_info[level]["reduction"]
             height, width = (-(-size // reduction) for size in x.shape[-2:])
-            maps.append(made[..., :height, :width])  # the rest is of the padding to whole patches
+            maps.append(_cut(made, height, width))  # the rest is of the padding to whole patches
+        if output_fmt == "NLC":
+            maps = [made.flatten(2).transpose(1, 2) for made in maps]
         return self._arranged(result, maps, levels, blocks, output_dict)
 
     def _arranged(
@@ -297,12 +300,23 @@ class VisionLonghornPyramid(VisionLonghorn):
         return levels
 
 
+def _cut(x: Tensor, height: int, width: int) -> Tensor:
+    """Return the first rows and columns of maps (B, C, H, W)."""
+    if is_exporting():  # a slice asks whether it is all, which binds a program to the answer
+        return F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]])
+    return x[..., :height, :width]
+
+
 def is_plain(state_dict: Mapping[str, Any]) -> bool:
     """Tell whether a state dict has nothing of a pyramid."""
     return not any(name.startswith("pyramid.") for name in state_dict)
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghornPyramid:
+    if kwargs.get("feature_cls", "getter") not in ("getter", FeatureGetterNet):
+        raise ValueError(
+            f'feature_cls must be "getter", got {kwargs["feature_cls"]!r}: classes do not come by the maps'
+        )
     return build_model_with_cfg(
         VisionLonghornPyramid,
         variant,

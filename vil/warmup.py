@@ -31,6 +31,7 @@ from torch import nn
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
 from vil.kernels.triton.launch import Launch, recording
+from vil.weights import is_own
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -137,7 +138,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="default: all cores")
     args = parser.parse_args(arguments)
-    known = set(timm.list_models(module="backbone"))
+    known = {name for name in timm.list_models() if is_own(name)}
     for name in args.models:
         if name not in known:
             parser.error(f"MODEL must be one of {', '.join(sorted(known))}, got {name}")

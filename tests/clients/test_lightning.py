@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import segmentation_models_pytorch as smp
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.clients.conftest import backbone_in
 
 lightning = pytest.importorskip("lightning")
+smp = pytest.importorskip("segmentation_models_pytorch")
 
 
 class Segmenter(lightning.LightningModule):

@@ -74,7 +74,9 @@ def test_multiply_adds(name: str) -> None:
 
 
 def test_all_models_are_registered_with_the_recipes_data_config() -> None:
-    assert sorted(timm.list_models(["vil_*", "vim_*"])) == sorted(PARAMETERS)
+    pyramids = [f"{name}_pyramid" for name in PARAMETERS]
+    ours = [name for name in timm.list_models(["vil_*", "vim_*"]) if "_test" not in name]
+    assert sorted(ours) == sorted([*PARAMETERS, *pyramids])
     config = timm.data.resolve_model_data_config(timm.create_model("vil_tiny", device="meta"))
     assert (config["crop_pct"], config["interpolation"]) == (0.875, "bicubic")
     assert config["mean"] == timm.data.IMAGENET_DEFAULT_MEAN
@@ -409,6 +411,16 @@ def test_exports_with_dynamic_batch(name: str, tmp_path: Path) -> None:
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     x = torch.cat([images(), images()])
     assert torch.allclose(loaded(x), model(x), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_traces(name: str) -> None:
+    model = small(name)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, images())
+        other = torch.randn_like(images())
+        assert torch.equal(traced(other), model(other))
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)

@@ -119,8 +119,11 @@ def test_intermediates_come_as_asked_for() -> None:
     normed = net.forward_intermediates(x, 1, norm=True, intermediates_only=True)[0]
     tokens = vil.VisionLonghorn.forward_intermediates(net, x, 1, norm=True)[1][0]
     assert torch.equal(normed, net.pyramid[3](tokens))
-    with pytest.raises(AssertionError, match="output_fmt must be NCHW, got 'NLC'"):
-        net.forward_intermediates(x, output_fmt="NLC")
+    flat = net.get_intermediate_layers(x, 4)
+    for one, same in zip(flat, maps, strict=True):
+        assert torch.equal(one, same.flatten(2).mT)
+    with pytest.raises(AssertionError, match="output_fmt must be NCHW or NLC, got 'NHWC'"):
+        net.forward_intermediates(x, output_fmt="NHWC")
 
 
 @pytest.mark.parametrize("recurrence", KINDS)
@@ -322,6 +325,7 @@ def test_its_own_weights_come_back_with_their_levels(tmp_path: Path) -> None:
         ({"pyramid_blocks": (0, 1, 2)}, r"pyramid_blocks must be 4 numbers of the 4 blocks, got"),
         ({"pyramid_blocks": (0, 1, 2, 4)}, r"got \(0, 1, 2, 4\)"),
         ({"patch_stride": 8, "dynamic_img_size": False}, "needs dynamic_img_size=True"),
+        ({"features_only": True, "feature_cls": "hook"}, 'feature_cls must be "getter", got'),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
@@ -362,11 +366,35 @@ def test_features_compile_whole() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_features_export() -> None:
+@pytest.mark.parametrize("example", [(96, 128), (90, 131)])
+def test_features_export_for_any_size(example: tuple[int, int]) -> None:
+    net, any_size = features(), torch.export.Dim.DYNAMIC
+    dynamic = ({0: any_size, 2: any_size, 3: any_size},)
+    program = torch.export.export(net, (images(*example),), dynamic_shapes=dynamic).module()
+    for size in ((64, 64), (100, 75), (48, 160)):
+        x = images(*size, count=1)
+        for one, other in zip(net(x), program(x), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_features_become_onnx(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    net, x, path = features(depth=1, exportable=True), images(100, 75), tmp_path / "model.onnx"
+    torch.onnx.export(net, (x,), path, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(path)
+    made = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    for one, other in zip(net(x), made, strict=True):
+        torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_features_trace() -> None:
     net, x = features(), images()
-    program = torch.export.export(net, (x,)).module()
-    for one, other in zip(net(x), program(x), strict=True):
-        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        traced = torch.jit.trace(net, x)
+        for one, other in zip(net(x), traced(x), strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_a_class_model_scripts() -> None:

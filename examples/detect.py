@@ -1,0 +1,113 @@
+"""Detection with a backbone of timm: RetinaNet of torchvision on a feature pyramid network.
+
+    python examples/detect.py
+    python examples/detect.py --backbone resnet18 --data FOLDER --img-size 512
+
+It learns shapes by default, and FOLDER is laid out as COCO is (``CocoFolder`` in folders.py). AP is COCO's,
+the mean over overlaps of 0.5 to 0.95, and AP50 that at 0.5, of held-out images at ``--img-size``.
+"""
+
+import argparse
+from functools import partial
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.detection import MeanAveragePrecision
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.retinanet import RetinaNetHead
+from torchvision.ops import FeaturePyramidNetwork
+
+from folders import CocoFolder
+from pictures import draw_boxes
+from training import backbone, batches, fit, options
+
+Targets = list[dict[str, Tensor]]  # boxes (N, 4) in pixels, labels (N,), and scores if predicted
+SHOWN = 8  # images
+_norm = partial(nn.GroupNorm, 8)
+
+
+class Pyramid(nn.Module):
+    """A backbone's maps of stride 8 and more, brought to one width; bfloat16 within on GPUs."""
+
+    def __init__(self, features: nn.Module, out_channels: int = 64) -> None:
+        """Put a feature pyramid network behind a timm model made with ``features_only``."""
+        super().__init__()
+        self.features, self.out_channels = features, out_channels
+        self.strides = [s for s in features.feature_info.reduction() if s >= 8]
+        channels = features.feature_info.channels()[-len(self.strides) :]
+        self.fpn = FeaturePyramidNetwork(channels, out_channels, norm_layer=_norm)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Return maps, (B, out_channels, H, W), float32, finest first, of images (B, 3, H, W)."""
+        device = images.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            maps = self.features(images)[-len(self.strides) :]
+            maps = self.fpn({str(stride): m for stride, m in zip(self.strides, maps, strict=True)})
+        return {stride: m.float() for stride, m in maps.items()}
+
+
+def main() -> None:
+    """Train, and leave log, weights and picture."""
+    args = options(__doc__, "output/detect", epochs=3).parse_args()
+    torch.manual_seed(args.seed)
+    train, val = batches(args, CocoFolder, listed)
+    model = detector(args, len(val.dataset.classes)).to(args.device)
+    loss = partial(loss_of, model, args.device)
+    metric = partial(average_precision, model, val, args.device)
+    fit(args, model, model.backbone.features, train, loss, metric)
+    images, targets = (part[:SHOWN] for part in next(iter(val)))
+    with torch.inference_mode():
+        found = predict(model, args.device, images)
+    draw_boxes(args.output / "picture.png", images, targets, found, val.dataset.classes)
+
+
+def listed(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[list[Tensor], Targets]:
+    """Return a batch as torchvision's detectors take it: images of 0 to 1, and what is in each."""
+    targets = [{key: found[key] for key in ("boxes", "labels")} for _, found in items]
+    return [image for image, _ in items], targets
+
+
+def detector(args: argparse.Namespace, num_classes: int) -> RetinaNet:
+    """Return the model that the command line asks for; anchors are from four strides long on."""
+    pyramid = Pyramid(backbone(args))
+    sizes = tuple(tuple(4 * s * 2 ** (k / 3) for k in range(3)) for s in pyramid.strides)
+    anchors = AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes))
+    head = RetinaNetHead(pyramid.out_channels, 9, num_classes, norm_layer=_norm)
+    mean, std = (timm.get_pretrained_cfg_value(args.backbone, key) for key in ("mean", "std"))
+    images = {
+        "min_size": args.img_size,
+        "max_size": args.img_size,
+        "image_mean": mean,
+        "image_std": std,
+    }
+    made = {"anchor_generator": anchors, "head": head, "detections_per_img": 100}
+    return RetinaNet(pyramid, num_classes, **images, **made)
+
+
+def loss_of(model: nn.Module, device: str, images: list[Tensor], targets: Targets) -> Tensor:
+    """Return the loss of a batch."""
+    targets = [{key: value.to(device) for key, value in found.items()} for found in targets]
+    return sum(model([image.to(device) for image in images], targets).values())
+
+
+def predict(model: nn.Module, device: str, images: list[Tensor]) -> Targets:
+    """Return what the model finds in images."""
+    found = model([image.to(device) for image in images])
+    return [{key: value.cpu() for key, value in one.items()} for one in found]
+
+
+@torch.inference_mode()
+def average_precision(model: nn.Module, val: DataLoader, device: str) -> dict[str, float]:
+    """Return AP and AP50 of held-out images."""
+    metric = MeanAveragePrecision(backend="pycocotools")
+    for images, targets in val:
+        metric.update(predict(model, device, images), targets)
+    result = metric.compute()
+    return {"ap": result["map"].item(), "ap50": result["map_50"].item()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Semantic segmentation with a backbone of timm: an FPN of segmentation_models_pytorch on top.
+
+    python examples/segment.py
+    python examples/segment.py --backbone resnet18 --data FOLDER --img-size 256
+
+It learns shapes by default, and FOLDER is laid out as ``MaskFolder`` in folders.py says. The mean IoU is
+that of all classes, background among them, over the pixels of all held-out images at ``--img-size``.
+"""
+
+import argparse
+from functools import partial
+
+import segmentation_models_pytorch as smp
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassJaccardIndex
+from torchvision.transforms import v2
+
+from folders import IGNORED, MaskFolder
+from pictures import draw_masks
+from training import backbone, batches, fit, model_kwargs, options
+
+SHOWN = 8  # images
+
+
+def main() -> None:
+    """Train, and leave log, weights and picture."""
+    args = options(__doc__, "output/segment", epochs=4).parse_args()
+    torch.manual_seed(args.seed)
+    train, val = batches(args, MaskFolder, stack)
+    model = segmenter(args, len(val.dataset.classes)).to(args.device)
+    loss, metric = partial(loss_of, model), partial(mean_iou, model, val)
+    fit(args, model, model[1].encoder, train, loss, metric)
+    images, masks = (part[:SHOWN] for part in next(iter(val)))
+    with torch.inference_mode():
+        predicted = predict(model, images).argmax(1).cpu()
+    draw_masks(args.output / "picture.png", images, masks, predicted)
+
+
+def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor]:
+    """Return a batch: images, (B, 3, H, W), of 0 to 1, and class indices, (B, H, W)."""
+    return torch.stack([i for i, _ in items]), torch.stack([found["mask"] for _, found in items])
+
+
+def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:
+    """Return the model that the command line asks for, behind the normalisation of its images."""
+    # By its name the backbone is built with what its channels depend on, and again with everything:
+    # an argument depth would be taken for the one that segmentation_models_pytorch has itself.
+    kwargs = {key: value for key, value in model_kwargs(args).items() if key != "depth"}
+    model = smp.FPN(
+        f"tu-{args.backbone}",
+        encoder_weights=None,
+        decoder_pyramid_channels=64,
+        decoder_segmentation_channels=64,
+        classes=num_classes,
+        **kwargs,
+    )
+    named = model.encoder.model.feature_info
+    model.encoder.model = backbone(args, out_indices=named.out_indices)
+    channels = model.encoder.model.feature_info.channels()
+    if channels != named.channels():
+        raise ValueError(f"--model-kwargs must say what gives the weights' {channels} channels")
+    mean, std = (timm.get_pretrained_cfg_value(args.backbone, key) for key in ("mean", "std"))
+    return nn.Sequential(v2.Normalize(mean, std), model)
+
+
+def predict(model: nn.Module, images: Tensor) -> Tensor:
+    """Return logits, (B, classes, H, W), float32, where the model is; in bfloat16 on GPUs."""
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        return model(images.to(device)).float()
+
+
+def loss_of(model: nn.Module, images: Tensor, masks: Tensor) -> Tensor:
+    """Return the loss of a batch: cross-entropy, and Dice's, which counts rare classes as much."""
+    logits = predict(model, images)
+    masks = masks.to(logits.device)
+    dice = smp.losses.DiceLoss("multiclass", ignore_index=IGNORED)
+    return F.cross_entropy(logits, masks, ignore_index=IGNORED) + dice(logits, masks)
+
+
+@torch.inference_mode()
+def mean_iou(model: nn.Module, val: DataLoader) -> dict[str, float]:
+    """Return the mean intersection over union of held-out images."""
+    metric = MulticlassJaccardIndex(len(val.dataset.classes), ignore_index=IGNORED)
+    for images, masks in val:
+        metric.update(predict(model, images).argmax(1).cpu(), masks)
+    return {"miou": metric.compute().item()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What the examples share: options, batches, the backbone, and the loop over epochs."""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from timm.optim import create_optimizer_v2
+from timm.utils import ParseKwargs
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
+import vil
+from shapes import Shapes
+from vil.training.files import csv_text, write_atomically, write_text
+
+BACKBONE = "vil_tiny_pyramid"
+# Of the default backbone: with these, two cores train it in minutes.
+SMALL = {"embed_dim": 128, "depth": 4, "patch_size": 8}
+HELD_OUT = 200  # shapes
+
+
+def options(description: str, output: str, epochs: int) -> argparse.ArgumentParser:
+    """Return the command line of an example.
+
+    Args:
+        description: What it does.
+        output: Folder that its files go to by default.
+        epochs: By default.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, help="folder, laid out as folders.py says; shapes without it")
+    add("--backbone", default=BACKBONE, help="timm's name of a model with several strides")
+    add("--model-kwargs", nargs="*", default={}, action=ParseKwargs, help="such as depth=8")
+    add("--weights", help="of the backbone, whatever vil.load takes")
+    add("--img-size", type=int, default=96, help="images become squares of it, in pixels")
+    add("--images", type=int, default=1800, help="shapes to learn from in an epoch")
+    add("--epochs", type=int, default=epochs)
+    add("--batch-size", type=int, default=4)
+    add("--lr", type=float, default=2e-3, help="highest learning rate")
+    add("--seed", type=int, default=0, help="of shapes, order and weights")
+    add("--workers", type=int, default=0, help="processes that read images")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--output", type=Path, default=Path(output), help="folder of log, picture and weights")
+    return parser
+
+
+def batches(
+    args: argparse.Namespace, folder: Callable[..., torch.utils.data.Dataset], collate: Callable
+) -> tuple[DataLoader, DataLoader]:
+    """Return batches to learn from, shuffled and mirrored at random, and held-out ones.
+
+    Args:
+        args: Of the command line.
+        folder: Class of the data set in ``--data``.
+        collate: Makes a batch of items: images of 0 to 1, float32, and what is in them.
+
+    Raises:
+        ValueError: the batch is larger than the data.
+    """
+    resize, scale = v2.Resize((args.img_size,) * 2), v2.ToDtype(torch.float32, scale=True)
+    mirrored = v2.Compose([resize, v2.RandomHorizontalFlip(), scale])
+    plain = v2.Compose([resize, scale])
+    if args.data is None:  # seeds of shapes: even to learn from, odd held out
+        train = Shapes(2 * args.seed, args.images, args.img_size, mirrored)
+        val = Shapes(2 * args.seed + 1, HELD_OUT, args.img_size, plain)
+    else:
+        train, val = folder(args.data, "train", mirrored), folder(args.data, "val", plain)
+        if train.classes != val.classes:
+            raise ValueError(
+                f"{args.data} has classes {train.classes} in train and {val.classes} in val"
+            )
+    if len(train) < args.batch_size:
+        raise ValueError(
+            f"--batch-size must be at most {len(train)}, the images, got {args.batch_size}"
+        )
+    load = partial(
+        DataLoader, batch_size=args.batch_size, num_workers=args.workers, collate_fn=collate
+    )
+    return load(train, shuffle=True, drop_last=True), load(val)
+
+
+def backbone(args: argparse.Namespace, **arguments: object) -> nn.Module:
+    """Return the feature extractor that the command line asks for; arguments are timm's."""
+    arguments = {"features_only": True, "img_size": args.img_size} | arguments | model_kwargs(args)
+    create = partial(vil.load, args.weights) if args.weights else vil.loading.create
+    return create(args.backbone, **arguments)
+
+
+def model_kwargs(args: argparse.Namespace) -> dict[str, object]:
+    """Return the arguments that the command line has for the backbone, or those by default."""
+    return args.model_kwargs or (SMALL if args.backbone == BACKBONE and not args.weights else {})
+
+
+def fit(
+    args: argparse.Namespace,
+    model: nn.Module,
+    features: nn.Module,
+    train: DataLoader,
+    loss_of: Callable[..., Tensor],
+    evaluate: Callable[[], dict[str, float]],
+) -> None:
+    """Train a model; print and log a line after every epoch, and save its weights in the end.
+
+    Args:
+        args: Of the command line.
+        model: On its device.
+        features: Its backbone.
+        train: Batches.
+        loss_of: Gives the loss of a batch, whose parts it is called with.
+        evaluate: Gives what is measured on held-out data.
+    """
+    whole, own = (sum(p.numel() for p in part.parameters()) for part in (model, features))
+    console = Console(soft_wrap=True)
+    console.print(f"{args.backbone}: {own:,} parameters, and {whole - own:,} of the head")
+    args.output.mkdir(parents=True, exist_ok=True)
+    optimizer = create_optimizer_v2(model, "adamw", lr=args.lr, weight_decay=0.05)
+    steps = args.epochs * len(train)
+    schedule = OneCycleLR(optimizer, args.lr, steps, pct_start=0.1, cycle_momentum=False)
+    started, rows = time.perf_counter(), []
+    for epoch in range(1, args.epochs + 1):
+        model.train()
+        losses = []
+        title = f"epoch {epoch} of {args.epochs}"
+        for batch in track(train, title, console=console, disable=not console.is_terminal):
+            loss = loss_of(*batch)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.detach())
+        model.eval()
+        loss = torch.stack(losses).mean().item()
+        row = {"epoch": epoch, "step": epoch * len(train), "loss": loss, **evaluate()}
+        row |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time()}
+        console.print("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
+        rows.append(row)
+        write_text(args.output / "log.csv", csv_text(rows))
+    write_atomically(args.output / "weights.pt", lambda file: torch.save(model.state_dict(), file))

@@ -1,0 +1,247 @@
+"""The examples as they are run: on shapes, on folders as a user has them, and on damaged ones."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+for _needed in ("segmentation_models_pytorch", "torchmetrics", "pycocotools", "matplotlib", "rich"):
+    pytest.importorskip(_needed)
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ("--model-kwargs", "embed_dim=32", "depth=1", "--img-size", "32", "--batch-size", "4")
+METRICS = {"segment": ["miou"], "detect": ["ap", "ap50"]}
+
+
+def run(name: str, output: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, f"examples/{name}.py", "--output", str(output), *TINY, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def check(done: subprocess.CompletedProcess, name: str, output: Path, epochs: int) -> list[dict]:
+    """Fail unless an example went well and left what it should; return its log."""
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in output.iterdir()} == {"log.csv", "picture.png", "weights.pt"}
+    with (output / "log.csv").open() as file:
+        rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    assert [row["epoch"] for row in rows] == list(range(1, epochs + 1))
+    assert list(rows[0]) == ["epoch", "step", "loss", *METRICS[name], "seconds", "cpu_seconds"]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all(0 <= row[key] <= 1 for row in rows for key in METRICS[name])
+    with Image.open(output / "picture.png") as picture:
+        assert np.asarray(picture).std() > 1
+    weights = torch.load(output / "weights.pt", weights_only=True)
+    assert all(value.isfinite().all() for value in weights.values())
+    return rows
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_an_example_learns_shapes(name: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path, "--images", "40", "--epochs", "3")
+    rows = check(done, name, tmp_path, epochs=3)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["step"] == 30
+    assert "vil_tiny_pyramid: " in done.stdout
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_an_example_takes_another_backbone_and_its_weights(name: str, tmp_path: Path) -> None:
+    import timm
+
+    weights = tmp_path / "weights.pth"
+    model = timm.create_model("test_resnet", num_classes=3)
+    torch.save(model.state_dict(), weights)
+    output = tmp_path / "output"
+    arguments = ("--images", "4", "--epochs", "1", "--backbone", "test_resnet", "--lr", "1e-12")
+    done = run(name, output, *arguments, "--weights", str(weights), "--model-kwargs")
+    check(done, name, output, epochs=1)
+    saved = torch.load(output / "weights.pt", weights_only=True)
+    (trained,) = (value for key, value in saved.items() if key.endswith("layer1.0.conv1.weight"))
+    (before,) = (v for k, v in model.state_dict().items() if k.endswith("layer1.0.conv1.weight"))
+    assert torch.allclose(trained, before, atol=1e-6)
+
+
+def picture(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def masks(tmp_path: Path) -> Path:
+    """A folder of images and masks of three classes, in two sizes."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "masks_of_mine"
+    for split in ("train", "val"):
+        for number, size in enumerate([(40, 50), (64, 48)] * 2):
+            mask = rng.integers(0, 3, size, np.uint8)
+            mask[:5] = 255
+            picture(
+                folder / f"images/{split}/{number}.jpg", rng.integers(0, 256, (*size, 3), np.uint8)
+            )
+            picture(folder / f"masks/{split}/{number}.png", mask)
+    (folder / "classes.txt").write_text("nothing\nsomething\nanother\n")
+    return folder
+
+
+@pytest.fixture
+def coco(tmp_path: Path) -> Path:
+    """A folder of images and boxes of two categories, whose ids are not in a row."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "coco_of_mine"
+    (folder / "annotations").mkdir(parents=True)
+    for split in ("train", "val"):
+        for number in range(4):
+            pixels = rng.integers(0, 256, (40, 50, 3), np.uint8)
+            picture(folder / f"{split}2017/{number}.jpg", pixels)
+        box = {"bbox": [5, 6, 20, 30.5], "iscrowd": 0, "area": 610}
+        content = {
+            "images": [{"id": 10 + n, "file_name": f"{n}.jpg"} for n in range(4)],
+            "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
+            "annotations": [  # the last image has none
+                {"id": n, "image_id": 10 + n, "category_id": (3, 7, 7)[n], **box} for n in range(3)
+            ],
+        }
+        (folder / f"annotations/instances_{split}2017.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "data"), [("segment", "masks"), ("detect", "coco")])
+def test_an_example_learns_a_folder(
+    name: str, data: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder, output = request.getfixturevalue(data), tmp_path / "output"
+    done = run(name, output, "--data", str(folder), "--epochs", "2")
+    assert check(done, name, output, epochs=2)[-1]["step"] == 2
+
+
+def too_high_a_class(folder: Path) -> None:
+    picture(folder / "masks/val/2.png", np.full((40, 50), 3, np.uint8))
+
+
+def another_size(folder: Path) -> None:
+    picture(folder / "masks/train/1.png", np.zeros((48, 64), np.uint8))
+
+
+def colours(folder: Path) -> None:
+    picture(folder / "masks/train/1.png", np.zeros((64, 48, 3), np.uint8))
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "images/train/0.jpg"
+    path.write_bytes(path.read_bytes()[:200])
+
+
+MASK_FAULTS = [
+    (
+        lambda folder: (folder / "masks/train/3.png").unlink(),
+        "masks/train/3.png is missing, the mask of",
+    ),
+    (another_size, "masks/train/1.png has 64 x 48 px, must be as its image"),
+    (colours, "masks/train/1.png has pixels of mode RGB, must be class indices"),
+    (too_high_a_class, "masks/val/2.png has class 3, must be below the 3 of classes.txt"),
+    (lambda folder: (folder / "classes.txt").unlink(), "classes.txt"),
+    (cut_off, "images/train/0.jpg cannot be read"),
+]
+
+
+def changed(**change: object) -> Callable[[Path], None]:
+    """Return what changes the first annotation of the training images."""
+
+    def change_it(folder: Path) -> None:
+        path = folder / "annotations/instances_train2017.json"
+        content = json.loads(path.read_text())
+        content["annotations"][0] |= change
+        path.write_text(json.dumps(content))
+
+    return change_it
+
+
+def without_images(folder: Path) -> None:
+    path = folder / "annotations/instances_val2017.json"
+    content = json.loads(path.read_text())
+    del content["images"]
+    path.write_text(json.dumps(content))
+
+
+COCO_FAULTS = [
+    (lambda folder: (folder / "train2017/2.jpg").unlink(), "train2017/2.jpg is missing, of"),
+    (
+        changed(category_id=5),
+        "instances_train2017.json: annotation 0 has category_id 5, not listed",
+    ),
+    (changed(image_id=5), "annotation 0 has image_id 5, not listed"),
+    (changed(bbox=[1, 2, 3]), "annotation 0 has bbox [1, 2, 3], must be left, top, width, height"),
+    (changed(bbox=[30, 2, 30, 9]), "0.jpg, 50 x 40 px"),
+    (without_images, "instances_val2017.json lacks 'images'"),
+    (
+        lambda folder: (folder / "annotations/instances_train2017.json").write_text("{"),
+        "instances_train2017.json is no JSON",
+    ),
+]
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    yield pytest.importorskip("folders")
+    sys.modules.pop("folders")
+
+
+def read_all(kind: type, folder: Path) -> None:
+    for split in ("train", "val"):
+        list(kind(folder, split))
+
+
+@pytest.mark.parametrize(("damage", "told"), MASK_FAULTS)
+def test_a_damaged_folder_of_masks_is_named(folders, masks: Path, damage, told: str) -> None:
+    read_all(folders.MaskFolder, masks)
+    damage(masks)
+    with pytest.raises((OSError, ValueError)) as error:
+        read_all(folders.MaskFolder, masks)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(("damage", "told"), COCO_FAULTS)
+def test_a_damaged_coco_folder_is_named(folders, coco: Path, damage, told: str) -> None:
+    read_all(folders.CocoFolder, coco)
+    damage(coco)
+    with pytest.raises((OSError, ValueError)) as error:
+        read_all(folders.CocoFolder, coco)
+    assert told in str(error.value)
+
+
+def test_boxes_and_labels_are_read_as_coco_means_them(folders, coco: Path) -> None:
+    data = folders.CocoFolder(coco, "train")
+    assert data.classes == ["background", "dog", "cat"]
+    image, found = data[1]
+    assert image.shape == (3, 40, 50)
+    assert found["boxes"].tolist() == [[5, 6, 25, 36.5]]
+    assert found["labels"].tolist() == [2]
+    assert data[3][1]["boxes"].shape == (0, 4)
+
+
+def test_boxes_without_an_area_are_left_out_with_a_warning(folders, coco: Path) -> None:
+    changed(bbox=[1, 2, 0, 5])(coco)
+    with pytest.warns(UserWarning, match="1 boxes without an area are left out"):
+        data = folders.CocoFolder(coco, "train")
+    assert len(data[0][1]["labels"]) == 0
+
+
+def test_an_example_says_what_is_wrong_with_a_folder(masks: Path, tmp_path: Path) -> None:
+    too_high_a_class(masks)
+    done = run("segment", tmp_path / "output", "--data", str(masks), "--epochs", "1")
+    assert done.returncode != 0
+    assert "masks/val/2.png has class 3" in done.stderr
