@@ -1,5 +1,6 @@
 """What both runs share: their options, the stream of images, and Lightning's trainer."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ from downstream.features import parameter_groups
 from vil.training.config import key_values
 from vil.training.data.draws import Draw, MicroBatches, key, seed_image
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError
-from vil.training.files import write_text
+from vil.training.files import lock_folder, write_text
 
 # What another start of the same run may have otherwise.
 _FREE = ("data", "output", "num_workers", "grad_checkpointing", "val_steps", "checkpoint_steps")
@@ -275,7 +276,24 @@ def run(task: Task) -> dict[str, float]:
 
     Returns:
         The figures of the last validation.
+
+    Raises:
+        OutputError: another run writes to the folder.
     """
+    task.options.output.mkdir(parents=True, exist_ok=True)
+    is_first = os.environ.get("RANK", "0") == "0"
+    with lock_folder(task.options.output) if is_first else contextlib.nullcontext():
+        trainer = _trained(task)
+        if task.result.get("step") != trainer.global_step:
+            trainer.validate(task)
+        if is_first:
+            path = task.options.output / "result.json"
+            write_text(path, json.dumps(task.result, indent=1) + "\n")
+    return task.result
+
+
+def _trained(task: Task) -> lightning.Trainer:
+    """Train to the last step."""
     options = task.options
     last = options.output / "last.ckpt"
     trainer = _trainer(options)
@@ -285,11 +303,7 @@ def run(task: Task) -> dict[str, float]:
         trainer.fit(task, ckpt_path=last if last.exists() else None, weights_only=True)
     if trainer.global_step % options.checkpoint_steps:
         trainer.save_checkpoint(last, weights_only=False)  # the optimizer, too
-    if task.result.get("step") != trainer.global_step:
-        trainer.validate(task)
-    if trainer.is_global_zero:
-        write_text(options.output / "result.json", json.dumps(task.result, indent=1) + "\n")
-    return task.result
+    return trainer
 
 
 def _trainer(options: Options) -> lightning.Trainer:

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from downstream import ade20k, cascade, coco
 from downstream.run import Options, Task
 from tests.downstream.small_heads import SIZES
-from vil.training.errors import ConfigError, DataError, NonFiniteLossError
+from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError
 
 SMALL = {
     "model_kwargs": ("embed_dim=16", "depth=4"),
@@ -92,6 +92,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     monkeypatch.setattr(ade20k.UperNet, "loss", lambda *_: (nothing, nothing))
     with pytest.raises(NonFiniteLossError, match="the loss of step 0 is nan"):
         train("ade20k", tmp_path)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
+    command = [sys.executable, "-c", f"{hold}; sys.stdout.flush(); input()", tmp_path / ".lock"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(OutputError, match=f"output folder {tmp_path} is in use"):
+            train("ade20k", tmp_path)
+        other.communicate(b"\n")
 
 
 @pytest.mark.parametrize(
