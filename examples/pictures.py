@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from folders import IGNORED
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
+from folders import IGNORED
 from vil.training.files import write_atomically
 
 _COLOURS = colormaps["tab20"]
