@@ -1,27 +1,12 @@
-"""What the tests of all clients share: small models by name, and the question whether a step trains."""
+"""What the tests of all clients share: images, and the question whether a step trains."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
-import timm
 import torch
-from timm.models import register_model
 from torch import Tensor, nn
 
-import vil
-
-
-@register_model
-def vil_test(pretrained: bool = False, **kwargs: object) -> nn.Module:
-    """A small model that clients find by its name, since few of them hand arguments on."""
-    return timm.create_model("vil_tiny", pretrained, **({"embed_dim": 32, "depth": 4} | kwargs))
-
-
-@register_model
-def vil_test_pyramid(pretrained: bool = False, **kwargs: object) -> nn.Module:
-    """The same with a pyramid."""
-    small = {"embed_dim": 32, "depth": 4}
-    return timm.create_model("vil_tiny_pyramid", pretrained, **(small | kwargs))
+from tests.clients.small_models import backbone_in
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +21,6 @@ def images() -> Callable[..., Tensor]:
         return torch.randn(count, 3, height, width, generator=generator)
 
     return make
-
-
-def backbone_in(model: nn.Module) -> vil.VisionLonghorn:
-    (backbone,) = (m for m in model.modules() if isinstance(m, vil.VisionLonghorn))
-    return backbone
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.clients.conftest import backbone_in
+from tests.clients.small_models import backbone_in
 
 lightning = pytest.importorskip("lightning")
 smp = pytest.importorskip("segmentation_models_pytorch")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from timm import create_model
 from torch import nn
 
-from tests.clients.conftest import backbone_in
+from tests.clients.small_models import backbone_in
 
 smp = pytest.importorskip("segmentation_models_pytorch")
 
@@ -66,7 +66,7 @@ def test_weights_of_the_plain_model(tmp_path: Path, images: Callable) -> None:
     plain = create_model("vil_test", num_classes=5)
     save_file(plain.state_dict(), tmp_path / "plain.safetensors")
     overlay = {"file": str(tmp_path / "plain.safetensors"), "num_classes": 5}
-    model = build("FPN", encoder_weights="imagenet", pretrained_cfg_overlay=overlay)
+    model = build("FPN", encoder_weights=True, pretrained_cfg_overlay=overlay)
     own = backbone_in(model).state_dict()
     taken = [name for name in plain.state_dict() if name in own]
     assert len(taken) == len(plain.state_dict()) - 3  # the final norm and the head
