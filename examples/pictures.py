@@ -18,7 +18,7 @@ def draw_masks(path: Path, images: Tensor, truth: Tensor, predicted: Tensor) -> 
     figure, lines = _grid(("image", "truth", "prediction"), len(images))
     for line, pictures in zip(lines, (images.permute(0, 2, 3, 1), truth, predicted), strict=True):
         for axes, picture in zip(line, pictures, strict=True):
-            axes.imshow(picture, "tab20", vmin=0, vmax=19, interpolation="nearest")
+            axes.imshow(picture.numpy(), "tab20", vmin=0, vmax=19, interpolation="nearest")
     _save(figure, path)
 
 
@@ -42,7 +42,7 @@ def draw_boxes(
     for line, targets in zip(lines, (truth, found), strict=True):
         for axes, image, target in zip(line, images, targets, strict=True):
             _, height, width = image.shape
-            axes.imshow(image.permute(1, 2, 0), extent=(0, width, height, 0))
+            axes.imshow(image.permute(1, 2, 0).numpy(), extent=(0, width, height, 0))
             scores = target.get("scores", [1.0] * len(target["labels"]))
             for box, label, score in zip(target["boxes"], target["labels"], scores, strict=True):
                 if score >= _SURE:
