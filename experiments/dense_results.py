@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.comparisons import Paired
-from experiments.dense import BACKBONES, OURS, TASKS
+from experiments.dense import BACKBONES, OURS, SEARCHED, TASKS
 from experiments.records import CHOICE_SEED, Row, select, spread, values
 
 TITLES = {"segment": "mean IoU", "detect": "AP50"}
@@ -21,7 +21,7 @@ def metrics_table(rows: Sequence[Row], task: str) -> str:
     heads = [TITLES[task], *(name.upper() for name in extra), "training loss", "rate"]
     heads += ["parameters of the backbone", "CPU seconds"]
     lines = [f"| backbone | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for name in BACKBONES:
+    for name in _names(rows, task):
         found = select(reported(rows, task), backbone=name)
         cells = [spread([100 * v for v in values(found, figure)]) for figure in (metric, *extra)]
         cells += [spread(values(found, "loss"), 3), f"{found[0]['lr']:g}"]
@@ -30,14 +30,19 @@ def metrics_table(rows: Sequence[Row], task: str) -> str:
     return "\n".join(lines)
 
 
-def search_table(rows: Sequence[Row], task: str) -> str:
+def _names(rows: Sequence[Row], task: str) -> list[str]:
+    """Return the backbones that a task is reported of."""
+    return [name for name in BACKBONES if select(reported(rows, task), backbone=name)]
+
+
+def search_table(rows: Sequence[Row]) -> str:
     """Return the metric of the seed that chose rates, by rate."""
-    tried = select(rows, task=task, seed=CHOICE_SEED)
+    tried = select(rows, seed=CHOICE_SEED)
     rates = sorted({row["lr"] for row in tried})
     lines = [f"| | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
-    for name in BACKBONES:
+    for name in dict.fromkeys(row["backbone"] for row in tried):
         found = [select(tried, backbone=name, lr=rate)[0] for rate in rates]
-        cells = [f"{100 * row[TASKS[task]]:.1f}" for row in found]
+        cells = [f"{100 * row[TASKS[SEARCHED]]:.1f}" for row in found]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -55,6 +60,6 @@ def differences(rows: Sequence[Row]) -> list[Paired]:
             ),
         )
         for task in TASKS
-        for other in BACKBONES
+        for other in _names(rows, task)
         if other != OURS
     ]

@@ -212,15 +212,11 @@ def dense_blocks() -> dict[str, str]:
         missing = "Not run yet: `python -m experiments.dense --jobs 2`."
         return dict.fromkeys(("from", "segment", "detect", "search", "differences"), missing)
     rows = content["runs"]
-    searches = [
-        f"{dense_results.TITLES[task]}:\n\n{dense_results.search_table(rows, task)}"
-        for task in dense_results.TASKS
-    ]
     return {
         "from": provenance("dense"),
         "segment": dense_results.metrics_table(rows, "segment"),
         "detect": dense_results.metrics_table(rows, "detect"),
-        "search": "\n\n".join(searches),
+        "search": dense_results.search_table(rows),
         "differences": comparisons.table(dense_results.differences(rows)),
     }
 

@@ -20,6 +20,7 @@ ROOMS = (
     "vil.training.run",
     "scripts",
     "examples",
+    "downstream",
     "benchmarks",
     "experiments",
     "tests",
@@ -37,7 +38,7 @@ def name_of(path: Path) -> str:
 
 FILES = {
     name_of(path): path
-    for folder in ("vil", "kernels", "examples", "benchmarks", "experiments", "tests")
+    for folder in ("vil", "kernels", "examples", "downstream", "benchmarks", "experiments", "tests")
     for path in (ROOT / folder).rglob("*.py")
     if "emulator" not in path.parts  # scripts of one folder, started by path
 } | {path.stem: path for path in ROOT.glob("*.py")}

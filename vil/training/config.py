@@ -316,13 +316,24 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
     Raises:
         ConfigError: one is not key=value, or is a setting of its own.
     """
-    parsed = {}
-    for word in args:
-        key, equals, value = word.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f"model.args takes key=value, got {word}")
+    parsed = key_values("model.args", args)
+    for key in parsed:
         if key in ("name", "drop_path_rate", *MODEL_ARGUMENTS):
             raise ConfigError(f"model.args: {key} is a setting, model.{key}")
+    return parsed
+
+
+def key_values(option: str, words: tuple[str, ...]) -> dict[str, Any]:
+    """Read the words of an option: Python's literals where they are some, text elsewhere.
+
+    Raises:
+        ConfigError: one is not key=value.
+    """
+    parsed = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{option} takes key=value, got {word}")
         try:
             parsed[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

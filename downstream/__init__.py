@@ -1,0 +1,1 @@
+"""The published downstream runs: ADE20K with UperNet and COCO with Cascade Mask R-CNN."""

@@ -1,0 +1,190 @@
+"""COCO's objects: reading them, large-scale jitter, and average precision.
+
+The folder has ``train2017``, ``val2017`` and ``annotations/instances_{train,val}2017.json``. Classes are
+COCO's categories in the order of their numbers, from 1 on; 0 is the background.
+
+Letters: H W an image, n objects in it.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from pycocotools import mask as rle
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.ops import masks_to_boxes
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as T
+from torchvision.tv_tensors import Image, Mask
+
+from vil.training.errors import DataError
+
+Target = dict[str, Tensor]
+_MASK = 0.5  # from which probability on a pixel is the object's
+
+
+class Objects(Dataset):
+    """Images uint8 (3, H, W) and a dict of labels int64 (n), masks uint8 (n, H, W) and the image's number."""
+
+    def __init__(
+        self,
+        root: Path,
+        split: str,
+        transform: Callable[[Tensor, Target], tuple],
+        with_objects: bool,
+    ) -> None:
+        """Read what is known of a split.
+
+        Args:
+            root: The folder.
+            split: "train2017" or "val2017".
+            transform: From an image and its target to what is returned.
+            with_objects: Leave images without an object out, as is done in training.
+
+        Raises:
+            DataError: there are no annotations.
+        """
+        path = root / "annotations" / f"instances_{split}.json"
+        if not path.is_file():
+            raise DataError(f"no annotations {path}")
+        with contextlib.redirect_stdout(io.StringIO()):  # it tells how long it took
+            self.coco = COCO(str(path))
+        self.folder = root / split
+        self.transform = transform
+        self.categories = sorted(self.coco.getCatIds())
+        self.images = sorted(self.coco.getImgIds())
+        if with_objects:
+            self.images = [number for number in self.images if self._objects(number)]
+        if not self.images:
+            raise DataError(f"{path} has no images")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple:
+        number = self.images[index]
+        path = self.folder / self.coco.imgs[number]["file_name"]
+        try:
+            with PIL.Image.open(path) as file:
+                image = T.pil_to_tensor(file.convert("RGB"))
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error}") from error
+        objects = self._objects(number)
+        masks = [torch.from_numpy(self.coco.annToMask(each)) for each in objects]
+        labels = [self.categories.index(each["category_id"]) + 1 for each in objects]
+        target = {
+            "labels": torch.tensor(labels, dtype=torch.int64),
+            "masks": torch.stack(masks) if masks else image.new_zeros(0, *image.shape[1:]),
+            "image": torch.tensor(number),
+        }
+        return self.transform(image, target)
+
+    def _objects(self, number: int) -> list[dict[str, Any]]:
+        """Return the annotations of an image, crowds left out."""
+        return [each for each in self.coco.imgToAnns[number] if not each["iscrowd"]]
+
+
+class Jitter:
+    """Large-scale jitter: scale by 0.1 to 2 of what fits, crop, mirror.
+
+    Simple Copy-Paste is a Strong Data Augmentation Method for Instance Segmentation (CVPR 2021), Section 3.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Keep the size.
+
+        Args:
+            size: Largest height and width of the result; it is not padded.
+        """
+        self.size = size
+        self.scale = v2.ScaleJitter((size, size), (0.1, 2.0))
+
+    def __call__(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
+        """Return an image float32 (3, h, w) in [0, 1] and what is left of its objects, with boxes (n, 4)."""
+        size = self.scale.make_params([image])["size"]
+        image = Image(T.resize(image, size))
+        # torchvision resizes masks by the first pixel under one, which moves them right and down
+        masks = Mask(T.resize(target["masks"], size, v2.InterpolationMode.NEAREST_EXACT))
+        crop = v2.RandomCrop([min(self.size, length) for length in image.shape[1:]])
+        image, masks = v2.RandomHorizontalFlip()(*crop(image, masks))
+        seen = (masks != 0).flatten(1).any(1)
+        masks = masks.as_subclass(Tensor)[seen]
+        target = {"labels": target["labels"][seen], "masks": masks, "boxes": boxes_of(masks)}
+        return T.to_dtype(image.as_subclass(Tensor), torch.float32, scale=True), target
+
+
+def as_it_is(image: Tensor, target: Target) -> tuple[Tensor, int]:
+    """Return an image float32 (3, H, W) in [0, 1] and its number, for which nothing else is needed."""
+    return T.to_dtype(image, torch.float32, scale=True), int(target["image"])
+
+
+def boxes_of(masks: Tensor) -> Tensor:
+    """Return the boxes float32 (n, 4) around masks (n, H, W) that are not empty, in pixels."""
+    boxes = masks_to_boxes(masks)
+    return boxes + boxes.new_tensor(
+        [0, 0, 1, 1]
+    )  # torchvision's end in the last pixel, not behind it
+
+
+def found(number: int, categories: list[int], detections: Target) -> list[dict[str, Any]]:
+    """Describe the detections of an image as COCO does.
+
+    Args:
+        number: Of the image.
+        categories: COCO's numbers of the classes from 1 on.
+        detections: boxes (n, 4), scores (n), labels (n) and masks (n, 1, H, W), as torchvision's.
+
+    Returns:
+        A dict of each: image_id, category_id, score, bbox (left, top, width, height), segmentation (RLE).
+    """
+    boxes = detections["boxes"].cpu().clone()
+    boxes[:, 2:] -= boxes[:, :2]
+    rows = []
+    columns = (boxes.tolist(), detections["scores"].tolist(), detections["labels"].tolist())
+    for box, score, label, mask in zip(*columns, detections["masks"], strict=True):
+        pixels = np.asfortranarray((mask[0] > _MASK).cpu().numpy().astype(np.uint8))
+        code = rle.encode(pixels)
+        rows.append(
+            {
+                "image_id": number,
+                "category_id": categories[label - 1],
+                "score": score,
+                "bbox": box,
+                "segmentation": code | {"counts": code["counts"].decode()},
+            }
+        )
+    return rows
+
+
+def average_precision(
+    coco: COCO, rows: list[dict[str, Any]], images: list[int]
+) -> dict[str, float]:
+    """Return COCO's average precision of boxes and masks, in percent.
+
+    Args:
+        coco: The annotations.
+        rows: What ``found`` makes of all images.
+        images: Numbers of the images that were looked at.
+    """
+    figures = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        results = coco.loadRes(rows) if rows else None
+        for kind, name in (("bbox", "box"), ("segm", "mask")):
+            ap = [0.0, 0.0, 0.0]
+            if results is not None:
+                evaluation = COCOeval(coco, results, kind)
+                evaluation.params.imgIds = images
+                evaluation.evaluate()
+                evaluation.accumulate()
+                evaluation.summarize()
+                ap = [100 * float(value) for value in evaluation.stats[:3]]
+            figures |= dict(zip((f"{name}_ap", f"{name}_ap50", f"{name}_ap75"), ap, strict=True))
+    return figures

@@ -1,0 +1,192 @@
+"""ADE20K's scenes: reading them, augmenting them, and predicting one by windows.
+
+The folder is that of the scene parsing challenge: ``images/{training,validation}/*.jpg`` and
+``annotations/{training,validation}/*.png``, whose values are 0 for what is not labelled and 1 to 150.
+
+Letters: B images, K classes, H W an image.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as T
+
+from vil.training.errors import DataError
+
+CLASSES = 150
+IGNORED = 255
+_CROPS = 11  # the first, and ten more if it shows little but one class
+_MAX_RATIO = 0.75
+_LONGEST = 4  # times the shorter side, that an image is resized to at most
+
+
+class Scenes(Dataset):
+    """Images uint8 (3, H, W) and labels uint8 (H, W), 0 to 149 and 255 where there is none."""
+
+    def __init__(
+        self, root: Path, split: str, transform: Callable[[Tensor, Tensor], tuple]
+    ) -> None:
+        """List a split.
+
+        Args:
+            root: The folder of the challenge.
+            split: "training" or "validation".
+            transform: From an image and its labels to what is returned.
+
+        Raises:
+            DataError: there are no images, or one has no labels.
+        """
+        self.images = sorted((root / "images" / split).glob("*.jpg"))
+        self.labels = [root / "annotations" / split / f"{path.stem}.png" for path in self.images]
+        self.transform = transform
+        if not self.images:
+            raise DataError(f"no images {root / 'images' / split}/*.jpg")
+        if missing := [path for path in self.labels if not path.is_file()]:
+            raise DataError(f"{len(missing)} images have no labels, the first {missing[0]}")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple:
+        pixels = _read(self.images[index], lambda image: T.pil_to_tensor(image.convert("RGB")))
+        values = _read(self.labels[index], T.pil_to_tensor)[0]
+        if pixels.shape[1:] != values.shape:
+            sizes = f"{tuple(values.shape)}, the image {tuple(pixels.shape[1:])}"
+            raise DataError(f"{self.labels[index]} has size {sizes}")
+        if values.max() > CLASSES:
+            raise DataError(f"{self.labels[index]} has label {values.max()}, the last is {CLASSES}")
+        return self.transform(pixels, shifted(values))
+
+
+def _read(path: Path, take: Callable[[Image.Image], Tensor]) -> Tensor:
+    try:
+        with Image.open(path) as image:
+            return take(image)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def shifted(values: Tensor) -> Tensor:
+    """Return labels 0 to 149 of values 1 to 150, and 255 of 0; uint8 (H, W)."""
+    return values - 1  # uint8 goes from 0 round to 255
+
+
+class Distort(v2.RandomPhotometricDistort):
+    """Brightness, contrast, saturation and hue in mmseg's ranges; channels keep their order."""
+
+    def __init__(self) -> None:
+        # 32 of 255 in brightness; 18 of OpenCV's 180 in hue
+        super().__init__((0.875, 1.125), (0.5, 1.5), (0.5, 1.5), (-0.1, 0.1))
+
+    def make_params(self, flat_inputs: list) -> dict:
+        """Draw what is changed and how far."""
+        return super().make_params(flat_inputs) | {"channel_permutation": None}
+
+
+class Augment:
+    """mmseg's training pipeline: scale by 0.5 to 2, crop, mirror, distort, normalise, pad."""
+
+    def __init__(self, size: int) -> None:
+        """Keep the size.
+
+        Args:
+            size: Height and width of the result; the shorter side of an image at scale 1.
+        """
+        self.size = size
+        self.distort = Distort()
+
+    def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an image float32 (3, size, size) and its labels int64 (size, size)."""
+        scale = 0.5 + 1.5 * torch.rand(()).item()
+        image, labels = resized(image, self.size * scale), tv_tensors.Mask(labels)
+        labels = T.resize(labels, list(image.shape[1:]), v2.InterpolationMode.NEAREST)
+        image, labels = v2.RandomHorizontalFlip()(*self.crop(image, labels))
+        image = normalised(self.distort(image))
+        below, beside = (self.size - length for length in labels.shape)
+        image = F.pad(image, (0, beside, 0, below))  # with the mean colour
+        labels = F.pad(labels, (0, beside, 0, below), value=IGNORED)
+        return image.as_subclass(Tensor), labels.as_subclass(Tensor).long()
+
+    def crop(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut a part out that is not three quarters of one class, if one is found."""
+        height, width = (min(self.size, length) for length in labels.shape)
+        for _ in range(_CROPS):
+            top = int(torch.randint(labels.shape[0] - height + 1, ()))
+            left = int(torch.randint(labels.shape[1] - width + 1, ()))
+            part = labels[top : top + height, left : left + width]
+            counts = torch.bincount(part.flatten().long(), minlength=IGNORED + 1)[:IGNORED]
+            if (counts > 0).sum() > 1 and counts.max() < _MAX_RATIO * counts.sum():
+                break
+        return (
+            tv_tensors.Image(image[:, top : top + height, left : left + width]),
+            tv_tensors.Mask(part),
+        )
+
+
+class Whole:
+    """mmseg's test pipeline: the image at scale 1, its labels as they are."""
+
+    def __init__(self, size: int) -> None:
+        """Keep the size of the shorter side."""
+        self.size = size
+
+    def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an image float32 (3, height, width) and its labels int64 (H, W)."""
+        return normalised(resized(image, self.size)), labels.long()
+
+
+def resized(image: Tensor, shorter: float) -> Tensor:
+    """Resize an image (3, H, W) to a shorter side in pixels, or a longer one of four times that."""
+    height, width = image.shape[1:]
+    factor = min(shorter / min(height, width), _LONGEST * shorter / max(height, width))
+    size = [max(1, int(length * factor + 0.5)) for length in (height, width)]
+    return T.resize(image, size, antialias=False)
+
+
+def normalised(image: Tensor) -> Tensor:
+    """Return an image uint8 (3, H, W) as float32 with ImageNet's mean and deviation."""
+    return T.normalize(
+        T.to_dtype(image, torch.float32, scale=True),
+        list(IMAGENET_DEFAULT_MEAN),
+        list(IMAGENET_DEFAULT_STD),
+    )
+
+
+def by_windows(
+    predict: Callable[[Tensor], Tensor], images: Tensor, size: int, stride: int
+) -> Tensor:
+    """Predict images of any size by windows, averaged where they overlap.
+
+    Args:
+        predict: From images (B, 3, h, w) to logits (B, K, h, w).
+        images: (B, 3, H, W).
+        size: Height and width of a window; less where the image is smaller.
+        stride: Distance of windows; the last of a row ends where the image does.
+
+    Returns:
+        Logits (B, K, H, W), float32.
+    """
+    total, count = None, images.new_zeros(images.shape[-2:])
+    for rows in _spans(images.shape[-2], size, stride):
+        for columns in _spans(images.shape[-1], size, stride):
+            logits = predict(images[..., rows, columns]).float()
+            if total is None:
+                total = logits.new_zeros(*logits.shape[:2], *images.shape[-2:])
+            total[..., rows, columns] += logits
+            count[rows, columns] += 1
+    return total / count
+
+
+def _spans(length: int, size: int, stride: int) -> Iterator[slice]:
+    """Return where windows begin and end along one side."""
+    for start in range(0, max(length - size + stride, 1), stride):
+        first = max(min(start, length - size), 0)
+        yield slice(first, min(first + size, length))

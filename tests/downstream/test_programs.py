@@ -1,0 +1,198 @@
+"""Whole runs on generated data: the same command again goes on, and ends as if nothing had been."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+pytest.importorskip("pycocotools")
+pytest.importorskip("torchmetrics")
+pytest.importorskip("transformers")
+
+from downstream import ade20k, cascade, coco
+from downstream.run import Options, Task
+from tests.downstream.small_heads import SIZES
+from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError
+
+SMALL = {
+    "model_kwargs": ("embed_dim=16", "depth=4"),
+    "img_size": 32,
+    "steps": 4,
+    "batch_size": 4,
+    "generated": 4,
+    "num_workers": 0,
+    "val_steps": 2,
+    "checkpoint_steps": 1,
+    "warmup_steps": 2,
+    "precision": "32-true",
+}
+SCENES = {**SMALL, "pyramid_blocks": (0, 1, 2, 3), "accumulate": 2}
+PROGRAMS = {"ade20k": (ade20k.SceneOptions, SCENES), "coco": (coco.ObjectOptions, SMALL)}
+FIGURES = {"ade20k": {"miou"}, "coco": {f"{kind}_ap" for kind in ("box", "mask")}}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SIZES.items():
+        monkeypatch.setattr(cascade, name, value)
+
+
+def options(program: str, output: Path, **changes: Any) -> Options:
+    make, values = PROGRAMS[program]
+    return make(**values | {"output": output} | changes)
+
+
+def train(program: str, output: Path, **changes: Any) -> dict[str, float]:
+    return {"ade20k": ade20k, "coco": coco}[program].train(options(program, output, **changes))
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return torch.load(output / "last.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(program, tmp_path / "whole")
+    assert whole["step"] == 4
+    assert whole.keys() >= FIGURES[program]
+    assert json.loads((tmp_path / "whole" / "result.json").read_text()) == whole
+
+    def stop(task: Task, *_: Any) -> None:
+        if task.trainer.global_step == 3:
+            raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "on_train_batch_end", stop)
+        with pytest.raises(InterruptedError):
+            train(program, tmp_path / "stopped")
+    assert not (tmp_path / "stopped" / "result.json").exists()
+    assert train(program, tmp_path / "stopped") == whole
+    ends = [weights(tmp_path / name) for name in ("whole", "stopped")]
+    assert ends[0].keys() == ends[1].keys()
+    for name in ends[0]:
+        assert torch.equal(ends[0][name], ends[1][name]), name
+    with pytest.raises(ConfigError, match=r"--lr 0\.000[12], not 0.5"):
+        train(program, tmp_path / "stopped", lr=0.5)
+    assert train(program, tmp_path / "stopped") == whole  # nothing is left but to validate
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = torch.tensor(torch.nan, requires_grad=True)
+    monkeypatch.setattr(ade20k.UperNet, "loss", lambda *_: (nothing, nothing))
+    with pytest.raises(NonFiniteLossError, match="the loss of step 0 is nan"):
+        train("ade20k", tmp_path)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
+    command = [sys.executable, "-c", f"{hold}; sys.stdout.flush(); input()", tmp_path / ".lock"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(OutputError, match=f"output folder {tmp_path} is in use"):
+            train("ade20k", tmp_path)
+        other.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generated": None}, "give one of --data and --generated"),
+        ({"data": Path("there")}, "give one of --data and --generated"),
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"batch_size": 3}, r"--batch-size must be divisible by 1 processes x 2 parts, got 3"),
+        ({"batch_size": 2}, "--batch-size must have at least 2 images for each"),
+    ],
+)
+def test_wrong_options_are_refused(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options("ade20k", tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"model": "vil_base_pyramid", "lr": 1.0},
+            ConfigError,
+            "give --weight-decay, --layer-decay",
+        ),
+        ({"model_kwargs": ("depth",)}, ConfigError, "--model-kwargs takes key=value, got depth"),
+        ({"weights": "nowhere.pt"}, ConfigError, "nowhere.pt"),
+        ({"pyramid_blocks": (1, 2, 3, 99)}, ConfigError, "pyramid_blocks must be 4 numbers"),
+        ({"batch_size": 6}, DataError, "4 training images are less than a batch of 6"),
+        ({"generated": None, "data": Path("nowhere")}, DataError, "no images nowhere"),
+    ],
+)
+def test_what_no_run_can_be_made_of_is_refused(
+    changes: dict, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        train("ade20k", tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("program", "step", "factor"),
+    [
+        ("ade20k", 0, 1e-6),
+        ("ade20k", 750, 0.5 * (1 - 750 / 60_000)),
+        ("ade20k", 30_000, 0.5),
+        ("coco", 0, 1e-3),
+        ("coco", 250, 1),
+        ("coco", 163_888, 1),
+        ("coco", 163_889, 0.1),
+        ("coco", 177_545, 0.1),
+        ("coco", 177_546, 0.01),
+    ],
+)
+def test_learning_rates_are_those_published(
+    program: str, step: int, factor: float, tmp_path: Path
+) -> None:
+    make, _ = PROGRAMS[program]
+    task: Callable = {"ade20k": ade20k.Segmentation, "coco": coco.Detection}[program]
+    made = task.__new__(task)
+    torch.nn.Module.__init__(made)
+    made.options = make(output=tmp_path, generated=2)
+    assert made.factor(step) == pytest.approx(factor, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_two_processes_train_validate_and_go_on(program: str, tmp_path: Path) -> None:
+    _, values = PROGRAMS[program]
+    words = []
+    others = {"accumulate": 1, "num_workers": 1, "precision": "bf16-mixed"}
+    for name, value in (values | {"output": tmp_path} | others).items():
+        each = value if isinstance(value, tuple) else (value,)
+        words += [f"--{name.replace('_', '-')}", *map(str, each)]
+    script = str(Path(__file__).with_name("small_heads.py"))
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [script, program, *words, "--grad-checkpointing"]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    result = tmp_path / "result.json"
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        figures = json.loads(result.read_text())
+        assert figures["step"] == 4
+        assert figures.keys() >= FIGURES[program]
+        result.unlink()
