@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import statistics
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ from vil.training.data.draws import Draw, MicroBatches, key, seed_image
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import lock_folder, write_text
 
+_TIMED = 20  # batches that tell the time of a step
 # What another start of the same run may have otherwise.
 _FREE = ("data", "output", "num_workers", "grad_checkpointing", "val_steps", "checkpoint_steps")
 
@@ -154,6 +158,7 @@ class Task(lightning.LightningModule):
         )
         self.train_set, self.val_set = train, val
         self.result: dict[str, float] = {}
+        self.began: list[float] = []  # when each batch was, of this start, in seconds
 
     def factor(self, step: int) -> float:
         """Return the part of the learning rate that a step has."""
@@ -199,6 +204,7 @@ class Task(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed what the network draws."""
+        self.began.append(time.perf_counter())
         place = (self.options.seed, batch_idx, self.global_rank)
         torch.manual_seed(key("network", *place))
         self.log("lr", max(self.lr_schedulers().get_last_lr()))
@@ -272,7 +278,8 @@ def world_size() -> int:
 def run(task: Task) -> dict[str, float]:
     """Train from the last checkpoint, or from the start, and validate.
 
-    Writes ``last.ckpt``, ``log/version_*/metrics.csv`` of each start and, at the end, ``result.json``.
+    Writes ``last.ckpt``, ``log/version_*/metrics.csv`` of each start and, at the end, ``result.json`` and, where
+    there were steps enough to tell, ``speed.json``.
 
     Returns:
         The figures of the last validation.
@@ -289,7 +296,26 @@ def run(task: Task) -> dict[str, float]:
         if is_first:
             path = task.options.output / "result.json"
             write_text(path, json.dumps(task.result, indent=1) + "\n")
+            if len(task.began) > _TIMED:
+                path = task.options.output / "speed.json"
+                write_text(path, json.dumps(_speed(task), indent=1) + "\n")
     return task.result
+
+
+def _speed(task: Task) -> dict[str, Any]:
+    """Tell how long a step took, waiting for images included, and how long the published run would.
+
+    The median, which neither the first steps nor validations between steps change.
+    """
+    batches = [after - before for before, after in itertools.pairwise(task.began)]
+    step = statistics.median(batches) * task.options.accumulate
+    on_gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "processes": world_size(),
+        "seconds_per_step": step,
+        "hours": step * type(task.options).steps * world_size() / 3600,  # of all devices together
+    }
 
 
 def _trained(task: Task) -> lightning.Trainer:

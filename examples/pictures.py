@@ -3,23 +3,50 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
+from folders import IGNORED
 from vil.training.files import write_atomically
 
+_COLOURS = colormaps["tab20"]
 _SURE = 0.5  # the least score of a box that is drawn
 
 
-def draw_masks(path: Path, images: Tensor, truth: Tensor, predicted: Tensor) -> None:
-    """Draw images, (B, 3, H, W), of 0 to 1, above their class indices and those predicted, (B, H, W)."""
+def draw_masks(
+    path: Path, images: Tensor, truth: Tensor, predicted: Tensor, names: Sequence[str]
+) -> None:
+    """Draw images above the classes of their pixels, and those above the classes predicted.
+
+    Args:
+        path: The file.
+        images: (B, 3, H, W), of 0 to 1.
+        truth: Class indices, (B, H, W).
+        predicted: The same.
+        names: Of the classes.
+    """
     figure, lines = _grid(("image", "truth", "prediction"), len(images))
-    for line, pictures in zip(lines, (images.permute(0, 2, 3, 1), truth, predicted), strict=True):
+    rows = images.permute(0, 2, 3, 1).numpy(), _coloured(truth), _coloured(predicted)
+    for line, pictures in zip(lines, rows, strict=True):
         for axes, picture in zip(line, pictures, strict=True):
-            axes.imshow(picture.numpy(), "tab20", vmin=0, vmax=19, interpolation="nearest")
+            axes.imshow(picture, interpolation="nearest")
+    present = torch.cat([truth, predicted]).unique().tolist()
+    named = {i: name for i, name in enumerate(names) if i in present}
+    patches = [Patch(color=_COLOURS(i % _COLOURS.N), label=name) for i, name in named.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=8)
     _save(figure, path)
+
+
+def _coloured(classes: Tensor) -> np.ndarray:
+    """Return colours, (B, H, W, 3), of class indices, (B, H, W); black where they are to be ignored."""
+    colours = _COLOURS(classes.numpy() % _COLOURS.N)[..., :3]
+    colours[(classes == IGNORED).numpy()] = 0
+    return colours
 
 
 def draw_boxes(

@@ -72,6 +72,59 @@ def imagenet_runs() -> list[ImageNetRun]:
     return runs
 
 
+@dataclass(frozen=True)
+class DownstreamRun:
+    """A row of the sheet of segmentation and detection."""
+
+    task: str
+    """Module of downstream/."""
+    model: str
+    paper: str
+    """What was published, and of which model."""
+    data: str
+
+    @property
+    def output(self) -> str:
+        """Folder of the run, and name of its result."""
+        return f"{self.task}_{self.model}"
+
+    @property
+    def command(self) -> str:
+        """The command, as on the sheet."""
+        return (
+            f"torchrun --nproc-per-node 8 -m downstream.{self.task} --model {self.model}_pyramid "
+            f"--weights output/{self.model}/best.pt --data {self.data} --output output/{self.output}"
+        )
+
+
+def downstream_runs() -> list[DownstreamRun]:
+    """Return the rows: what is published of Vision Mamba, and ViL beside it."""
+    scenes, objects = "/data/ADEChallengeData2016", "/data/coco"
+    return [
+        DownstreamRun("ade20k", "vim_tiny", "41.0 mIoU", scenes),
+        DownstreamRun("ade20k", "vil_tiny", "none", scenes),
+        DownstreamRun("ade20k", "vim_small", "44.9 mIoU", scenes),
+        DownstreamRun("ade20k", "vil_small", "none", scenes),
+        DownstreamRun("coco", "vim_tiny", "45.7 box AP", objects),
+        DownstreamRun("coco", "vil_tiny", "none", objects),
+    ]
+
+
+def downstream_sheet() -> str:
+    """Return a row for each run of segmentation and detection."""
+    lines = ["| run | published | here | GPU hours | command |", "|---|---|---|---|---|"]
+    for run in downstream_runs():
+        result, speed = load(run.output), load(f"{run.output}_speed")
+        figures = {"miou": "mIoU", "box_ap": "box AP", "mask_ap": "mask AP"}
+        here = [
+            f"{result[key]:.1f} {unit}" for key, unit in figures.items() if key in (result or {})
+        ]
+        hours = f"{speed['hours']:,.0f} on {speed['device']}" if speed else "unmeasured"
+        cells = (run.output, run.paper, ", ".join(here) or "not run", hours, f"`{run.command}`")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def load(name: str) -> dict[str, Any] | None:
     """Return a record, or None where there is none."""
     path = RESULTS / f"{name}.json"
@@ -253,6 +306,7 @@ def placeholders() -> dict[str, str]:
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()
     }
     found["run_sheet"] = run_sheet()
+    found["downstream_sheet"] = downstream_sheet()
     return found
 
 

@@ -85,6 +85,18 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert train(program, tmp_path / "stopped") == whole  # nothing is left but to validate
 
 
+def test_the_time_of_a_step_tells_the_hours_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("downstream.run._TIMED", 3)
+    clock = iter([0.0, 100.0, 101.0, 102.0, 104.0, 105.0, 106.0, 107.0])
+    monkeypatch.setattr("downstream.run.time.perf_counter", lambda: next(clock))
+    train("ade20k", tmp_path)  # 4 steps of 2 parts
+    speed = json.loads((tmp_path / "speed.json").read_text())
+    assert speed["seconds_per_step"] == 2
+    assert speed["hours"] == pytest.approx(2 * 60_000 / 3600)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
