@@ -31,7 +31,7 @@ def draw_masks(
         names: Of the classes.
     """
     figure, lines = _grid(("image", "truth", "prediction"), len(images))
-    rows = images.permute(0, 2, 3, 1), _coloured(truth), _coloured(predicted)
+    rows = images.permute(0, 2, 3, 1).numpy(), _coloured(truth), _coloured(predicted)
     for line, pictures in zip(lines, rows, strict=True):
         for axes, picture in zip(line, pictures, strict=True):
             axes.imshow(picture, interpolation="nearest")
@@ -69,7 +69,7 @@ def draw_boxes(
     for line, targets in zip(lines, (truth, found), strict=True):
         for axes, image, target in zip(line, images, targets, strict=True):
             _, height, width = image.shape
-            axes.imshow(image.permute(1, 2, 0), extent=(0, width, height, 0))
+            axes.imshow(image.permute(1, 2, 0).numpy(), extent=(0, width, height, 0))
             scores = target.get("scores", [1.0] * len(target["labels"]))
             for box, label, score in zip(target["boxes"], target["labels"], scores, strict=True):
                 if score >= _SURE:

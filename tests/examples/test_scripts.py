@@ -1,39 +1,56 @@
 """The examples as they are run: on shapes, on folders as a user has them, and on damaged ones."""
 
 import csv
+import importlib
 import json
 import math
-import subprocess
+import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
 for _needed in ("segmentation_models_pytorch", "torchmetrics", "pycocotools", "matplotlib", "rich"):
     pytest.importorskip(_needed)
 
-ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 TINY = ("--model-kwargs", "embed_dim=32", "depth=1", "--img-size", "32", "--batch-size", "4")
 METRICS = {"segment": ["miou"], "detect": ["ap", "ap50"]}
 
 
-def run(name: str, output: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, f"examples/{name}.py", "--output", str(output), *TINY, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+Run = Callable[..., None]
 
 
-def check(done: subprocess.CompletedProcess, name: str, output: Path, epochs: int) -> list[dict]:
-    """Fail unless an example went well and left what it should; return its log."""
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let files of examples/ import each other, as those of the folder of a script that is run."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    yield
+    for name in {path.stem for path in EXAMPLES.glob("*.py")} - before:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run(modules: None, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a script in this process, which has imported what takes seconds."""
+
+    def run_it(name: str, output: Path, *arguments: str) -> None:
+        script = str(EXAMPLES / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [script, "--output", str(output), *TINY, *arguments])
+        runpy.run_path(script, run_name="__main__")
+
+    return run_it
+
+
+def check(name: str, output: Path, epochs: int) -> list[dict]:
+    """Fail unless an example left what it should; return its log."""
     assert {path.name for path in output.iterdir()} == {"log.csv", "picture.png", "weights.pt"}
     with (output / "log.csv").open() as file:
         rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
@@ -49,25 +66,29 @@ def check(done: subprocess.CompletedProcess, name: str, output: Path, epochs: in
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_an_example_learns_shapes(name: str, tmp_path: Path) -> None:
-    done = run(name, tmp_path, "--images", "40", "--epochs", "3")
-    rows = check(done, name, tmp_path, epochs=3)
+def test_an_example_learns_shapes(
+    run: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run(name, tmp_path, "--images", "40", "--epochs", "3")
+    rows = check(name, tmp_path, epochs=3)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[-1]["step"] == 30
-    assert "vil_tiny_pyramid: " in done.stdout
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("vil_tiny_pyramid: ")
+    assert [line.startswith("epoch ") for line in printed[1:]] == [True] * 3
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_an_example_takes_another_backbone_and_its_weights(name: str, tmp_path: Path) -> None:
-    import timm
-
+def test_an_example_takes_another_backbone_and_its_weights(
+    run: Run, name: str, tmp_path: Path
+) -> None:
     weights = tmp_path / "weights.pth"
     model = timm.create_model("test_resnet", num_classes=3)
     torch.save(model.state_dict(), weights)
     output = tmp_path / "output"
     arguments = ("--images", "4", "--epochs", "1", "--backbone", "test_resnet", "--lr", "1e-12")
-    done = run(name, output, *arguments, "--weights", str(weights), "--model-kwargs")
-    check(done, name, output, epochs=1)
+    run(name, output, *arguments, "--weights", str(weights), "--model-kwargs")
+    check(name, output, epochs=1)
     saved = torch.load(output / "weights.pt", weights_only=True)
     (trained,) = (value for key, value in saved.items() if key.endswith("layer1.0.conv1.weight"))
     (before,) = (v for k, v in model.state_dict().items() if k.endswith("layer1.0.conv1.weight"))
@@ -120,11 +141,11 @@ def coco(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "data"), [("segment", "masks"), ("detect", "coco")])
 def test_an_example_learns_a_folder(
-    name: str, data: str, tmp_path: Path, request: pytest.FixtureRequest
+    run: Run, name: str, data: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder, output = request.getfixturevalue(data), tmp_path / "output"
-    done = run(name, output, "--data", str(folder), "--epochs", "2")
-    assert check(done, name, output, epochs=2)[-1]["step"] == 2
+    run(name, output, "--data", str(folder), "--epochs", "2")
+    assert check(name, output, epochs=2)[-1]["step"] == 2
 
 
 def too_high_a_class(folder: Path) -> None:
@@ -194,10 +215,8 @@ COCO_FAULTS = [
 
 
 @pytest.fixture
-def folders(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    yield pytest.importorskip("folders")
-    sys.modules.pop("folders")
+def folders(modules: None) -> ModuleType:
+    return importlib.import_module("folders")
 
 
 def read_all(kind: type, folder: Path) -> None:
@@ -206,7 +225,9 @@ def read_all(kind: type, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "told"), MASK_FAULTS)
-def test_a_damaged_folder_of_masks_is_named(folders, masks: Path, damage, told: str) -> None:
+def test_a_damaged_folder_of_masks_is_named(
+    folders: ModuleType, masks: Path, damage: Callable, told: str
+) -> None:
     read_all(folders.MaskFolder, masks)
     damage(masks)
     with pytest.raises((OSError, ValueError)) as error:
@@ -215,7 +236,9 @@ def test_a_damaged_folder_of_masks_is_named(folders, masks: Path, damage, told: 
 
 
 @pytest.mark.parametrize(("damage", "told"), COCO_FAULTS)
-def test_a_damaged_coco_folder_is_named(folders, coco: Path, damage, told: str) -> None:
+def test_a_damaged_coco_folder_is_named(
+    folders: ModuleType, coco: Path, damage: Callable, told: str
+) -> None:
     read_all(folders.CocoFolder, coco)
     damage(coco)
     with pytest.raises((OSError, ValueError)) as error:
@@ -223,7 +246,7 @@ def test_a_damaged_coco_folder_is_named(folders, coco: Path, damage, told: str) 
     assert told in str(error.value)
 
 
-def test_boxes_and_labels_are_read_as_coco_means_them(folders, coco: Path) -> None:
+def test_boxes_and_labels_are_read_as_coco_means_them(folders: ModuleType, coco: Path) -> None:
     data = folders.CocoFolder(coco, "train")
     assert data.classes == ["background", "dog", "cat"]
     image, found = data[1]
@@ -233,15 +256,17 @@ def test_boxes_and_labels_are_read_as_coco_means_them(folders, coco: Path) -> No
     assert data[3][1]["boxes"].shape == (0, 4)
 
 
-def test_boxes_without_an_area_are_left_out_with_a_warning(folders, coco: Path) -> None:
+def test_boxes_without_an_area_are_left_out_with_a_warning(folders: ModuleType, coco: Path) -> None:
     changed(bbox=[1, 2, 0, 5])(coco)
     with pytest.warns(UserWarning, match="1 boxes without an area are left out"):
         data = folders.CocoFolder(coco, "train")
     assert len(data[0][1]["labels"]) == 0
 
 
-def test_an_example_says_what_is_wrong_with_a_folder(masks: Path, tmp_path: Path) -> None:
+def test_an_example_says_what_does_not_fit(run: Run, masks: Path, tmp_path: Path) -> None:
+    data = ("--data", str(masks), "--epochs", "1")
+    with pytest.raises(ValueError, match="--batch-size must be at most 4, the images, got 5"):
+        run("segment", tmp_path / "output", *data, "--batch-size", "5")
     too_high_a_class(masks)
-    done = run("segment", tmp_path / "output", "--data", str(masks), "--epochs", "1")
-    assert done.returncode != 0
-    assert "masks/val/2.png has class 3" in done.stderr
+    with pytest.raises(ValueError, match=r"masks/val/2\.png has class 3, must be below the 3"):
+        run("segment", tmp_path / "output", *data)
