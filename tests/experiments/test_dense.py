@@ -41,6 +41,7 @@ def test_features_of_deit_train_whole() -> None:
     assert [name for name, p in net.named_parameters() if p.grad is None] == []
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_last_row_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = ("vil_tiny_pyramid", "embed_dim=16", "depth=1", "patch_size=8")
     monkeypatch.setitem(dense.BACKBONES, "tiny", tiny)

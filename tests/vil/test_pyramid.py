@@ -377,6 +377,7 @@ def test_features_export_for_any_size(example: tuple[int, int]) -> None:
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_features_become_onnx(tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
