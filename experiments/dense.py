@@ -31,12 +31,12 @@ OURS = "ViL, last block"
 FOUR = "ViL, four blocks"
 # The size that examples/ give our models; DeiT's channels make it as large.
 SMALL = ("depth=4", "patch_size=8")
-DEIT = "DeiT, same pyramid"
+DEIT, RESNET = "DeiT, same pyramid", "ResNet-18"
 BACKBONES = {
     OURS: ("vil_tiny_pyramid", "embed_dim=128", *SMALL),
     FOUR: ("vil_tiny_pyramid", "embed_dim=128", *SMALL, "pyramid_blocks=(0,1,2,3)"),
     DEIT: ("deit_pyramid", "embed_dim=105", *SMALL),
-    "ResNet-18": ("resnet18",),
+    RESNET: ("resnet18",),
 }
 
 

@@ -1,9 +1,10 @@
 """What ``dense.py`` makes of its runs: metrics by backbone, the rates tried, and paired differences."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from experiments.comparisons import Paired
-from experiments.dense import BACKBONES, OURS, SEARCHED, TASKS
+from experiments.dense import BACKBONES, DEIT, FOUR, OURS, RESNET, SEARCHED, TASKS
 from experiments.records import CHOICE_SEED, Row, select, spread, values
 
 TITLES = {"segment": "mean IoU", "detect": "AP50"}
@@ -63,3 +64,15 @@ def differences(rows: Sequence[Row]) -> list[Paired]:
         for other in _names(rows, task)
         if other != OURS
     ]
+
+
+def figures(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the means of the metrics in percent by task and backbone, and how large backbones are."""
+    ours, resnet = (select(rows, backbone=name)[0]["parameters"] for name in (OURS, RESNET))
+    sizes = {"millions": f"{ours / 1e6:.2f}", "times": f"{resnet / ours:.0f}"}
+    short = {OURS: "last", FOUR: "four", DEIT: "deit", RESNET: "resnet"}
+    return sizes | {
+        f"{task}_{short[name]}": f"{100 * fmean(values(reported(rows, task), TASKS[task], backbone=name)):.1f}"
+        for task in TASKS
+        for name in _names(rows, task)
+    }

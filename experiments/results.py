@@ -260,17 +260,14 @@ def finetune_blocks() -> dict[str, str]:
 
 def dense_blocks() -> dict[str, str]:
     """Return what segmentation and detection add to the templates."""
-    content = load("dense")
-    if content is None:
-        missing = "Not run yet: `python -m experiments.dense --jobs 2`."
-        return dict.fromkeys(("from", "segment", "detect", "search", "differences"), missing)
-    rows = content["runs"]
+    rows = load("dense")["runs"]
     return {
         "from": provenance("dense"),
         "segment": dense_results.metrics_table(rows, "segment"),
         "detect": dense_results.metrics_table(rows, "detect"),
         "search": dense_results.search_table(rows),
         "differences": comparisons.table(dense_results.differences(rows)),
+        **dense_results.figures(rows),
     }
 
 

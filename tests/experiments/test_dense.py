@@ -78,6 +78,7 @@ def test_the_best_rate_is_reported_and_tabled() -> None:
     assert f"| {dense.OURS} | 89.9 ± 0.1 |" in table
     assert "| 0.003 |" in table
     assert "| 88.0 | 90.0 |" in dense_results.search_table(rows)
+    assert dense_results.figures(rows)["segment_last"] == "89.9"
     differences = dense_results.differences(rows)
     assert len(differences) == 5
     assert all(d.difference == pytest.approx(0, abs=1e-6) for d in differences)
