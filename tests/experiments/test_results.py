@@ -29,7 +29,15 @@ def test_document_is_what_the_records_give(
 
 def test_every_record_tells_where_it_is_from() -> None:
     visions = [f"vision_{name}" for name in ("digits", "fractals", "ablations")]
-    for name in ("mqar_short", "mqar_long", *visions, "finetune", "dense", "sizes_digits", "sizes_fractals"):
+    for name in (
+        "mqar_short",
+        "mqar_long",
+        *visions,
+        "finetune",
+        "dense",
+        "sizes_digits",
+        "sizes_fractals",
+    ):
         text = results.provenance(name)
         commit = results.load(name)["environment"]["commit"]
         assert f"commit {commit}, seeds 0, 1, 2" in text

@@ -54,8 +54,8 @@ def write_atomically(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+    """Write a text file atomically; what is no text in the name of a file becomes an escape."""
+    write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def csv_text(rows: list[dict[str, Any]]) -> str:

@@ -389,6 +389,20 @@ def test_unreadable_images_are_skipped_counted_and_named(
     assert "1 of 32 training images are no good, more than" in capsys.readouterr().err
 
 
+def test_names_that_are_no_text_are_named(
+    config: TrainConfig, image_folder: Path, train: Callable[..., int], tmp_path: Path
+) -> None:
+    """File systems take any bytes but / and NUL."""
+    image = image_folder / "train" / "birch" / "1.jpg"
+    image.unlink()
+    image.with_name(os.fsdecode(b"1\xff.jpg")).write_bytes(b"")
+    chosen = with_(config, "data", max_bad_images=0.05)
+    assert train(chosen, "--run.output", str(tmp_path / "run")) == 0
+    assert r"birch/1\udcff.jpg: " in (tmp_path / "run" / "skipped.txt").read_text()
+    strict = with_(chosen, "data", max_bad_images=0.0)
+    assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
+
+
 def blank_first_image(shard: Path) -> None:
     """Overwrite the first image of a shard with zeros."""
     with tarfile.open(shard) as archive:
