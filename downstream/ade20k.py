@@ -6,8 +6,8 @@
         --steps 4 --batch-size 4 --num-workers 0 --model-kwargs embed_dim=48 depth=4 \
         --pyramid-blocks 0 1 2 3
 
-The steps are those of the official code, 60,000 of 32 images. What the paper's text says is 160,000 of 16
-images: ``--steps 160000 --batch-size 16``. Published: 41.0 mIoU (Vim-T), 44.9 (Vim-S).
+The steps are those of the official code, 60,000 of 32 images; ``--steps 160000 --batch-size 16`` is a schedule
+of a third more. Published: 41.0 mIoU (Vim-T), 44.9 (Vim-S).
 The same command again goes on from the last checkpoint.
 """
 

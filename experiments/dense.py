@@ -47,8 +47,6 @@ class Experiment:
     rates: tuple[float, ...] = (1e-3, 3e-3)
     search_epochs: int = 2
     seeds: tuple[int, ...] = (0, 1, 2)
-    arguments: tuple[str, ...] = ()
-    """More of the scripts', for all."""
 
     def search(self) -> list[Row]:
         """Return the runs that choose rates; that of one block holds for four, too."""
@@ -122,7 +120,7 @@ def main() -> None:
     args = parser.parse_args()
     experiment = Experiment()
     record = Record(args.output, dataclasses.asdict(experiment) | {"backbones": BACKBONES})
-    one = functools.partial(run, experiment.arguments)
+    one = functools.partial(run, ())
     run_all(record, one, experiment.search(), args.jobs)
     run_all(record, one, experiment.reported(record.rows), args.jobs)
 

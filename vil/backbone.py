@@ -9,7 +9,7 @@ Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C chan
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
@@ -813,14 +813,22 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
+def build_variant(
+    variant: str,
+    pretrained: bool,
+    model_cls: type[VisionLonghorn] = VisionLonghorn,
+    out_indices: int | Sequence[int] = 3,
+    pretrained_strict: bool = True,
+    **kwargs: Any,
+) -> VisionLonghorn:
+    """Build a registered model; arguments as of ``timm.create_model``, and the class of the model."""
     return build_model_with_cfg(
-        VisionLonghorn,
+        model_cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        pretrained_strict=kwargs.pop("pretrained_strict", True),
-        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+        pretrained_strict=pretrained_strict,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
         **kwargs,
     )
 
@@ -829,60 +837,60 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
 def vil_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViL-T: diagonal Longhorn scan, the paper's; 192 channels, 24 blocks."""
     model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn"}
-    return _create("vil_tiny", pretrained, **(model_args | kwargs))
+    return build_variant("vil_tiny", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vil_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViL-S: diagonal Longhorn scan, the paper's; 384 channels, 24 blocks."""
     model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn"}
-    return _create("vil_small", pretrained, **(model_args | kwargs))
+    return build_variant("vil_small", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vil_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViL-B: diagonal Longhorn scan, the paper's; 768 channels, 24 blocks."""
     model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn"}
-    return _create("vil_base", pretrained, **(model_args | kwargs))
+    return build_variant("vil_base", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vil_tiny_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViL-T with the exact, closed-form Longhorn scan; 192 channels, 24 blocks."""
     model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn_exact"}
-    return _create("vil_tiny_exact", pretrained, **(model_args | kwargs))
+    return build_variant("vil_tiny_exact", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vil_small_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViL-S with the exact, closed-form Longhorn scan; 384 channels, 24 blocks."""
     model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn_exact"}
-    return _create("vil_small_exact", pretrained, **(model_args | kwargs))
+    return build_variant("vil_small_exact", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vil_base_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViL-B with the exact, closed-form Longhorn scan; 768 channels, 24 blocks."""
     model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn_exact"}
-    return _create("vil_base_exact", pretrained, **(model_args | kwargs))
+    return build_variant("vil_base_exact", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vim_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViM-T: Mamba scan, the comparator; 192 channels, 24 blocks."""
     model_args = {"embed_dim": 192, "depth": 24, "recurrence": "mamba"}
-    return _create("vim_tiny", pretrained, **(model_args | kwargs))
+    return build_variant("vim_tiny", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vim_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViM-S: Mamba scan, the comparator; 384 channels, 24 blocks."""
     model_args = {"embed_dim": 384, "depth": 24, "recurrence": "mamba"}
-    return _create("vim_small", pretrained, **(model_args | kwargs))
+    return build_variant("vim_small", pretrained, **(model_args | kwargs))
 
 
 @register_model
 def vim_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """ViM-B: Mamba scan, the comparator; 768 channels, 24 blocks."""
     model_args = {"embed_dim": 768, "depth": 24, "recurrence": "mamba"}
-    return _create("vim_base", pretrained, **(model_args | kwargs))
+    return build_variant("vim_base", pretrained, **(model_args | kwargs))

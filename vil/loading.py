@@ -196,23 +196,20 @@ def _put_inside(module: nn.Module, weights: Weights) -> str:
     if weights.architecture is not None:
         _check_recurrence(weights, type(module).__name__, backbone.blocks[0].mixer.recurrence)
     kept = copy.copy(weights.state_dict)  # with the record of grid and recurrence
-    left_out = [key for key in kept if _is_pruned(backbone, key)]
+    removed = _removed(backbone)
+    left_out = [key for key in kept if key.startswith(removed)]
     for key in left_out:
         del kept[key]
     line = _account(backbone, weights, _put_in(backbone, replace(weights, state_dict=kept), True))
     return line + (f"; left out {', '.join(left_out)}" if left_out else "")
 
 
-def _is_pruned(backbone: VisionLonghorn, key: str) -> bool:
-    """Tell whether a tensor is of a part that ``prune_intermediate_layers`` removed."""
-    part, _, rest = key.partition(".")
-    if part == "blocks":
-        return len(backbone.blocks) <= int(rest.partition(".")[0]) < backbone.depth
-    if part == "pyramid":
-        part += "." + rest.partition(".")[0]
-    return part in dict(backbone.named_modules()) and isinstance(
-        backbone.get_submodule(part), nn.Identity
-    )
+def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
+    """Return what the names of parts begin with that ``prune_intermediate_layers`` removed."""
+    modules = backbone.named_modules()
+    names = [name for name, module in modules if isinstance(module, nn.Identity)]
+    names += [f"blocks.{i}" for i in range(len(backbone.blocks), backbone.depth)]
+    return tuple(f"{name}." for name in names)
 
 
 def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:

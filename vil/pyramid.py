@@ -20,15 +20,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from timm.layers import LayerNorm2d, get_device_dtype, is_exporting
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models._features import FeatureGetterNet, feature_take_indices
 from torch import Tensor, nn
 
-from vil.backbone import VisionLonghorn
+from vil.backbone import VisionLonghorn, build_variant
 from vil.backbone import default_cfgs as plain_cfgs
 from vil.convert import convert_official_vim, is_official_vim
 from vil.masks import valid_patches
-from vil.state_dicts import checkpoint_filter_fn
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]
 
@@ -317,18 +316,8 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghornPyra
         raise ValueError(
             f'feature_cls must be "getter", got {kwargs["feature_cls"]!r}: classes do not come by the maps'
         )
-    return build_model_with_cfg(
-        VisionLonghornPyramid,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        pretrained_strict=kwargs.pop("pretrained_strict", True),
-        feature_cfg={
-            "out_indices": kwargs.pop("out_indices", tuple(range(len(STRIDES)))),
-            "feature_cls": "getter",
-        },
-        **kwargs,
-    )
+    levels = {"out_indices": tuple(range(len(STRIDES)))}
+    return build_variant(variant, pretrained, VisionLonghornPyramid, **(levels | kwargs))
 
 
 default_cfgs = generate_default_cfgs(

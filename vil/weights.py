@@ -112,8 +112,7 @@ def is_model_name(source: str) -> bool:
 
 def is_own(name: str) -> bool:
     """Tell whether a timm model's name is of this package."""
-    own = ("vil.backbone", "vil.pyramid")
-    return timm.is_model(name) and timm.model_entrypoint(name).__module__ in own
+    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("vil.")
 
 
 def no_weights(name: str) -> Weights:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection import FCOS, FasterRCNN, MaskRCNN, RetinaNet
@@ -81,4 +80,3 @@ def test_the_documented_module_names_its_maps() -> None:
         (1, 16, 2, 3),
         (1, 16, 1, 2),
     ]
-    assert timm.is_model("vil_tiny_pyramid")
