@@ -21,18 +21,32 @@ _DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _library = torch.library.Library("vil", "FRAGMENT")
 
 
-def _register(name: str, activations: tuple[int, ...], device: str, key: str) -> None:
-    operator = getattr(torch.ops.vil, name).default
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+def cast(name: str, arguments: tuple[object, ...]) -> tuple[object, ...]:
+    """Return the arguments of an operator as automatic mixed precision has them, if it is on."""
+    device = arguments[0].device.type
+    if device not in _DEVICES or not torch.is_autocast_enabled(device):
+        return arguments
+    return _cast(_ACTIVATIONS[name], arguments, device)
 
-    def cast(value: object) -> object:
+
+def _cast(
+    activations: tuple[int, ...], arguments: tuple[object, ...], device: str
+) -> tuple[object, ...]:
+    def cast_one(value: object) -> object:
         castable = isinstance(value, Tensor) and value.is_floating_point()
         if not castable or value.device.type != device or value.dtype == torch.float64:
             return value
         return value.to(torch.get_autocast_dtype(device))
 
+    return tuple(cast_one(a) if i in activations else a for i, a in enumerate(arguments))
+
+
+def _register(name: str, activations: tuple[int, ...], device: str, key: str) -> None:
+    operator = getattr(torch.ops.vil, name).default
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
     def rule(*arguments: object) -> object:
-        arguments = tuple(cast(a) if i in activations else a for i, a in enumerate(arguments))
+        arguments = _cast(activations, arguments, device)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return operator(*arguments)
 

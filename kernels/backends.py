@@ -82,10 +82,8 @@ def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
             f'{asked_by} = "{name}" serves tensors on {served}, got tensors on {device}; '
             'use "auto" or "reference"'
         )
-    if not _installed(package):
-        raise RuntimeError(
-            f'{asked_by} = "{name}" needs {package}, which is not installed: pip install {package}'
-        )
+    if missing := _missing(package):
+        raise RuntimeError(f'{asked_by} = "{name}" needs {package}: {missing}')
     if name == "triton" and (version := _old_triton()):
         raise RuntimeError(
             f'{asked_by} = "triton" needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, '
@@ -94,8 +92,16 @@ def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
 
 
 @functools.cache
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _missing(package: str) -> str | None:
+    """Return why a package cannot be used; one that is installed may not fit others that are."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # numba and triton raise what the libraries below them do
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return f"{package} is installed but cannot be imported: {reason}"
+    return None
 
 
 def _old_triton() -> str | None:
@@ -109,14 +115,14 @@ def _old_triton() -> str | None:
 def automatic_backend(device_type: str, double: bool) -> str:
     """Return the name of the fastest backend for a type of device, warning once if that is slow."""
     if device_type == "cpu":
-        if _installed("numba"):
+        why = _missing("numba")
+        if why is None:
             return "cpu"
-        why = "numba is not installed"
     elif device_type == "cuda":
         if double:
             why = "float64 on a GPU"
-        elif not _installed("triton"):
-            why = "triton is not installed"
+        elif missing := _missing("triton"):
+            why = missing
         elif version := _old_triton():
             why = f"triton {version} is too old"
         else:

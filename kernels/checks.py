@@ -4,11 +4,32 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from vil.kernels.grid import Grid
 from vil.kernels.reference import RECURRENCES
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def has_tangents(*arguments: object) -> bool:
+    """Tell whether one is a dual tensor at the current level of torch.autograd.forward_ad."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
+    )
+
+
+def refuse_tangents(name: str, arguments: tuple[object, ...]) -> None:
+    """Check that no derivative would be lost: an operator's implementation has no tangents.
+
+    Raises:
+        NotImplementedError: An argument has one.
+    """
+    if has_tangents(*arguments):
+        raise NotImplementedError(
+            f"vil::{name} has no forward-mode derivative where it is called by itself, or by a scripted, "
+            "compiled or exported model; call the model as it was built, or use torch.func.jvp"
+        )
 
 
 def state_dtype(x: Tensor) -> torch.dtype:

@@ -7,7 +7,7 @@ Letters as in ``ops.py``.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,25 @@ from vil.kernels.checks import (
     check_mixer,
     check_positions,
     check_single,
+    refuse_tangents,
     state_dtype,
 )
 from vil.kernels.grid import Layout, layout_of, without_missing
 from vil.kernels.step_area import Steps
+
+
+def _operator(name: str) -> Callable[[Callable[..., object]], torch.library.CustomOpDef]:
+    """Register an operator, which refuses tensors whose derivatives it would lose."""
+
+    def register(function: Callable[..., object]) -> torch.library.CustomOpDef:
+        @functools.wraps(function)
+        def refusing(*arguments: object) -> object:
+            refuse_tangents(name, arguments)
+            return function(*arguments)
+
+        return torch.library.custom_op(f"vil::{name}", refusing, mutates_args=())
+
+    return register
 
 
 def _empty(tensor: Tensor) -> Tensor:
@@ -114,7 +129,7 @@ def _bidirectional_gradients(
     return backend.bidirectional_scan_backward(grad, *inputs, key_norm=key_norm, **saved)
 
 
-@torch.library.custom_op("vil::scan", mutates_args=())
+@_operator("scan")
 def _scan(
     x: Tensor,
     dt: Tensor,
@@ -141,7 +156,7 @@ def _(x: Tensor, dt: Tensor, A: Tensor | None, q: Tensor, k: Tensor, *rest) -> t
     return _empty(x), state
 
 
-@torch.library.custom_op("vil::scan_backward", mutates_args=())
+@_operator("scan_backward")
 def _scan_backward(
     grad_y: Tensor,
     grad_final_state: Tensor,
@@ -184,7 +199,7 @@ def _scan_autograd(ctx, grad_y: Tensor, grad_final_state: Tensor) -> tuple:
 _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 
 
-@torch.library.custom_op("vil::bidirectional_scan", mutates_args=())
+@_operator("bidirectional_scan")
 def _bidirectional_scan(
     x: Tensor,
     dt: Tensor,
@@ -208,7 +223,7 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(z), *_empty_saved(x, k, recurrence, save)
 
 
-@torch.library.custom_op("vil::bidirectional_scan_backward", mutates_args=())
+@_operator("bidirectional_scan_backward")
 def _bidirectional_scan_backward(
     grad: Tensor,
     x: Tensor,
@@ -249,7 +264,7 @@ def _bidirectional_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
 _bidirectional_scan.register_autograd(_bidirectional_autograd, setup_context=_bidirectional_setup)
 
 
-@torch.library.custom_op("vil::causal_conv1d_bidirectional", mutates_args=())
+@_operator("causal_conv1d_bidirectional")
 def _conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
     check_conv(x, weight, bias, order)
     check_positions(order, x.shape[1])
@@ -263,7 +278,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> T
     return x.new_empty((2, *x.shape))
 
 
-@torch.library.custom_op("vil::causal_conv1d_bidirectional_backward", mutates_args=())
+@_operator("causal_conv1d_bidirectional_backward")
 def _conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,7 +338,7 @@ def _layout(
     return layout if valid is None else without_missing(layout, valid, grid[-1])
 
 
-@torch.library.custom_op("vil::mixer", mutates_args=())
+@_operator("mixer")
 def _mixer(
     xz: Tensor,
     conv_weight: Tensor,
@@ -368,7 +383,7 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return xz.new_empty(B, L, E), projected, *_empty_saved(x, k, recurrence, save)
 
 
-@torch.library.custom_op("vil::mixer_backward", mutates_args=())
+@_operator("mixer_backward")
 def _mixer_backward(
     grad: Tensor,
     xz: Tensor,

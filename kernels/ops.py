@@ -5,13 +5,15 @@ precision and for counting FLOPs.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, flops, operators  # noqa: F401  (registers all)
+from vil.kernels import autocast, flops, operators, transforms  # noqa: F401  (registers all)
 from vil.kernels.backends import BACKENDS, use_backend
+from vil.kernels.checks import has_tangents
 from vil.kernels.reference import RECURRENCES
 
 __all__ = [
@@ -70,7 +72,8 @@ def longhorn_scan(
     forms = {"diagonal": "longhorn", "exact": "longhorn_exact"}
     if form not in forms:
         raise ValueError(f'form must be "diagonal" or "exact", got {form!r}')
-    y, state = torch.ops.vil.scan(x, beta, None, q, k, D, bias, initial_state, forms[form], reverse)
+    tensors = (x, beta, None, q, k, D, bias, initial_state)
+    y, state = _operator("scan", tensors)(*tensors, forms[form], reverse)
     return (y, state) if return_final_state else y
 
 
@@ -110,7 +113,8 @@ def mamba_scan(
     Raises:
         ValueError: A shape, dtype or device disagrees.
     """
-    y, state = torch.ops.vil.scan(x, dt, A, q, k, D, bias, initial_state, "mamba", reverse)
+    tensors = (x, dt, A, q, k, D, bias, initial_state)
+    y, state = _operator("scan", tensors)(*tensors, "mamba", reverse)
     return (y, state) if return_final_state else y
 
 
@@ -151,7 +155,7 @@ def bidirectional_scan(
     """
     tensors = (x, dt, A, q, k, D, bias, z)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return torch.ops.vil.bidirectional_scan(*tensors, recurrence, save)[0]
+    return _operator("bidirectional_scan", tensors)(*tensors, recurrence, save)[0]
 
 
 def causal_conv1d_bidirectional(
@@ -176,4 +180,10 @@ def causal_conv1d_bidirectional(
     Raises:
         ValueError: A shape, dtype or device disagrees.
     """
-    return torch.ops.vil.causal_conv1d_bidirectional(x, weight, bias, order)
+    tensors = (x, weight, bias, order)
+    return _operator("causal_conv1d_bidirectional", tensors)(*tensors)
+
+
+def _operator(name: str, tensors: tuple[Tensor | None, ...]) -> Callable[..., Any]:
+    """Return an operator, or its plain form for dual tensors (torch.autograd.forward_ad)."""
+    return getattr(transforms if has_tangents(*tensors) else torch.ops.vil, name)

@@ -227,7 +227,7 @@ def _convolve_in_order(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor) -
     return out.scatter(2, token[None, ..., None].expand_as(y), y)[:, :, :-1]
 
 
-def _gradients(
+def gradients(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: tuple[Tensor | None, ...],
     grad: Tensor | tuple[Tensor, ...],
@@ -267,7 +267,7 @@ def scan_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
     inputs = (x, dt, A, q, k, D, bias, initial_state)
-    return _gradients(
+    return gradients(
         lambda *tensors: scan(*tensors, recurrence, reverse), inputs, (grad_y, grad_final_state)
     )
 
@@ -287,7 +287,7 @@ def bidirectional_scan_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
     inputs = (x, dt, A, q, k, D, bias, z)
-    return _gradients(
+    return gradients(
         lambda *tensors: bidirectional_scan(*tensors, recurrence, key_norm), inputs, grad
     )
 
@@ -296,6 +296,6 @@ def causal_conv1d_bidirectional_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    return _gradients(
+    return gradients(
         lambda *tensors: causal_conv1d_bidirectional(*tensors, order), (x, weight, bias), grad
     )

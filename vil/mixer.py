@@ -14,9 +14,8 @@ from timm.layers import is_exportable
 from torch import Tensor, nn
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
-from vil.kernels import exportable, grid_conv, reference
-from vil.kernels.grid import layout_of
-from vil.kernels.step_area import Steps
+from vil.kernels import exportable, plain, reference, transforms
+from vil.kernels.checks import has_tangents
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
 
@@ -148,8 +147,8 @@ class BidirectionalMixer(nn.Module):
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
-        if self.exportable:
-            return self.out_proj(self._plain(xz, A, grid))
+        if not torch.jit.is_scripting() and (self.exportable or self._has_tangents(xz, A)):
+            return self.out_proj(self._plain(xz, A, grid, valid))
         y = torch.ops.vil.mixer(
             xz,
             self.conv_weight,
@@ -166,17 +165,23 @@ class BidirectionalMixer(nn.Module):
         )[0]
         return self.out_proj(y)
 
-    def _plain(self, xz: Tensor, A: Tensor | None, grid: list[int] | None) -> Tensor:
-        """Compute ``vil::mixer`` in operations that ONNX knows: (B, L, 2E) -> (B, L, E)."""
-        B, L, _ = xz.shape
-        x, z = xz.chunk(2, dim=-1)
-        layout = layout_of(grid, self.conv_weight.shape[2], x.device)
-        x = grid_conv.forward(reference, x, self.conv_weight, self.conv_bias, layout)
-        steps = Steps(self.x_proj_weight, self.dt_weight, A, self.recurrence, layout.area)
-        projected = torch.bmm(x.flatten(1, 2), steps.x_proj_weight.transpose(1, 2))
-        dt, k, q = projected.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
-        dt = torch.bmm(dt, self.dt_weight.transpose(1, 2)).unflatten(1, (B, L))  # (2, B, L, E)
-        k, q = k.unflatten(1, (B, L)), q.unflatten(1, (B, L))  # (2, B, L, M)
-        return exportable.bidirectional_scan(
-            x, dt, steps.A, q, k, self.D, self.dt_bias, z, self.recurrence, steps.key_norm
+    @torch.jit.unused
+    def _plain(
+        self, xz: Tensor, A: Tensor | None, grid: list[int] | None, valid: Tensor | None
+    ) -> Tensor:
+        """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
+        arguments = (
+            *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
+            *(self.dt_bias, A, self.D, self.recurrence, False, grid, valid),
+        )
+        if self.exportable:
+            return plain.mixer(*arguments, scan=exportable.bidirectional_scan)[0]
+        return transforms.mixer(*arguments)[0]
+
+    @torch.jit.unused
+    def _has_tangents(self, xz: Tensor, A: Tensor | None) -> bool:
+        """Tell whether forward-mode derivatives are asked for, which the operator would lose."""
+        return has_tangents(
+            *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
+            *(self.dt_bias, A, self.D),
         )

@@ -1,5 +1,7 @@
 """The operators: gradients, registration, argument checks, choice of backend, FLOP counts."""
 
+import importlib
+import importlib.util
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -244,8 +246,8 @@ def test_explicit_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.Monk
     with ops.use_backend("cpu"):
         with pytest.raises(RuntimeError, match="got tensors on cuda"):
             backends.backend_for(torch.device("cuda"), torch.float32)
-        monkeypatch.setattr(backends, "_installed", lambda package: False)
-        with pytest.raises(RuntimeError, match="pip install numba"):
+        monkeypatch.setattr(backends, "_missing", lambda package: f"{package} is not installed")
+        with pytest.raises(RuntimeError, match=r'"cpu" needs numba: numba is not installed'):
             backends.backend_for(torch.device("cpu"), torch.float32)
 
 
@@ -295,7 +297,8 @@ def test_without_numba_falls_back_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(backends.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(backends, "_installed", lambda package: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    backends._missing.cache_clear()
     backends.automatic_backend.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, logger=backends.__name__):
@@ -307,6 +310,34 @@ def test_without_numba_falls_back_and_says_so_once(
             "scans run through plain PyTorch, which is slow (numba is not installed)"
         ) == 1
     finally:
+        backends._missing.cache_clear()
+        backends.automatic_backend.cache_clear()
+
+
+@pytest.mark.parametrize("error", [ImportError("Numba needs NumPy 2.3 or less"), SystemError()])
+def test_a_broken_numba_is_as_one_that_is_missing(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def import_module(name: str) -> ModuleType:
+        if name == "numba":
+            raise error
+        return imported(name)
+
+    imported = importlib.import_module
+    monkeypatch.delenv(backends.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    backends._missing.cache_clear()
+    backends.automatic_backend.cache_clear()
+    try:
+        longhorn = scan_arguments("longhorn")
+        with caplog.at_level(logging.WARNING, logger=backends.__name__):
+            assert ops.longhorn_scan(*longhorn[:2], *longhorn[3:5]).isfinite().all()
+        reason = str(error) or "SystemError"
+        assert f"numba is installed but cannot be imported: {reason}" in caplog.text
+        with ops.use_backend("cpu"), pytest.raises(RuntimeError, match=reason):
+            backends.backend_for(torch.device("cpu"), torch.float32)
+    finally:
+        backends._missing.cache_clear()
         backends.automatic_backend.cache_clear()
 
 

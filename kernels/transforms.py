@@ -1,0 +1,129 @@
+"""The operators where PyTorch transforms functions: torch.func, forward-mode and second derivatives.
+
+There each operator is what ``plain.py`` and ``reference.py`` define, in operations that PyTorch transforms
+by itself: right for any nesting of grad, vjp, jvp, jacrev, jacfwd, hessian and vmap, and slow, one token
+after the other. Three ways lead here:
+
+    torch.func          A kernel at functorch's dispatch key, whoever calls the operator.
+    dual tensors        of torch.autograd.forward_ad have no such key: the model and the functions of
+                        ``ops.py`` ask for them, and an operator that another way gave one raises.
+    second derivatives  The operators of backward passes have them from the plain ones.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vil.kernels import autocast, operators, plain, reference  # noqa: F401  (operators defines them)
+from vil.kernels.checks import check_bidirectional, check_conv, check_mixer, check_single
+
+_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch.func is
+
+_library = torch.library.Library("vil", "FRAGMENT")
+
+
+def scan(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return what ``vil::scan`` does."""
+    arguments = autocast.cast("scan", arguments)
+    check_single(*arguments[:-1])
+    return reference.scan(*arguments)
+
+
+def bidirectional_scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``vil::bidirectional_scan`` does."""
+    arguments = autocast.cast("bidirectional_scan", arguments)
+    check_bidirectional(*arguments[:-1])
+    return plain.bidirectional_scan(*arguments)
+
+
+def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
+    """Return what ``vil::causal_conv1d_bidirectional`` does."""
+    arguments = autocast.cast("causal_conv1d_bidirectional", arguments)
+    check_conv(*arguments)
+    return reference.causal_conv1d_bidirectional(*arguments)
+
+
+def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what ``vil::mixer`` does."""
+    arguments = autocast.cast("mixer", arguments)
+    check_mixer(*arguments[:9], *arguments[10:])
+    with torch.autocast(arguments[0].device.type, enabled=False):
+        return plain.mixer(*arguments)
+
+
+class _Backward(NamedTuple):
+    """A backward operator in plain PyTorch, which is differentiable."""
+
+    forward: Callable[..., Any]
+    """The plain operator."""
+    given: int
+    """Gradients of its outputs: the first arguments."""
+    inputs: int
+    """Of the operator, those that have gradients: the next arguments."""
+    rest: Callable[..., tuple]
+    """Returns the operator's other arguments, given the other ones here."""
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return the gradients, as the operator does."""
+        count = self.given + self.inputs
+        tensors, others = arguments[self.given : count], self.rest(*arguments[count:])
+
+        def outputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+            made = self.forward(*tensors, *others)
+            return (made,) if isinstance(made, Tensor) else made[: self.given]
+
+        found = reference.gradients(outputs, tensors, arguments[: self.given])
+        return tuple(tensors[0].new_empty(0) if g is None else g for g in found)
+
+    def gradients(self, grads: tuple[Tensor, ...], arguments: list[Any]) -> tuple:
+        """Return second derivatives: for each argument the gradient, or None."""
+        count = self.given + self.inputs
+        tensors, others = tuple(arguments[:count]), arguments[count:]
+        found = reference.gradients(lambda *tensors: self(*tensors, *others), tensors, grads)
+        return (*found, *(None for _ in others))
+
+
+_FORWARD = {
+    "scan": scan,
+    "bidirectional_scan": bidirectional_scan,
+    "causal_conv1d_bidirectional": causal_conv1d_bidirectional,
+    "mixer": mixer,
+}
+_BACKWARD = {
+    "scan_backward": _Backward(scan, 2, 8, lambda *rest: rest),
+    "bidirectional_scan_backward": _Backward(
+        bidirectional_scan, 1, 8, lambda y_sum, states, recurrence: (recurrence, False)
+    ),
+    "causal_conv1d_bidirectional_backward": _Backward(
+        causal_conv1d_bidirectional, 1, 3, lambda order: (order,)
+    ),
+    "mixer_backward": _Backward(
+        mixer,
+        1,
+        8,
+        lambda projected, y_sum, states, recurrence, *grid: (recurrence, False, *grid),
+    ),
+}
+
+
+def _differentiate_twice(name: str, backward: _Backward) -> None:
+    """Register the derivatives of a backward operator."""
+
+    def setup(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*(a if isinstance(a, Tensor) else None for a in inputs))
+        ctx.others = [None if isinstance(a, Tensor) else a for a in inputs]
+
+    def again(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = zip(ctx.saved_tensors, ctx.others, strict=True)
+        arguments = [other if tensor is None else tensor for tensor, other in saved]
+        return backward.gradients(grads, arguments)
+
+    torch.library.register_autograd(f"vil::{name}", again, setup_context=setup)
+
+
+for _name, _kernel in (_FORWARD | _BACKWARD).items():
+    _library.impl(_name, _kernel, _FUNCTORCH)
+for _name, _backward in _BACKWARD.items():
+    _differentiate_twice(_name, _backward)

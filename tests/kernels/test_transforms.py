@@ -1,0 +1,290 @@
+"""Operators and models under what PyTorch does to functions: derivatives of every kind, vmap."""
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from vil.kernels import reference
+from vil.kernels.ops import (
+    bidirectional_scan,
+    causal_conv1d_bidirectional,
+    longhorn_scan,
+    mamba_scan,
+    use_backend,
+)
+from vil.mixer import BidirectionalMixer
+
+B, L, D, M = 2, 4, 3, 2
+Function = Callable[[Tensor], Tensor]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))
+    )
+
+
+def _longhorn(scan: Callable[..., Tensor]) -> Function:
+    beta, q, k = randn(B, L, D, seed=1), randn(B, L, M, seed=2), randn(B, L, M, seed=3)
+    return lambda x: scan(x, beta + x, q, k)
+
+
+def _mamba(scan: Callable[..., Tensor]) -> Function:
+    A, q, k = -randn(D, M).exp(), randn(B, L, M, seed=2), randn(B, L, M, seed=3)
+    skip, bias = randn(D), randn(D, seed=1)
+    return lambda x: scan(x, x.sin(), A, q, k, skip, bias)
+
+
+def _both_ways(scan: Callable[..., Tensor]) -> Function:
+    q, k = randn(2, B, L, M, seed=2), randn(2, B, L, M, seed=3)
+    D_, bias = randn(2, D, seed=4), randn(2, D, seed=5)
+
+    def function(x: Tensor) -> Tensor:
+        both = torch.stack((x, x.cos()))
+        return scan(both, both.flip(0), None, q, k, D_, bias, x, "longhorn_exact")
+
+    return function
+
+
+def _conv(conv: Callable[..., Tensor]) -> Function:
+    weight, bias = randn(2, D, 3), randn(2, D)
+    order = torch.tensor([[3, -1, 1, 0, -4]], dtype=torch.int32)
+    return lambda x: conv(x, weight, bias, order)
+
+
+def _mixer(*grid: object) -> Function:
+    torch.manual_seed(0)
+    mixer = BidirectionalMixer(D, d_state=M, dt_rank=1, dtype=torch.float64)
+    return lambda x: mixer(x, *grid)
+
+
+def _model(name: str) -> Function:
+    """Each token of the input as an image of 8 x 8 pixels."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 4, "depth": 2, "num_classes": 3}
+    model = timm.create_model(name, in_chans=D, **sizes).eval().double()
+    pixels = randn(D, 8, 8)
+    return lambda x: model((x.sum(1)[:, :, None, None] * pixels).sin())
+
+
+VALID = torch.tensor([[True, True, False, True]] * B)
+# What is called, and the same in plain PyTorch (or under the reference backend, by plain autograd).
+CASES: dict[str, tuple[Function, Function | None]] = {
+    "longhorn_scan": (
+        _longhorn(longhorn_scan),
+        _longhorn(
+            lambda x, dt, q, k: reference.scan(
+                x, dt, None, q, k, None, None, None, "longhorn", False
+            )[0]
+        ),
+    ),
+    "mamba_scan": (
+        _mamba(mamba_scan),
+        _mamba(lambda *a: reference.scan(*a, None, "mamba", False)[0]),
+    ),
+    "bidirectional_scan": (
+        _both_ways(bidirectional_scan),
+        _both_ways(reference.bidirectional_scan),
+    ),
+    "causal_conv1d_bidirectional": (
+        _conv(causal_conv1d_bidirectional),
+        _conv(reference.causal_conv1d_bidirectional),
+    ),
+    "mixer": (_mixer(), None),
+    "mixer on a grid": (_mixer([2, 2, 1, 1, 1, 1, 1, 1, 0], VALID), None),
+    "vil_tiny": (_model("vil_tiny"), None),
+    "vil_tiny_exact": (_model("vil_tiny_exact"), None),
+    "vim_tiny": (_model("vim_tiny"), None),
+}
+INPUT = randn(B, L, D)
+DIRECTION = randn(B, L, D, seed=9)
+
+
+def derivative(function: Function) -> Tensor:
+    """The derivative along DIRECTION, by differences of fourth order of the function as it runs."""
+    h = 1e-3
+    a, b, c, d = (function(INPUT + s * h * DIRECTION) for s in (-2, -1, 1, 2))
+    return (a - 8 * b + 8 * c - d) / (12 * h)
+
+
+def loss(function: Function) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x).square().sum()
+
+
+def by_autograd(function: Function) -> Tensor:
+    x = INPUT.clone().requires_grad_()
+    return torch.autograd.grad(loss(function)(x), x)[0]
+
+
+def near(found: Tensor, expected: Tensor, tolerance: float = 1e-7) -> None:
+    assert found.shape == expected.shape
+    assert expected.any()
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+
+
+each = pytest.mark.parametrize("name", CASES)
+
+
+@each
+def test_jvp(name: str) -> None:
+    function, _ = CASES[name]
+    value, tangent = torch.func.jvp(function, (INPUT,), (DIRECTION,))
+    near(value, function(INPUT))
+    near(tangent, derivative(function))
+
+
+@each
+def test_forward_ad(name: str) -> None:
+    function, _ = CASES[name]
+    with forward_ad.dual_level():
+        dual = function(forward_ad.make_dual(INPUT, DIRECTION))
+        value, tangent = forward_ad.unpack_dual(dual)
+    near(value, function(INPUT))
+    near(tangent, derivative(function))
+
+
+@each
+def test_grad_and_vjp(name: str) -> None:
+    function, _ = CASES[name]
+    near(torch.func.grad(loss(function))(INPUT), by_autograd(function))
+    value, pull_back = torch.func.vjp(function, INPUT)
+    near(pull_back(2 * value)[0], by_autograd(function))
+
+
+@each
+def test_jacobians(name: str) -> None:
+    function, _ = CASES[name]
+    by_rows = torch.autograd.functional.jacobian(function, INPUT)
+    near(torch.func.jacrev(function)(INPUT), by_rows)
+    near(torch.func.jacfwd(function)(INPUT), by_rows)
+    near(torch.autograd.functional.jacobian(function, INPUT, vectorize=True), by_rows)
+
+
+@each
+def test_vmap(name: str) -> None:
+    function, _ = CASES[name]
+    inputs = torch.stack((INPUT, DIRECTION, INPUT + DIRECTION))
+    near(torch.func.vmap(function)(inputs), torch.stack([function(x) for x in inputs]))
+    gradients = torch.func.vmap(torch.func.grad(loss(function)))(inputs)
+    near(gradients[0], by_autograd(function))
+
+
+@each
+def test_second_derivatives(name: str) -> None:
+    """By backward of backward, hessian, and forward over reverse: all the same, and the differences'."""
+    function, _ = CASES[name]
+    x = INPUT.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(function)(x), x, create_graph=True)
+    (product,) = torch.autograd.grad(gradient, x, DIRECTION)
+    near(product, derivative(torch.func.grad(loss(function))))
+    near(torch.func.jvp(torch.func.grad(loss(function)), (INPUT,), (DIRECTION,))[1], product)
+    if "tiny" not in name:
+        hessian = torch.func.hessian(loss(function))(INPUT)
+        near(torch.tensordot(hessian, DIRECTION, 3), product)
+
+
+@each
+def test_value_and_gradient(name: str) -> None:
+    """That all above is compared with, against plain PyTorch."""
+    function, plain = CASES[name]
+    if plain is not None:
+        near(function(INPUT), plain(INPUT))
+        near(by_autograd(function), by_autograd(plain))
+        return
+    found = function(INPUT), by_autograd(function)
+    with use_backend("reference"):
+        near(found[0], function(INPUT))
+        near(found[1], by_autograd(function))
+
+
+# ------------------------------------------------------------------------------ other ways to call a model
+
+
+IMAGES, TANGENTS = randn(2, 3, 8, 8), randn(2, 3, 8, 8, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 2, "num_classes": 3}
+    return timm.create_model("vil_tiny", **sizes).eval().double()
+
+
+def _compiled(model: torch.nn.Module) -> Function:
+    return torch.compile(model, backend="aot_eager")
+
+
+WAYS = {
+    "script": torch.jit.script,
+    "trace": lambda model: torch.jit.trace(model, IMAGES),
+    "export": lambda model: torch.export.export(model, (IMAGES,)).module(),
+    "compile": _compiled,
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_to_call_a_model_loses_a_tangent(way: str, model: torch.nn.Module) -> None:
+    expected = torch.func.jvp(model, (IMAGES,), (TANGENTS,))[1]
+    other = WAYS[way](model)
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(IMAGES, TANGENTS)
+        if way == "compile":
+            near(forward_ad.unpack_dual(other(dual)).tangent, expected)
+        else:
+            with pytest.raises((NotImplementedError, RuntimeError), match="forward-mode"):
+                other(dual)
+    # Afterwards, since TorchScript drops the dual tensors of any model once it has been differentiated.
+    near(torch.func.jvp(other, (IMAGES,), (TANGENTS,))[1], expected)
+
+
+def test_compiled_transforms(model: torch.nn.Module) -> None:
+    gradient = torch.func.grad(lambda x: model(x).square().sum())
+    near(_compiled(gradient)(IMAGES), gradient(IMAGES))
+
+
+def test_gradients_per_sample_and_ensembles(model: torch.nn.Module) -> None:
+    """Two recipes of torch.func's documentation: stacked parameters, and a gradient per image."""
+    parameters = dict(model.named_parameters())
+
+    def loss_of(parameters: dict[str, Tensor], image: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (image[None],)).square().sum()
+
+    each_image = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(parameters, IMAGES)
+    whole = torch.autograd.grad(model(IMAGES).square().sum(), list(parameters.values()))
+    for found, expected in zip(each_image.values(), whole, strict=True):
+        near(found.sum(0), expected)
+    stacked = {name: torch.stack([p, 1.1 * p]) for name, p in parameters.items()}
+    both = torch.func.vmap(lambda p: torch.func.functional_call(model, p, (IMAGES,)))(stacked)
+    near(both[0], model(IMAGES))
+    assert not torch.allclose(both[1], both[0])
+
+
+def test_autocast_inside_a_transform() -> None:
+    torch.manual_seed(0)
+    mixer, x = BidirectionalMixer(8, d_state=M), randn(B, L, 8).float()
+
+    def in_half(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return mixer(x).float().square().sum()
+
+    leaf = x.clone().requires_grad_()
+    expected = torch.autograd.grad(in_half(leaf), leaf)[0]
+    near(torch.func.grad(in_half)(x), expected, 0.02)
+
+
+def test_low_precision_and_parameters_of_another_dtype() -> None:
+    x, beta, q, k = (randn(B, L, n).bfloat16() for n in (D, D, M, M))
+    skip = randn(D).float()
+    y, tangent = torch.func.jvp(lambda x: longhorn_scan(x, beta, q, k, skip), (x,), (x,))
+    assert y.dtype == tangent.dtype == torch.bfloat16
+    near(tangent.float(), y.float(), 0.02)  # linear in x
+
+
+def test_wrong_arguments_are_named_here_too() -> None:
+    with pytest.raises(ValueError, match="q must have shape"):
+        torch.func.grad(lambda x: longhorn_scan(x, x, x[..., :1], x[..., :2]).sum())(INPUT)
