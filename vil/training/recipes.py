@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import tyro
 import yaml
 
+from vil.forms import misfit
 from vil.messages import one_line
 from vil.training.config import TrainConfig
-from vil.training.errors import ConfigError
+from vil.training.errors import ConfigError, OutputError, UserError
 from vil.training.launcher import said_once
 
 _Config = TypeVar("_Config")
@@ -119,8 +120,12 @@ def config_from_dict(values: dict[str, Any], origin: str) -> TrainConfig:
         origin: Where the values come from, for error messages.
 
     Raises:
+        OutputError: a value has not the type of its setting.
         ConfigError: a key is unknown to this version.
     """
+    wrong = misfit(values, TrainConfig, "config")
+    if wrong is not None:
+        raise OutputError(f"{origin}: {wrong}")
     sections = {}
     for section in dataclasses.fields(TrainConfig):
         given = {
@@ -152,6 +157,14 @@ def to_yaml(config: TrainConfig) -> str:
         for section, fields in dataclasses.asdict(config).items()
     }
     return yaml.safe_dump(sections, sort_keys=False)
+
+
+def wrote_yaml(content: bytes) -> bool:
+    """Tell whether to_yaml wrote a file, and not somebody by hand."""
+    try:
+        return to_yaml(config_from_dict(yaml.safe_load(content), "it")).encode() == content
+    except (yaml.YAMLError, UserError, ValueError, RecursionError):
+        return False
 
 
 def _flatten(path: Path, sections: Any) -> list[tuple[str, Any]]:

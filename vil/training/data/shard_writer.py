@@ -103,9 +103,10 @@ def make_shards(options: MakeOptions, console: Console) -> None:
     except OSError as error:
         raise OutputError(f"SHARD_FOLDER {folder} cannot be written: {error.strerror}") from error
     with lock:
-        remove_temporaries(folder)
         _announce(folder, plans)
         jobs = [(folder / name, images) for plan in plans for name, images in plan.shards]
+        files = [path for shard, _ in jobs for path in (shard, index_path(shard))]
+        remove_temporaries(folder, {INFO_NAME, *(path.name for path in files)})
         missing = [job for job in jobs if not _is_whole(job[0])]
         _work(_write_shard, missing, num_workers, console, "written")
     seconds = time.perf_counter() - start
@@ -251,7 +252,7 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
     path = folder / INFO_NAME
     info = json.loads(path.read_bytes()) if path.exists() else {"splits": {}}
     info["splits"] |= {plan.name: plan.info() for plan in plans}
-    write_text(path, json.dumps(info, indent=1) + "\n")
+    write_text(path, json.dumps(info, indent=1, allow_nan=False) + "\n")
 
 
 def _check_classes(classes: dict[str, tuple[str, ...]]) -> None:

@@ -90,5 +90,5 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
     described = json.loads(path.read_text(encoding="utf-8"))
     # The number of classes stands above, and transformers hands it over itself.
     described["model_args"].pop("num_classes", None)
-    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
