@@ -114,10 +114,7 @@ def write_index(shard: Path, samples: list[Sample]) -> None:
         OutputError: it could not be written.
     """
     index = ShardIndex(shard.stat().st_size, samples)
-    write_text(
-        index_path(shard),
-        json.dumps(index._asdict(), separators=(",", ":"), allow_nan=False) + "\n",
-    )
+    write_text(index_path(shard), json.dumps(index._asdict(), separators=(",", ":")) + "\n")
 
 
 def scan_shard(shard: Path) -> list[Sample]:

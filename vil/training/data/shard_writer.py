@@ -252,7 +252,7 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
     path = folder / INFO_NAME
     info = json.loads(path.read_bytes()) if path.exists() else {"splits": {}}
     info["splits"] |= {plan.name: plan.info() for plan in plans}
-    write_text(path, json.dumps(info, indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(info, indent=1) + "\n")
 
 
 def _check_classes(classes: dict[str, tuple[str, ...]]) -> None:
