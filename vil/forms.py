@@ -5,6 +5,8 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from vil.messages import said
+
 
 def misfit(value: Any, form: Any, name: str) -> str | None:
     """Say what about a value is not as it must be.
@@ -35,7 +37,7 @@ def misfit(value: Any, form: Any, name: str) -> str | None:
         return _wrong(value, _told(form), name)
     if origin is dict:
         keys = ((key, parts[0], f"a key of {name}") for key in value)
-        items = ((item, parts[1], f"{name}[{_said(key)}]") for key, item in value.items())
+        items = ((item, parts[1], f"{name}[{said(key)}]") for key, item in value.items())
         return _first(misfit, keys) or _first(misfit, items)
     if origin is tuple and parts[-1] is not Ellipsis:
         if len(value) != len(parts):
@@ -72,12 +74,4 @@ def _told(form: Any) -> str:
 
 
 def _wrong(value: Any, form: str, name: str) -> str:
-    return f"{name} must be {form}, got {_said(value)}"
-
-
-def _said(value: Any) -> str:
-    """Show what is short for certain, and of anything else its kind."""
-    if isinstance(value, str):
-        return repr(value[:50])
-    is_short = isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
-    return repr(value) if is_short else type(value).__name__
+    return f"{name} must be {form}, got {said(value)}"

@@ -293,7 +293,7 @@ WRONG = (
     ("metric", "best", "it.metric must be float or None, got 'best'"),
     ("data", ABSENT, "it lacks data"),
     ("data.training", 1, "it.data.training must be str, got 1"),
-    ("arch", None, "it.arch must be str, got NoneType"),
+    ("arch", None, "it.arch must be str, got None"),
     ("model_args", [], "it.model_args must be dict, got list"),
     ("pretrained_cfg.input_size", 16, "it.pretrained_cfg.input_size must be tuple"),
 )

@@ -9,9 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from vil.messages import said
 from vil.training.config import (
     DataConfig,
     TrainConfig,
@@ -132,6 +134,12 @@ def out_of_range(values: dict[str, Any]) -> Iterator[str]:
     Yields:
         What is wrong, a line each.
     """
+    for key, value in values.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, float) and not isfinite(number) for number in numbers):
+            yield f"{key} must be finite, got {value}"
+        if any(isinstance(number, int) and abs(number) >= 1 << 63 for number in numbers):
+            yield f"{key} must be below 2 to the power of 63, got {said(value)}"
     for key, least in _LEAST.items():
         if values[key] is not None and not values[key] >= least:
             yield f"{key} must be at least {least}, got {values[key]}"
