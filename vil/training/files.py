@@ -52,9 +52,11 @@ def write_atomically(
         prove(temporary)
         os.replace(temporary, path)
         sync(path.parent)
-    except (OSError, RuntimeError) as error:
-        free = shutil.disk_usage(path.parent).free >> 20 if path.parent.is_dir() else 0
-        reason = str(error)
+    except (OSError, RuntimeError, MemoryError) as error:
+        free = 0
+        with suppress(OSError):  # of a disk that is gone
+            free = shutil.disk_usage(path.parent).free >> 20
+        reason = str(error) or "not enough memory"
         if "unexpected pos" in reason:  # so torch.save reports a full disk
             reason = "the disk took only a part of it"
         raise OutputError(f"cannot write {path} ({free} MiB free): {reason}") from error

@@ -21,6 +21,7 @@ from vil.training.distributed import World
 from vil.training.errors import OutputError
 from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, sync, write_text
 from vil.training.recipes import to_yaml
+from vil.training.run import resume
 from vil.training.run.checkpoint import save_checkpoint
 from vil.training.run.resume import RunFolder, open_for_all
 from vil.training.run.setup import build_training
@@ -339,6 +340,27 @@ def test_best_that_is_gone_is_told(folder: Path, open_run: Callable) -> None:
     (folder / "best.pt").unlink()
     _, [told] = open_run(folder)
     assert told.endswith("best.pt of epoch 1 is gone; only a better epoch will write it")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "changes.csv"])
+def test_folder_in_the_place_of_a_file_is_told(
+    name: str, config: TrainConfig, folder: Path, open_run: Callable
+) -> None:
+    (folder / name).mkdir()
+    found, _ = open_run(folder)
+    with pytest.raises(OutputError, match=rf"cannot (write|replace) .*{re.escape(name)}.*Is a dir"):
+        resume._write_settings(folder, found.config, [])
+    assert (folder / name).is_dir()
+
+
+def test_disk_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "replace", gone)
+    monkeypatch.setattr(files.shutil, "disk_usage", gone)
+    with pytest.raises(OutputError, match=r"cannot write .*file \(0 MiB free\): .*Stale"):
+        write_text(tmp_path / "file", "new")
 
 
 def test_temporaries_of_given_names_are_removed(tmp_path: Path) -> None:

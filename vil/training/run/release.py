@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from timm.models import save_for_hf
 from torch import nn
 
@@ -35,7 +36,7 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
         OutputError: the checkpoint cannot be read, or the folder exists or cannot be written.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise OutputError(f"{folder} exists; choose another folder")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", options.license):
         raise ConfigError(
@@ -52,13 +53,17 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
     card = model_card(folder.name, weights, config, options.license)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
+        temporary.mkdir(parents=True)  # and if it is there, it is somebody else's
+    except OSError as error:
+        raise OutputError(f"cannot create {temporary}: {error.strerror}") from error
+    try:
         _write(temporary, model.eval(), weights, card, options.license)
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
         temporary.rename(folder)
         sync(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {folder}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -236,9 +236,14 @@ def _write_settings(folder: Path, config: TrainConfig, rows: list[dict[str, Any]
     told = [{key: str(value) for key, value in row.items()} for row in rows]
     for name, text in ((CONFIG, to_yaml(config)), (CHANGES, csv_text(told) if told else "")):
         path = folder / name
-        if not text:
-            path.unlink(missing_ok=True)
-        elif not path.exists() or path.read_bytes() != text.encode():
+        try:
+            if not text:
+                path.unlink(missing_ok=True)
+                continue
+            is_new = not path.is_file() or path.read_bytes() != text.encode()
+        except OSError as error:
+            raise OutputError(f"cannot replace {path}: {error.strerror}") from error
+        if is_new:
             write_text(path, text)
 
 
