@@ -198,8 +198,10 @@ def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
 def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
     """Check that all numbers of plain tensors are numbers.
 
+    A tensor without dimensions may be infinite, as the limits are to which some models clip.
+
     Args:
-        tensors: By name.
+        tensors: Weights, by name.
         origin: What has them, for the error message.
 
     Raises:
@@ -213,11 +215,11 @@ def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
     }
     if not floats:
         return
-    finite = torch.stack([value.isfinite().all() for value in floats.values()]).tolist()
-    wrong = [name for name, fine in zip(floats, finite, strict=True) if not fine]
-    if wrong:
-        more = f", nor are {len(wrong) - 1} other tensors" if len(wrong) > 1 else ""
-        raise ValueError(f"{origin}: {wrong[0]} is not finite{more}")
+    wrong = [v.isfinite().logical_not().any() if v.ndim else v.isnan() for v in floats.values()]
+    names = [name for name, bad in zip(floats, torch.stack(wrong).tolist(), strict=True) if bad]
+    if names:
+        more = f", nor are {len(names) - 1} other tensors" if len(names) > 1 else ""
+        raise ValueError(f"{origin}: {names[0]} is not finite{more}")
 
 
 class _FaultError(Exception):

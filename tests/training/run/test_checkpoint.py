@@ -25,6 +25,7 @@ from vil.training.run.checkpoint import About, load_checkpoint, load_weights, sa
 from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.setup import Training, build_model, build_training
 from vil.training.run.state import RunState
+from vil.weights import check_finite
 
 
 def about(config: TrainConfig) -> About:
@@ -320,6 +321,14 @@ def test_weights_that_are_not_finite_are_damage(key: str, saved: Path) -> None:
     torch.save(content, saved)
     with pytest.raises(DamagedError, match=r"last\.pt: head\.bias is not finite"):
         load_checkpoint(saved)
+
+
+def test_limits_may_be_infinite() -> None:
+    """As timm's gemma4_vit has them."""
+    check_finite({"input_max": torch.tensor(torch.inf), "index": torch.tensor(3)}, "it")
+    for value in (torch.tensor(torch.nan), torch.tensor([torch.inf])):
+        with pytest.raises(ValueError, match=r"it: input_max is not finite$"):
+            check_finite({"bias": torch.zeros(2), "input_max": value}, "it")
 
 
 @pytest.mark.parametrize("ema", [False, True])
