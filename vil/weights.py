@@ -33,10 +33,27 @@ _FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 p
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct")
 
 
+class _Averages(TypedDict, total=False):
+    """What is told of an epoch's averaged weights, where there were some."""
+
+    ema_loss: float
+    ema_top1: float
+    ema_top5: float
+
+
+class _Row(_Averages):
+    """What is told of an epoch of a run."""
+
+    epoch: int
+    val_loss: float
+    top1: float
+    top5: float
+
+
 class _Log(TypedDict, total=False):
     """What is read here of how far a run has come."""
 
-    history: list[dict[str, Any]]
+    history: list[_Row]
 
 
 class PretrainedCfg(TypedDict, total=False):

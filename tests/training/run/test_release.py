@@ -329,3 +329,25 @@ def test_full_disk_is_told(
         signal.signal(signal.SIGXFSZ, original)
     assert not list(tmp_path.glob("*small*"))
     assert not list(tmp_path.glob(".*small*"))
+
+
+def test_card_of_an_average_that_was_not_scored_has_no_metrics(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As of one that has begun since the last epoch."""
+    content = torch.load(checkpoint, weights_only=True)
+    for row in content["run"]["history"]:
+        for key in ("ema_loss", "ema_top1", "ema_top5"):
+            del row[key]
+    torch.save(content, checkpoint)
+    options = ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small"), ema=True)
+    release(options)
+    assert "## Metrics" not in (tmp_path / "small" / "README.md").read_text()
+
+
+def test_log_of_another_form_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    del content["run"]["history"][0]["top5"]
+    torch.save(content, checkpoint)
+    with pytest.raises(OutputError, match=r"the checkpoint\.run\.history\[0\] lacks top5"):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
