@@ -5,7 +5,7 @@ from datetime import timedelta
 from hypothesis import HealthCheck, settings
 
 quick = settings(
-    max_examples=20,
+    max_examples=15,
     derandomize=True,
     database=None,
     deadline=timedelta(seconds=10),
