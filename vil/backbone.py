@@ -258,10 +258,10 @@ class VisionLonghorn(nn.Module):
             self.init_weights(needs_reset=False)
 
     def _checked_pool(self, global_pool: str) -> str:
-        assert global_pool in _POOLS, f"global_pool must be one of {_POOLS}, got {global_pool!r}"
-        assert global_pool != "token" or self.has_class_token, (
-            'global_pool="token" needs class_token=True'
-        )
+        if global_pool not in _POOLS:
+            raise AssertionError(f"global_pool must be one of {_POOLS}, got {global_pool!r}")
+        if global_pool == "token" and not self.has_class_token:
+            raise AssertionError('global_pool="token" needs class_token=True')
         return global_pool
 
     def _checked_grid(self, trained_grid: tuple[int, int] | None) -> tuple[int, int]:
@@ -679,7 +679,8 @@ class VisionLonghorn(nn.Module):
         Raises:
             AssertionError: ``output_fmt`` or an index is unknown.
         """
-        assert output_fmt in ("NCHW", "NLC"), f"output_fmt must be NCHW or NLC, got {output_fmt!r}"
+        if output_fmt not in ("NCHW", "NLC"):
+            raise AssertionError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         height, width = x.shape[-2:]
         num_blocks = max_index + 1 if stop_early else len(self.blocks)

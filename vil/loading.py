@@ -56,8 +56,9 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such source.
+        OSError, MemoryError: it cannot be read.
         LookupError: it has no averaged weights.
-        ValueError: the source holds no weights, does not say which model they are of, or they do not
+        ValueError: the source holds no weights or some that are not finite, does not say which model they are of, or they do not
             fit the model, naming the first key that does not; a module has not one backbone of this
             package in it, or comes with timm's arguments.
     """

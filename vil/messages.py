@@ -1,6 +1,7 @@
 """What an exception says, on one line, for messages that quote it."""
 
 import textwrap
+from typing import Any
 
 _MOST = 500  # characters; what a hub or an unpickler says can be pages
 
@@ -16,3 +17,14 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if not line.endswith(":")] or lines or [type(error).__name__]
     return textwrap.shorten(telling[0], _MOST, placeholder=" ...")
+
+
+def said(value: Any) -> str:
+    """Show a value that somebody gave if it is short for certain, and of anything else its kind.
+
+    A list can hold another many times, which holds another many times, and so on.
+    """
+    if isinstance(value, str):
+        return repr(value[:50])
+    is_short = isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
+    return repr(value) if is_short or value is None else type(value).__name__

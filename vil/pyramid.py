@@ -214,7 +214,8 @@ class VisionLonghornPyramid(VisionLonghorn):
             AssertionError: ``output_fmt`` or an index is unknown.
             ValueError: A mask is given and patches overlap.
         """
-        assert output_fmt in ("NCHW", "NLC"), f"output_fmt must be NCHW or NLC, got {output_fmt!r}"
+        if output_fmt not in ("NCHW", "NLC"):
+            raise AssertionError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
         levels, _ = feature_take_indices(len(self.pyramid), indices)
         blocks = sorted({self.pyramid_blocks[level] for level in levels})
         result = super().forward_intermediates(

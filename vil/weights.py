@@ -1,11 +1,15 @@
 """Where weights come from: a file, a folder or a hub, read without executing anything in it."""
 
 import argparse
+import errno
+import io
 import pickle
 import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypedDict
 
 import timm
 import torch
@@ -19,22 +23,60 @@ from timm.models._hub import load_model_config_from_path, load_state_dict_from_p
 from torch import Tensor
 
 from vil.convert import convert_official_vim, is_official_vim
+from vil.forms import misfit
 from vil.messages import one_line
 
 _RAW = ("state_dict", "model")  # where files of training programs keep weights
 _AVERAGED = ("state_dict_ema", "model_ema")
-# What train_imagenet.py, and no other program, keeps beside the weights.
-_CHECKPOINT = {
-    "arch": str,
-    "model_args": dict,
-    "pretrained_cfg": dict,
-    "epoch": int,
-    "config": dict,
-    "run": dict,
-}
 _OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
 _FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 px every 8
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct")
+
+
+class _Averages(TypedDict, total=False):
+    """What is told of an epoch's averaged weights, where there were some."""
+
+    ema_loss: float
+    ema_top1: float
+    ema_top5: float
+
+
+class _Row(_Averages):
+    """What is told of an epoch of a run."""
+
+    epoch: int
+    val_loss: float
+    top1: float
+    top5: float
+
+
+class _Log(TypedDict, total=False):
+    """What is read here of how far a run has come."""
+
+    history: list[_Row]
+
+
+class PretrainedCfg(TypedDict, total=False):
+    """Classes and preprocessing in timm's terms."""
+
+    num_classes: int
+    input_size: tuple[int, int, int]
+    label_names: list[str] | tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    crop_pct: float
+
+
+class Described(TypedDict):
+    """What train_imagenet.py, and no other program, keeps beside the weights."""
+
+    arch: str
+    model_args: dict[str, Any]
+    pretrained_cfg: PretrainedCfg
+    epoch: int
+    config: dict[str, dict[str, Any]]
+    run: _Log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +122,9 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
 
     Raises:
         FileNotFoundError: there is no such file, folder or model.
+        OSError, MemoryError: it cannot be read, which says nothing of what it holds.
         LookupError: it has no averaged weights.
-        ValueError: it holds no weights, is damaged, or would execute code.
+        ValueError: it holds no weights or some that are not finite, is damaged, or would execute code.
     """
     name = str(source)
     scheme, _, place = name.partition(":")
@@ -126,22 +169,150 @@ def no_weights(name: str) -> Weights:
     )
 
 
-def check_sums(path: Path) -> None:
-    """Compare a zip archive, which torch.save writes, with its checksums; torch.load does not.
+def load_archive(path: Path) -> Any:
+    """Read what torch.save wrote, tensors and plain values, and compare it with its checksums.
 
     Raises:
-        FileNotFoundError: it is missing.
-        ValueError: a checksum is wrong, or it is cut off or no archive.
+        OSError, MemoryError: the disk or the memory fails, which says nothing of the content;
+            FileNotFoundError: it is missing.
+        ValueError: it is damaged, no such file, or holds more than tensors and plain values.
     """
+    with _reading(path) as file:
+        _check_members(file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def check_sums(path: Path) -> None:
+    """Compare what torch.save wrote with its checksums; torch.load does not.
+
+    Raises:
+        As load_archive does.
+    """
+    with _reading(path) as file:
+        _check_members(file)
+
+
+def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
+    """Check that tensors hold all of their numbers, which a few bytes of a file can claim of any size.
+
+    Args:
+        tensors: By name.
+        origin: What has them, for the error message.
+
+    Raises:
+        ValueError: one is sparse, quantized or empty of data, or has places that share a number.
+    """
+    for name, value in tensors.items():
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            raise ValueError(f"{origin}: {name} is no plain tensor")
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(
+                f"{origin}: {name} has not the numbers for its shape {(*value.shape,)}"
+            )
+
+
+def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
+    """Check that all numbers of plain tensors are numbers.
+
+    A tensor without dimensions may be infinite, as the limits are to which some models clip.
+
+    Args:
+        tensors: Weights, by name.
+        origin: What has them, for the error message.
+
+    Raises:
+        ValueError: some are NaN or infinite.
+    """
+    # Those of a byte, which lack functions, are widened; the answers are fetched from a GPU at once.
+    floats = {
+        name: value.float() if value.element_size() == 1 else value
+        for name, value in tensors.items()
+        if value.is_floating_point() or value.is_complex()
+    }
+    if not floats:
+        return
+    wrong = [v.isfinite().logical_not().any() if v.ndim else v.isnan() for v in floats.values()]
+    names = [name for name, bad in zip(floats, torch.stack(wrong).tolist(), strict=True) if bad]
+    if names:
+        more = f", nor are {len(names) - 1} other tensors" if len(names) > 1 else ""
+        raise ValueError(f"{origin}: {names[0]} is not finite{more}")
+
+
+class _FaultError(Exception):
+    """What is wrong with a file, to stand after its name."""
+
+
+class _Reader(io.FileIO):
+    """A file that remembers that the disk failed, whatever the program that reads makes of it."""
+
+    failure: OSError | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read, as the base does."""
+        return self._remembering(super().readinto, buffer)
+
+    def readall(self) -> bytes:
+        """Read, as the base does."""
+        return self._remembering(super().readall)
+
+    def _remembering(self, read: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return read(*arguments)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, and tell errors of the disk and the memory from those of the content.
+
+    Raises:
+        OSError, MemoryError: of the disk and of the memory.
+        ValueError: any other, which is the content's.
+    """
+    raw = _Reader(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # zipfile raises many things for a damaged file
+        with io.BufferedReader(raw) as file:
+            yield file
+    except _FaultError as error:
+        raise ValueError(f"{path} {error}") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is no file of torch.save, or holds more than tensors and plain values; what could "
+            f"execute code is not read"
+        ) from error
+    except Exception as error:  # zipfile and torch.load raise many things for a damaged file
+        if raw.failure is not None:
+            raise raw.failure from error
+        # A number in the file that leads to a place before its beginning is the file's fault.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(f"not enough memory for {path}") from error
         raise ValueError(f"{path} is truncated or not a checkpoint: {one_line(error)}") from error
+
+
+def _check_members(file: BinaryIO) -> None:
+    """Compare a zip archive with its checksums and with what torch.save writes.
+
+    Raises:
+        _FaultError: it differs.
+        Exception: anything that zipfile does, of what is no archive.
+    """
+    size = file.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise _FaultError("is compressed, which torch.save does not do")
+        if sum(member.file_size for member in members) > size:
+            raise _FaultError("is damaged: its parts are larger than the whole")
+        if len({member.filename for member in members}) < len(members):
+            raise _FaultError("is damaged: two of its parts have one name")
+        damaged = archive.testzip()
     if damaged is not None:
-        raise ValueError(f"{path} is damaged: wrong checksum in {damaged}")
+        raise _FaultError(f"is damaged: wrong checksum in {damaged}")
 
 
 def _from_file(path: Path, ema: bool) -> Weights:
@@ -153,12 +324,13 @@ def _from_file(path: Path, ema: bool) -> Weights:
         raise LookupError(f"{path} has no averaged weights ({' or '.join(_AVERAGED)})")
     state_dict = content[found] if found else content
     if not _is_state_dict(state_dict):
+        names = [key for key in content if isinstance(key, str)]
         raise ValueError(
             f"{path} holds no state dict, neither itself nor as {' or '.join(keys)}: "
-            f"it has {', '.join(map(str, list(content)[:5])) or 'nothing'}"
+            f"it has {', '.join(key[:50] for key in names[:5]) or 'nothing'}"
         )
     described: dict[str, Any] = {}
-    if all(key in content for key in _CHECKPOINT):
+    if Described.__required_keys__ <= content.keys():
         described = _describe_checkpoint(content, path)
     elif isinstance(content.get("arch"), str) and timm.is_model(content["arch"]):
         described = {"architecture": content["arch"]}  # as timm's trainer leaves it
@@ -185,8 +357,10 @@ def _weights(
         averaged: Whether it is an average.
 
     Raises:
-        ValueError: it is of an official Vision Mamba that no model here is.
+        ValueError: a weight is not finite, or it is of an official Vision Mamba that no model here is.
     """
+    check_plain(state_dict, origin)
+    check_finite(state_dict, origin)
     state_dict = _clean(state_dict)
     if is_official_vim(state_dict):
         try:
@@ -204,22 +378,12 @@ def _weights(
 
 def _load(path: Path) -> dict[str, Any]:
     """Load a file of tensors and plain values."""
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty")
-    with path.open("rb") as file:
-        is_archive = file.read(2) == b"PK"
-    if is_archive:  # also if it is cut off
-        check_sums(path)
-    try:
+    with _reading(path) as file:
+        if file.peek(2)[:2] == b"PK":  # also if it is cut off
+            _check_members(file)
+            file.seek(0)
         with torch.serialization.safe_globals([argparse.Namespace]):  # the options of a trainer
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} is no file of torch.save, or holds more than tensors and plain values; what could "
-            f"execute code is not read"
-        ) from error
-    except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise ValueError(f"{path} cannot be read as weights: {one_line(error)}") from error
+            content = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} and no state dict")
     return content
@@ -227,9 +391,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _describe_checkpoint(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Say what a checkpoint of train_imagenet.py knows of its model."""
-    for key, kind in _CHECKPOINT.items():
-        if not isinstance(content[key], kind):
-            raise ValueError(f"{path}: {key} must be a {kind.__name__}, got {content[key]!r:.100}")
+    wrong = misfit(content, Described, "the checkpoint")
+    if wrong is not None:
+        raise ValueError(f"{path}: {wrong}")
     return {
         "architecture": content["arch"],
         "model_args": content["model_args"],
@@ -302,10 +466,14 @@ def _describe_config(
 ) -> dict[str, Any]:
     """Say what timm's config.json knows of its model."""
     classes = {key: pretrained_cfg[key] for key in ("num_classes",) if key in pretrained_cfg}
+    cfg = _relevant(pretrained_cfg)
+    wrong = misfit(cfg, PretrainedCfg, "pretrained_cfg")
+    if wrong is not None:
+        raise ValueError(wrong)
     return {
         "architecture": architecture,
         "model_args": dict(model_args or {}) | classes,
-        "pretrained_cfg": _relevant(pretrained_cfg),
+        "pretrained_cfg": cfg,
     }
 
 

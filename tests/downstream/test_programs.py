@@ -20,6 +20,7 @@ from downstream import ade20k, cascade, coco
 from downstream.run import Options, Task
 from tests.downstream.small_heads import SIZES
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError
+from vil.training.files import LOCK_NAME
 
 SMALL = {
     "model_kwargs": ("embed_dim=16", "depth=4"),
@@ -108,7 +109,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
-    command = [sys.executable, "-c", f"{hold}; sys.stdout.flush(); input()", tmp_path / ".lock"]
+    command = [sys.executable, "-c", f"{hold}; sys.stdout.flush(); input()", tmp_path / LOCK_NAME]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as other:
         other.stdout.readline()

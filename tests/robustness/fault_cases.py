@@ -12,6 +12,7 @@ import shutil
 import signal
 import tarfile
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from tests.robustness.fault_runs import (
 from tests.robustness.kills_runs import Case, differing, left_alone, make_images, outcome
 from tests.robustness.kills_torchrun import EPOCHS as TORCHRUN_EPOCHS
 from tests.robustness.kills_torchrun import kill_torchrun
-from vil.training.files import lock_folder
+from vil.training.files import LOCK_NAME, lock_folder
 
 Fault = Callable[[Laboratory], Verdict]
 
@@ -331,6 +332,44 @@ def code_in_checkpoint(lab: Laboratory) -> Verdict:
     return Verdict("it ran the code", "safety") if trap.exists() else verdict
 
 
+def other_content_in_checkpoint(lab: Laboratory) -> Verdict:
+    """last.pt with a list for its log, its checksums right"""
+    return _changed_checkpoint(lab, lambda content: content["run"].update(history=[1]))
+
+
+def nan_in_checkpoint(lab: Laboratory) -> Verdict:
+    """a weight in last.pt that is NaN, its checksums right"""
+    return _changed_checkpoint(lab, lambda content: content["state_dict"]["head.bias"].fill_(nan))
+
+
+def unreadable_checkpoint(lab: Laboratory) -> Verdict:
+    """a disk that fails while last.pt is read"""
+    result = lab.run(injury=Injury("signal", 12, number=signal.SIGKILL))
+    errors = []
+    for reads in (0, 3, 20):
+        failed = lab.run(again=result, injury=Injury("reading", reads))
+        if failed.code != 5 or list(result.folder.glob("*damaged*")):
+            return Verdict(failed.printed[-300:], "the checkpoints' names")
+        errors.append(failed.error)
+    return lab.same(lab.run(again=result), f"exit 5: {errors[0]}; run again: exit 0")
+
+
+def best_checkpoint_deleted(lab: Laboratory) -> Verdict:
+    """best.pt deleted, the command of the finished run once more"""
+    result = lab.run()
+    epoch = torch.load(result.folder / "best.pt", weights_only=True)["epoch"]
+    if epoch == EPOCHS:  # last.pt is it then
+        return Verdict("the last epoch is the best", "the case")
+    (result.folder / "best.pt").unlink()
+    again = lab.run(again=result)
+    told = re.search(r"best\.pt of epoch \d+ is gone", again.printed)
+    if again.code != 0 or not told or not again.printed.endswith("last.pt\n"):
+        return Verdict(again.printed[-300:], "a word of it")
+    return Verdict(
+        "a warning; exit 0, the command to evaluate names last.pt", "nothing but what was deleted"
+    )
+
+
 def two_damaged_checkpoints(lab: Laboratory) -> Verdict:
     """last.pt and previous.pt cut in half"""
     result = lab.run(injury=Injury("signal", 12, number=signal.SIGKILL))
@@ -421,7 +460,7 @@ def second_run_in_the_folder(lab: Laboratory) -> Verdict:
     with lock_folder(result.folder):
         second = lab.run(again=result)
     after = {path.name: path.read_bytes() for path in result.folder.iterdir()}
-    changed = [name for name in before if name != ".lock" and before[name] != after[name]]
+    changed = [name for name in before if name != LOCK_NAME and before[name] != after[name]]
     if second.code != 5 or "is in use by process" not in second.error or changed:
         return Verdict(second.printed[-300:], f"files of the first: {changed}")
     return Verdict(f"exit 5: {second.error}", "nothing: the first goes on")
@@ -460,6 +499,29 @@ def folder_of_something_else(lab: Laboratory) -> Verdict:
     if (folder / "thesis.tex").read_text() != "precious" or len(list(folder.iterdir())) > 2:
         return Verdict(result.printed[-300:], "other files")
     return refused(result, 5, "holds thesis.tex and no run to continue")
+
+
+def folder_of_something_else_with_our_names(lab: Laboratory) -> Verdict:
+    """a folder with other files that have names as of this program's"""
+    folder = lab.root / "theirs"
+    names = (".precious.tmp", ".lock", "config.yaml", LOCK_NAME)
+    for name in names:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / name).write_text("precious")
+        result = lab.run(None, "--run.output", str(folder))
+        left = {path.name: path.read_text() for path in folder.iterdir()}
+        if result.code != 5 or left != {name: "precious"}:
+            return Verdict(result.printed[-300:], f"{name}, or a word of it")
+    return Verdict(f"exit 5, as with {names[0]}, {names[1]}", "nothing: not a file is touched")
+
+
+def disk_without_locks(lab: Laboratory) -> Verdict:
+    """a disk that has no locks"""
+    result = lab.run(injury=Injury("no locks"))
+    verdict = lab.same(result, "a warning; exit 0")
+    told = result.printed.count("has no locks (No locks available)")
+    return verdict if told == 1 else Verdict(result.printed[-300:], "the warning")
 
 
 def finished_run_again(lab: Laboratory) -> Verdict:
@@ -535,7 +597,11 @@ FAULTS: tuple[Fault, ...] = (
     zeroed_checkpoint,
     flipped_bit_in_checkpoint,
     code_in_checkpoint,
+    other_content_in_checkpoint,
+    nan_in_checkpoint,
     two_damaged_checkpoints,
+    unreadable_checkpoint,
+    best_checkpoint_deleted,
     killed_while_saving,
     killed_within_an_epoch,
     killed_between_epochs,
@@ -551,6 +617,8 @@ FAULTS: tuple[Fault, ...] = (
     changed_config,
     changed_data,
     folder_of_something_else,
+    folder_of_something_else_with_our_names,
+    disk_without_locks,
     finished_run_again,
     one_log_after_going_on,
     repeats_in_one_process,
@@ -656,6 +724,19 @@ def _damaged_checkpoint(lab: Laboratory, damage: Callable[[bytes], bytes]) -> Ve
     (result.folder / "last.damaged.pt").unlink(missing_ok=True)
     verdict = lab.same(again, "a warning, previous.pt is used; exit 0")
     return verdict if told else Verdict(again.printed[-300:], "the warning")
+
+
+def _changed_checkpoint(lab: Laboratory, change: Callable[[dict], object]) -> Verdict:
+    """Change what last.pt of a killed run holds, and write it as it should be written."""
+
+    def rewrite(content: bytes) -> bytes:
+        checkpoint = torch.load(io.BytesIO(content), weights_only=True)
+        change(checkpoint)
+        file = io.BytesIO()
+        torch.save(checkpoint, file)
+        return file.getvalue()
+
+    return _damaged_checkpoint(lab, rewrite)
 
 
 def _stopped(

@@ -1,5 +1,6 @@
 """Tiny runs of train_imagenet.py into which faults are injected, and how to judge their ends."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -18,6 +19,8 @@ from rich.console import Console
 
 from tests.robustness.kills_runs import CLASSES, CONTEXT, differing, free_port, outcome
 from tests.robustness.kills_server import train
+from vil import weights
+from vil.training import files
 from vil.training.config import (
     DataConfig,
     ModelConfig,
@@ -327,6 +330,26 @@ def _kill_while_saving(injury: Injury) -> None:
     os.fsync = fsync
 
 
+def _fail_to_read(injury: Injury) -> None:
+    """Let the disk fail after some reads of checkpoints."""
+    original, reads = weights._Reader._remembering, iter(range(10**9))
+
+    def remembering(self: weights._Reader, read: Callable, *arguments: Any) -> Any:
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        return original(self, fail if next(reads) >= injury.step else read, *arguments)
+
+    weights._Reader._remembering = remembering
+
+
+def _have_no_locks(injury: Injury) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    files.fcntl.lockf = refuse
+
+
 _INJURIES = {
     "signal": _at_step(_signal_self),
     "signal to all": _at_step(_signal_all),
@@ -334,4 +357,6 @@ _INJURIES = {
     "poison": _poison,
     "disk": _fill_disk,
     "saving": _kill_while_saving,
+    "reading": _fail_to_read,
+    "no locks": _have_no_locks,
 }

@@ -29,6 +29,7 @@ def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint without what must differ between equal runs."""
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["config"], checkpoint["asked"]  # the output folder
+    del checkpoint["run"]["seconds"]
     for row in checkpoint["run"]["history"]:
         for key in TIMES:
             del row[key]

@@ -74,6 +74,10 @@ class OutputError(UserError):
     exit_code = 5
 
 
+class DamagedError(OutputError):
+    """A checkpoint that was read, and is not what was written."""
+
+
 class LostProcessError(UserError):
     """Another process of the run ended in the middle of it."""
 

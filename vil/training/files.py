@@ -1,20 +1,30 @@
 """Files that are either whole or absent, tables in them, and the lock of a run's folder."""
 
 import csv
+import errno
 import fcntl
 import io
+import logging
 import os
+import re
 import shutil
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vil.training.errors import OutputError
 
-LOCK_NAME = ".lock"
+LOCK_NAME = ".vision-longhorn.lock"
+_LOCK_HEAD = b"Vision Longhorn writes into this folder. Last to do so: "
 _TEMPORARY = ".tmp"
+# What disks say that have no locks, as Lustre without -o flock, or cannot sync a folder.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+_logger = logging.getLogger("vil")
 
 
 def write_atomically(
@@ -42,9 +52,11 @@ def write_atomically(
         prove(temporary)
         os.replace(temporary, path)
         sync(path.parent)
-    except (OSError, RuntimeError) as error:
-        free = shutil.disk_usage(path.parent).free >> 20 if path.parent.is_dir() else 0
-        reason = str(error)
+    except (OSError, RuntimeError, MemoryError) as error:
+        free = 0
+        with suppress(OSError):  # of a disk that is gone
+            free = shutil.disk_usage(path.parent).free >> 20
+        reason = str(error) or "not enough memory"
         if "unexpected pos" in reason:  # so torch.save reports a full disk
             reason = "the disk took only a part of it"
         raise OutputError(f"cannot write {path} ({free} MiB free): {reason}") from error
@@ -94,49 +106,111 @@ def link_atomically(source: Path, path: Path) -> None:
             temporary.unlink()
 
 
-def lock_folder(folder: Path) -> BinaryIO:
+def lock_folder(folder: Path, warn: Callable[[str], object] = _logger.warning) -> BinaryIO:
     """Reserve a folder for this process; the lock ends with the process or when the file is closed.
 
     Args:
         folder: An existing folder.
+        warn: Told of a disk that has no locks.
 
     Returns:
         The open lock file.
 
     Raises:
-        OutputError: another process holds the lock, or the folder's disk has no locks.
+        OutputError: another process holds the lock, or the file of its name is not a lock of ours.
     """
+    path = folder / LOCK_NAME
     try:
-        file = (folder / LOCK_NAME).open("a+b")
+        # Not through a link, and without waiting for the other end of a pipe.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
     except OSError as error:
+        if path.is_symlink() or path.is_dir():
+            raise _no_lock_of_ours(path) from error
         raise OutputError(f"output folder {folder} cannot be written: {error.strerror}") from error
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.seek(0)
-        owner = file.read().decode(errors="replace") or "another process"
+        _take(file, path, warn)
+    except BaseException:
         file.close()
-        raise OutputError(f"output folder {folder} is in use by {owner}") from error
-    except OSError as error:
-        file.close()
-        raise OutputError(f"output folder {folder} cannot be locked: {error.strerror}") from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    file.flush()
+        raise
     return file
 
 
-def remove_temporaries(folder: Path) -> None:
-    """Remove what killed processes were writing."""
-    for path in folder.glob(f".*{_TEMPORARY}"):
-        path.unlink()
+def _take(file: BinaryIO, path: Path, warn: Callable[[str], object]) -> None:
+    """Lock an open file and write into it who has it.
+
+    Raises:
+        OutputError: another process has it, or it is somebody else's file.
+    """
+    content = file.read(1000) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    # A process that was killed, or a full disk, may have left a part of it.
+    if content is None or not (content.startswith(_LOCK_HEAD) or _LOCK_HEAD.startswith(content)):
+        raise _no_lock_of_ours(path)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            file.seek(0)
+            owner = file.read(1000).removeprefix(_LOCK_HEAD).decode(errors="replace").strip()
+            raise OutputError(
+                f"output folder {path.parent} is in use by {owner or 'another process'}"
+            ) from error
+        if error.errno not in _NO_LOCKS:
+            raise OutputError(
+                f"output folder {path.parent} cannot be locked: {error.strerror}"
+            ) from error
+        warn(
+            f"the disk of {path.parent} has no locks ({error.strerror}): a second process that wrote "
+            f"there, too, would not be noticed"
+        )
+    with suppress(OSError):  # of a full disk; what holds is the lock, this only says whose it is
+        file.truncate(0)
+        file.seek(0)
+        file.write(_LOCK_HEAD + f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def _no_lock_of_ours(path: Path) -> OutputError:
+    return OutputError(
+        f"{path} was not written by this program, which locks the folder by a file of that name; "
+        f"choose another folder, or move it away"
+    )
+
+
+def remove_temporaries(folder: Path, names: Collection[str]) -> None:
+    """Remove what killed processes were writing.
+
+    Args:
+        folder: Where this program writes.
+        names: Of the files it writes there; what is named otherwise is somebody else's.
+    """
+    for path in folder.iterdir():
+        if is_temporary(path, names):
+            with suppress(OSError):  # it is in nobody's way
+                path.unlink()
+
+
+def is_temporary(path: Path, names: Collection[str]) -> bool:
+    """Tell whether a file is what this program may have been writing when it was killed.
+
+    Args:
+        path: The file.
+        names: Of the files that it writes there.
+    """
+    named = re.fullmatch(rf"\.(.+)\.\d+{re.escape(_TEMPORARY)}", path.name)
+    return named is not None and named[1] in names and path.is_file() and not path.is_symlink()
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power loss."""
+    """Make a file, or the names in a folder, survive a power loss.
+
+    A folder that the disk cannot sync is left to it, as databases do.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
 

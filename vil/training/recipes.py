@@ -6,17 +6,21 @@ One parser serves files and the command line: a file is read as the arguments it
 import argparse
 import dataclasses
 import difflib
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 import yaml
 
-from vil.messages import one_line
+from vil.forms import misfit
+from vil.messages import one_line, said
 from vil.training.config import TrainConfig
-from vil.training.errors import ConfigError
+from vil.training.errors import ConfigError, OutputError, UserError
 from vil.training.launcher import said_once
 
 _Config = TypeVar("_Config")
@@ -74,18 +78,19 @@ def parse_arguments(
 class _OnceLoader(yaml.SafeLoader):
     """YAML's safe loader, but for a key that stands twice in a mapping, of which it takes the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping, each key once.
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Read a mapping, each key once; what a merge brings in may stand in both.
 
         Raises:
-            ConstructorError: a key stands twice.
+            ComposerError: a key stands twice.
         """
-        keys = [key.value for key, _ in node.value]
-        for (key, _), name in zip(node.value, keys, strict=True):
-            if keys.count(name) > 1:
-                where, problem = key.start_mark, f"{name} stands {keys.count(name)} times"
-                raise yaml.constructor.ConstructorError(None, None, problem, where)
-        return super().construct_mapping(node, deep)
+        node = super().compose_mapping_node(anchor)
+        times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and times[key.value] > 1:
+                problem = f"{key.value} stands {times[key.value]} times"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+        return node
 
 
 def read_recipe(path: Path) -> TrainConfig:
@@ -98,12 +103,13 @@ def read_recipe(path: Path) -> TrainConfig:
         ConfigError: the file is missing, not YAML, or has an unknown key, one twice, or a wrong value.
     """
     try:
-        sections = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader) or {}
+        sections = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # yaml raises many things, as of the date 2026-99-99
         raise ConfigError(f"--config {path} is not YAML: {one_line(error)}") from error
-    arguments = [word for key, value in _flatten(path, sections) for word in _words(key, value)]
+    pairs = _flatten(path, {} if sections is None else sections)
+    arguments = [word for key, value in pairs for word in _words(path, key, value)]
     try:
         with said_once():
             return tyro.cli(TrainConfig, args=arguments, prog=str(path))
@@ -119,8 +125,12 @@ def config_from_dict(values: dict[str, Any], origin: str) -> TrainConfig:
         origin: Where the values come from, for error messages.
 
     Raises:
+        OutputError: a value has not the type of its setting.
         ConfigError: a key is unknown to this version.
     """
+    wrong = misfit(values, TrainConfig, "config")
+    if wrong is not None:
+        raise OutputError(f"{origin}: {wrong}")
     sections = {}
     for section in dataclasses.fields(TrainConfig):
         given = {
@@ -154,20 +164,36 @@ def to_yaml(config: TrainConfig) -> str:
     return yaml.safe_dump(sections, sort_keys=False)
 
 
+def wrote_yaml(content: bytes) -> bool:
+    """Tell whether to_yaml wrote a file, and not somebody by hand."""
+    try:
+        return to_yaml(config_from_dict(yaml.safe_load(content), "it")).encode() == content
+    except (yaml.YAMLError, UserError, ValueError, RecursionError):
+        return False
+
+
 def _flatten(path: Path, sections: Any) -> list[tuple[str, Any]]:
     """List the recipe's ("section.key", value) pairs; an unknown one is an error."""
     known = flat_dict(TrainConfig())
     if not isinstance(sections, dict):
-        raise ConfigError(f"--config {path} must map sections to keys, got {sections!r}")
+        raise ConfigError(f"--config {path} must map sections to keys, got {said(sections)}")
     pairs = []
     for section, fields in sections.items():
         if not isinstance(fields, dict):
-            raise ConfigError(f"--config {path}: {section} must be a section, got {fields!r}")
-        pairs += [(f"{section}.{key}", value) for key, value in fields.items()]
-    for key, _ in pairs:
-        if key not in known:
-            raise ConfigError(f"--config {path}: unrecognized key {key}{_hint(key, known)}")
+            raise ConfigError(
+                f"--config {path}: {_spelt(section)} must be a section, got {said(fields)}"
+            )
+        for key, value in fields.items():
+            if not isinstance(section, str) or f"{section}.{key}" not in known:
+                name = f"{_spelt(section)}.{_spelt(key)}"
+                raise ConfigError(f"--config {path}: unrecognized key {name}{_hint(name, known)}")
+            pairs.append((f"{section}.{key}", value))
     return pairs
+
+
+def _spelt(key: Any) -> str:
+    """Show a key as it stands in the file, if that is a word."""
+    return key if isinstance(key, str) and re.fullmatch(r"[\w.-]{1,50}", key) else said(key)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
@@ -175,10 +201,21 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"; perhaps you meant {close[0]}" if close else ""
 
 
-def _words(key: str, value: Any) -> list[str]:
-    """Spell one setting as the command line would."""
+def _words(path: Path, key: str, value: Any) -> list[str]:
+    """Spell one setting as the command line would.
+
+    Raises:
+        ConfigError: no command line could.
+    """
     if isinstance(value, bool):
         section, name = key.split(".")
         return [f"--{key}" if value else f"--{section}.no-{name}"]
     values = value if isinstance(value, list) else [value]
+    for item in values:
+        is_plain = isinstance(item, str | int | float | date | None) and not isinstance(item, bool)
+        if not is_plain or (isinstance(item, str) and item.startswith("--")):
+            raise ConfigError(
+                f"--config {path}: {key} must be a value or a list of values, none of which begins "
+                f"with --; got {said(item)}"
+            )
     return [f"--{key}", *map(str, values)]

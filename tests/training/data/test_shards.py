@@ -29,6 +29,7 @@ from vil.training.data.shard_writer import MakeOptions, VerifyOptions, make_shar
 from vil.training.data.shards import ShardSource
 from vil.training.data.sources import FolderSource
 from vil.training.errors import ConfigError, DataError, OutputError, run_script
+from vil.training.files import LOCK_NAME
 
 NUM_CLASSES = 4
 
@@ -68,7 +69,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Read all files that a run is to leave."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK_NAME}
 
 
 def flip_bit(path: Path, position: int) -> None:

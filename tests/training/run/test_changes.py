@@ -14,6 +14,7 @@ import torch
 from tests.training.run_files import assert_same, load, rows, signal_at, with_
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
+from vil.training.files import LOCK_NAME
 from vil.training.recipes import read_recipe
 from vil.training.run import loop, report, resume
 from vil.training.run.optimizer_state import load_optimizer
@@ -122,7 +123,7 @@ def test_fewer_epochs_than_done_are_refused(
         assert "schedule.epochs must be more than the 1 epochs that the run in" in told
         assert "has done for it to go on with other schedule.epochs (3 -> 1); got 1" in told
     assert again() == 0
-    before = {path.name: path.read_bytes() for path in stopped.iterdir() if path.name != ".lock"}
+    before = {path.name: path.read_bytes() for path in stopped.iterdir() if path.name != LOCK_NAME}
     assert again("--optim.lr-base", "0.5", ALLOW) == 2
     assert "must be more than the 3 epochs that" in capsys.readouterr().err
     assert before == {name: (stopped / name).read_bytes() for name in before}
@@ -492,7 +493,7 @@ def test_best_by_the_average_is_what_evaluation_prints(
     assert f"top-1 {max(averages):.2f}% (best, EMA, epoch {best['epoch']})" in printed
     assert evaluate(str(folder / "best.pt"), "--ema", "--device", "cpu") == 0
     assert f"top-1    {max(averages):.2f}%" in capsys.readouterr().out
-    assert json.loads((folder / "best-eval.json").read_text())["top1"] == max(averages)
+    assert json.loads((folder / "best-ema-eval.json").read_text())["top1"] == max(averages)
 
 
 @pytest.mark.parametrize(("best", "epoch"), [("raw", 2), ("ema", 3)])

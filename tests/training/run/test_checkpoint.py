@@ -2,10 +2,8 @@
 
 import dataclasses
 import io
-import multiprocessing
-import os
 import re
-from concurrent.futures import ProcessPoolExecutor
+import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,18 +14,18 @@ import torch
 from vil.training import files
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
-from vil.training.errors import OutputError
+from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, UserError
 from vil.training.files import (
     link_atomically,
-    lock_folder,
-    remove_temporaries,
     write_atomically,
     write_text,
 )
 from vil.training.run import checkpoint as checkpoint_module
 from vil.training.run.checkpoint import About, load_checkpoint, load_weights, save_checkpoint
+from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.setup import Training, build_model, build_training
 from vil.training.run.state import RunState
+from vil.weights import check_finite
 
 
 def about(config: TrainConfig) -> About:
@@ -40,11 +38,14 @@ def about(config: TrainConfig) -> About:
     )
 
 
-def state(*scores: float, step: int = 4) -> RunState:
+def state(*reached_top1: float, step: int = 4) -> RunState:
     """Return the state of a run whose epochs reached the given top-1."""
-    reached = RunState(step=step * len(scores))
-    for epoch, top1 in enumerate(scores, 1):
-        reached.end_epoch({"epoch": epoch, "top1": top1})
+    reached = RunState(step=step * len(reached_top1))
+    for epoch, top1 in enumerate(reached_top1, 1):
+        times = {"images_per_s": 100.0, "seconds": 1.0}
+        counts = {"skipped_images": 0, "skipped_steps": 0}
+        scores = {"train_loss": 1.0, "val_loss": 1.0, "top1": top1, "top5": 100.0}
+        reached.end_epoch({"epoch": epoch, "lr": 1e-3, **scores, **counts, **times})
     return reached
 
 
@@ -195,7 +196,7 @@ def test_file_of_another_program_is_named(tmp_path: Path) -> None:
 
 def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     torch.save({"state_dict": Path("x")}, tmp_path / "code.pt")
-    with pytest.raises(OutputError, match=r"code\.pt is truncated or not a checkpoint: Weights"):
+    with pytest.raises(OutputError, match=r"code\.pt .* what could execute code is not read"):
         load_checkpoint(tmp_path / "code.pt")
 
 
@@ -245,36 +246,142 @@ def test_link_that_cannot_take_its_name_is_an_output_error(
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-def test_disk_without_locks_is_named_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def replaced(content: dict, path: str, value: object) -> dict:
+    """Return nested dictionaries and lists with another value at a place; ABSENT removes it."""
+    key, _, rest = path.partition(".")
+    place = int(key) if isinstance(content, list) else key
+    changed = content.copy()
+    if rest:
+        changed[place] = replaced(content[place], rest, value)
+    elif value is ABSENT:
+        del changed[place]
+    else:
+        changed[place] = value
+    return changed
+
+
+ABSENT = object()
+WRONG = (
+    ("config", [], "it.config must be dict, got list"),
+    ("config.schedule", [], "it.config['schedule'] must be dict, got list"),
+    ("config.schedule.epochs", "three", "it.config.schedule.epochs must be int, got 'three'"),
+    ("config.augment.scale", [0.1], "it.config.augment.scale must have 2 values, got 1"),
+    ("asked", "x", "it.asked must be dict, got 'x'"),
+    ("state_dict", [], "it.state_dict must be dict, got list"),
+    ("state_dict.head\nbias", 1, "it.state_dict"),
+    (
+        "state_dict_ema",
+        {"head.bias": 1.0},
+        "it.state_dict_ema['head.bias'] must be Tensor, got 1.0",
+    ),
+    ("optimizer", "adamw", "it.optimizer must be dict, got 'adamw'"),
+    ("optimizer.param_groups", {}, "it.optimizer.param_groups must be list, got dict"),
+    ("optimizer.param_groups.0.params", ["a"], "params[0] must be int, got 'a'"),
+    ("optimizer.state", {"x": {}}, "a key of it.optimizer.state must be int, got 'x'"),
+    ("run", [], "it.run must be dict, got list"),
+    ("run.best_epoch", ABSENT, "its run lacks best_epoch"),
+    ("run.best_epoch", 7, "its best epoch is 7 of 1"),
+    ("run.best_epoch", 0, "its best epoch is 0 of 1"),
+    ("run.step", -1, "fewer steps than none"),
+    ("run.step", True, "it.run.step must be int, got True"),
+    ("run.history", {}, "it.run.history must be list, got dict"),
+    ("run.history.0", "row", "it.run.history[0] must be dict, got 'row'"),
+    ("run.history.0.top1", ABSENT, "it.run.history[0] lacks top1"),
+    ("run.bad_images", [1], "it.run.bad_images must be dict, got list"),
+    ("run.changes", [{"step": 1}], "it.run.changes[0] lacks epoch, setting, before, after"),
+    ("epoch", "1", "it.epoch must be int, got '1'"),
+    ("epoch", 10**30, "it is of epoch"),
+    ("metric", "best", "it.metric must be float or None, got 'best'"),
+    ("data", ABSENT, "it lacks data"),
+    ("data.training", 1, "it.data.training must be str, got 1"),
+    ("arch", None, "it.arch must be str, got None"),
+    ("model_args", [], "it.model_args must be dict, got list"),
+    ("pretrained_cfg.input_size", 16, "it.pretrained_cfg.input_size must be tuple"),
+)
+
+
+def test_content_of_another_form_is_damage(saved: Path) -> None:
+    """Though its checksums are right."""
+    content = torch.load(saved, weights_only=True)
+    for path, value, told in WRONG:
+        torch.save(replaced(content, path, value), saved)
+        with pytest.raises(DamagedError, match=re.escape(told)) as caught:
+            load_checkpoint(saved)
+        assert "\n" not in str(caught.value)
+        if path.split(".")[0] in ("arch", "model_args", "config", "pretrained_cfg"):
+            with pytest.raises(UserError) as caught:  # as eval.py and release.py read it
+                load_subject(EvalConfig(checkpoint=str(saved)))
+            assert caught.value.exit_code == 5, path
+
+
+@pytest.mark.parametrize("key", ["state_dict", "state_dict_ema"])
+def test_weights_that_are_not_finite_are_damage(key: str, saved: Path) -> None:
+    content = torch.load(saved, weights_only=True)
+    content[key]["head.bias"][1] = -torch.inf
+    torch.save(content, saved)
+    with pytest.raises(DamagedError, match=r"last\.pt: head\.bias is not finite"):
+        load_checkpoint(saved)
+
+
+def test_limits_may_be_infinite() -> None:
+    """As timm's gemma4_vit has them."""
+    check_finite({"input_max": torch.tensor(torch.inf), "index": torch.tensor(3)}, "it")
+    for value in (torch.tensor(torch.nan), torch.tensor([torch.inf])):
+        with pytest.raises(ValueError, match=r"it: input_max is not finite$"):
+            check_finite({"bias": torch.zeros(2), "input_max": value}, "it")
+
+
+@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_weights_that_are_not_finite_are_not_saved(
+    ema: bool, first: bool, training: Training, config: TrainConfig, tmp_path: Path
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(files.fcntl, "lockf", refuse)
-    with pytest.raises(OutputError, match="cannot be locked: No locks available"):
-        lock_folder(tmp_path)
-
-
-def test_folder_is_locked_against_other_processes(tmp_path: Path) -> None:
-    def lock_in_another_process() -> None:
-        # Forked: what starts anew imports for seconds.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-            pool.submit(_lock, tmp_path).result()
-
-    with lock_folder(tmp_path):
-        told = re.escape(f"{tmp_path} is in use by process {os.getpid()} on")
-        with pytest.raises(OutputError, match=told):
-            lock_in_another_process()
-    lock_in_another_process()
+    if not first:
+        save_checkpoint(tmp_path, training, about(config), state(50.0))
+    with torch.no_grad():
+        (training.ema.module if ema else training.model).head.bias[2] = torch.nan
+    kept = "no checkpoint was written before" if first else "best.pt, last.pt in .* are from before"
+    message = rf"the weights after step 8: head\.bias is not finite; {kept}"
+    with pytest.raises(NonFiniteLossError, match=message):
+        save_checkpoint(tmp_path, training, about(config), state(50.0, 60.0))
+    assert len(list(tmp_path.glob("*.pt"))) == (0 if first else 2)
 
 
-def _lock(folder: Path) -> None:
-    lock_folder(folder)
+def test_tensors_that_claim_more_than_they_hold_are_refused(saved: Path) -> None:
+    """A few bytes can claim terabytes, which no check may allocate."""
+    content = torch.load(saved, weights_only=True)
+    for path, value in (
+        ("state_dict", content["state_dict"] | {"huge": torch.zeros(1).expand(1 << 40)}),
+        ("state_dict", content["state_dict"] | {"sparse": torch.zeros(3).to_sparse()}),
+        ("optimizer.state", {0: {"exp_avg": torch.zeros(1).expand(1 << 40)}}),
+    ):
+        torch.save(replaced(content, path, value), saved)
+        with pytest.raises(DamagedError, match=r"has not the numbers for|is no plain tensor"):
+            load_checkpoint(saved)
 
 
-def test_leftovers_of_killed_writes_are_removed(tmp_path: Path) -> None:
-    for name in (".last.pt.123.tmp", "last.pt"):
-        (tmp_path / name).write_text("x")
-    remove_temporaries(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+def test_weights_of_another_kind_of_numbers_do_not_fit(
+    saved: Path, training: Training, config: TrainConfig
+) -> None:
+    weights = load_checkpoint(saved)["state_dict"]
+    weights["head.bias"] = weights["head.bias"].long()
+    message = r"head\.bias is torch\.int64 in the checkpoint and torch\.float32 in the model"
+    with pytest.raises(OutputError, match=message):
+        load_weights(training.model, weights, saved, "vil_tiny")
+
+
+def test_archive_that_torch_does_not_write_is_refused(saved: Path) -> None:
+    """Compressed, it could unpack to a thousand times its size; overlapping, to any."""
+    with zipfile.ZipFile(saved) as archive:
+        parts = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    with pytest.raises(DamagedError, match="is compressed"):
+        load_checkpoint(saved)
+    with zipfile.ZipFile(saved, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+        archive.infolist().extend([archive.infolist()[-1]] * 10_000)
+    with pytest.raises(DamagedError, match=r"is damaged: its parts are larger|two of its parts"):
+        load_checkpoint(saved)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -11,8 +13,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from rich.console import Console
 
+import vil
 from vil.training.config import TrainConfig
+from vil.training.data.shard_writer import MakeOptions, make_shards
 from vil.training.errors import OutputError
 from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.release import ReleaseConfig, release
@@ -146,6 +151,135 @@ def test_other_classes_are_refused(
     for name in ("cedar", "dogwood"):
         (image_folder / "val" / name).rename(image_folder / "val" / f"other {name}")
     assert evaluate(str(checkpoint), "--data.path", str(image_folder)) == 0
+    told = capsys.readouterr().out
+    assert told.count("warning: ") == 1
+    assert (
+        "no class of the data has a name of the model's, as class 0, maple in the data and " in told
+    )
+
+
+@pytest.mark.parametrize("kind", ["wds", "digits"])
+def test_other_classes_of_any_data_are_told(
+    kind: str,
+    checkpoint: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Shards that make_shards.py wrote name their classes; digits have names, too."""
+    data = ("--data.dataset", "digits")
+    content = torch.load(checkpoint, weights_only=True)
+    if kind == "digits":  # as of a run on ten classes
+        content["pretrained_cfg"]["label_names"] = [f"{digit}!" for digit in range(9)] + ["zero"]
+        for key in ("state_dict", "state_dict_ema"):
+            for name in ("head.weight", "head.bias"):
+                values = content[key][name]
+                content[key][name] = values.repeat(3, *[1] * (values.ndim - 1))[:10]
+        content["model_args"]["num_classes"] = content["config"]["model"]["num_classes"] = 10
+    else:
+        content["pretrained_cfg"]["label_names"] = ["oak", "elm", "yew", "fir"]
+        options = MakeOptions(images=str(image_folder), shards=str(tmp_path / "shards"))
+        make_shards(options, Console(quiet=True))
+        data = ("--data.dataset", "wds", "--data.path", str(tmp_path / "shards"))
+    torch.save(content, checkpoint)
+    capsys.readouterr()
+    assert evaluate(str(checkpoint), *data) == 0
+    assert "warning: no class of the data has a name of the model's" in capsys.readouterr().out
+    content["pretrained_cfg"]["label_names"][0] = "1" if kind == "digits" else "dogwood"
+    torch.save(content, checkpoint)
+    assert evaluate(str(checkpoint), *data) == 3
+    assert re.search("class 0 is (0|ash) in the data and (1|dogwood) in", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--data.path", "other"), "path"),
+        (("--data.val-split", "train"), "split (validation -> train)"),
+        (("--img-size", "24"), "img_size (16 -> 24)"),
+        (("--crop-pct", "1"), "crop_pct (0.8 -> 1.0)"),
+        (("--amp", "True"), "amp (False -> True)"),
+    ],
+)
+def test_evaluation_of_something_else_is_not_overwritten(
+    options: tuple[str, ...],
+    told: str,
+    checkpoint: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(image_folder.parent)
+    shutil.copytree(image_folder, "other")
+    assert evaluate(str(checkpoint), "--per-class") == 0
+    written = checkpoint.with_name("last-eval.json")
+    before = written.read_text()
+    capsys.readouterr()
+    assert evaluate(str(checkpoint), *options, "--per-class") == 5
+    said = capsys.readouterr()
+    assert f"{written} is an evaluation with other {told}" in said.err
+    assert "choose another --json" in said.err
+    assert "top-1" not in said.out  # not scored
+    assert written.read_text() == before
+
+
+def test_evaluation_that_is_repeated_is_written_anew(
+    checkpoint: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = checkpoint.with_name("last-eval.json")
+    monkeypatch.chdir(image_folder.parent)
+    assert evaluate(str(checkpoint)) == 0
+    written.write_text(written.read_text().replace('"num_images": 12', '"num_images": 1'))
+    again = ("--data.path", image_folder.name, "--per-class", "--data.validation-batch-size", "1")
+    assert evaluate(str(checkpoint), *again) == 0
+    assert json.loads(written.read_text())["num_images"] == 12
+    assert evaluate(str(checkpoint)) == 5
+    assert "per_class, which this one does not tell" in capsys.readouterr().err
+    assert evaluate(str(checkpoint), "--ema") == 0
+    assert json.loads(checkpoint.with_name("last-ema-eval.json").read_text())["ema"]
+
+
+def test_weights_that_are_not_finite_are_refused(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["state_dict"]["head.bias"][0] = torch.nan
+    content["state_dict"]["norm.weight"][1] = torch.inf
+    torch.save(content, checkpoint)
+    capsys.readouterr()
+    assert evaluate(str(checkpoint)) == 5
+    told = capsys.readouterr().err
+    assert told == f"error: {checkpoint}: norm.weight is not finite, nor are 1 other tensors\n"
+    assert not checkpoint.with_name("last-eval.json").exists()
+    assert evaluate(str(checkpoint), "--ema") == 0
+    with pytest.raises(ValueError, match=r"norm\.weight is not finite"):
+        vil.load(checkpoint)
+    with pytest.raises(OutputError, match=r"norm\.weight is not finite"):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(checkpoint.parent / "new")))
+    assert not (checkpoint.parent / "new").exists()
+
+
+def test_score_that_is_not_finite_is_an_error(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of weights that are finite and too large."""
+    content = torch.load(checkpoint, weights_only=True)
+    content["state_dict"]["head.weight"].fill_(3e38)
+    torch.save(content, checkpoint)
+    capsys.readouterr()
+    assert evaluate(str(checkpoint)) == 4
+    told = capsys.readouterr()
+    assert "top-1" not in told.out
+    assert re.fullmatch(
+        r"error: the validation loss is (nan|inf) with the weights of .*last\.pt\n", told.err
+    )
+    assert not checkpoint.with_name("last-eval.json").exists()
 
 
 def test_other_number_of_classes_is_refused(

@@ -1,14 +1,18 @@
 """What is wrong with settings is told together, with what would be right, before torch is imported."""
 
+import ast
 import dataclasses
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from vil.training.config import ModelConfig, TrainConfig
+from vil.training.data.augment import train_transform
 from vil.training.data.shard_writer import make_shards
 from vil.training.errors import SettingsError, run_script
 from vil.training.options import MakeOptions
@@ -106,6 +110,15 @@ def test_recipes_are_right_but_for_what_a_user_adds(path: Path, image_folder: Pa
         ({"data__train_split": "trai"}, "has no folder trai"),
         ({"data__dataset": "digits"}, "data.path has no use for data.dataset digits, got"),
         ({"optim__best": "ema", "optim__model_ema_decay": None}, "optim.best ema needs averaged"),
+        ({"optim__lr_base": math.inf}, "optim.lr_base must be finite, got inf"),
+        ({"augment__scale": (0.1, math.nan)}, "augment.scale must be finite, got (0.1, nan)"),
+        ({"run__seed": 10**5000}, "run.seed must be below 2 to the power of 63, got int"),
+        ({"augment__aa": "rand-z9"}, "augment.aa rand-z9: rand of timm takes no 'z9'"),
+        ({"augment__aa": "rand-m"}, "takes no 'm'"),  # which timm passes over
+        ({"augment__aa": "rand-tfoo"}, "takes no 'tfoo'"),  # likewise
+        ({"augment__aa": "random"}, "augment.aa must be None or begin with one of rand, augmix,"),
+        ({"augment__aa": ""}, "augment.aa must be None or begin with"),
+        ({"augment__aa": "v0-m9"}, "augment.aa v0-m9: v0 of timm takes no 'm9'"),
     ],
 )
 def test_each_is_told(config: TrainConfig, settings: dict[str, object], expected: str) -> None:
@@ -233,3 +246,36 @@ def test_shards_are_counted_by_what_describes_them(
     ]
     (tmp_path / "made" / "_info.json").write_text("{")
     assert problems(changed(made, model__num_classes=9)) == []  # opening them says what is wrong
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("rand", "rand-m9-mstd0.5-inc1", "rand-n3-p0.5-mmax12-tweights", "rand-t3a-inc0-p1.0"),
+        *(
+            "augmix-m5-w4-d2",
+            "augmix-b1-a1.5-mstd1",
+            "original",
+            "originalr-mstd0.5",
+            "v0",
+            "v0r-mstd1",
+        ),
+        "3a",
+    ],
+)
+def test_policy_of_timm_is_one_here(config: TrainConfig, policy: str) -> None:
+    config = changed(config, augment__aa=policy)
+    assert problems(config) == []
+    transform = train_transform(config)
+    assert transform(Image.new("RGB", (30, 20))).shape == (3, 16, 16)
+
+
+def test_values_are_checked_without_asserts(tmp_path: Path) -> None:
+    """Which python -O leaves out, timm's among them."""
+    command = [sys.executable, "-O", str(ROOT / "train_imagenet.py"), "--augment.aa", "rand-z9"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "rand of timm takes no 'z9'" in done.stderr
+    for path in (ROOT / "vil").rglob("*.py"):
+        found = [node for node in ast.walk(ast.parse(path.read_text())) if type(node) is ast.Assert]
+        assert not found, path

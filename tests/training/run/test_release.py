@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
+import resource
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +71,6 @@ def test_failure_leaves_nothing(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(model: torch.nn.Module, folder: Path, **_: object) -> None:
-        folder.mkdir()
         (folder / "model.safetensors").write_text("half")
         raise OSError(28, "No space left on device")
 
@@ -297,3 +299,55 @@ def test_what_cannot_be_released_is_refused(
         assert message in error
         assert error.count("\n") == 1
         assert not (tmp_path / "new").exists()
+
+
+def test_what_is_in_the_way_stays(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    in_the_way = tmp_path / f".small.{os.getpid()}.tmp"
+    in_the_way.mkdir()
+    (in_the_way / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"cannot create .*\.tmp: File exists"):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder)))
+    assert (in_the_way / "notes.txt").read_text() == "mine"
+    folder.symlink_to("/nowhere")
+    with pytest.raises(OutputError, match="small exists; choose another folder"):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder)))
+
+
+def test_full_disk_is_told(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As safetensors does it, in an error of its own."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    original = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"cannot write .*small: .*[Ff]ile"):
+            release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, original)
+    assert not list(tmp_path.glob("*small*"))
+    assert not list(tmp_path.glob(".*small*"))
+
+
+def test_card_of_an_average_that_was_not_scored_has_no_metrics(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As of one that has begun since the last epoch."""
+    content = torch.load(checkpoint, weights_only=True)
+    for row in content["run"]["history"]:
+        for key in ("ema_loss", "ema_top1", "ema_top5"):
+            del row[key]
+    torch.save(content, checkpoint)
+    options = ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small"), ema=True)
+    release(options)
+    assert "## Metrics" not in (tmp_path / "small" / "README.md").read_text()
+
+
+def test_log_of_another_form_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    del content["run"]["history"][0]["top5"]
+    torch.save(content, checkpoint)
+    with pytest.raises(OutputError, match=r"the checkpoint\.run\.history\[0\] lacks top5"):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))

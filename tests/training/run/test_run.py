@@ -1,5 +1,6 @@
 """The two scripts from end to end: what a run leaves, resuming, faults, exit codes."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -21,7 +22,8 @@ from vil.training.config import TrainConfig
 from vil.training.data.batches import Step
 from vil.training.recipes import read_recipe
 from vil.training.run import loop
-from vil.training.run.engine import StepResult
+from vil.training.run.engine import Score, StepResult
+from vil.training.run.engine import evaluate as evaluate_of_engine
 from vil.training.run.engine import train_step as train_step_of_engine
 from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.setup import Training
@@ -36,7 +38,7 @@ def test_run_leaves_everything_it_promises(
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder)) == 0
     assert {path.name for path in folder.iterdir()} == {
-        ".lock",
+        ".vision-longhorn.lock",
         "best.pt",
         "last.pt",
         "previous.pt",
@@ -273,13 +275,10 @@ def test_damaged_checkpoint_is_bypassed_loudly(
     for _ in range(2 if both else 1):
         assert train(config, "--run.output", str(folder)) == (5 if both else 0)
     told = capsys.readouterr()
-    assert "last.pt is truncated or not a checkpoint" in told.out
-    if both:
+    assert "last.pt is truncated or not a checkpoint" in (told.err if both else told.out)
+    if both:  # and nothing is renamed, as nothing goes on
         assert "no checkpoint in" in told.err
-        assert sorted(p.name for p in folder.glob("*.pt")) == [
-            "last.damaged.pt",
-            "previous.damaged.pt",
-        ]
+        assert sorted(p.name for p in folder.glob("*.pt")) == ["last.pt", "previous.pt"]
     else:
         assert "resumed  after step 0 of epoch 3" in told.out
         assert_same(load(folder / "last.pt"), before)
@@ -358,6 +357,75 @@ def test_useless_weights_end_the_run(
         r"error: the validation loss is (nan|inf) after epoch 3; .*\n", capsys.readouterr().err
     )
     assert load(tmp_path / "run" / "last.pt")["epoch"] == 2
+
+
+def test_useless_weights_of_the_first_epoch_leave_no_word_of_earlier_ones(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def useless(*arguments: object) -> list[Score]:
+        return [score._replace(loss=math.nan) for score in evaluate_of_engine(*arguments)]
+
+    monkeypatch.setattr(loop, "evaluate", useless)
+    assert train(config, "--run.output", str(tmp_path / "run")) == 4
+    told = "error: the validation loss is nan after epoch 1; no checkpoint was written before\n"
+    assert capsys.readouterr().err == told
+    assert not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_seconds_of_an_epoch_are_those_of_all_its_parts(
+    config: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """And images per second are those of all its images, of which most cost follows."""
+    hour = 3600.0
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signal_at(patch, 2, signal.SIGTERM)
+        assert train(config, "--run.output", str(folder), "--run.log-interval", "1") == 143
+    content = torch.load(folder / "last.pt", weights_only=True)
+    assert 0 < content["run"]["seconds"] < 60
+    content["run"]["seconds"] += hour
+    torch.save(content, folder / "last.pt")
+    with monkeypatch.context() as patch:
+        signal_at(patch, 3, signal.SIGTERM)
+        assert train(config, "--run.output", str(folder), "--run.log-interval", "1") == 143
+    assert train(config, "--run.output", str(folder), "--run.log-interval", "1") == 0
+    with (folder / "log.csv").open() as file:
+        first, *others = csv.DictReader(file)
+    assert hour < float(first["seconds"]) < hour + 60
+    assert float(first["images_per_s"]) == pytest.approx(32 / hour, rel=0.02)
+    assert all(float(row["seconds"]) < 60 for row in others)
+    assert torch.load(folder / "last.pt", weights_only=True)["run"]["seconds"] == 0
+
+
+def test_end_names_a_checkpoint_that_is_there(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    arguments = ("--run.output", str(folder), "--schedule.epochs", "1")
+    train(config, *arguments)
+    (folder / "best.pt").unlink()
+    (folder / "previous.pt").write_bytes((folder / "last.pt").read_bytes())
+    content = torch.load(folder / "last.pt", weights_only=True)
+    row = content["run"]["history"][0] | {"epoch": 2, "top1": -1.0}  # best.pt is of the first then
+    content["run"] |= {"history": [*content["run"]["history"], row], "step": 8}
+    content["config"]["schedule"]["epochs"] = content["asked"]["schedule"]["epochs"] = 2
+    torch.save(content | {"epoch": 2}, folder / "last.pt")
+    capsys.readouterr()
+    assert train(config, *arguments[:2], "--schedule.epochs", "2") == 0
+    told = capsys.readouterr().out
+    assert "best.pt of epoch 1 is gone; only a better epoch will write it" in told
+    assert f"files    {folder}: last.pt, config.yaml" in told
+    assert told.endswith(f"evaluate python eval.py {folder / 'last.pt'}\n")
 
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
@@ -467,7 +535,7 @@ def test_evaluation_gives_the_number_of_the_run(
     assert (result["top1"], result["top5"]) == (row["top1"], row["top5"])
     assert (result["loss"], result["num_images"]) == (row["val_loss"], 12)
     assert evaluate(str(path), "--device", "cpu", "--ema") == 0
-    averaged = json.loads((folder / f"{name}-eval.json").read_text())
+    averaged = json.loads((folder / f"{name}-ema-eval.json").read_text())
     assert averaged["loss"] == row["ema_loss"] != result["loss"]
 
 

@@ -103,9 +103,10 @@ def make_shards(options: MakeOptions, console: Console) -> None:
     except OSError as error:
         raise OutputError(f"SHARD_FOLDER {folder} cannot be written: {error.strerror}") from error
     with lock:
-        remove_temporaries(folder)
         _announce(folder, plans)
         jobs = [(folder / name, images) for plan in plans for name, images in plan.shards]
+        files = [path for shard, _ in jobs for path in (shard, index_path(shard))]
+        remove_temporaries(folder, {INFO_NAME, *(path.name for path in files)})
         missing = [job for job in jobs if not _is_whole(job[0])]
         _work(_write_shard, missing, num_workers, console, "written")
     seconds = time.perf_counter() - start

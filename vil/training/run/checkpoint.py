@@ -13,26 +13,57 @@ A run's folder has last.pt, previous.pt (the one before) and best.pt.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vil.messages import first_line
+from vil.forms import misfit
+from vil.messages import first_line, one_line
 from vil.training.config import TrainConfig
-from vil.training.errors import OutputError
+from vil.training.errors import DamagedError, NonFiniteLossError, OutputError
 from vil.training.files import link_atomically, write_atomically
 from vil.training.run.resolve import model_arguments
 from vil.training.run.setup import Training, versions
 from vil.training.run.state import RunState
-from vil.weights import check_sums
-
-_KEYS = (
-    *("arch", "model_args", "pretrained_cfg", "state_dict", "optimizer"),
-    *("run", "epoch", "metric", "config", "asked", "data"),
-)
+from vil.weights import Described, check_finite, check_plain, check_sums, load_archive
 
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+
+
+class _ParamGroup(TypedDict):
+    params: list[int]
+
+
+class _Optimizer(TypedDict):
+    state: dict[int, dict[str, Any]]
+    param_groups: list[_ParamGroup]
+
+
+class _Fingerprints(TypedDict):
+    training: str
+    validation: str
+
+
+class _Averages(TypedDict, total=False):
+    state_dict_ema: dict[str, Tensor]
+
+
+class _Checkpoint(Described, _Averages):
+    """What a run needs of a checkpoint to go on."""
+
+    state_dict: dict[str, Tensor]
+    optimizer: _Optimizer
+    metric: float | None
+    data: _Fingerprints
+
+
+class _Parts(TypedDict):
+    """The same, those parts of it that are described by the classes that they become."""
+
+    run: RunState
+    config: TrainConfig
+    asked: TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +106,14 @@ def save_checkpoint(folder: Path, training: Training, about: About, state: RunSt
 
     Raises:
         OutputError: it could not be written; the earlier ones are intact.
+        NonFiniteLossError: a weight is NaN or infinite, which is not kept.
     """
+    for model in (training.model, *([] if training.ema is None else [training.ema.module])):
+        try:
+            check_finite(model.state_dict(), f"the weights after step {state.step}")
+        except ValueError as error:
+            kept = kept_checkpoints(folder)
+            raise NonFiniteLossError(f"{error}; {kept}") from error
     checkpoint = {
         "arch": about.config.model.name,
         "model_args": model_arguments(about.config.model),
@@ -108,25 +146,57 @@ def link_if_best(folder: Path, state: RunState) -> None:
         link_atomically(folder / LAST, folder / BEST)
 
 
+def kept_checkpoints(folder: Path) -> str:
+    """Say which checkpoints a run that cannot go on has, all written before that."""
+    names = [name for name in (BEST, LAST, PREVIOUS) if (folder / name).exists()]
+    if not names:
+        return "no checkpoint was written before"
+    return f"{', '.join(names)} in {folder} {'is' if len(names) == 1 else 'are'} from before and intact"
+
+
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint written by save_checkpoint and verify it.
 
     Raises:
-        OutputError: the file is missing, unreadable, damaged, or something else.
+        OutputError: the file is missing or cannot be read.
+        DamagedError: it was read, and is damaged or something else.
     """
-    _check_sums(path)
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever its unpickler meets
-        raise OutputError(
-            f"checkpoint {path} is truncated or not a checkpoint: {first_line(error)}"
-        ) from error
-    missing = [key for key in _KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
-    if missing:
-        raise OutputError(
-            f"checkpoint {path} was not written by train_imagenet.py: it lacks {', '.join(missing)}"
-        )
+        checkpoint = load_archive(path)
+    except (OSError, MemoryError, ValueError) as error:
+        _explain(path, error)
+    wrong = (
+        misfit(checkpoint, _Checkpoint, "it")
+        or misfit(checkpoint, _Parts, "it")
+        or _contradiction(checkpoint)
+    )
+    if wrong is not None:
+        raise DamagedError(f"checkpoint {path} was not written by train_imagenet.py: {wrong}")
+    try:
+        for key in ("state_dict", "state_dict_ema"):
+            check_plain(checkpoint.get(key, {}), path)
+            check_finite(checkpoint.get(key, {}), path)
+        for values in checkpoint["optimizer"]["state"].values():
+            check_plain({k: v for k, v in values.items() if isinstance(v, Tensor)}, path)
+    except ValueError as error:
+        raise DamagedError(f"checkpoint {error}") from error
     return checkpoint
+
+
+def _contradiction(checkpoint: dict[str, Any]) -> str | None:
+    """Say what of a checkpoint, each part of which has its form, cannot be of one run."""
+    run = checkpoint["run"]
+    missing = [item.name for item in dataclasses.fields(RunState) if item.name not in run]
+    if missing:
+        return f"its run lacks {', '.join(missing)}"
+    epochs = len(run["history"])
+    if checkpoint["epoch"] != epochs:
+        return f"it is of epoch {checkpoint['epoch']} and its log of {epochs} epochs"
+    if not min(epochs, 1) <= run["best_epoch"] <= epochs:
+        return f"its best epoch is {run['best_epoch']} of {epochs}"
+    if run["step"] < 0 or run["loss_count"] < 0:
+        return "it has done fewer steps than none"
+    return None
 
 
 def load_weights(model: nn.Module, state_dict: dict[str, Any], path: Path, arch: str) -> None:
@@ -139,8 +209,15 @@ def load_weights(model: nn.Module, state_dict: dict[str, Any], path: Path, arch:
         arch: The model's name, for the error message.
 
     Raises:
-        OutputError: names or shapes differ from the model's.
+        OutputError: names, shapes or kinds of numbers differ from the model's.
     """
+    for name, value in model.state_dict().items():
+        found = state_dict.get(name, value).dtype
+        if found != value.dtype:
+            raise OutputError(
+                f"checkpoint {path} does not fit model {arch}: {name} is {found} in the checkpoint "
+                f"and {value.dtype} in the model"
+            )
     try:
         model.load_state_dict(state_dict)
     except (RuntimeError, ValueError) as error:
@@ -153,11 +230,24 @@ def _check_sums(path: Path) -> None:
     """Compare the file with its checksums.
 
     Raises:
-        OutputError: it is missing, cut off, no checkpoint, or a checksum is wrong.
+        OutputError: it cannot be read, or a checksum is wrong.
     """
     try:
         check_sums(path)
-    except FileNotFoundError as error:
+    except (OSError, MemoryError, ValueError) as error:
+        _explain(path, error)
+
+
+def _explain(path: Path, error: Exception) -> NoReturn:
+    """Raise what reading a checkpoint raised as an error of a run.
+
+    Raises:
+        OutputError: it is missing or cannot be read.
+        DamagedError: it was read, and is not whole.
+    """
+    if isinstance(error, ValueError):
+        raise DamagedError(f"checkpoint {error}") from error
+    if isinstance(error, FileNotFoundError):
         raise OutputError(f"checkpoint {path} does not exist") from error
-    except ValueError as error:
-        raise OutputError(f"checkpoint {error}") from error
+    said = error.strerror if isinstance(error, OSError) else one_line(error)
+    raise OutputError(f"checkpoint {path} cannot be read: {said}") from error

@@ -146,17 +146,18 @@ def evaluate(
     ]
 
 
-def check_score(score: Score, epoch: int) -> None:
-    """Check that the weights an epoch ended with are usable.
+def check_score(score: Score, what: str) -> None:
+    """Check that scored weights are usable.
+
+    Args:
+        score: Of them.
+        what: They are, for the error message.
 
     Raises:
         NonFiniteLossError: the validation loss is NaN or infinite.
     """
     if not math.isfinite(score.loss):
-        raise NonFiniteLossError(
-            f"the validation loss is {score.loss} after epoch {epoch + 1}; "
-            f"checkpoints of earlier epochs are intact"
-        )
+        raise NonFiniteLossError(f"the validation loss is {score.loss} {what}")
 
 
 def check_targets(targets: torch.Tensor, num_classes: int) -> None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +23,7 @@ from vil.training.errors import ConfigError, DataError, OutputError, SettingsErr
 from vil.training.files import write_text
 from vil.training.options import EvalConfig
 from vil.training.recipes import config_from_dict, flat_dict
-from vil.training.run.engine import evaluate
+from vil.training.run.engine import check_score, evaluate
 from vil.training.run.preflight import out_of_range
 from vil.training.run.report import model_size, new_console
 from vil.training.run.resolve import fill_from_weights
@@ -79,21 +80,25 @@ def evaluate_as(options: EvalConfig) -> None:
     In one of several processes, if a launcher started them: each scores a part of the images.
     """
     world = world_from_environment()
-    path = json_path(options)
+    console = new_console(quiet=not world.is_main)
     subject = load_subject(options)
+    path = json_path(subject, options)
     device = resolve_device(subject.config.run, world)
     with process_group(world, device):
-        result = run_evaluation(subject, options, device, world)
+        result = run_evaluation(subject, options, device, world, console.print)
     if world.is_main:
-        console = new_console()
         console.print(describe(result))
         if path is not None:
-            write_text(path, json.dumps(result, indent=2) + "\n")
+            write_text(path, json.dumps(result, indent=2, allow_nan=False) + "\n")
             console.print(f"written  {path}")
 
 
 def run_evaluation(
-    subject: Subject, options: EvalConfig, device: torch.device, world: World
+    subject: Subject,
+    options: EvalConfig,
+    device: torch.device,
+    world: World,
+    warn: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Score the model and describe what was scored.
 
@@ -102,64 +107,91 @@ def run_evaluation(
         options: The command line.
         device: What this process computes on.
         world: The processes, connected if there are several.
+        warn: Told that the data has other names of classes.
 
     Returns:
         What is printed and written as JSON.
+
+    Raises:
+        DataError: some of the data's classes are the model's, in other places.
+        NonFiniteLossError: the loss is NaN or infinite.
     """
     config = subject.config
     model = subject.model.to(device)
     with world.main_first():
         data = ValData(config, device, world)
-    _check_classes(subject.label_names, data.source.classes)
+    _check_classes(subject.label_names, data.source.classes, warn)
     by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=device)
     normalize = Normalize(config, device)
     [score] = evaluate([model], data, normalize, config.run.amp, by_class=by_class)
+    check_score(score, f"with the weights of {options.checkpoint}")
     per_class = {}
     if options.per_class:
         names = data.source.classes or subject.label_names or map(str, range(model.num_classes))
         per_class = {"per_class": _per_class(names, by_class)}
     return {
-        "checkpoint": _whole_name(options.checkpoint),
-        "model": config.model.name,
+        **_identity(subject, options),
         "weights": subject.weights,
-        "epoch": subject.epoch,
         **score._asdict(),
         **per_class,
         **model_size(model, config),
         "gmacs_count_scans": True,
-        "img_size": config.model.img_size,
-        "crop_pct": config.data.crop_pct,
-        "interpolation": config.data.interpolation,
-        "dataset": config.data.dataset,
-        "path": config.data.path,
         "device": str(device),
-        "amp": config.run.amp,
         "versions": versions(),
     }
 
 
-def json_path(options: EvalConfig) -> Path | None:
+def _identity(subject: Subject, options: EvalConfig) -> dict[str, Any]:
+    """Say what is scored on what: evaluations of which this is equal are one that was repeated."""
+    config = subject.config
+    return {
+        "checkpoint": _whole_name(options.checkpoint),
+        "model": config.model.name,
+        "ema": options.ema,
+        "epoch": subject.epoch,
+        "dataset": config.data.dataset,
+        "path": None if config.data.path is None else _whole_name(config.data.path),
+        "split": config.data.val_split,
+        "img_size": config.model.img_size,
+        "crop_pct": config.data.crop_pct,
+        "interpolation": config.data.interpolation,
+        "amp": config.run.amp,
+    }
+
+
+def json_path(subject: Subject, options: EvalConfig) -> Path | None:
     """Return where the result goes, having checked that nothing else is there.
 
     Raises:
-        OutputError: the file exists and is not an evaluation of the same checkpoint.
+        OutputError: the file exists and is not an evaluation of the same, or tells more of it.
     """
     checkpoint = Path(options.checkpoint)
     if options.json is not None:
         path = Path(options.json)
     elif checkpoint.is_file():
-        path = checkpoint.with_name(f"{checkpoint.stem}-eval.json")
+        path = checkpoint.with_name(f"{checkpoint.stem}{'-ema' if options.ema else ''}-eval.json")
     else:
         return None
-    if path.exists():
+    if os.path.lexists(path):
         try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, ValueError, RecursionError):
             earlier = None
-        whole = _whole_name(options.checkpoint)
-        if not isinstance(earlier, dict) or earlier.get("checkpoint") != whole:
+        identity = _identity(subject, options)
+        if not isinstance(earlier, dict) or earlier.get("checkpoint") != identity["checkpoint"]:
             raise OutputError(
                 f"{path} exists and is not an evaluation of {checkpoint}; choose another --json"
+            )
+        differing = [
+            f"{key} ({earlier.get(key)} -> {value})"
+            for key, value in identity.items()
+            if earlier.get(key) != value
+        ]
+        if "per_class" in earlier and not options.per_class:
+            differing.append("per_class, which this one does not tell")
+        if differing:
+            raise OutputError(
+                f"{path} is an evaluation with other {', '.join(differing)}; choose another --json"
             )
     return path
 
@@ -202,13 +234,25 @@ def _whole_name(source: str) -> str:
     return str(path.resolve()) if path.exists() else source
 
 
-def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
-    """Refuse images of which some classes are the model's, and others not or in another order."""
-    if None in (trained, found) or trained == found or not set(trained) & set(found):
-        return  # other names may be other words for the same
+def _check_classes(
+    trained: tuple[str, ...] | None,
+    found: tuple[str, ...] | None,
+    warn: Callable[[str], object],
+) -> None:
+    """Refuse images of which some classes are the model's, and others not or in another order.
+
+    Other names altogether may be other words for the same, which only who gave them can tell.
+    """
+    if None in (trained, found) or trained == found:
+        return
     pairs = enumerate(zip_longest(found, trained, fillvalue="missing"))
     first, (one, other) = next((i, pair) for i, pair in pairs if len(set(pair)) > 1)
-    raise DataError(f"class {first} is {one} in the data and {other} in the model")
+    if set(trained) & set(found):
+        raise DataError(f"class {first} is {one} in the data and {other} in the model")
+    warn(
+        f"warning: no class of the data has a name of the model's, as class {first}, {one} in the data "
+        f"and {other} in the model: the scores are right only if these are other words for the same"
+    )
 
 
 def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:
@@ -244,6 +288,8 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
         SettingsError: values are out of their range.
     """
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
+    if chosen.get("dataset", config.data.dataset) != config.data.dataset:
+        chosen = {"path": None} | chosen  # that of the other data is of no use
     if options.crop_pct is not None:
         chosen["crop_pct"] = options.crop_pct
     amp = config.run.amp if options.amp is None else options.amp

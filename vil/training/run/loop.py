@@ -10,7 +10,7 @@ import torch
 from vil.training.config import TrainConfig
 from vil.training.data.batches import Step, TrainData, ValData
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError
-from vil.training.run.checkpoint import About, save_checkpoint
+from vil.training.run.checkpoint import About, kept_checkpoints, save_checkpoint
 from vil.training.run.engine import StepResult, check_score, evaluate, train_step
 from vil.training.run.report import Pace, Report
 from vil.training.run.setup import Training
@@ -84,7 +84,7 @@ def train_epoch(run: Run, steps: Iterator[Step]) -> None:
     epoch, length = len(state.history), run.train_data.steps_per_epoch
     training.set_epoch(epoch)
     training.model.train()
-    run.pace = Pace(run.config.data.batch_size)
+    run.pace = Pace(run.config.data.batch_size, state.seconds, state.step - epoch * length)
     while state.step < (epoch + 1) * length:
         if run.agreement.check():
             save(run)
@@ -113,7 +113,8 @@ def finish_epoch(run: Run) -> None:
         config.run.amp,
         lambda: run.agreement.check(may_save=False),
     )
-    check_score(raw, epoch)
+    kept = training.world.broadcast(kept_checkpoints(run.folder) if run.is_main else None)
+    check_score(raw, f"after epoch {epoch + 1}; {kept}")
     row = {
         "epoch": epoch + 1,
         "lr": training.lr,
@@ -187,6 +188,8 @@ def save(run: Run, must: bool = False) -> None:
         OutputError: the checkpoint could not be written; earlier ones are intact.
     """
     read_results(run)
+    within_an_epoch = run.state.step > len(run.state.history) * run.train_data.steps_per_epoch
+    run.state.seconds = run.pace.seconds if within_an_epoch else 0.0
     run.report.sync()
     run.agreement.has_saved()
     if not run.is_main:

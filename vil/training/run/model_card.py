@@ -93,9 +93,9 @@ def _details(weights: Weights, config: TrainConfig) -> dict[str, Any]:
 def _metrics(weights: Weights) -> str:
     """Return the row of the run's log that the weights are of."""
     row = next((row for row in weights.history or () if row["epoch"] == weights.epoch), None)
-    if row is None:
-        return ""
     prefix = "ema_" if weights.averaged else ""
+    if row is None or f"{prefix}top1" not in row:  # as where an average has just begun
+        return ""
     loss = row["ema_loss" if weights.averaged else "val_loss"]
     return (
         "\n## Metrics\n\nOn the held-out images of its training data:\n\n"

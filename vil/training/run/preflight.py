@@ -5,12 +5,15 @@ imports do not import torch.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from vil.messages import said
 from vil.training.config import (
     DataConfig,
     TrainConfig,
@@ -66,6 +69,18 @@ _SHARES = (
 _NOT_ZERO = ("data.crop_pct", "optim.layer_decay")
 _NOT_ONE = ("model.drop_path_rate", "data.max_bad_images", "augment.smoothing")
 _OURS = ("vil_", "vim_")  # models whose patches must cover the image
+# timm's auto-augment policies and what may follow each after a dash. timm passes over what it does not
+# know, or leaves it to an assert, which python -O removes.
+_WHOLE, _NUMBER, _SWITCH = r"\d+", r"\d+(\.\d*)?", "[01]"
+_MSTD = f"mstd{_NUMBER}"
+_POLICIES = {
+    "rand": (
+        *(_MSTD, f"m{_WHOLE}", f"n{_WHOLE}", f"mmax{_WHOLE}"),
+        *(r"p(0(\.\d*)?|1(\.0*)?)", f"inc{_SWITCH}", "t(weights|3a|3aw)"),
+    ),
+    "augmix": (_MSTD, f"m{_WHOLE}", f"w{_WHOLE}", f"d{_WHOLE}", f"a{_NUMBER}", f"b{_SWITCH}"),
+    **dict.fromkeys(("original", "originalr", "v0", "v0r", "3a"), (_MSTD,)),
+}
 _PATCH = 16  # of theirs, where nothing else is said
 _WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 _DIGITS = {"training": 1437, "validation": 360}
@@ -119,6 +134,12 @@ def out_of_range(values: dict[str, Any]) -> Iterator[str]:
     Yields:
         What is wrong, a line each.
     """
+    for key, value in values.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, float) and not isfinite(number) for number in numbers):
+            yield f"{key} must be finite, got {value}"
+        if any(isinstance(number, int) and abs(number) >= 1 << 63 for number in numbers):
+            yield f"{key} must be below 2 to the power of 63, got {said(value)}"
     for key, least in _LEAST.items():
         if values[key] is not None and not values[key] >= least:
             yield f"{key} must be at least {least}, got {values[key]}"
@@ -146,6 +167,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     yield from _uncovered_image(config)
+    yield from _unknown_policy(config.augment.aa)
     if schedule.warmup_epochs is not None and schedule.warmup_epochs > schedule.epochs > 0:
         yield (
             f"schedule.warmup_epochs {schedule.warmup_epochs} is longer than the run, schedule.epochs "
@@ -158,6 +180,22 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     yield from data_contradictions(data, model)
     if config.optim.best == "ema" and config.optim.model_ema_decay is None:
         yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"
+
+
+def _unknown_policy(policy: str | None) -> Iterator[str]:
+    """Check the name of an auto-augment policy and its options."""
+    if policy is None:
+        return
+    name, *options = policy.split("-")
+    if name not in _POLICIES:
+        yield (
+            f"augment.aa must be None or begin with one of {', '.join(_POLICIES)}, such as "
+            f"rand-m9-mstd0.5-inc1; got {policy!r}"
+        )
+        return
+    for option in options:
+        if not re.fullmatch("|".join(_POLICIES[name]), option):
+            yield f"augment.aa {policy}: {name} of timm takes no {option!r}"
 
 
 def _unknown_weights(config: TrainConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from timm.models import save_for_hf
 from torch import nn
 
@@ -35,7 +36,7 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
         OutputError: the checkpoint cannot be read, or the folder exists or cannot be written.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
-    if folder.exists():
+    if os.path.lexists(folder):
         raise OutputError(f"{folder} exists; choose another folder")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", options.license):
         raise ConfigError(
@@ -52,13 +53,17 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
     card = model_card(folder.name, weights, config, options.license)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
+        temporary.mkdir(parents=True)  # and if it is there, it is somebody else's
+    except OSError as error:
+        raise OutputError(f"cannot create {temporary}: {error.strerror}") from error
+    try:
         _write(temporary, model.eval(), weights, card, options.license)
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
         temporary.rename(folder)
         sync(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {folder}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -90,5 +95,5 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
     described = json.loads(path.read_text(encoding="utf-8"))
     # The number of classes stands above, and transformers hands it over itself.
     described["model_args"].pop("num_classes", None)
-    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -24,6 +24,7 @@ from vil.training.run.state import RunState
 from vil.training.run.step_log import STEPS, StepLog, StepRow
 from vil.training.run.tracking import Tracking
 
+_FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png")
 _CURVE_EVERY = 30.0  # seconds between two drawings of the curve
 
 
@@ -85,15 +86,19 @@ def print_banner(
 
 
 class Pace:
-    """The speed of an epoch, or of what is left of it after resuming."""
+    """The speed of an epoch, the parts of it before and after resuming together."""
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, seconds_before: float = 0.0, steps_before: int = 0) -> None:
         """Start the clock.
 
         Args:
             batch_size: Images of a step, over all processes.
+            seconds_before: Spent on the epoch by earlier starts of the run.
+            steps_before: Of the epoch, done by them.
         """
         self.batch_size = batch_size
+        self.seconds_before = seconds_before
+        self.steps_before = steps_before
         self.start = time.perf_counter()
         self.steps = 0
         self.waited = 0.0
@@ -108,18 +113,18 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
-        return time.perf_counter() - self.start
+        """Spent on the epoch."""
+        return self.seconds_before + time.perf_counter() - self.start
 
     @property
     def images_per_s(self) -> float:
         """Over all processes."""
-        return self.steps * self.batch_size / self.seconds
+        return (self.steps_before + self.steps) * self.batch_size / self.seconds
 
     @property
     def wait_percent(self) -> float:
-        """Share of the time spent waiting for data."""
-        return 100 * self.waited / self.seconds
+        """Share of the time since the start that was spent waiting for data."""
+        return 100 * self.waited / (time.perf_counter() - self.start)
 
     def lap(self) -> tuple[float, float]:
         """Return images per second, and percent of waiting, since the last call or the start."""
@@ -257,13 +262,14 @@ class Report:
         skipped = last["skipped_images"] + last["skipped_steps"]
         named = f", named in {self.folder / 'skipped.txt'}" if skipped else ""
         averaged = ", EMA" if self.state.best_key == "ema_top1" else ""
-        best_path = self.folder / "best.pt"
+        present = [name for name in _FILES if (self.folder / name).exists()]
+        best_path = self.folder / ("best.pt" if "best.pt" in present else "last.pt")
         self.console.print(
             f"\n{name} reached top-1 {self.state.best_top1:.2f}% (best{averaged}, epoch {best['epoch']}) and "
             f"{last['top1']:.2f}% (last{ema}) on {num_images:,} held-out images, "
             f"in {timedelta(seconds=seconds)}\n"
             f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps{named}\n"
-            f"files    {self.folder}: best.pt, last.pt, config.yaml, log.csv, steps.csv, curve.png\n"
+            f"files    {self.folder}: {', '.join(present)}\n"
             f"evaluate python eval.py {shlex.quote(str(best_path))}{' --ema' if averaged else ''}"
         )
 

@@ -6,16 +6,27 @@ be changed. A change is a checkpoint of its own, so that it is made or not, what
 """
 
 import dataclasses
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from vil.messages import one_line
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
-from vil.training.errors import DataError, OutputError
-from vil.training.files import LOCK_NAME, csv_text, lock_folder, remove_temporaries, write_text
-from vil.training.recipes import config_from_dict, to_yaml
+from vil.training.errors import DamagedError, DataError, OutputError
+from vil.training.files import (
+    LOCK_NAME,
+    csv_text,
+    is_temporary,
+    lock_folder,
+    remove_temporaries,
+    write_text,
+)
+from vil.training.recipes import config_from_dict, to_yaml, wrote_yaml
 from vil.training.run.changes import Change, change_rows, changes, check_changes, continued
 from vil.training.run.checkpoint import (
     BEST,
@@ -33,9 +44,18 @@ from vil.training.run.state import RunState
 from vil.training.run.step_log import STEPS
 from vil.training.run.tracking import TRACKERS
 
-CONFIG, SKIPPED, CHANGES = "config.yaml", "skipped.txt", "changes.csv"
-# What a run may leave that ends before its first checkpoint.
-_UNTRAINED = {CONFIG, SKIPPED, STEPS, LOCK_NAME, *TRACKERS}
+CONFIG, SKIPPED, CHANGES, LOG, CURVE = (
+    *("config.yaml", "skipped.txt", "changes.csv"),
+    *("log.csv", "curve.png"),
+)
+_CHECKPOINTS = (LAST, PREVIOUS, BEST)
+_WRITTEN = {CONFIG, SKIPPED, CHANGES, LOG, CURVE, STEPS, *_CHECKPOINTS}
+_BEGINNINGS = {
+    SKIPPED: rb"\d+ images without a usable label, left out\n",
+    STEPS: rb"step,epoch,loss,grad_norm,",
+    LOG: rb"epoch,lr,train_loss,val_loss,",
+}
+_DAMAGED = re.compile(r"(last|previous|best)\.damaged(-\d+)?\.pt")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -74,7 +94,10 @@ def open_for_all(
         folder = None
         if world.is_main:
             path = _create(config)
-            stack.enter_context(lock_folder(path))
+            _refuse_others(path)  # before anything is written there
+            stack.enter_context(lock_folder(path, warn))
+            _refuse_others(path)  # that came meanwhile
+            remove_temporaries(path, _WRITTEN)
             folder = _open(path, config, warn)
         yield world.broadcast(folder)
 
@@ -121,19 +144,49 @@ def _create(config: TrainConfig) -> Path:
     return folder
 
 
-def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFolder:
-    """Find the run to continue, or check that a new one writes over nothing."""
-    remove_temporaries(path)
-    # The permission to change is for this start: config.yaml does not hand it on.
-    new = dataclasses.replace(config, run=dataclasses.replace(config.run, allow_changes=False))
-    checkpoint, origin = _newest_checkpoint(path, warn)
-    if checkpoint is None:
-        others = {file.name for file in path.iterdir()} - _UNTRAINED
-        if others:
+def _refuse_others(path: Path) -> None:
+    """Check that a folder has a run in it, or nothing but what one leaves that ends before it trains.
+
+    Raises:
+        OutputError: it holds something else, which is somebody's.
+    """
+    try:
+        found = sorted(path.iterdir())
+    except OSError as error:
+        raise OutputError(f"output folder {path} cannot be read: {error.strerror}") from error
+    if any(file.name in _CHECKPOINTS or _DAMAGED.fullmatch(file.name) for file in found):
+        return
+    for file in found:
+        if not _is_untrained(file):
             raise OutputError(
-                f"output folder {path} holds {sorted(others)[0]} and no run to continue; "
+                f"output folder {path} holds {file.name} and no run to continue; "
                 f"choose another --run.output"
             )
+
+
+def _is_untrained(file: Path) -> bool:
+    """Tell whether a file is what a run left that ended before its first checkpoint."""
+    if file.name == LOCK_NAME or is_temporary(file, _WRITTEN):
+        return True
+    if file.name in TRACKERS:
+        return file.is_dir()
+    if file.name == CURVE:
+        return _is_untrained(file.with_name(LOG))
+    try:
+        content = file.read_bytes() if file.name in (CONFIG, *_BEGINNINGS) else None
+    except OSError:
+        return False
+    if file.name == CONFIG:  # somebody's own recipe is not spelt so
+        return wrote_yaml(content)
+    return content is not None and re.match(_BEGINNINGS[file.name], content) is not None
+
+
+def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFolder:
+    """Find the run to continue, or begin a new one."""
+    # The permission to change is for this start: config.yaml does not hand it on.
+    new = dataclasses.replace(config, run=dataclasses.replace(config.run, allow_changes=False))
+    checkpoint, origin, damaged = _newest_checkpoint(path)
+    if checkpoint is None:
         return RunFolder(path=path, asked=new, config=new)
     asked, resolved = (
         config_from_dict(checkpoint[key], str(origin)) for key in ("asked", "config")
@@ -141,8 +194,15 @@ def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFo
     changed = changes(asked, resolved, new)
     done = len(checkpoint["run"]["history"])
     check_changes(changed, config.run.allow_changes, path, done, new.schedule.epochs)
+    state = RunState.from_dict(checkpoint["run"])
+    for file, error in damaged.items():
+        warn(f"{error}; it is now {_put_aside(file).name}")
     if origin.name == LAST:  # what a run killed right after writing it had still to do
-        link_if_best(path, RunState.from_dict(checkpoint["run"]))
+        link_if_best(path, state)
+    if state.best_epoch and not (path / BEST).exists():
+        warn(
+            f"{path / BEST} of epoch {state.best_epoch} is gone; only a better epoch will write it"
+        )
     return RunFolder(
         path=path,
         asked=continued(asked, new, changed),
@@ -163,7 +223,12 @@ def _restore(training: Training, checkpoint: dict[str, Any], origin: Path, name:
         load_weights(training.ema.module, averaged, origin, name)
     had = config_from_dict(checkpoint["config"], str(origin))
     as_saved = build_optimizer(training.model, had.optim, had.peak_lr)
-    load_optimizer(training.optimizer, checkpoint["optimizer"], as_saved)
+    try:
+        load_optimizer(training.optimizer, checkpoint["optimizer"], as_saved)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise OutputError(
+            f"checkpoint {origin} does not fit optimizer {had.optim.opt}: {one_line(error)}"
+        ) from error
 
 
 def _write_settings(folder: Path, config: TrainConfig, rows: list[dict[str, Any]]) -> None:
@@ -171,26 +236,50 @@ def _write_settings(folder: Path, config: TrainConfig, rows: list[dict[str, Any]
     told = [{key: str(value) for key, value in row.items()} for row in rows]
     for name, text in ((CONFIG, to_yaml(config)), (CHANGES, csv_text(told) if told else "")):
         path = folder / name
-        if not text:
-            path.unlink(missing_ok=True)
-        elif not path.exists() or path.read_bytes() != text.encode():
+        try:
+            if not text:
+                path.unlink(missing_ok=True)
+                continue
+            is_new = not path.is_file() or path.read_bytes() != text.encode()
+        except OSError as error:
+            raise OutputError(f"cannot replace {path}: {error.strerror}") from error
+        if is_new:
             write_text(path, text)
 
 
 def _newest_checkpoint(
-    folder: Path, warn: Callable[[str], None]
-) -> tuple[dict[str, Any] | None, Path | None]:
-    """Load last.pt or, if it is damaged, previous.pt, or best.pt."""
-    present = [folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).exists()]
-    for path in present:
+    folder: Path,
+) -> tuple[dict[str, Any] | None, Path | None, dict[Path, DamagedError]]:
+    """Load last.pt or, if it is damaged, previous.pt, or best.pt.
+
+    Returns:
+        The checkpoint and its file, None in a folder without any; and what is wrong with others.
+
+    Raises:
+        OutputError: one cannot be read, which does not mean that it is damaged; or none is whole.
+    """
+    damaged: dict[Path, DamagedError] = {}
+    for path in (folder / name for name in _CHECKPOINTS if os.path.lexists(folder / name)):
         try:
-            return load_checkpoint(path), path
-        except OutputError as error:
-            damaged = path.with_name(f"{path.stem}.damaged.pt")
-            path.rename(damaged)
-            warn(f"{error}; it is now {damaged.name}")
-    if present or any(folder.glob("*.damaged.pt")):
-        raise OutputError(
-            f"no checkpoint in {folder} is whole; to start over, choose another --run.output"
-        )
-    return None, None
+            return load_checkpoint(path), path, damaged
+        except DamagedError as error:
+            damaged[path] = error
+    aside = sorted(path.name for path in folder.iterdir() if _DAMAGED.fullmatch(path.name))
+    if not damaged and not aside:
+        return None, None, {}
+    reason = f": {'; '.join(map(str, damaged.values()))}" if damaged else ""
+    back = f"; put aside by earlier starts: {', '.join(aside)}" if aside else ""
+    raise OutputError(
+        f"no checkpoint in {folder} is whole{reason}{back}; if the disk was at fault, give one its name "
+        f"last.pt back and run again; to start over, choose another --run.output"
+    )
+
+
+def _put_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, and none that was put aside before."""
+    names = (f"{path.stem}.damaged{f'-{i}' if i > 1 else ''}.pt" for i in count(1))
+    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    try:
+        return path.rename(aside)
+    except OSError as error:
+        raise OutputError(f"cannot rename {path} to {aside.name}: {error.strerror}") from error

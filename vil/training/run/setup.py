@@ -132,7 +132,9 @@ def read_source(source: str, ema: bool) -> Weights:
         return read_weights(source, ema)
     except (FileNotFoundError, LookupError) as error:
         raise ConfigError(one_line(error)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, MemoryError) as error:
+        raise OutputError(f"{source} cannot be read: {one_line(error)}") from error
+    except ValueError as error:
         raise OutputError(one_line(error)) from error
 
 

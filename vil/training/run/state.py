@@ -1,7 +1,32 @@
 """How far a run has come, beside its weights: what a checkpoint keeps of it."""
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
+
+
+class LogRow(TypedDict):
+    """What every row of the log has; where an average is kept, its scores too."""
+
+    epoch: int
+    lr: float
+    train_loss: float
+    val_loss: float
+    top1: float
+    top5: float
+    skipped_images: int
+    skipped_steps: int
+    images_per_s: float
+    seconds: float
+
+
+class ChangeRow(TypedDict):
+    """A setting changed on the way."""
+
+    step: int
+    epoch: int
+    setting: str
+    before: Any
+    after: Any
 
 
 @dataclass
@@ -14,14 +39,16 @@ class RunState:
     """Of the epoch so far."""
     loss_count: int = 0
     """Steps in that sum."""
-    history: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    """Spent on the epoch so far, by all starts of the run."""
+    history: list[LogRow] = field(default_factory=list)
     """A row of the log per finished epoch."""
     bad_images: dict[int, str] = field(default_factory=dict)
     """Training images that could not be read so far, and why."""
     bad_steps: dict[int, float] = field(default_factory=dict)
     """Steps skipped because loss or gradient was not finite, and their loss."""
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    """Settings changed on the way: step, epoch, setting, before, after."""
+    changes: list[ChangeRow] = field(default_factory=list)
+    """Settings changed on the way."""
 
     best_key: str = "top1"
     """What makes an epoch the best: top1, or ema_top1."""
@@ -40,7 +67,7 @@ class RunState:
         if not self.history or score > self.best.get(self.best_key, -1.0):
             self.best_epoch = len(self.history) + 1
         self.history.append(row)
-        self.loss_sum, self.loss_count = 0.0, 0
+        self.loss_sum, self.loss_count, self.seconds = 0.0, 0, 0.0
 
     @property
     def best(self) -> dict[str, Any]:
