@@ -192,6 +192,39 @@ def impossible_label(lab: Laboratory) -> Verdict:
     )
 
 
+def rewritten_shard(lab: Laboratory) -> Verdict:
+    """a shard of others rewritten with other labels and the same size before going on"""
+    data = _foreign_shards(lab, lambda number: "")
+    stop = Injury("signal", 12, number=signal.SIGTERM)
+    result = lab.run(data, *_PATTERNS, dataset="wds", injury=stop)
+    (data / "train-0.tar").write_bytes(_relabelled(data / "train-0.tar"))
+    again = lab.run(data, *_PATTERNS, dataset="wds", again=result)
+    if again.code != 3 or "the training images are not those" not in again.error:
+        return Verdict(again.printed[-300:], "right labels")
+    return Verdict(f"exit 3: {again.error}", "nothing: the run is as it was")
+
+
+def repeated_key(lab: Laboratory) -> Verdict:
+    """a sample that a shard holds twice, far apart"""
+    data = _foreign_shards(lab, lambda number: "")
+    with tarfile.open(data / "train-2.tar", "a") as archive:
+        _add(archive, "ash10.jpg", b"")
+    return refused(
+        lab.run(data, *_PATTERNS, dataset="wds"), 3, r"train-2\.tar holds sample 'ash10' twice"
+    )
+
+
+def negative_size(lab: Laboratory) -> Verdict:
+    """a member of -512 bytes in a shard, which would be read for ever"""
+    data = _foreign_shards(lab, lambda number: "")
+    member = tarfile.TarInfo("zelkova.jpg")
+    member.size = -512
+    content = (data / "train-1.tar").read_bytes().rstrip(b"\0")
+    content += bytes(-len(content) % 512) + member.tobuf(tarfile.GNU_FORMAT) + bytes(10240)
+    (data / "train-1.tar").write_bytes(content)
+    return refused(lab.run(data, *_PATTERNS, dataset="wds"), 3, r"train-1\.tar is no tar")
+
+
 def shards_without_counts(lab: Laboratory) -> Verdict:
     """shards whose number of images nothing states"""
     data = _foreign_shards(lab, lambda number: "")
@@ -521,6 +554,9 @@ FAULTS: tuple[Fault, ...] = (
     unlabelled_samples,
     one_unlabelled_sample,
     impossible_label,
+    rewritten_shard,
+    repeated_key,
+    negative_size,
     shards_without_counts,
     wrong_counts,
     fewer_shards_than_workers,
@@ -617,6 +653,17 @@ def _foreign_shards(lab: Laboratory, label: Callable[[int], str | None], shards:
                         text = given or str(classes.index(path.parent.name))
                         _add(archive, f"{path.parent.name}{path.stem}.cls", text.encode())
     return root
+
+
+def _relabelled(shard: Path) -> bytes:
+    """Return a shard with labels 3 - y."""
+    content = bytearray(shard.read_bytes())
+    with tarfile.open(shard) as archive:
+        for member in archive:
+            if member.name.endswith(".cls"):
+                label = content[member.offset_data] - ord("0")
+                content[member.offset_data] = ord("3") - label
+    return bytes(content)
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -25,8 +25,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vil.training.config import DataConfig
 from vil.training.data.base import fingerprint
 from vil.training.data.image_files import EXTENSION_FORMATS
-from vil.training.data.shard_index import Sample, index_path, read_index, scan_shard, write_index
+from vil.training.data.shard_index import (
+    index_path,
+    load_index,
+    read_index,
+    stamp_of,
+    write_index,
+)
 from vil.training.data.shard_info import INFO_NAME, read_info
+from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.data.sources import FolderSource
 from vil.training.errors import DataError, OutputError
 from vil.training.files import lock_folder, remove_temporaries, write_atomically, write_text
@@ -271,13 +278,12 @@ def _is_whole(path: Path) -> bool:
     """Tell whether a shard was finished; its index is written last."""
     try:
         index = read_index(path)
-        return (
-            index is not None
-            and path.stat().st_size == index.size
-            and all(sample.crc32 is not None for sample in index.samples)
-        )
-    except (DataError, OSError):
+        if index is None or any(sample.crc32 is None for sample in index.samples):
+            return False
+        load_index(path)
+    except DataError:
         return False
+    return True
 
 
 def _write_shard(job: tuple[Path, list[_Image]]) -> int:
@@ -297,9 +303,9 @@ def _write_shard(job: tuple[Path, list[_Image]]) -> int:
                 tar.write({"__key__": image.key, extension: content, "cls": label})
 
     write_atomically(path, write)
-    samples = scan_shard(path)
+    stamp, samples = stamp_of(path), scan_shard(path)
     pairs = zip(samples, checksums, strict=True)
-    write_index(path, [sample._replace(crc32=checksum) for sample, checksum in pairs])
+    write_index(path, [sample._replace(crc32=checksum) for sample, checksum in pairs], stamp)
     return len(images)
 
 
@@ -328,15 +334,15 @@ def _find_faults(job: tuple[Path, int]) -> str:
             return f"no {index_path(path).name}: not finished, or not written by make_shards.py"
         faults = []
         size = path.stat().st_size
-        if size != index.size:
-            faults.append(f"{size} of {index.size} bytes")
+        if size != index.stamp.size:
+            faults.append(f"{size} of {index.stamp.size} bytes")
         if len(index.samples) != length:
             faults.append(f"{len(index.samples)} images of {length}")
         bad = _bad_images(path, index.samples)
         if bad:
             more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
             faults.append(f"{len(bad)} bad images: {', '.join(bad[:_MOST_NAMES])}{more}")
-        if not faults and scan_shard(path) != [s._replace(crc32=None) for s in index.samples]:
+        if not faults and scan_shard(path) != index.scanned:
             faults.append("keys or labels are not those of its index")
     except DataError as error:
         return str(error)

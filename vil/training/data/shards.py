@@ -15,13 +15,15 @@ from webdataset.shardlists import expand_urls
 
 from vil.training.config import DataConfig
 from vil.training.data.base import Source, fingerprint
-from vil.training.data.shard_index import Sample, load_index
+from vil.training.data.shard_index import load_index
 from vil.training.data.shard_info import INFO_NAME, Split, find_split, read_info
+from vil.training.data.shard_scan import Sample
 from vil.training.errors import ConfigError, DataError
 
 _MOST_OPEN_FILES = 64  # of the 1024 that a process is usually granted
 _INDEX_THREADS = 16  # they mostly wait for the disk
 _NO_CHECKSUM = -1
+_MOST_CLASSES = 1 << 20  # where nothing says how many there are
 
 
 class ShardSource(Source):
@@ -206,11 +208,11 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | No
         fault = _fault(sample)
         if fault is not None:
             excluded.append(f"{name}: {key}: {fault}")
-        elif label < 0 or (num_classes is not None and label >= num_classes):
-            raise DataError(
-                f"shard {root / name} sample {key} has label {label}, "
-                f"model.num_classes is {num_classes}"
-            )
+        elif not 0 <= label < (num_classes or _MOST_CLASSES):
+            limit = f"model.num_classes is {num_classes}"
+            if num_classes is None:
+                limit = f"which is not one of at most {_MOST_CLASSES:,} classes"
+            raise DataError(f"shard {root / name} sample {key} has label {label}, {limit}")
         else:
             places.append((offset, size, label, _NO_CHECKSUM if checksum is None else checksum))
             keys.append(key.encode())
