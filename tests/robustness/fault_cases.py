@@ -111,6 +111,19 @@ def empty_validation(lab: Laboratory) -> Verdict:
     return refused(lab.run(data), 3, r"no images in the sub-folders of .*val")
 
 
+def data_away(lab: Laboratory) -> Verdict:
+    """the data's folder away for 0.15 s, as a network's disk can be"""
+    return lab.same(lab.run(lab.copy("folder"), injury=Injury("away", 12)), "exit 0")
+
+
+def pipe_for_an_image(lab: Laboratory) -> Verdict:
+    """a pipe named .jpg, which would be waited for"""
+    data = lab.copy("folder")
+    (data / "train" / "ash" / "3.jpg").unlink()
+    os.mkfifo(data / "train" / "ash" / "3.jpg")
+    return refused(lab.run(data), 3, r"image .*train/ash/3\.jpg cannot be read: .*regular file")
+
+
 def truncated_shard(lab: Laboratory) -> Verdict:
     """a training shard cut off"""
     return _damaged_shard(lab, "train", lambda path: os.truncate(path, 5000), "is truncated")
@@ -544,6 +557,8 @@ FAULTS: tuple[Fault, ...] = (
     renamed_validation_class,
     empty_class,
     empty_validation,
+    data_away,
+    pipe_for_an_image,
     truncated_shard,
     cut_shard_without_index,
     empty_shard,

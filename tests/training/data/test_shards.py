@@ -283,9 +283,8 @@ def test_dangling_link_is_an_error(tmp_path: Path, image_folder: Path) -> None:
 def test_image_that_changes_meanwhile_is_an_error(
     tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path)[:-1])
-    monkeypatch.setattr(shard_writer, "read_info", lambda folder: {})
+    read = shard_writer.read_file
+    monkeypatch.setattr(shard_writer, "read_file", lambda path: read(path)[:-1])
     with pytest.raises(DataError, match=r"changed meanwhile, from \d+ to \d+ bytes"):
         make(image_folder, tmp_path / "made")
 

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vil.training.data.reading import read_file
 from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.errors import DataError, OutputError
 from vil.training.files import write_text
@@ -111,7 +112,7 @@ def read_index(shard: Path) -> ShardIndex | None:
     """
     path = index_path(shard)
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vil.training.data.reading import read_file
 from vil.training.errors import DataError
 
 INFO_NAME = "_info.json"
@@ -34,7 +35,7 @@ def read_info(root: Path) -> dict[str, Split]:
     """
     path = root / INFO_NAME
     try:
-        splits = json.loads(path.read_bytes())["splits"]
+        splits = json.loads(read_file(path))["splits"]
         return {name: _split(entry) for name, entry in splits.items()}
     except FileNotFoundError:
         return {}

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vil.training.config import DataConfig
 from vil.training.data.base import fingerprint
 from vil.training.data.image_files import EXTENSION_FORMATS
+from vil.training.data.reading import read_file
 from vil.training.data.shard_index import (
     index_path,
     load_index,
@@ -311,7 +312,7 @@ def _write_shard(job: tuple[Path, list[_Image]]) -> int:
 
 def _read(image: _Image) -> bytes:
     try:
-        content = Path(image.path).read_bytes()
+        content = read_file(Path(image.path))
     except OSError as error:
         raise DataError(f"image {image.path} cannot be read: {error.strerror}") from error
     if len(content) != image.size:

@@ -24,6 +24,7 @@ from vil.training.data.base import Source, fingerprint
 from vil.training.data.draws import key
 from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
 from vil.training.data.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
+from vil.training.data.reading import read_file
 from vil.training.data.shards import ShardSource
 from vil.training.errors import ConfigError, DataError
 
@@ -153,7 +154,7 @@ class FolderSource(Source):
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
-        return (self.folder / self._path(index)).read_bytes()
+        return read_file(self.folder / self._path(index))
 
     def name(self, index: int) -> str:
         """Return an image's path."""

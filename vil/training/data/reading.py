@@ -1,0 +1,71 @@
+"""Reading the files of the data: regular ones only, and again where a disk is away for a moment."""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PAUSES = tuple(0.1 * 2**number for number in range(9))
+"""Seconds before a read is tried again, 51 in all."""
+# They tell what a file is, or whose; no time changes that.
+_LASTING = {
+    *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EISDIR, errno.ENXIO, errno.EINVAL),
+}
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is a folder, or a pipe or device, which might never end.
+    """
+    # Opening a pipe waits for its writer otherwise.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+class PatientReader:
+    """Reads images by their numbers; one that cannot be read is tried again for a minute.
+
+    A minute that was in vain is not spent again: not on the same image, nor on any until one can be read.
+    """
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        """Take a function that opens what it reads each time that it failed before."""
+        self._read = read
+        self._lost: set[int] = set()
+        self._is_hopeful = True
+
+    def __call__(self, index: int) -> bytes:
+        """Read an image's file.
+
+        Raises:
+            OSError: it could not be read.
+        """
+        pauses = PAUSES if self._is_hopeful and index not in self._lost else ()
+        for pause in (*pauses, None):
+            try:
+                content = self._read(index)
+                break
+            except OSError as error:
+                if error.errno is None or error.errno in _LASTING:
+                    raise
+                if pause is not None:
+                    time.sleep(pause)
+                    continue
+                if pauses:
+                    self._lost.add(index)
+                    self._is_hopeful = False
+                raise
+        self._lost.discard(index)
+        self._is_hopeful = True
+        return content
