@@ -497,6 +497,19 @@ def changed_data(lab: Laboratory) -> Verdict:
     return Verdict(f"exit 3: {again.error}", "nothing: the run is as it was")
 
 
+def overwritten_data(lab: Laboratory) -> Verdict:
+    """all training images overwritten under their names before going on"""
+    data = lab.copy("folder")
+    result = lab.run(data, injury=Injury("signal", 12, number=signal.SIGTERM))
+    for path in data.glob("train/*/*.jpg"):
+        Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
+    before = (result.folder / "last.pt").read_bytes()
+    again = lab.run(data, again=result)
+    if again.code != 3 or before != (result.folder / "last.pt").read_bytes():
+        return Verdict(again.printed[-300:], "exactness")
+    return Verdict(f"exit 3: {again.error}", "nothing: the run is as it was")
+
+
 def folder_of_something_else(lab: Laboratory) -> Verdict:
     """a folder with other files"""
     folder = lab.root / "mine"
@@ -601,6 +614,7 @@ FAULTS: tuple[Fault, ...] = (
     folder_of_another_run,
     changed_config,
     changed_data,
+    overwritten_data,
     folder_of_something_else,
     finished_run_again,
     one_log_after_going_on,

@@ -6,6 +6,7 @@ steps in every process, each validation image exactly once, and exact resuming p
 """
 
 import io
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +128,7 @@ class DigitSource(Source):
         self.files = [_enlarged_png(image) for image in pixels]
         self.labels = labels.astype(np.int64)
         self.classes = tuple(str(name) for name in digits.target_names)
-        self.fingerprint = fingerprint(pixels, self.labels)
+        self.listing = fingerprint(pixels, self.labels)
 
     def read(self, index: int) -> bytes:
         """Return a digit as PNG."""
@@ -150,11 +151,15 @@ class FolderSource(Source):
         self.labels = np.array(found.labels, dtype=np.int64)
         self.classes = found.classes
         self.ignored = found.ignored
-        self.fingerprint = fingerprint(self.paths, self.labels)
+        self.listing = fingerprint(self.paths, self.labels)
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
         return read_file(self.folder / self._path(index))
+
+    def checksum(self, index: int) -> int:
+        """Read an image."""
+        return zlib.crc32(self.read(index))
 
     def name(self, index: int) -> str:
         """Return an image's path."""
@@ -193,11 +198,15 @@ class ClassSubset(Source):
         self.classes = source.classes
         # What is excluded was counted against the whole split, when it was opened.
         self.ignored = source.ignored
-        self.fingerprint = fingerprint(source.fingerprint.encode(), self.kept)
+        self.listing = fingerprint(source.listing.encode(), self.kept)
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
         return self.source.read(int(self.kept[index]))
+
+    def checksum(self, index: int) -> int | None:
+        """Do as the whole split does."""
+        return self.source.checksum(int(self.kept[index]))
 
     def name(self, index: int) -> str:
         """Name an image as the whole split does."""

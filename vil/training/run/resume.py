@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vil.training.config import TrainConfig
+from vil.training.data.base import is_same_data
 from vil.training.distributed import World
 from vil.training.errors import DataError, OutputError
 from vil.training.files import LOCK_NAME, csv_text, lock_folder, remove_temporaries, write_text
@@ -96,7 +97,7 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
     checkpoint, origin, state = folder.checkpoint, folder.origin, RunState()
     if checkpoint is not None:
         for split, fingerprint in about.fingerprints.items():
-            if checkpoint["data"][split] != fingerprint:
+            if not is_same_data(checkpoint["data"][split], fingerprint):
                 raise DataError(
                     f"the {split} images are not those that the run in {origin} began with"
                 )
