@@ -65,6 +65,20 @@ def zero_byte_and_text_files(lab: Laboratory) -> Verdict:
     return skipped(lab.run(data, *TOLERANT), 2, "ash/3.jpg", "birch/3.jpg")
 
 
+def vast_image(lab: Laboratory) -> Verdict:
+    """a training image of a few kB and 169 million pixels"""
+    data = lab.copy("folder")
+    Image.new("1", (13_000, 13_000)).save(data / "train" / "ash" / "3.jpg", "PNG")
+    return skipped(lab.run(data, *TOLERANT), 1, "ash/3.jpg", "169,000,000 pixels")
+
+
+def vast_validation_image(lab: Laboratory) -> Verdict:
+    """the same in validation"""
+    data = lab.copy("folder")
+    Image.new("1", (13_000, 13_000)).save(data / "val" / "ash" / "1.jpg", "PNG")
+    return refused(lab.run(data), 3, r"image .*val/ash/1\.jpg cannot be read: it has 169,000,000")
+
+
 def png_named_jpeg(lab: Laboratory) -> Verdict:
     """a PNG named .jpg"""
     return _decodes(lab, "PNG", "RGB")
@@ -563,6 +577,8 @@ FAULTS: tuple[Fault, ...] = (
     truncated_jpegs,
     too_many_truncated_jpegs,
     zero_byte_and_text_files,
+    vast_image,
+    vast_validation_image,
     png_named_jpeg,
     cmyk_jpeg,
     bad_validation_images,

@@ -5,6 +5,7 @@ import io
 import struct
 import tarfile
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from timm.data import create_dataset
 
 from vil.training.config import DataConfig, TrainConfig
+from vil.training.data import sources
 from vil.training.data.base import is_same_data
 from vil.training.data.batches import TrainData, ValData
 from vil.training.data.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
@@ -342,6 +344,39 @@ def test_image_too_large_for_pillow_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(DataError, match=r"Image size \(400 pixels\) exceeds limit of 200 pixels"):
         decode(encoded(Image.new("L", (20, 20)), "PNG"), "L")
+
+
+def test_too_many_pixels_are_an_error_before_they_are_decoded(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    """Told by the header: of these there are none."""
+    header = struct.pack(">IIBBBBB", 13_000, 13_000, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    message = "it has 169,000,000 pixels, at most 89,478,485 are decoded"
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(DataError, match=message):
+        decode(content, "L")
+    (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
+    with (
+        pytest.warns(Image.DecompressionBombWarning),
+        pytest.raises(DataError, match=rf"image .*ash/0\.jpg cannot be read: {message}"),
+    ):
+        ValData(config, CPU, World()).check()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "JPEG2000", "PPM"])
+def test_number_of_pixels_is_limited_in_any_format(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = encoded(Image.new("L", (20, 30)), form)
+    monkeypatch.setattr(sources, "_MOST_PIXELS", 600)
+    assert decode(content, "L").size == (20, 30)
+    monkeypatch.setattr(sources, "_MOST_PIXELS", 599)
+    with pytest.raises(DataError, match="it has 600 pixels, at most 599 are decoded"):
+        decode(content, "L")
 
 
 # Rotated photographs

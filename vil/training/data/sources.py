@@ -31,6 +31,7 @@ from vil.training.errors import ConfigError, DataError
 
 _MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360
+_MOST_PIXELS = 89_478_485  # from where Pillow warns; a few kilobytes can claim any number
 
 
 def open_source(
@@ -74,11 +75,12 @@ def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Imag
         exif_rotation: Turn the image as orientation() says.
 
     Raises:
-        DataError: it is no image, not a whole one, too large for Pillow, or its pixels are 32-bit
+        DataError: it is no image, not a whole one, has too many pixels, or pixels that are 32-bit
             numbers of no defined range.
     """
     try:
         image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+        _check_size(image)
         image.load()
         if exif_rotation and orientation(image) != 1:
             ImageOps.exif_transpose(image, in_place=True)
@@ -244,6 +246,13 @@ def _check_excluded(source: Source, split: str, share: float) -> None:
             f"{count} of {source.num_images + count} {split} images have no usable label, "
             f"the first: {source.excluded[0]}"
         )
+
+
+def _check_size(image: Image.Image) -> None:
+    """Refuse an opened image, of which only the header is read, that would take too much memory."""
+    pixels = image.width * image.height
+    if pixels > _MOST_PIXELS:
+        raise DataError(f"it has {pixels:,} pixels, at most {_MOST_PIXELS:,} are decoded")
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
