@@ -257,11 +257,42 @@ def test_other_images_are_refused(made: Path, image_folder: Path) -> None:
         make(image_folder, made)
 
 
-def test_shards_of_others_are_not_overwritten(tmp_path: Path, image_folder: Path) -> None:
-    (tmp_path / "train-000003.tar").write_bytes(b"precious")
-    with pytest.raises(OutputError, match=r"train-000003\.tar exists and _info\.json does not"):
+@pytest.mark.parametrize("name", ["train-000003.tar", "train-000003.tar.idx.json"])
+def test_shards_of_others_are_not_overwritten(
+    tmp_path: Path, image_folder: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(OutputError, match=rf"{name} exists and _info\.json names no such shard"):
         make(image_folder, tmp_path)
-    assert (tmp_path / "train-000003.tar").read_bytes() == b"precious"
+    assert (tmp_path / name).read_bytes() == b"precious"
+
+
+def test_description_of_others_is_not_overwritten(tmp_path: Path, image_folder: Path) -> None:
+    text = '{"splits": {"test": {"filenames": ["test.tar"]}}}'
+    (tmp_path / "_info.json").write_text(text)
+    with pytest.raises(OutputError, match=r"_info\.json was not written by make_shards\.py"):
+        make(image_folder, tmp_path)
+    assert (tmp_path / "_info.json").read_text() == text
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path, image_folder: Path) -> None:
+    folder, mine = tmp_path / "made", ".train-000003.tar.4194399.tmp"
+    others = (
+        *(".cache.tmp", ".a.b.7.tmp", ".train-000003.tar.tmp", "train-000003.tar.7.tmp"),
+        *(".train-000003.tar.0.tmp", ".train-000003.tar.x7.tmp", ".train-000099.tar.7.tmp"),
+        f".train-000004.tar.{os.getppid()}.tmp",  # of a living process
+    )
+    (folder / ".d.tmp").mkdir(parents=True)
+    (folder / ".train-000002.tar.4194399.tmp").mkdir()
+    for name in (*others, mine):
+        (folder / name).write_text("precious")
+    make(image_folder, folder)
+    assert {(folder / name).read_text() for name in (*others, mine)} == {"precious"}
+    make(image_folder, folder)  # now it can be of the first attempt
+    assert {(folder / name).read_text() for name in others} == {"precious"}
+    assert (folder / ".d.tmp").is_dir()
+    assert (folder / ".train-000002.tar.4194399.tmp").is_dir()
+    assert not (folder / mine).exists()
 
 
 def test_empty_images_are_an_error_before_anything_is_written(
@@ -468,6 +499,28 @@ def test_folder_that_cannot_be_written_is_read_all_the_same(
     monkeypatch.setattr(shard_index, "write_text", refuse)
     assert open_shards(image_shards, "train-{0..2}.tar").num_images == 32
     assert not list(image_shards.glob("*.json"))
+
+
+def test_index_that_a_killed_process_was_writing_is_removed(image_shards: Path) -> None:
+    def kill(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def scan() -> None:
+        os.replace = kill
+        open_shards(image_shards, "train-{0..2}.tar")
+
+    process = multiprocessing.get_context("fork").Process(target=scan)
+    process.start()
+    process.join()
+    left = sorted(path.name for path in image_shards.glob(".*"))
+    assert re.fullmatch(rf"\.train-\d\.tar\.idx\.json\.{process.pid}\.tmp", left[0])
+    others = [".train-9.tar.idx.json.4194399.tmp", ".train-1.tar.4194399.tmp", ".cache.tmp"]
+    for name in others:
+        (image_shards / name).write_text("precious")
+    living = image_shards / f".train-1.tar.idx.json.{os.getppid()}.tmp"
+    living.write_text("half of it")
+    open_shards(image_shards, "train-{0..2}.tar")
+    assert sorted(path.name for path in image_shards.glob(".*")) == sorted([*others, living.name])
 
 
 def test_samples_are_grouped_as_webdataset_does_it(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ name, a copy too, is scanned again.
 
 import contextlib
 import json
+import os
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +18,8 @@ from vil.training.data.reading import read_file
 from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.errors import DataError, OutputError
 from vil.training.files import write_text
+
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<process>[1-9][0-9]*)\.tmp")  # of files.py
 
 
 class Stamp(NamedTuple):
@@ -138,6 +143,36 @@ def write_index(shard: Path, samples: list[Sample], stamp: Stamp) -> None:
     """
     content = {**stamp._asdict(), "samples": samples}
     write_text(index_path(shard), json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def remove_unfinished(folder: Path, names: Collection[str]) -> None:
+    """Remove what processes that were killed have left of files that they were writing.
+
+    Args:
+        folder: Where the files lie; if it cannot be written to, nothing is removed.
+        names: Of the files. What is named otherwise is somebody else's.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            named = _TEMPORARY.fullmatch(entry.name)
+            if (
+                named is not None
+                and named["name"] in names
+                and entry.is_file(follow_symlinks=False)
+                and not _is_alive(int(named["process"]))
+            ):
+                os.unlink(entry.path)
+
+
+def _is_alive(process: int) -> bool:
+    """Tell whether this machine has a process; one of another machine can lose an index by that."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # somebody else's, and no number of a process
+        pass
+    return True
 
 
 def _is_index(content: Any) -> bool:

@@ -30,6 +30,7 @@ from vil.training.data.shard_index import (
     index_path,
     load_index,
     read_index,
+    remove_unfinished,
     stamp_of,
     write_index,
 )
@@ -37,7 +38,7 @@ from vil.training.data.shard_info import INFO_NAME, read_info
 from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.data.sources import FolderSource
 from vil.training.errors import DataError, OutputError
-from vil.training.files import lock_folder, remove_temporaries, write_atomically, write_text
+from vil.training.files import LOCK_NAME, lock_folder, write_atomically, write_text
 from vil.training.options import MakeOptions, VerifyOptions
 
 _IN_ORDER = ("validation", "val", "test")  # splits of which every image is read alike
@@ -107,13 +108,16 @@ def make_shards(options: MakeOptions, console: Console) -> None:
     folder = Path(options.shards)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        was_here = (folder / LOCK_NAME).exists()
         lock = lock_folder(folder)
     except OSError as error:
         raise OutputError(f"SHARD_FOLDER {folder} cannot be written: {error.strerror}") from error
     with lock:
-        remove_temporaries(folder)
         _announce(folder, plans)
         jobs = [(folder / name, images) for plan in plans for name, images in plan.shards]
+        if was_here:  # in a folder that is new to this program nothing can be its own
+            files = [path.name for shard, _ in jobs for path in (shard, index_path(shard))]
+            remove_unfinished(folder, {INFO_NAME, *files})
         missing = [job for job in jobs if not _is_whole(job[0])]
         _work(_write_shard, missing, num_workers, console, "written")
     seconds = time.perf_counter() - start
@@ -243,9 +247,15 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
     present = read_info(folder)
     classes = {name: split.classes for name, split in present.items() if split.classes is not None}
     _check_classes(classes | {plan.name: plan.classes for plan in plans})
+    others = [name for name, split in present.items() if split.made_from is None]
+    if others:
+        raise OutputError(
+            f"{folder / INFO_NAME} was not written by make_shards.py: it describes split {others[0]} of "
+            f"other shards; choose another SHARD_FOLDER"
+        )
     for plan in plans:
         if plan.name in present:
-            before = present[plan.name].made_from or {}
+            before = present[plan.name].made_from
             for key, value in plan.made_from.items():
                 if before.get(key) != value:
                     raise OutputError(
@@ -253,9 +263,11 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
                         f"{before.get(key)}, now it is {value}; choose another folder"
                     )
         else:
-            foreign = [name for name, _ in plan.shards if (folder / name).exists()]
+            shards = [folder / name for name, _ in plan.shards]
+            files = [path for shard in shards for path in (shard, index_path(shard))]
+            foreign = [path for path in files if os.path.lexists(path)]
             if foreign:
-                raise OutputError(f"{folder / foreign[0]} exists and {INFO_NAME} does not name it")
+                raise OutputError(f"{foreign[0]} exists and {INFO_NAME} names no such shard")
     path = folder / INFO_NAME
     info = json.loads(path.read_bytes()) if path.exists() else {"splits": {}}
     info["splits"] |= {plan.name: plan.info() for plan in plans}

@@ -15,7 +15,7 @@ from webdataset.shardlists import expand_urls
 
 from vil.training.config import DataConfig
 from vil.training.data.base import Source, fingerprint
-from vil.training.data.shard_index import load_index
+from vil.training.data.shard_index import index_path, load_index, remove_unfinished
 from vil.training.data.shard_info import INFO_NAME, Split, find_split, read_info
 from vil.training.data.shard_scan import Sample
 from vil.training.errors import ConfigError, DataError
@@ -62,6 +62,9 @@ class ShardSource(Source):
         def open_shard(name: str) -> _Images:
             return _open_shard(root, name, stated.get(name), num_classes)
 
+        indexes = [index_path(root / name) for name in names]
+        for folder in {path.parent for path in indexes}:
+            remove_unfinished(folder, {path.name for path in indexes if path.parent == folder})
         with ThreadPoolExecutor(_INDEX_THREADS) as pool:
             shards = list(pool.map(open_shard, names))
         self.excluded = [line for shard in shards for line in shard.excluded]
