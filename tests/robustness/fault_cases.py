@@ -231,6 +231,14 @@ def rewritten_shard(lab: Laboratory) -> Verdict:
     return Verdict(f"exit 3: {again.error}", "nothing: the run is as it was")
 
 
+def rot_in_index(lab: Laboratory) -> Verdict:
+    """a digit of a label changed in the index of a shard"""
+    data = lab.copy("wds")
+    path = _index(sorted(data.glob("train-*.tar"))[2])
+    path.write_text(re.sub(r",[0-3],(\d+\])", r",0,\1", path.read_text()))
+    return refused(lab.run(data, dataset="wds"), 3, rf"index .*{path.name} is damaged; delete it")
+
+
 def repeated_key(lab: Laboratory) -> Verdict:
     """a sample that a shard holds twice, far apart"""
     data = _foreign_shards(lab, lambda number: "")
@@ -599,6 +607,7 @@ FAULTS: tuple[Fault, ...] = (
     one_unlabelled_sample,
     impossible_label,
     rewritten_shard,
+    rot_in_index,
     repeated_key,
     negative_size,
     shards_without_counts,

@@ -146,6 +146,17 @@ def test_shard_that_is_being_written_is_an_error(
     assert not index_path(shard).exists()
 
 
+def test_damaged_index_is_an_error(tmp_path: Path) -> None:
+    """Also where it is still one of the shard."""
+    shard = write_tar(tmp_path / "a.tar", MEMBERS)
+    load_index(shard)
+    content = index_path(shard).read_bytes()
+    assert content.count(b"512,5,1,null") == 1
+    index_path(shard).write_bytes(content.replace(b"512,5,1,null", b"512,5,3,null"))
+    with pytest.raises(DataError, match=r"index .*a\.tar\.idx\.json is damaged; delete it"):
+        load_index(shard)
+
+
 # What is wrong with a tar
 
 

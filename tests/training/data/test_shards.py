@@ -32,7 +32,7 @@ from vil.training.data.sources import FolderSource
 from vil.training.errors import ConfigError, DataError, OutputError, run_script
 
 NUM_CLASSES = 4
-TIMES = re.compile(rb'"[mc]time_ns":\d+,')
+TIMES = re.compile(rb'"[mc]time_ns":\d+,|"crc32":"\w+",')
 
 
 def quiet() -> Console:
@@ -69,7 +69,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Read all files that a run is to leave, of indexes all but when their shards were written."""
+    """Read all files that a run is to leave, of indexes all but the times of their shards."""
 
     def content(path: Path) -> bytes:
         return TIMES.sub(b"", path.read_bytes()) if path.suffix == ".json" else path.read_bytes()

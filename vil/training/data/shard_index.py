@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.errors import DataError, OutputError
 from vil.training.files import write_text
 
+_HEAD = b'{"crc32":"'
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<process>[1-9][0-9]*)\.tmp")  # of files.py
 
 
@@ -117,7 +119,10 @@ def read_index(shard: Path) -> ShardIndex | None:
     """
     path = index_path(shard)
     try:
-        content = json.loads(read_file(path))
+        text = read_file(path)
+        if text.startswith(_HEAD) and text[: len(_HEAD) + 8] != _HEAD + _checksum(text):
+            raise DataError(f"index {path} is damaged; delete it")
+        content = json.loads(text)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -141,8 +146,15 @@ def write_index(shard: Path, samples: list[Sample], stamp: Stamp) -> None:
     Raises:
         OutputError: it could not be written.
     """
-    content = {**stamp._asdict(), "samples": samples}
-    write_text(index_path(shard), json.dumps(content, separators=(",", ":")) + "\n")
+    content = {"crc32": "0" * 8, **stamp._asdict(), "samples": samples}
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
+    start = (_HEAD + _checksum(text.encode())).decode()
+    write_text(index_path(shard), start + text[len(start) :])
+
+
+def _checksum(text: bytes) -> bytes:
+    """Return eight digits for all of an index that comes after them."""
+    return b"%08x" % zlib.crc32(text[len(_HEAD) + 8 :])
 
 
 def remove_unfinished(folder: Path, names: Collection[str]) -> None:
@@ -179,7 +191,8 @@ def _is_index(content: Any) -> bool:
     """Check the types of an index, and that its images lie within the tar."""
     if not isinstance(content, dict):
         return False
-    if content.keys() not in ({"size", "samples"}, {*Stamp._fields, "samples"}):
+    # Those of before they had checksums say no times either.
+    if content.keys() not in ({"size", "samples"}, {"crc32", *Stamp._fields, "samples"}):
         return False
     size, rows = content["size"], content["samples"]
     return (
