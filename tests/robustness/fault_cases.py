@@ -281,6 +281,22 @@ def wrong_counts(lab: Laboratory) -> Verdict:
     return refused(lab.run(data, dataset="wds"), 3, "160")
 
 
+def other_order_of_classes(lab: Laboratory) -> Verdict:
+    """_info.json with the classes in another order in validation"""
+    data = lab.copy("wds")
+    info = json.loads((data / "_info.json").read_text())
+    info["splits"]["validation"]["classes"].reverse()
+    (data / "_info.json").write_text(json.dumps(info))
+    return refused(lab.run(data, dataset="wds"), 3, "class 0 is ash in the training data and dog")
+
+
+def line_break_in_a_name(lab: Laboratory) -> Verdict:
+    """a line break in the name of a validation image that is none"""
+    data = lab.copy("folder")
+    (data / "val" / "ash" / "3\n4.jpg").write_text("404 not found")
+    return refused(lab.run(data), 3, r"image .*/val/ash/3\\n4\.jpg cannot be read: cannot identify")
+
+
 def fewer_shards_than_workers(lab: Laboratory) -> Verdict:
     """1 shard, 2 loader processes"""
     data = _foreign_shards(lab, lambda number: "", shards=1)
@@ -596,6 +612,7 @@ FAULTS: tuple[Fault, ...] = (
     empty_validation,
     data_away,
     pipe_for_an_image,
+    line_break_in_a_name,
     truncated_shard,
     cut_shard_without_index,
     empty_shard,
@@ -612,6 +629,7 @@ FAULTS: tuple[Fault, ...] = (
     negative_size,
     shards_without_counts,
     wrong_counts,
+    other_order_of_classes,
     fewer_shards_than_workers,
     fewer_shards_than_processes,
     data_smaller_than_batch,

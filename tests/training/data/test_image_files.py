@@ -20,7 +20,12 @@ from vil.training.config import DataConfig, TrainConfig
 from vil.training.data import sources
 from vil.training.data.base import is_same_data
 from vil.training.data.batches import TrainData, ValData
-from vil.training.data.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
+from vil.training.data.image_files import (
+    IMAGE_EXTENSIONS,
+    IMAGE_FORMATS,
+    find_split,
+    list_images,
+)
 from vil.training.data.shard_writer import MakeOptions, make_shards
 from vil.training.data.shards import ShardSource
 from vil.training.data.sources import FolderSource, decode, orientation
@@ -209,6 +214,34 @@ def test_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a" / "loop").symlink_to("loop")
     with pytest.raises(DataError, match=r"folder .*/a cannot be read: Too many levels of symbolic"):
         list_images(tmp_path)
+
+
+def test_links_that_lead_upwards_are_followed_once(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg", "a/notes/1.txt")
+    for number in range(3):
+        (tmp_path / "a" / "notes" / f"{number}").symlink_to(".")
+    assert list_images(tmp_path).paths == ["a/1.jpg"]
+
+
+def test_folder_that_cannot_be_asked_for_is_an_error(tmp_path: Path) -> None:
+    data = DataConfig(path=str(tmp_path), train_split="x" * 300)
+    with pytest.raises(DataError, match=r"xxx cannot be read: File name too long"):
+        find_split(data, training=True)
+    data = DataConfig(path=str(tmp_path), train_split="a\0b")
+    with pytest.raises(DataError, match="has no folder"):
+        find_split(data, training=True)
+
+
+def test_line_breaks_in_names_are_escaped(config: TrainConfig, image_folder: Path) -> None:
+    (image_folder / "val" / "ash").rename(image_folder / "val" / "a\nsh\x1b")
+    path = image_folder / "val" / "a\nsh\x1b" / "ü\n1.jpg"
+    path.write_text("404 not found")
+    with pytest.raises(DataError, match=r"image .*/val/a\\nsh\\x1b/ü\\n1\.jpg cannot be read: "):
+        ValData(config, CPU, World()).check()
+    with pytest.raises(
+        DataError, match=r"image .*/a\\nsh\\x1b/0\.jpg must lie at .*b/<class>/<image>"
+    ):
+        list_images(path.parent)
 
 
 def test_linked_class_folder_is_a_class(tmp_path: Path) -> None:

@@ -329,6 +329,20 @@ def test_other_classes_in_validation_are_an_error(tmp_path: Path, image_folder: 
         make(image_folder, tmp_path / "made", splits=("validation",))
 
 
+def test_classes_in_another_order_are_an_error(made: Path, image_folder: Path) -> None:
+    info = json.loads((made / "_info.json").read_text())
+    info["splits"]["train"]["classes"] = ["ash", "cedar", "birch", "dogwood"]
+    (made / "_info.json").write_text(json.dumps(info))
+    message = "class 1 is cedar in split train and birch in validation"
+    with pytest.raises(DataError, match=message):
+        make(image_folder, made, splits=("validation",))
+
+
+def test_shard_that_cannot_be_asked_for_is_an_error(made: Path) -> None:
+    with pytest.raises(DataError, match=r"x\.tar cannot be read: File name too long"):
+        open_shards(made, "x" * 300 + ".tar")
+
+
 def test_full_disk_is_an_error_that_leaves_no_part(
     tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -773,6 +787,7 @@ def test_other_count_than_stated_is_an_error(made: Path) -> None:
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": [1, 2]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": ["1"]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "classes": [1]}}}',
+        '{"splits": {"train": {"filenames": ["a.tar"], "classes": ["a", "a"]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "made_from": []}}}',
         "[" * 100_000,
     ],

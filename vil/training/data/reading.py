@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from vil.messages import printable
+from vil.training.errors import DataError
+
 PAUSES = tuple(0.1 * 2**number for number in range(9))
 """Seconds before a read is tried again, 51 in all."""
 # They tell what a file is, or whose; no time changes that.
@@ -14,6 +17,34 @@ _LASTING = {
     *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EISDIR, errno.ENXIO, errno.EINVAL),
 }
+
+
+def is_folder(path: Path) -> bool:
+    """Tell whether a path leads to a folder.
+
+    Raises:
+        DataError: nobody knows, for a disk does not answer, say.
+    """
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: Path) -> bool:
+    """Tell whether a path leads to a regular file.
+
+    Raises:
+        DataError: nobody knows.
+    """
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """Return what lies at a path, or leads from it; 0 for nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a NUL in the path
+        return 0
+    except OSError as error:
+        raise DataError(f"{printable(str(path))} cannot be read: {error.strerror}") from error
 
 
 def read_file(path: Path) -> bytes:

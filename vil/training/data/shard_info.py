@@ -61,7 +61,10 @@ def _split(entry: dict[str, Any]) -> Split:
     made_from = entry.get("made_from")
     if made_from is not None and not isinstance(made_from, dict):
         raise TypeError("made_from must map options to values")
-    return Split(filenames, lengths, _list(entry, "classes", str), made_from)
+    classes = _list(entry, "classes", str)
+    if classes is not None and len(set(classes)) < len(classes):
+        raise ValueError("two classes of one name")
+    return Split(filenames, lengths, classes, made_from)
 
 
 def _list(entry: dict[str, Any], key: str, kind: type) -> tuple[Any, ...] | None:

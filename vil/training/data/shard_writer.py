@@ -22,10 +22,11 @@ import webdataset
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vil.messages import printable
 from vil.training.config import DataConfig
 from vil.training.data.base import fingerprint
 from vil.training.data.image_files import EXTENSION_FORMATS
-from vil.training.data.reading import read_file
+from vil.training.data.reading import is_folder, read_file
 from vil.training.data.shard_index import (
     index_path,
     load_index,
@@ -98,7 +99,7 @@ def make_shards(options: MakeOptions, console: Console) -> None:
         OutputError: the folder holds other shards, is in use, or cannot be written to.
     """
     start = time.perf_counter()
-    if not Path(options.images).is_dir():
+    if not is_folder(Path(options.images)):
         raise DataError(f"IMAGE_FOLDER {options.images} is not a folder")
     num_workers = options.num_workers or os.cpu_count() or 1
     plans = [_plan(split, options, num_workers) for split in options.splits]
@@ -174,7 +175,7 @@ def verify_shards(options: VerifyOptions, console: Console) -> None:
 def _plan(split: str, options: MakeOptions, num_workers: int) -> _Plan:
     """List the images of a split and divide them among shards."""
     source = FolderSource(DataConfig(path=options.images, val_split=split), training=False)
-    paths = [source.name(index) for index in range(source.num_images)]
+    paths = [str(source.path(index)) for index in range(source.num_images)]
     # timm's order of images whose names differ in case only is that of the disk.
     labels = source.labels.tolist()
     order = sorted(range(len(paths)), key=lambda index: (labels[index], paths[index]))
@@ -208,10 +209,14 @@ def _sizes(paths: list[str], num_workers: int) -> list[int]:
             found = pool.map(lambda chunk: [os.stat(path).st_size for path in chunk], chunks)
             sizes = [size for chunk in found for size in chunk]
     except OSError as error:
-        raise DataError(f"image {error.filename} cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"image {printable(error.filename)} cannot be read: {error.strerror}"
+        ) from error
     empty = [path for path, size in zip(paths, sizes, strict=True) if size == 0]
     if empty:
-        raise DataError(f"image {min(empty)} is empty ({len(empty)} such, of {len(paths)})")
+        raise DataError(
+            f"image {printable(min(empty))} is empty ({len(empty)} such, of {len(paths)})"
+        )
     return sizes
 
 
@@ -285,6 +290,11 @@ def _check_classes(classes: dict[str, tuple[str, ...]]) -> None:
                 f"class {differing[0]} is in split {where} only, of {first} and {split} "
                 f"({len(differing)} classes differ)"
             )
+        for label, name in enumerate(names):
+            if name != classes[first][label]:
+                raise DataError(
+                    f"class {label} is {classes[first][label]} in split {first} and {name} in {split}"
+                )
 
 
 def _is_whole(path: Path) -> bool:
@@ -326,10 +336,12 @@ def _read(image: _Image) -> bytes:
     try:
         content = read_file(Path(image.path))
     except OSError as error:
-        raise DataError(f"image {image.path} cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"image {printable(image.path)} cannot be read: {error.strerror}"
+        ) from error
     if len(content) != image.size:
         raise DataError(
-            f"image {image.path} changed meanwhile, from {image.size} to {len(content)} bytes"
+            f"image {printable(image.path)} changed meanwhile, from {image.size} to {len(content)} bytes"
         )
     return content
 

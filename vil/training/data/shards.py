@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from webdataset.shardlists import expand_urls
 
+from vil.messages import printable
 from vil.training.config import DataConfig
 from vil.training.data.base import Source, fingerprint
+from vil.training.data.reading import is_file
 from vil.training.data.shard_index import index_path, load_index, remove_unfinished
 from vil.training.data.shard_info import INFO_NAME, Split, find_split, read_info
 from vil.training.data.shard_scan import Sample
@@ -171,7 +173,7 @@ def _find_shards(
         names, classes = list(found.filenames), found.classes
     else:
         names, classes = _expand(root, key, split, splits), None
-    missing = [name for name in names if not (root / name).is_file()]
+    missing = [name for name in names if not is_file(root / name)]
     if missing:
         raise DataError(
             f"{key} {split}: shard {root / missing[0]} is missing "
@@ -215,7 +217,7 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | No
     places, keys, excluded = [], [], []
     for sample in samples:
         key, offset, size, label, checksum = sample
-        key = _printable(key)
+        key = printable(key)
         fault = _fault(sample)
         if fault is not None:
             excluded.append(f"{name}: {key}: {fault}")
@@ -239,8 +241,3 @@ def _fault(sample: Sample) -> str | None:
     if isinstance(sample.label, str):
         return f"label {sample.label!r} is no integer"
     return None
-
-
-def _printable(key: str) -> str:
-    """Escape what would break a line, or could not be encoded."""
-    return key if key.isprintable() else ascii(key)[1:-1]

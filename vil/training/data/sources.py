@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
-from vil.messages import one_line
+from vil.messages import one_line, printable
 from vil.training.config import (
     DataConfig,
     ModelConfig,
@@ -25,7 +25,7 @@ from vil.training.data.base import Source, fingerprint
 from vil.training.data.draws import key
 from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
 from vil.training.data.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
-from vil.training.data.reading import read_file
+from vil.training.data.reading import is_folder, read_file
 from vil.training.data.shards import ShardSource
 from vil.training.errors import ConfigError, DataError
 
@@ -157,18 +157,19 @@ class FolderSource(Source):
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
-        return read_file(self.folder / self._path(index))
+        return read_file(self.path(index))
 
     def checksum(self, index: int) -> int:
         """Read an image."""
         return zlib.crc32(self.read(index))
 
     def name(self, index: int) -> str:
-        """Return an image's path."""
-        return str(self.folder / self._path(index))
+        """Return an image's path, printable."""
+        return printable(str(self.path(index)))
 
-    def _path(self, index: int) -> str:
-        return self.paths[index].decode("utf-8", "surrogateescape")
+    def path(self, index: int) -> Path:
+        """Return where an image lies."""
+        return self.folder / self.paths[index].decode("utf-8", "surrogateescape")
 
 
 class ClassSubset(Source):
@@ -231,7 +232,7 @@ def _open(data: DataConfig, model: ModelConfig, training: bool, listed: ImageLis
     if data.dataset == "fractals":
         count = data.images_per_class or TRAINING_IMAGES if training else VALIDATION_IMAGES
         return FractalSource(data.fractal_seed, model.num_classes, count, model.img_size, training)
-    if not Path(data.path).is_dir():
+    if not is_folder(Path(data.path)):
         raise DataError(f"data.path {data.path} is not a folder")
     if data.dataset == "folder":
         return FolderSource(data, training, listed)
