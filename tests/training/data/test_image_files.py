@@ -400,6 +400,16 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(
         ValData(config, CPU, World()).check()
 
 
+def test_image_within_an_icon_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The icon's own header says 256 pixels at most."""
+    inner = encoded(Image.new("L", (400, 300)), "PNG")
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
+    assert decode(icon, "L").size == (400, 300)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
+    with pytest.raises(DataError, match=r"\(120000 pixels\) exceeds limit of 100000 pixels"):
+        decode(icon, "L")
+
+
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "JPEG2000", "PPM"])
 def test_number_of_pixels_is_limited_in_any_format(
     form: str, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,32 @@ def test_lost_image_costs_no_minute_when_others_can_be_read(paused: list[float])
     assert paused == [*reading.PAUSES, 0.1]
 
 
+def test_file_that_is_gone_is_waited_for_a_moment_only(tmp_path: Path, paused: list[float]) -> None:
+    """A data set may have a thousand links that lead nowhere."""
+    (tmp_path / "1").write_bytes(b"1")
+    (tmp_path / "2").symlink_to(tmp_path / "3")
+    (tmp_path / "4").symlink_to(tmp_path / "away" / "3")
+    read = PatientReader(lambda index: read_file(tmp_path / str(index)))
+    with pytest.raises(FileNotFoundError):
+        read(2)
+    assert paused == [0.1, 0.2, 0.4]
+    with pytest.raises(FileNotFoundError):
+        read(3)
+    assert paused == 2 * [0.1, 0.2, 0.4]
+    with pytest.raises(FileNotFoundError):
+        read(4)
+    assert paused == [*2 * [0.1, 0.2, 0.4], *reading.PAUSES]
+    assert read(1) == b"1"
+
+
+def test_vast_file_is_not_read(tmp_path: Path, paused: list[float]) -> None:
+    with (tmp_path / "a.jpg").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match=r"it has 1,099,511,627,776 bytes, at most 1,073,741,824 are"):
+        PatientReader(lambda _: read_file(tmp_path / "a.jpg"))(0)
+    assert paused == []
+
+
 def take_away_at_times(source: Source, folder: Path) -> None:
     """Let a folder be away at every third read, shards of it that are open too."""
     original, calls = source.read, itertools.count()

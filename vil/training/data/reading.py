@@ -12,10 +12,12 @@ from vil.training.errors import DataError
 
 PAUSES = tuple(0.1 * 2**number for number in range(9))
 """Seconds before a read is tried again, 51 in all."""
+_MOST_BYTES = 1 << 30
+_PAUSES_IF_GONE = 3  # where only the file is missing, and its folder is there
 # They tell what a file is, or whose; no time changes that.
 _LASTING = {
     *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
-    *(errno.EISDIR, errno.ENXIO, errno.EINVAL),
+    *(errno.EISDIR, errno.ENXIO, errno.EINVAL, errno.EFBIG),
 }
 
 
@@ -51,17 +53,37 @@ def read_file(path: Path) -> bytes:
     """Read a regular file.
 
     Raises:
-        OSError: it cannot be read, or is a folder, or a pipe or device, which might never end.
+        OSError: it cannot be read, is too large, or is a folder, or a pipe or device, which might never
+            end.
     """
     # Opening a pipe waits for its writer otherwise.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        check_size(found.st_size)
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+def check_size(size: int) -> None:
+    """Refuse to read so many bytes at once.
+
+    Raises:
+        OSError: an image of so many would have more pixels than are decoded.
+    """
+    if size > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {_MOST_BYTES:,} are read")
+
+
+def _is_gone(error: OSError) -> bool:
+    """Tell a file that is missing, or a link to one, from a disk that is."""
+    if error.errno != errno.ENOENT or error.filename is None:
+        return False
+    return os.path.isdir(os.path.dirname(os.path.realpath(error.filename)))
 
 
 class PatientReader:
@@ -83,19 +105,20 @@ class PatientReader:
             OSError: it could not be read.
         """
         pauses = PAUSES if self._is_hopeful and index not in self._lost else ()
-        for pause in (*pauses, None):
+        for number, pause in enumerate((*pauses, None)):
             try:
                 content = self._read(index)
                 break
             except OSError as error:
                 if error.errno is None or error.errno in _LASTING:
                     raise
-                if pause is not None:
+                is_gone = number == _PAUSES_IF_GONE and _is_gone(error)
+                if pause is not None and not is_gone:
                     time.sleep(pause)
                     continue
                 if pauses:
                     self._lost.add(index)
-                    self._is_hopeful = False
+                    self._is_hopeful = is_gone
                 raise
         self._lost.discard(index)
         self._is_hopeful = True

@@ -16,7 +16,7 @@ from webdataset.shardlists import expand_urls
 from vil.messages import printable
 from vil.training.config import DataConfig
 from vil.training.data.base import Source, fingerprint
-from vil.training.data.reading import is_file
+from vil.training.data.reading import check_size, is_file
 from vil.training.data.shard_index import index_path, load_index, remove_unfinished
 from vil.training.data.shard_info import INFO_NAME, Split, find_split, read_info
 from vil.training.data.shard_scan import Sample
@@ -85,6 +85,7 @@ class ShardSource(Source):
     def read(self, index: int) -> bytes:
         """Return an image's file."""
         offset, size, _, checksum = self._places[index].tolist()
+        check_size(size)
         content = self._files.read(self._shard(index), offset, size)
         if len(content) < size:
             raise OSError(f"the shard ends after {len(content)} of the image's {size} bytes")
@@ -97,6 +98,7 @@ class ShardSource(Source):
         offset, size, _, checksum = self._places[index].tolist()
         if checksum != _NO_CHECKSUM:
             return checksum
+        check_size(size)
         with self._files.paths[self._shard(index)].open("rb") as file:
             return zlib.crc32(os.pread(file.fileno(), size, offset))
 

@@ -6,7 +6,10 @@ steps in every process, each validation image exactly once, and exact resuming p
 """
 
 import io
+import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +82,10 @@ def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Imag
             numbers of no defined range.
     """
     try:
-        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
-        _check_size(image)
-        image.load()
+        with _icons_limited(content):
+            image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+            _check_size(image)
+            image.load()
         if exif_rotation and orientation(image) != 1:
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
@@ -254,6 +258,17 @@ def _check_size(image: Image.Image) -> None:
     pixels = image.width * image.height
     if pixels > _MOST_PIXELS:
         raise DataError(f"it has {pixels:,} pixels, at most {_MOST_PIXELS:,} are decoded")
+
+
+@contextmanager
+def _icons_limited(content: bytes) -> Iterator[None]:
+    """Have Pillow refuse what it warns of where the header tells no size: these hold whole images."""
+    if not content.startswith((b"\0\0\1\0", b"\0\0\2\0", b"icns", b"BLP")):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
