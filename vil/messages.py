@@ -1,4 +1,4 @@
-"""What an exception says, on one line, for messages that quote it."""
+"""What exceptions say and files are called, on one line, for messages that quote it."""
 
 import textwrap
 from typing import Any
@@ -10,6 +10,11 @@ def one_line(error: BaseException) -> str:
     """Return all that an error says, or as much of it as a line should have; else its type."""
     said = textwrap.shorten(str(error), _MOST, placeholder=" ...")
     return f"it lacks {said}" if isinstance(error, KeyError) else said or type(error).__name__
+
+
+def printable(name: str) -> str:
+    """Escape what a name can have and a line cannot: its end, a terminal's commands, no characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def first_line(error: BaseException) -> str:

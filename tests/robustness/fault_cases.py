@@ -66,6 +66,20 @@ def zero_byte_and_text_files(lab: Laboratory) -> Verdict:
     return skipped(lab.run(data, *TOLERANT), 2, "ash/3.jpg", "birch/3.jpg")
 
 
+def vast_image(lab: Laboratory) -> Verdict:
+    """a training image of a few kB and 169 million pixels"""
+    data = lab.copy("folder")
+    Image.new("1", (13_000, 13_000)).save(data / "train" / "ash" / "3.jpg", "PNG")
+    return skipped(lab.run(data, *TOLERANT), 1, "ash/3.jpg", "169,000,000 pixels")
+
+
+def vast_validation_image(lab: Laboratory) -> Verdict:
+    """the same in validation"""
+    data = lab.copy("folder")
+    Image.new("1", (13_000, 13_000)).save(data / "val" / "ash" / "1.jpg", "PNG")
+    return refused(lab.run(data), 3, r"image .*val/ash/1\.jpg cannot be read: it has 169,000,000")
+
+
 def png_named_jpeg(lab: Laboratory) -> Verdict:
     """a PNG named .jpg"""
     return _decodes(lab, "PNG", "RGB")
@@ -110,6 +124,19 @@ def empty_validation(lab: Laboratory) -> Verdict:
     for path in data.glob("val/*/*.jpg"):
         path.unlink()
     return refused(lab.run(data), 3, r"no images in the sub-folders of .*val")
+
+
+def data_away(lab: Laboratory) -> Verdict:
+    """the data's folder away for 0.15 s, as a network's disk can be"""
+    return lab.same(lab.run(lab.copy("folder"), injury=Injury("away", 12)), "exit 0")
+
+
+def pipe_for_an_image(lab: Laboratory) -> Verdict:
+    """a pipe named .jpg, which would be waited for"""
+    data = lab.copy("folder")
+    (data / "train" / "ash" / "3.jpg").unlink()
+    os.mkfifo(data / "train" / "ash" / "3.jpg")
+    return refused(lab.run(data), 3, r"image .*train/ash/3\.jpg cannot be read: .*regular file")
 
 
 def truncated_shard(lab: Laboratory) -> Verdict:
@@ -193,6 +220,47 @@ def impossible_label(lab: Laboratory) -> Verdict:
     )
 
 
+def rewritten_shard(lab: Laboratory) -> Verdict:
+    """a shard of others rewritten with other labels and the same size before going on"""
+    data = _foreign_shards(lab, lambda number: "")
+    stop = Injury("signal", 12, number=signal.SIGTERM)
+    result = lab.run(data, *_PATTERNS, dataset="wds", injury=stop)
+    (data / "train-0.tar").write_bytes(_relabelled(data / "train-0.tar"))
+    again = lab.run(data, *_PATTERNS, dataset="wds", again=result)
+    if again.code != 3 or "the training images are not those" not in again.error:
+        return Verdict(again.printed[-300:], "right labels")
+    return Verdict(f"exit 3: {again.error}", "nothing: the run is as it was")
+
+
+def rot_in_index(lab: Laboratory) -> Verdict:
+    """a digit of a label changed in the index of a shard"""
+    data = lab.copy("wds")
+    path = _index(sorted(data.glob("train-*.tar"))[2])
+    path.write_text(re.sub(r",[0-3],(\d+\])", r",0,\1", path.read_text()))
+    return refused(lab.run(data, dataset="wds"), 3, rf"index .*{path.name} is damaged; delete it")
+
+
+def repeated_key(lab: Laboratory) -> Verdict:
+    """a sample that a shard holds twice, far apart"""
+    data = _foreign_shards(lab, lambda number: "")
+    with tarfile.open(data / "train-2.tar", "a") as archive:
+        _add(archive, "ash10.jpg", b"")
+    return refused(
+        lab.run(data, *_PATTERNS, dataset="wds"), 3, r"train-2\.tar holds sample 'ash10' twice"
+    )
+
+
+def negative_size(lab: Laboratory) -> Verdict:
+    """a member of -512 bytes in a shard, which would be read for ever"""
+    data = _foreign_shards(lab, lambda number: "")
+    member = tarfile.TarInfo("zelkova.jpg")
+    member.size = -512
+    content = (data / "train-1.tar").read_bytes().rstrip(b"\0")
+    content += bytes(-len(content) % 512) + member.tobuf(tarfile.GNU_FORMAT) + bytes(10240)
+    (data / "train-1.tar").write_bytes(content)
+    return refused(lab.run(data, *_PATTERNS, dataset="wds"), 3, r"train-1\.tar is no tar")
+
+
 def shards_without_counts(lab: Laboratory) -> Verdict:
     """shards whose number of images nothing states"""
     data = _foreign_shards(lab, lambda number: "")
@@ -212,6 +280,22 @@ def wrong_counts(lab: Laboratory) -> Verdict:
     split["num_samples"] *= 10
     (data / "_info.json").write_text(json.dumps(info))
     return refused(lab.run(data, dataset="wds"), 3, "160")
+
+
+def other_order_of_classes(lab: Laboratory) -> Verdict:
+    """_info.json with the classes in another order in validation"""
+    data = lab.copy("wds")
+    info = json.loads((data / "_info.json").read_text())
+    info["splits"]["validation"]["classes"].reverse()
+    (data / "_info.json").write_text(json.dumps(info))
+    return refused(lab.run(data, dataset="wds"), 3, "class 0 is ash in the training data and dog")
+
+
+def line_break_in_a_name(lab: Laboratory) -> Verdict:
+    """a line break in the name of a validation image that is none"""
+    data = lab.copy("folder")
+    (data / "val" / "ash" / "3\n4.jpg").write_text("404 not found")
+    return refused(lab.run(data), 3, r"image .*/val/ash/3\\n4\.jpg cannot be read: cannot identify")
 
 
 def fewer_shards_than_workers(lab: Laboratory) -> Verdict:
@@ -490,6 +574,19 @@ def changed_data(lab: Laboratory) -> Verdict:
     return Verdict(f"exit 3: {again.error}", "nothing: the run is as it was")
 
 
+def overwritten_data(lab: Laboratory) -> Verdict:
+    """all training images overwritten under their names before going on"""
+    data = lab.copy("folder")
+    result = lab.run(data, injury=Injury("signal", 12, number=signal.SIGTERM))
+    for path in data.glob("train/*/*.jpg"):
+        Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
+    before = (result.folder / "last.pt").read_bytes()
+    again = lab.run(data, again=result)
+    if again.code != 3 or before != (result.folder / "last.pt").read_bytes():
+        return Verdict(again.printed[-300:], "exactness")
+    return Verdict(f"exit 3: {again.error}", "nothing: the run is as it was")
+
+
 def folder_of_something_else(lab: Laboratory) -> Verdict:
     """a folder with other files"""
     folder = lab.root / "mine"
@@ -566,6 +663,8 @@ FAULTS: tuple[Fault, ...] = (
     truncated_jpegs,
     too_many_truncated_jpegs,
     zero_byte_and_text_files,
+    vast_image,
+    vast_validation_image,
     png_named_jpeg,
     cmyk_jpeg,
     bad_validation_images,
@@ -573,6 +672,9 @@ FAULTS: tuple[Fault, ...] = (
     renamed_validation_class,
     empty_class,
     empty_validation,
+    data_away,
+    pipe_for_an_image,
+    line_break_in_a_name,
     truncated_shard,
     cut_shard_without_index,
     empty_shard,
@@ -583,8 +685,13 @@ FAULTS: tuple[Fault, ...] = (
     unlabelled_samples,
     one_unlabelled_sample,
     impossible_label,
+    rewritten_shard,
+    rot_in_index,
+    repeated_key,
+    negative_size,
     shards_without_counts,
     wrong_counts,
+    other_order_of_classes,
     fewer_shards_than_workers,
     fewer_shards_than_processes,
     data_smaller_than_batch,
@@ -616,6 +723,7 @@ FAULTS: tuple[Fault, ...] = (
     folder_of_another_run,
     changed_config,
     changed_data,
+    overwritten_data,
     folder_of_something_else,
     folder_of_something_else_with_our_names,
     disk_without_locks,
@@ -685,6 +793,17 @@ def _foreign_shards(lab: Laboratory, label: Callable[[int], str | None], shards:
                         text = given or str(classes.index(path.parent.name))
                         _add(archive, f"{path.parent.name}{path.stem}.cls", text.encode())
     return root
+
+
+def _relabelled(shard: Path) -> bytes:
+    """Return a shard with labels 3 - y."""
+    content = bytearray(shard.read_bytes())
+    with tarfile.open(shard) as archive:
+        for member in archive:
+            if member.name.endswith(".cls"):
+                label = content[member.offset_data] - ord("0")
+                content[member.offset_data] = ord("3") - label
+    return bytes(content)
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

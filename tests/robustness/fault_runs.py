@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
@@ -288,6 +289,20 @@ def _kill_loader_process(injury: Injury) -> None:
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
+def _take_data_away(injury: Injury) -> None:
+    """Rename the data's folder at a step, and back a moment later."""
+    original = loop.train_step
+
+    def train_step(training: Any, step: Any, config: Any) -> Any:
+        if step.number == injury.step:
+            folder = Path(config.data.path)
+            away = folder.rename(folder.with_name(f"{folder.name}-away"))
+            threading.Timer(0.15, away.rename, [folder]).start()
+        return original(training, step, config)
+
+    loop.train_step = train_step
+
+
 def _poison(injury: Injury) -> None:
     """Make the loss NaN from one step until another."""
     original = loop.train_step
@@ -354,6 +369,7 @@ _INJURIES = {
     "signal": _at_step(_signal_self),
     "signal to all": _at_step(_signal_all),
     "loader process": _at_step(_kill_loader_process),
+    "away": _take_data_away,
     "poison": _poison,
     "disk": _fill_disk,
     "saving": _kill_while_saving,

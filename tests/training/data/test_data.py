@@ -282,6 +282,71 @@ def test_equal_images_have_equal_fingerprints_wherever_they_lie(
     assert train_data(there).source.fingerprint != before
 
 
+def overwrite(path: Path) -> None:
+    """Change a file's last bit."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+@pytest.mark.parametrize("images_per_class", [None, 3])
+def test_other_contents_under_the_same_names_have_other_fingerprints(
+    config: TrainConfig,
+    shard_config: TrainConfig,
+    kind: str,
+    images_per_class: int | None,
+) -> None:
+    chosen = with_data(
+        config if kind == "folder" else shard_config, images_per_class=images_per_class
+    )
+    source = train_data(chosen).source
+    assert train_data(chosen).source.fingerprint == source.fingerprint
+    if kind == "folder":
+        overwrite(Path(source.name(5)))
+    else:
+        shard = Path(shard_config.data.path, source.name(5).split(":")[0])
+        image = source.read(5)
+        shard.write_bytes(shard.read_bytes().replace(image, image[::-1]))
+    other = train_data(chosen).source
+    assert other.listing == source.listing
+    assert other.fingerprint != source.fingerprint
+
+
+@pytest.mark.parametrize(("number", "is_noticed"), [(0, True), (1, False), (999, True)])
+def test_fingerprint_reads_some_of_many_images(
+    tmp_path: Path, number: int, is_noticed: bool
+) -> None:
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    for index in range(1000):
+        (folder / f"{index}.jpg").write_bytes(b"%d" % index)
+    data, model = DataConfig(path=str(tmp_path)), ModelConfig()
+    before = open_source(data, model, training=True).fingerprint
+    overwrite(folder / f"{number}.jpg")
+    assert (open_source(data, model, training=True).fingerprint != before) == is_noticed
+    for path in folder.glob("*7.jpg"):
+        overwrite(path)
+    assert open_source(data, model, training=True).fingerprint != before
+
+
+def test_fingerprint_of_images_that_cannot_be_read_is_an_error(
+    config: TrainConfig, shard_config: TrainConfig, image_folder: Path
+) -> None:
+    sources = [train_data(chosen).source for chosen in (config, shard_config)]
+    (image_folder / "train" / "ash" / "0.jpg").unlink()
+    Path(shard_config.data.path, "train-0.tar").unlink()
+    for source, name in zip(sources, (r"ash/0\.jpg", r"train-0\.tar: ash0"), strict=True):
+        with pytest.raises(DataError, match=rf"image .*{name} cannot be read: .*No such file"):
+            assert source.fingerprint
+
+
+def test_fingerprints_of_digits_tell_all_by_themselves() -> None:
+    for count in (None, 20):
+        data = DataConfig(dataset="digits", images_per_class=count)
+        source = open_source(data, ModelConfig(num_classes=10), training=True)
+        assert source.fingerprint == source.listing
+
+
 def chosen_names(source: Source) -> set[str]:
     """Name all images of a source."""
     return {source.name(index) for index in range(source.num_images)}

@@ -5,6 +5,7 @@ import io
 import struct
 import tarfile
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,15 @@ from rich.console import Console
 from timm.data import create_dataset
 
 from vil.training.config import DataConfig, TrainConfig
+from vil.training.data import sources
+from vil.training.data.base import is_same_data
 from vil.training.data.batches import TrainData, ValData
-from vil.training.data.image_files import IMAGE_EXTENSIONS, IMAGE_FORMATS, list_images
+from vil.training.data.image_files import (
+    IMAGE_EXTENSIONS,
+    IMAGE_FORMATS,
+    find_split,
+    list_images,
+)
 from vil.training.data.shard_writer import MakeOptions, make_shards
 from vil.training.data.shards import ShardSource
 from vil.training.data.sources import FolderSource, decode, orientation
@@ -208,6 +216,34 @@ def test_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         list_images(tmp_path)
 
 
+def test_links_that_lead_upwards_are_followed_once(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.jpg", "a/notes/1.txt")
+    for number in range(3):
+        (tmp_path / "a" / "notes" / f"{number}").symlink_to(".")
+    assert list_images(tmp_path).paths == ["a/1.jpg"]
+
+
+def test_folder_that_cannot_be_asked_for_is_an_error(tmp_path: Path) -> None:
+    data = DataConfig(path=str(tmp_path), train_split="x" * 300)
+    with pytest.raises(DataError, match=r"xxx cannot be read: File name too long"):
+        find_split(data, training=True)
+    data = DataConfig(path=str(tmp_path), train_split="a\0b")
+    with pytest.raises(DataError, match="has no folder"):
+        find_split(data, training=True)
+
+
+def test_line_breaks_in_names_are_escaped(config: TrainConfig, image_folder: Path) -> None:
+    (image_folder / "val" / "ash").rename(image_folder / "val" / "a\nsh\x1b")
+    path = image_folder / "val" / "a\nsh\x1b" / "ü\n1.jpg"
+    path.write_text("404 not found")
+    with pytest.raises(DataError, match=r"image .*/val/a\\nsh\\x1b/ü\\n1\.jpg cannot be read: "):
+        ValData(config, CPU, World()).check()
+    with pytest.raises(
+        DataError, match=r"image .*/a\\nsh\\x1b/0\.jpg must lie at .*b/<class>/<image>"
+    ):
+        list_images(path.parent)
+
+
 def test_linked_class_folder_is_a_class(tmp_path: Path) -> None:
     fill(tmp_path / "elsewhere", "1.jpg")
     fill(tmp_path / "split", "a/1.jpg")
@@ -226,8 +262,14 @@ def test_order_is_that_of_timm(tmp_path: Path) -> None:
 
 
 def test_fingerprint_of_known_images_is_as_ever(config: TrainConfig) -> None:
-    """Runs in progress compare it."""
-    assert TrainData(config, CPU, World()).source.fingerprint == "c1955f508c2ea6a1"
+    """Runs in progress compare it, those of before it told contents too."""
+    now = TrainData(config, CPU, World()).source.fingerprint
+    listing, _, contents = now.partition("-")
+    assert (listing, len(contents)) == ("c1955f508c2ea6a1", 16)
+    assert is_same_data(listing, now)
+    assert is_same_data(now, now)
+    assert not is_same_data(f"{listing}-{contents[::-1]}", now)
+    assert not is_same_data(contents, now)
 
 
 def test_classes_that_timm_puts_in_any_order_have_one(tmp_path: Path) -> None:
@@ -335,6 +377,49 @@ def test_image_too_large_for_pillow_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(DataError, match=r"Image size \(400 pixels\) exceeds limit of 200 pixels"):
         decode(encoded(Image.new("L", (20, 20)), "PNG"), "L")
+
+
+def test_too_many_pixels_are_an_error_before_they_are_decoded(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    """Told by the header: of these there are none."""
+    header = struct.pack(">IIBBBBB", 13_000, 13_000, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    message = "it has 169,000,000 pixels, at most 89,478,485 are decoded"
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(DataError, match=message):
+        decode(content, "L")
+    (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
+    with (
+        pytest.warns(Image.DecompressionBombWarning),
+        pytest.raises(DataError, match=rf"image .*ash/0\.jpg cannot be read: {message}"),
+    ):
+        ValData(config, CPU, World()).check()
+
+
+def test_image_within_an_icon_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The icon's own header says 256 pixels at most."""
+    inner = encoded(Image.new("L", (400, 300)), "PNG")
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
+    assert decode(icon, "L").size == (400, 300)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
+    with pytest.raises(DataError, match=r"\(120000 pixels\) exceeds limit of 100000 pixels"):
+        decode(icon, "L")
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "JPEG2000", "PPM"])
+def test_number_of_pixels_is_limited_in_any_format(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = encoded(Image.new("L", (20, 30)), form)
+    monkeypatch.setattr(sources, "_MOST_PIXELS", 600)
+    assert decode(content, "L").size == (20, 30)
+    monkeypatch.setattr(sources, "_MOST_PIXELS", 599)
+    with pytest.raises(DataError, match="it has 600 pixels, at most 599 are decoded"):
+        decode(content, "L")
 
 
 # Rotated photographs

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tarfile
@@ -32,6 +33,7 @@ from vil.training.errors import ConfigError, DataError, OutputError, run_script
 from vil.training.files import LOCK_NAME
 
 NUM_CLASSES = 4
+TIMES = re.compile(rb'"[mc]time_ns":\d+,|"crc32":"\w+",')
 
 
 def quiet() -> Console:
@@ -68,8 +70,12 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Read all files that a run is to leave."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK_NAME}
+    """Read all files that a run is to leave, of indexes all but the times of their shards."""
+
+    def content(path: Path) -> bytes:
+        return TIMES.sub(b"", path.read_bytes()) if path.suffix == ".json" else path.read_bytes()
+
+    return {path.name: content(path) for path in folder.iterdir() if path.name != LOCK_NAME}
 
 
 def flip_bit(path: Path, position: int) -> None:
@@ -252,11 +258,42 @@ def test_other_images_are_refused(made: Path, image_folder: Path) -> None:
         make(image_folder, made)
 
 
-def test_shards_of_others_are_not_overwritten(tmp_path: Path, image_folder: Path) -> None:
-    (tmp_path / "train-000003.tar").write_bytes(b"precious")
-    with pytest.raises(OutputError, match=r"train-000003\.tar exists and _info\.json does not"):
+@pytest.mark.parametrize("name", ["train-000003.tar", "train-000003.tar.idx.json"])
+def test_shards_of_others_are_not_overwritten(
+    tmp_path: Path, image_folder: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(OutputError, match=rf"{name} exists and _info\.json names no such shard"):
         make(image_folder, tmp_path)
-    assert (tmp_path / "train-000003.tar").read_bytes() == b"precious"
+    assert (tmp_path / name).read_bytes() == b"precious"
+
+
+def test_description_of_others_is_not_overwritten(tmp_path: Path, image_folder: Path) -> None:
+    text = '{"splits": {"test": {"filenames": ["test.tar"]}}}'
+    (tmp_path / "_info.json").write_text(text)
+    with pytest.raises(OutputError, match=r"_info\.json was not written by make_shards\.py"):
+        make(image_folder, tmp_path)
+    assert (tmp_path / "_info.json").read_text() == text
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path, image_folder: Path) -> None:
+    folder, mine = tmp_path / "made", ".train-000003.tar.4194399.tmp"
+    others = (
+        *(".cache.tmp", ".a.b.7.tmp", ".train-000003.tar.tmp", "train-000003.tar.7.tmp"),
+        *(".train-000003.tar.0.tmp", ".train-000003.tar.x7.tmp", ".train-000099.tar.7.tmp"),
+        f".train-000004.tar.{os.getppid()}.tmp",  # of a living process
+    )
+    (folder / ".d.tmp").mkdir(parents=True)
+    (folder / ".train-000002.tar.4194399.tmp").mkdir()
+    for name in (*others, mine):
+        (folder / name).write_text("precious")
+    make(image_folder, folder)
+    assert {(folder / name).read_text() for name in (*others, mine)} == {"precious"}
+    make(image_folder, folder)  # now it can be of the first attempt
+    assert {(folder / name).read_text() for name in others} == {"precious"}
+    assert (folder / ".d.tmp").is_dir()
+    assert (folder / ".train-000002.tar.4194399.tmp").is_dir()
+    assert not (folder / mine).exists()
 
 
 def test_empty_images_are_an_error_before_anything_is_written(
@@ -278,9 +315,8 @@ def test_dangling_link_is_an_error(tmp_path: Path, image_folder: Path) -> None:
 def test_image_that_changes_meanwhile_is_an_error(
     tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path)[:-1])
-    monkeypatch.setattr(shard_writer, "read_info", lambda folder: {})
+    read = shard_writer.read_file
+    monkeypatch.setattr(shard_writer, "read_file", lambda path: read(path)[:-1])
     with pytest.raises(DataError, match=r"changed meanwhile, from \d+ to \d+ bytes"):
         make(image_folder, tmp_path / "made")
 
@@ -292,6 +328,20 @@ def test_other_classes_in_validation_are_an_error(tmp_path: Path, image_folder: 
     make(image_folder, tmp_path / "made", splits=("train",))
     with pytest.raises(DataError, match="class cedar is in split train only"):
         make(image_folder, tmp_path / "made", splits=("validation",))
+
+
+def test_classes_in_another_order_are_an_error(made: Path, image_folder: Path) -> None:
+    info = json.loads((made / "_info.json").read_text())
+    info["splits"]["train"]["classes"] = ["ash", "cedar", "birch", "dogwood"]
+    (made / "_info.json").write_text(json.dumps(info))
+    message = "class 1 is cedar in split train and birch in validation"
+    with pytest.raises(DataError, match=message):
+        make(image_folder, made, splits=("validation",))
+
+
+def test_shard_that_cannot_be_asked_for_is_an_error(made: Path) -> None:
+    with pytest.raises(DataError, match=r"x\.tar cannot be read: File name too long"):
+        open_shards(made, "x" * 300 + ".tar")
 
 
 def test_full_disk_is_an_error_that_leaves_no_part(
@@ -405,7 +455,7 @@ def test_damaged_label_and_wrong_count_are_found(made: Path) -> None:
         label = tar.next().offset_data
     flip_bit(path, label)
     index = read_index(made / "validation-000001.tar")
-    shard_index.write_index(made / "validation-000001.tar", index.samples[1:])
+    shard_index.write_index(made / "validation-000001.tar", index.samples[1:], index.stamp)
     assert verify(made) == [
         "validation-000000.tar: keys or labels are not those of its index",
         "validation-000001.tar: 4 images of 5",
@@ -464,6 +514,28 @@ def test_folder_that_cannot_be_written_is_read_all_the_same(
     monkeypatch.setattr(shard_index, "write_text", refuse)
     assert open_shards(image_shards, "train-{0..2}.tar").num_images == 32
     assert not list(image_shards.glob("*.json"))
+
+
+def test_index_that_a_killed_process_was_writing_is_removed(image_shards: Path) -> None:
+    def kill(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def scan() -> None:
+        os.replace = kill
+        open_shards(image_shards, "train-{0..2}.tar")
+
+    process = multiprocessing.get_context("fork").Process(target=scan)
+    process.start()
+    process.join()
+    left = sorted(path.name for path in image_shards.glob(".*"))
+    assert re.fullmatch(rf"\.train-\d\.tar\.idx\.json\.{process.pid}\.tmp", left[0])
+    others = [".train-9.tar.idx.json.4194399.tmp", ".train-1.tar.4194399.tmp", ".cache.tmp"]
+    for name in others:
+        (image_shards / name).write_text("precious")
+    living = image_shards / f".train-1.tar.idx.json.{os.getppid()}.tmp"
+    living.write_text("half of it")
+    open_shards(image_shards, "train-{0..2}.tar")
+    assert sorted(path.name for path in image_shards.glob(".*")) == sorted([*others, living.name])
 
 
 def test_samples_are_grouped_as_webdataset_does_it(tmp_path: Path) -> None:
@@ -716,6 +788,7 @@ def test_other_count_than_stated_is_an_error(made: Path) -> None:
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": [1, 2]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": ["1"]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "classes": [1]}}}',
+        '{"splits": {"train": {"filenames": ["a.tar"], "classes": ["a", "a"]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "made_from": []}}}',
         "[" * 100_000,
     ],

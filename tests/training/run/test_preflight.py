@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -229,6 +230,21 @@ def test_class_of_one_split_alone_is_told_and_no_number_of_classes(
 def test_classes_that_differ_are_counted(config: TrainConfig, image_folder: Path) -> None:
     (image_folder / "val" / "cedar").rename(image_folder / "val" / "elm")
     assert problems(config) == ["class cedar is in the training data only (2 classes differ)"]
+
+
+def test_classes_in_another_order_are_told(
+    config: TrainConfig, image_folder: Path, tmp_path: Path
+) -> None:
+    """As descriptions of shards can have them: a label would mean two things."""
+    options = MakeOptions(images=str(image_folder), shards=str(tmp_path / "made"))
+    make_shards(options, Console(quiet=True))
+    path = tmp_path / "made" / "_info.json"
+    info = json.loads(path.read_text())
+    info["splits"]["validation"]["classes"] = ["ash", "cedar", "birch", "dogwood"]
+    path.write_text(json.dumps(info))
+    chosen = changed(config, data__dataset="wds", data__path=str(tmp_path / "made"))
+    told = "class 1 is birch in the training data and cedar in the validation data"
+    assert problems(chosen) == [f"{told} (2 classes differ)"]
 
 
 def test_shards_are_counted_by_what_describes_them(

@@ -13,6 +13,7 @@ from vil.training.data.augment import Transform, train_transform, val_transform
 from vil.training.data.base import Source
 from vil.training.data.draws import Draw, MicroBatches, epoch_order, key, seed_image
 from vil.training.data.loader_processes import outliving_deaths, start, worker_arguments
+from vil.training.data.reading import PatientReader
 from vil.training.data.sources import decode, image_mode, open_source, orientation
 from vil.training.distributed import World
 from vil.training.errors import DataError
@@ -200,6 +201,7 @@ class _TrainImages(Dataset):
         self, source: Source, transform: Transform, mode: str, exif_rotation: bool, seed: int
     ) -> None:
         self.source, self.transform, self.seed = source, transform, seed
+        self.read = PatientReader(source.read)
         self.mode, self.exif_rotation = mode, exif_rotation
         # The last image decoded: repeated augmentation asks for it again at once.
         self.decoded: tuple[Any, ...] = (None,)
@@ -217,7 +219,7 @@ class _TrainImages(Dataset):
         index = draw.index
         for attempt in range(_MOST_TRIES):
             try:
-                image = decode(self.source.read(index), self.mode, self.exif_rotation)
+                image = decode(self.read(index), self.mode, self.exif_rotation)
             except (DataError, OSError) as error:
                 bad[index] = str(error)
                 place = (draw.epoch, draw.index, attempt)
@@ -238,11 +240,12 @@ class _ValImages(Dataset):
         self, source: Source, transform: Transform, mode: str, exif_rotation: bool
     ) -> None:
         self.source, self.transform = source, transform
+        self.read = PatientReader(source.read)
         self.mode, self.exif_rotation = mode, exif_rotation
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         try:
-            image = decode(self.source.read(index), self.mode, self.exif_rotation)
+            image = decode(self.read(index), self.mode, self.exif_rotation)
         except (DataError, OSError) as error:
             raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
         return self.transform(image), int(self.source.labels[index])

@@ -54,7 +54,7 @@ class FractalSource(Source):
         self.classes = tuple(str(number) for number in range(num_classes))
         place = (seed, num_classes, images_per_class, size, int(training))
         # The pixels stand for how images are drawn, should that ever change.
-        self.fingerprint = fingerprint(str(place).encode(), self._systems, self.read(0))
+        self.listing = fingerprint(str(place).encode(), self._systems, self.read(0))
 
     def read(self, index: int) -> bytes:
         """Compute an image, size x size, as an uncompressed colour PPM file."""

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from PIL import Image, ImageFile
 
+from vil.messages import printable
 from vil.training.config import DataConfig
+from vil.training.data.reading import is_folder
 from vil.training.errors import DataError
 
 _LITTER = {"__macosx", "thumbs.db"}  # hidden where it was made, and nowhere else
@@ -40,7 +42,7 @@ def find_split(data: DataConfig, training: bool) -> Path:
     names = [split, "val"] if split == "validation" else [split]
     for name in names:
         folder = Path(data.path, name)
-        if folder.is_dir():
+        if is_folder(folder):
             return folder
     raise DataError(
         f"data.path {data.path} has no folder {' or '.join(names)}; images must lie at "
@@ -73,7 +75,7 @@ def list_images(folder: Path) -> ImageList:
         raise DataError(f"there are no images in the sub-folders of {folder}{hint}")
     if empty:
         raise DataError(
-            f"class folder {folder / empty[0]} has no images "
+            f"class folder {printable(str(folder / empty[0]))} has no images "
             f"({len(empty)} such, of {len(classes)}){hint}"
         )
     return ImageList(*_in_order(found), tuple(classes), line)
@@ -104,8 +106,13 @@ def _images_of(folder: Path, name: str, ignored: Counter[str]) -> list[str]:
     """Return the names of a class's images, having checked that no deeper folder holds any."""
     nested, images = _look_into(os.path.join(folder, name), ignored)
     places = [os.path.join(folder, name, inner) for inner in sorted(nested)]
+    seen = set()
     while places:
         place = places.pop()
+        real = os.path.realpath(place)
+        if real in seen:  # by a link; some that lead upwards would make a great many paths
+            continue
+        seen.add(real)
         inner, misplaced = _look_into(place, ignored)
         if misplaced:
             _refuse(os.path.join(place, min(misplaced)), folder)
@@ -135,12 +142,12 @@ def _look_into(folder: str, ignored: Counter[str]) -> tuple[list[str], list[str]
                     else:
                         ignored[f".{extension}" if dot else "extensionless file"] += 1
     except OSError as error:
-        raise DataError(f"folder {folder} cannot be read: {error.strerror}") from error
+        raise DataError(f"folder {printable(folder)} cannot be read: {error.strerror}") from error
     return folders, images
 
 
 def _refuse(image: str, folder: Path) -> None:
-    raise DataError(f"image {image} must lie at {folder}/<class>/<image>")
+    raise DataError(printable(f"image {image} must lie at {folder}/<class>/<image>"))
 
 
 def _tell(folder: Path, ignored: Counter[str]) -> str:
@@ -158,7 +165,7 @@ def _tell(folder: Path, ignored: Counter[str]) -> str:
 def _amount(count: int, kind: str) -> str:
     """Put a number before a kind of files: an extension, or words for one such file."""
     if kind.startswith("."):  # of any characters that a name may have
-        return f"{count:,} {kind if kind.isprintable() else ascii(kind)[1:-1]}"
+        return f"{count:,} {printable(kind)}"
     return f"{count:,} {kind}{'s' if count > 1 else ''}"
 
 

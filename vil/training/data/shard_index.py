@@ -2,53 +2,53 @@
 
 It is kept beside the shard, as <shard>.idx.json, so that a million images are found in seconds. The
 tool that makes shards writes it with a checksum of every image; for shards of other origin it is
-made from the headers of the tar.
+made from the headers of the tar. It holds for the very file that it was made of; another one of the same
+name, a copy too, is scanned again.
 """
 
 import contextlib
 import json
 import os
 import re
-import tarfile
-from collections.abc import Iterator
-from itertools import groupby
+import zlib
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from webdataset.tariterators import base_plus_ext
-
-from vil.training.data.image_files import IMAGE_EXTENSIONS
+from vil.training.data.reading import read_file
+from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.errors import DataError, OutputError
 from vil.training.files import write_text
 
-_USUAL_IMAGES = ("jpg", "jpeg", "png", "webp")  # go before other images of a sample, in this order
-_LABEL_EXTENSION = "cls"
-_MOST_LABEL_BYTES = 64
-_MOST_PADDING = 1 << 20  # zeros after the last member; writers pad to some KiB
-_SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's own records
-_INTEGER = re.compile(r"[+-]?[0-9]+")
+_HEAD = b'{"crc32":"'
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<process>[1-9][0-9]*)\.tmp")  # of files.py
 
 
-class Sample(NamedTuple):
-    """The files of one key."""
+class Stamp(NamedTuple):
+    """What another file of the same name would have otherwise."""
 
-    key: str
-    offset: int | None
-    """First byte of the image in the tar; None where there is a label without an image."""
     size: int
-    """Bytes of the image."""
-    label: int | str | None
-    """What the .cls member holds: an integer, or a text that is none; None without such a member."""
-    crc32: int | None
-    """Checksum of the image; None where nobody has read it."""
+    """Bytes of the tar."""
+    mtime_ns: int | None
+    ctime_ns: int | None
+    """When it was changed; None in indexes that do not say it."""
 
 
 class ShardIndex(NamedTuple):
     """A shard as it was when it was indexed."""
 
-    size: int
-    """Bytes of the tar."""
+    stamp: Stamp
     samples: list[Sample]
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the shard's maker wrote it, who read the images."""
+        return any(sample.crc32 is not None for sample in self.samples)
+
+    @property
+    def scanned(self) -> list[Sample]:
+        """The samples as scanning the shard gives them."""
+        return [sample._replace(crc32=None) for sample in self.samples]
 
 
 def index_path(shard: Path) -> Path:
@@ -57,7 +57,7 @@ def index_path(shard: Path) -> Path:
 
 
 def load_index(shard: Path) -> list[Sample]:
-    """Return the samples of a shard, from its index or, where it has none, from its headers.
+    """Return the samples of a shard, from its index or, where that is of another file, from its headers.
 
     In the latter case the index is written for the next time, if the folder can be written to.
 
@@ -65,26 +65,50 @@ def load_index(shard: Path) -> list[Sample]:
         shard: An uncompressed tar.
 
     Raises:
-        DataError: the shard is missing, truncated, no tar, or not the one that was indexed.
+        DataError: the shard is missing, truncated, no tar, being written, or not the one whose checksums
+            the index has.
     """
-    index = read_index(shard)
-    if index is None:
-        samples = scan_shard(shard)
-        with contextlib.suppress(OutputError, OSError):  # only time is lost
-            write_index(shard, samples)
-        return samples
+    stamp, index, path = stamp_of(shard), read_index(shard), index_path(shard)
+    if index is not None:
+        size = index.stamp.size
+        if index.stamp == stamp:
+            return index.samples
+        if stamp.size < size:
+            raise DataError(
+                f"shard {shard} is truncated: {stamp.size} of {size} bytes (if it is a new one, "
+                f"delete {path})"
+            )
+        if stamp.size > size and index.has_checksums:
+            raise DataError(
+                f"index {path} does not belong to its shard, which has {stamp.size} bytes and not "
+                f"{size}; delete the index"
+            )
+    samples = scan_shard(shard)
+    if stamp_of(shard) != stamp:
+        raise DataError(f"shard {shard} changes while it is read: it is being written")
+    if index is not None and index.has_checksums:
+        if index.scanned != samples:
+            raise DataError(
+                f"index {path} does not belong to its shard, whose keys, labels or places of images "
+                f"are others; delete the index"
+            )
+        samples = index.samples
+    with contextlib.suppress(OutputError, OSError):  # only time is lost
+        write_index(shard, samples, stamp)
+    return samples
+
+
+def stamp_of(shard: Path) -> Stamp:
+    """Tell a file from others of its name.
+
+    Raises:
+        DataError: it is missing.
+    """
     try:
-        size = shard.stat().st_size
+        found = shard.stat()
     except OSError as error:
         raise DataError(f"shard {shard} cannot be read: {error.strerror}") from error
-    if size < index.size:
-        raise DataError(f"shard {shard} is truncated: {size} of {index.size} bytes")
-    if size > index.size:
-        raise DataError(
-            f"index {index_path(shard)} does not belong to its shard, which has {size} bytes and not "
-            f"{index.size}; delete the index"
-        )
-    return index.samples
+    return Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def read_index(shard: Path) -> ShardIndex | None:
@@ -95,7 +119,10 @@ def read_index(shard: Path) -> ShardIndex | None:
     """
     path = index_path(shard)
     try:
-        content = json.loads(path.read_bytes())
+        text = read_file(path)
+        if text.startswith(_HEAD) and text[: len(_HEAD) + 8] != _HEAD + _checksum(text):
+            raise DataError(f"index {path} is damaged; delete it")
+        content = json.loads(text)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -104,111 +131,73 @@ def read_index(shard: Path) -> ShardIndex | None:
         raise DataError(f"index {path} is not JSON ({error}); delete it") from error
     if not _is_index(content):
         raise DataError(f"index {path} is not the index of a shard; delete it")
-    return ShardIndex(content["size"], [Sample(*row) for row in content["samples"]])
+    stamp = Stamp(content["size"], content.get("mtime_ns"), content.get("ctime_ns"))
+    return ShardIndex(stamp, [Sample(*row) for row in content["samples"]])
 
 
-def write_index(shard: Path, samples: list[Sample]) -> None:
+def write_index(shard: Path, samples: list[Sample], stamp: Stamp) -> None:
     """Write the index beside a shard.
+
+    Args:
+        shard: The tar.
+        samples: What it holds.
+        stamp: Of the tar, before it was read.
 
     Raises:
         OutputError: it could not be written.
     """
-    index = ShardIndex(shard.stat().st_size, samples)
-    write_text(index_path(shard), json.dumps(index._asdict(), separators=(",", ":")) + "\n")
+    content = {"crc32": "0" * 8, **stamp._asdict(), "samples": samples}
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
+    start = (_HEAD + _checksum(text.encode())).decode()
+    write_text(index_path(shard), start + text[len(start) :])
 
 
-def scan_shard(shard: Path) -> list[Sample]:
-    """Index a shard from the headers of the tar and its labels; images are not read.
+def _checksum(text: bytes) -> bytes:
+    """Return eight digits for all of an index that comes after them."""
+    return b"%08x" % zlib.crc32(text[len(_HEAD) + 8 :])
+
+
+def remove_unfinished(folder: Path, names: Collection[str]) -> None:
+    """Remove what processes that were killed have left of files that they were writing.
 
     Args:
-        shard: An uncompressed tar.
-
-    Returns:
-        Its samples in order: those of an image, a label or both, grouped as webdataset does it.
-
-    Raises:
-        DataError: the file is missing, no tar, truncated or damaged, or holds no images.
+        folder: Where the files lie; if it cannot be written to, nothing is removed.
+        names: Of the files. What is named otherwise is somebody else's.
     """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            named = _TEMPORARY.fullmatch(entry.name)
+            if (
+                named is not None
+                and named["name"] in names
+                and entry.is_file(follow_symlinks=False)
+                and not _is_alive(int(named["process"]))
+            ):
+                os.unlink(entry.path)
+
+
+def _is_alive(process: int) -> bool:
+    """Tell whether this machine has a process; one of another machine can lose an index by that."""
     try:
-        with shard.open("rb") as file:
-            named = [
-                (key, extension.lower(), member)
-                for member in _members(file, shard)
-                for key, extension in [base_plus_ext(member.name)]
-                if key is not None and not member.isdir() and not _SKIPPED.match(member.name)
-            ]
-            groups = groupby(named, key=lambda item: item[0])
-            samples = [_sample(key, list(group), file, shard) for key, group in groups]
-    except OSError as error:
-        raise DataError(f"shard {shard} cannot be read: {error.strerror or error}") from error
-    samples = [s for s in samples if s.offset is not None or s.label is not None]
-    if all(sample.offset is None for sample in samples):
-        first = f", its first file is {named[0][2].name!r}" if named else ""
-        raise DataError(
-            f"shard {shard} holds no images (.jpg, .png or another kind that Pillow opens){first}"
-        )
-    return samples
-
-
-def _members(file: BinaryIO, shard: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar and check that all of it is there."""
-    size = os.fstat(file.fileno()).st_size
-    place = "at its start"
-    try:
-        with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()
-                if member.offset_data + member.size > size:
-                    raise DataError(f"shard {shard} is truncated: it ends within {member.name!r}")
-                place = f"after {member.name!r}"
-                yield member
-            end = tar.offset
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise DataError(f"shard {shard} is no tar, or not one {place}: {error}") from error
-    file.seek(end)
-    rest = file.read(_MOST_PADDING + 1)
-    if len(rest) < tarfile.BLOCKSIZE:
-        raise DataError(f"shard {shard} is truncated: it ends {place}, without a tar's end mark")
-    if len(rest) > _MOST_PADDING and not any(rest):
-        raise DataError(f"shard {shard} is written in part only: {place} are zeros")
-    if any(rest):
-        raise DataError(f"shard {shard} is damaged, or two in one: {place} is more than the end")
-
-
-def _sample(
-    key: str, files: list[tuple[str, str, tarfile.TarInfo]], file: BinaryIO, shard: Path
-) -> Sample:
-    """Describe the files of one key."""
-    found: dict[str, tarfile.TarInfo] = {}
-    for _, extension, member in files:
-        if extension in found:
-            raise DataError(f"shard {shard} holds two files {member.name!r} in a row")
-        if extension in IMAGE_EXTENSIONS or extension == _LABEL_EXTENSION:
-            if not member.isreg() or member.issparse():
-                raise DataError(f"shard {shard} holds {member.name!r} as a link or a sparse file")
-            found[extension] = member
-    labelled = found.pop(_LABEL_EXTENSION, None)
-    label = None if labelled is None else _read_label(file, labelled)
-    if not found:
-        return Sample(key, None, 0, label, None)
-    usual = next((extension for extension in _USUAL_IMAGES if extension in found), None)
-    image = found[usual or min(found)]
-    return Sample(key, image.offset_data, image.size, label, None)
-
-
-def _read_label(file: BinaryIO, member: tarfile.TarInfo) -> int | str:
-    size = min(member.size, _MOST_LABEL_BYTES)
-    text = os.pread(file.fileno(), size, member.offset_data).decode("utf-8", "replace").strip()
-    return int(text) if _INTEGER.fullmatch(text) else text
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # somebody else's, and no number of a process
+        pass
+    return True
 
 
 def _is_index(content: Any) -> bool:
     """Check the types of an index, and that its images lie within the tar."""
-    if not isinstance(content, dict) or content.keys() != set(ShardIndex._fields):
+    if not isinstance(content, dict):
+        return False
+    # Those of before they had checksums say no times either.
+    if content.keys() not in ({"size", "samples"}, {"crc32", *Stamp._fields, "samples"}):
         return False
     size, rows = content["size"], content["samples"]
     return (
         type(size) is int
+        and all(type(content.get(key)) in (int, type(None)) for key in Stamp._fields)
         and isinstance(rows, list)
         and all(isinstance(row, list) and len(row) == len(Sample._fields) for row in rows)
         and all(_is_sample(Sample(*row), size) for row in rows)

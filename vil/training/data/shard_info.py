@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vil.training.data.reading import read_file
 from vil.training.errors import DataError
 
 INFO_NAME = "_info.json"
@@ -34,7 +35,7 @@ def read_info(root: Path) -> dict[str, Split]:
     """
     path = root / INFO_NAME
     try:
-        splits = json.loads(path.read_bytes())["splits"]
+        splits = json.loads(read_file(path))["splits"]
         return {name: _split(entry) for name, entry in splits.items()}
     except FileNotFoundError:
         return {}
@@ -60,7 +61,10 @@ def _split(entry: dict[str, Any]) -> Split:
     made_from = entry.get("made_from")
     if made_from is not None and not isinstance(made_from, dict):
         raise TypeError("made_from must map options to values")
-    return Split(filenames, lengths, _list(entry, "classes", str), made_from)
+    classes = _list(entry, "classes", str)
+    if classes is not None and len(set(classes)) < len(classes):
+        raise ValueError("two classes of one name")
+    return Split(filenames, lengths, classes, made_from)
 
 
 def _list(entry: dict[str, Any], key: str, kind: type) -> tuple[Any, ...] | None:

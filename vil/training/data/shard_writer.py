@@ -22,14 +22,29 @@ import webdataset
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vil.messages import printable
 from vil.training.config import DataConfig
 from vil.training.data.base import fingerprint
 from vil.training.data.image_files import EXTENSION_FORMATS
-from vil.training.data.shard_index import Sample, index_path, read_index, scan_shard, write_index
+from vil.training.data.reading import is_folder, read_file
+from vil.training.data.shard_index import (
+    index_path,
+    load_index,
+    read_index,
+    stamp_of,
+    write_index,
+)
 from vil.training.data.shard_info import INFO_NAME, read_info
+from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.data.sources import FolderSource
 from vil.training.errors import DataError, OutputError
-from vil.training.files import lock_folder, remove_temporaries, write_atomically, write_text
+from vil.training.files import (
+    LOCK_NAME,
+    lock_folder,
+    remove_temporaries,
+    write_atomically,
+    write_text,
+)
 from vil.training.options import MakeOptions, VerifyOptions
 
 _IN_ORDER = ("validation", "val", "test")  # splits of which every image is read alike
@@ -89,7 +104,7 @@ def make_shards(options: MakeOptions, console: Console) -> None:
         OutputError: the folder holds other shards, is in use, or cannot be written to.
     """
     start = time.perf_counter()
-    if not Path(options.images).is_dir():
+    if not is_folder(Path(options.images)):
         raise DataError(f"IMAGE_FOLDER {options.images} is not a folder")
     num_workers = options.num_workers or os.cpu_count() or 1
     plans = [_plan(split, options, num_workers) for split in options.splits]
@@ -99,14 +114,16 @@ def make_shards(options: MakeOptions, console: Console) -> None:
     folder = Path(options.shards)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        was_here = (folder / LOCK_NAME).exists()
         lock = lock_folder(folder)
     except OSError as error:
         raise OutputError(f"SHARD_FOLDER {folder} cannot be written: {error.strerror}") from error
     with lock:
         _announce(folder, plans)
         jobs = [(folder / name, images) for plan in plans for name, images in plan.shards]
-        files = [path for shard, _ in jobs for path in (shard, index_path(shard))]
-        remove_temporaries(folder, {INFO_NAME, *(path.name for path in files)})
+        if was_here:  # in a folder that is new to this program nothing can be its own
+            files = [path.name for shard, _ in jobs for path in (shard, index_path(shard))]
+            remove_temporaries(folder, {INFO_NAME, *files})
         missing = [job for job in jobs if not _is_whole(job[0])]
         _work(_write_shard, missing, num_workers, console, "written")
     seconds = time.perf_counter() - start
@@ -163,7 +180,7 @@ def verify_shards(options: VerifyOptions, console: Console) -> None:
 def _plan(split: str, options: MakeOptions, num_workers: int) -> _Plan:
     """List the images of a split and divide them among shards."""
     source = FolderSource(DataConfig(path=options.images, val_split=split), training=False)
-    paths = [source.name(index) for index in range(source.num_images)]
+    paths = [str(source.path(index)) for index in range(source.num_images)]
     # timm's order of images whose names differ in case only is that of the disk.
     labels = source.labels.tolist()
     order = sorted(range(len(paths)), key=lambda index: (labels[index], paths[index]))
@@ -197,10 +214,14 @@ def _sizes(paths: list[str], num_workers: int) -> list[int]:
             found = pool.map(lambda chunk: [os.stat(path).st_size for path in chunk], chunks)
             sizes = [size for chunk in found for size in chunk]
     except OSError as error:
-        raise DataError(f"image {error.filename} cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"image {printable(error.filename)} cannot be read: {error.strerror}"
+        ) from error
     empty = [path for path, size in zip(paths, sizes, strict=True) if size == 0]
     if empty:
-        raise DataError(f"image {min(empty)} is empty ({len(empty)} such, of {len(paths)})")
+        raise DataError(
+            f"image {printable(min(empty))} is empty ({len(empty)} such, of {len(paths)})"
+        )
     return sizes
 
 
@@ -236,9 +257,15 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
     present = read_info(folder)
     classes = {name: split.classes for name, split in present.items() if split.classes is not None}
     _check_classes(classes | {plan.name: plan.classes for plan in plans})
+    others = [name for name, split in present.items() if split.made_from is None]
+    if others:
+        raise OutputError(
+            f"{folder / INFO_NAME} was not written by make_shards.py: it describes split {others[0]} of "
+            f"other shards; choose another SHARD_FOLDER"
+        )
     for plan in plans:
         if plan.name in present:
-            before = present[plan.name].made_from or {}
+            before = present[plan.name].made_from
             for key, value in plan.made_from.items():
                 if before.get(key) != value:
                     raise OutputError(
@@ -246,9 +273,11 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
                         f"{before.get(key)}, now it is {value}; choose another folder"
                     )
         else:
-            foreign = [name for name, _ in plan.shards if (folder / name).exists()]
+            shards = [folder / name for name, _ in plan.shards]
+            files = [path for shard in shards for path in (shard, index_path(shard))]
+            foreign = [path for path in files if os.path.lexists(path)]
             if foreign:
-                raise OutputError(f"{folder / foreign[0]} exists and {INFO_NAME} does not name it")
+                raise OutputError(f"{foreign[0]} exists and {INFO_NAME} names no such shard")
     path = folder / INFO_NAME
     info = json.loads(path.read_bytes()) if path.exists() else {"splits": {}}
     info["splits"] |= {plan.name: plan.info() for plan in plans}
@@ -266,19 +295,23 @@ def _check_classes(classes: dict[str, tuple[str, ...]]) -> None:
                 f"class {differing[0]} is in split {where} only, of {first} and {split} "
                 f"({len(differing)} classes differ)"
             )
+        for label, name in enumerate(names):
+            if name != classes[first][label]:
+                raise DataError(
+                    f"class {label} is {classes[first][label]} in split {first} and {name} in {split}"
+                )
 
 
 def _is_whole(path: Path) -> bool:
     """Tell whether a shard was finished; its index is written last."""
     try:
         index = read_index(path)
-        return (
-            index is not None
-            and path.stat().st_size == index.size
-            and all(sample.crc32 is not None for sample in index.samples)
-        )
-    except (DataError, OSError):
+        if index is None or any(sample.crc32 is None for sample in index.samples):
+            return False
+        load_index(path)
+    except DataError:
         return False
+    return True
 
 
 def _write_shard(job: tuple[Path, list[_Image]]) -> int:
@@ -298,20 +331,22 @@ def _write_shard(job: tuple[Path, list[_Image]]) -> int:
                 tar.write({"__key__": image.key, extension: content, "cls": label})
 
     write_atomically(path, write)
-    samples = scan_shard(path)
+    stamp, samples = stamp_of(path), scan_shard(path)
     pairs = zip(samples, checksums, strict=True)
-    write_index(path, [sample._replace(crc32=checksum) for sample, checksum in pairs])
+    write_index(path, [sample._replace(crc32=checksum) for sample, checksum in pairs], stamp)
     return len(images)
 
 
 def _read(image: _Image) -> bytes:
     try:
-        content = Path(image.path).read_bytes()
+        content = read_file(Path(image.path))
     except OSError as error:
-        raise DataError(f"image {image.path} cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"image {printable(image.path)} cannot be read: {error.strerror}"
+        ) from error
     if len(content) != image.size:
         raise DataError(
-            f"image {image.path} changed meanwhile, from {image.size} to {len(content)} bytes"
+            f"image {printable(image.path)} changed meanwhile, from {image.size} to {len(content)} bytes"
         )
     return content
 
@@ -329,15 +364,15 @@ def _find_faults(job: tuple[Path, int]) -> str:
             return f"no {index_path(path).name}: not finished, or not written by make_shards.py"
         faults = []
         size = path.stat().st_size
-        if size != index.size:
-            faults.append(f"{size} of {index.size} bytes")
+        if size != index.stamp.size:
+            faults.append(f"{size} of {index.stamp.size} bytes")
         if len(index.samples) != length:
             faults.append(f"{len(index.samples)} images of {length}")
         bad = _bad_images(path, index.samples)
         if bad:
             more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
             faults.append(f"{len(bad)} bad images: {', '.join(bad[:_MOST_NAMES])}{more}")
-        if not faults and scan_shard(path) != [s._replace(crc32=None) for s in index.samples]:
+        if not faults and scan_shard(path) != index.scanned:
             faults.append("keys or labels are not those of its index")
     except DataError as error:
         return str(error)

@@ -13,15 +13,19 @@ import numpy as np
 import torch
 from webdataset.shardlists import expand_urls
 
+from vil.messages import printable
 from vil.training.config import DataConfig
 from vil.training.data.base import Source, fingerprint
-from vil.training.data.shard_index import Sample, load_index
+from vil.training.data.reading import check_size, is_file
+from vil.training.data.shard_index import index_path, load_index, remove_unfinished
 from vil.training.data.shard_info import INFO_NAME, Split, find_split, read_info
+from vil.training.data.shard_scan import Sample
 from vil.training.errors import ConfigError, DataError
 
 _MOST_OPEN_FILES = 64  # of the 1024 that a process is usually granted
 _INDEX_THREADS = 16  # they mostly wait for the disk
 _NO_CHECKSUM = -1
+_MOST_CLASSES = 1 << 20  # where nothing says how many there are
 
 
 class ShardSource(Source):
@@ -60,6 +64,9 @@ class ShardSource(Source):
         def open_shard(name: str) -> _Images:
             return _open_shard(root, name, stated.get(name), num_classes)
 
+        indexes = [index_path(root / name) for name in names]
+        for folder in {path.parent for path in indexes}:
+            remove_unfinished(folder, {path.name for path in indexes if path.parent == folder})
         with ThreadPoolExecutor(_INDEX_THREADS) as pool:
             shards = list(pool.map(open_shard, names))
         self.excluded = [line for shard in shards for line in shard.excluded]
@@ -70,7 +77,7 @@ class ShardSource(Source):
         self._key_starts = np.cumsum([0, *map(len, keys)])
         self.labels = self._places[:, 2].copy()
         told = json.dumps([Path(name).name for name in names]).encode()
-        self.fingerprint = fingerprint(told, self._starts, self._places[:, :3])
+        self.listing = fingerprint(told, self._starts, self._places[:, :3])
         self._shuffle_shards = data.shuffle_shards
         self._names = names
         self._files = _Files([root / name for name in names])
@@ -78,12 +85,22 @@ class ShardSource(Source):
     def read(self, index: int) -> bytes:
         """Return an image's file."""
         offset, size, _, checksum = self._places[index].tolist()
+        check_size(size)
         content = self._files.read(self._shard(index), offset, size)
         if len(content) < size:
             raise OSError(f"the shard ends after {len(content)} of the image's {size} bytes")
         if checksum not in (_NO_CHECKSUM, zlib.crc32(content)):
             raise OSError("wrong checksum")
         return content
+
+    def checksum(self, index: int) -> int:
+        """Return what the index says, or read an image."""
+        offset, size, _, checksum = self._places[index].tolist()
+        if checksum != _NO_CHECKSUM:
+            return checksum
+        check_size(size)
+        with self._files.paths[self._shard(index)].open("rb") as file:
+            return zlib.crc32(os.pread(file.fileno(), size, offset))
 
     def name(self, index: int) -> str:
         """Return an image's shard and key."""
@@ -158,7 +175,7 @@ def _find_shards(
         names, classes = list(found.filenames), found.classes
     else:
         names, classes = _expand(root, key, split, splits), None
-    missing = [name for name in names if not (root / name).is_file()]
+    missing = [name for name in names if not is_file(root / name)]
     if missing:
         raise DataError(
             f"{key} {split}: shard {root / missing[0]} is missing "
@@ -202,15 +219,15 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | No
     places, keys, excluded = [], [], []
     for sample in samples:
         key, offset, size, label, checksum = sample
-        key = _printable(key)
+        key = printable(key)
         fault = _fault(sample)
         if fault is not None:
             excluded.append(f"{name}: {key}: {fault}")
-        elif label < 0 or (num_classes is not None and label >= num_classes):
-            raise DataError(
-                f"shard {root / name} sample {key} has label {label}, "
-                f"model.num_classes is {num_classes}"
-            )
+        elif not 0 <= label < (num_classes or _MOST_CLASSES):
+            limit = f"model.num_classes is {num_classes}"
+            if num_classes is None:
+                limit = f"which is not one of at most {_MOST_CLASSES:,} classes"
+            raise DataError(f"shard {root / name} sample {key} has label {label}, {limit}")
         else:
             places.append((offset, size, label, _NO_CHECKSUM if checksum is None else checksum))
             keys.append(key.encode())
@@ -226,8 +243,3 @@ def _fault(sample: Sample) -> str | None:
     if isinstance(sample.label, str):
         return f"label {sample.label!r} is no integer"
     return None
-
-
-def _printable(key: str) -> str:
-    """Escape what would break a line, or could not be encoded."""
-    return key if key.isprintable() else ascii(key)[1:-1]

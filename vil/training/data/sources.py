@@ -6,13 +6,17 @@ steps in every process, each validation image exactly once, and exact resuming p
 """
 
 import io
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
-from vil.messages import one_line
+from vil.messages import one_line, printable
 from vil.training.config import (
     DataConfig,
     ModelConfig,
@@ -24,11 +28,13 @@ from vil.training.data.base import Source, fingerprint
 from vil.training.data.draws import key
 from vil.training.data.fractals import TRAINING_IMAGES, VALIDATION_IMAGES, FractalSource
 from vil.training.data.image_files import IMAGE_FORMATS, ImageList, find_split, list_images
+from vil.training.data.reading import is_folder, read_file
 from vil.training.data.shards import ShardSource
 from vil.training.errors import ConfigError, DataError
 
 _MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360
+_MOST_PIXELS = 89_478_485  # from where Pillow warns; a few kilobytes can claim any number
 
 
 def open_source(
@@ -72,12 +78,14 @@ def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Imag
         exif_rotation: Turn the image as orientation() says.
 
     Raises:
-        DataError: it is no image, not a whole one, too large for Pillow, or its pixels are 32-bit
+        DataError: it is no image, not a whole one, has too many pixels, or pixels that are 32-bit
             numbers of no defined range.
     """
     try:
-        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
-        image.load()
+        with _icons_limited(content):
+            image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+            _check_size(image)
+            image.load()
         if exif_rotation and orientation(image) != 1:
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
@@ -126,7 +134,7 @@ class DigitSource(Source):
         self.files = [_enlarged_png(image) for image in pixels]
         self.labels = labels.astype(np.int64)
         self.classes = tuple(str(name) for name in digits.target_names)
-        self.fingerprint = fingerprint(pixels, self.labels)
+        self.listing = fingerprint(pixels, self.labels)
 
     def read(self, index: int) -> bytes:
         """Return a digit as PNG."""
@@ -149,18 +157,23 @@ class FolderSource(Source):
         self.labels = np.array(found.labels, dtype=np.int64)
         self.classes = found.classes
         self.ignored = found.ignored
-        self.fingerprint = fingerprint(self.paths, self.labels)
+        self.listing = fingerprint(self.paths, self.labels)
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
-        return (self.folder / self._path(index)).read_bytes()
+        return read_file(self.path(index))
+
+    def checksum(self, index: int) -> int:
+        """Read an image."""
+        return zlib.crc32(self.read(index))
 
     def name(self, index: int) -> str:
-        """Return an image's path."""
-        return str(self.folder / self._path(index))
+        """Return an image's path, printable."""
+        return printable(str(self.path(index)))
 
-    def _path(self, index: int) -> str:
-        return self.paths[index].decode("utf-8", "surrogateescape")
+    def path(self, index: int) -> Path:
+        """Return where an image lies."""
+        return self.folder / self.paths[index].decode("utf-8", "surrogateescape")
 
 
 class ClassSubset(Source):
@@ -192,11 +205,15 @@ class ClassSubset(Source):
         self.classes = source.classes
         # What is excluded was counted against the whole split, when it was opened.
         self.ignored = source.ignored
-        self.fingerprint = fingerprint(source.fingerprint.encode(), self.kept)
+        self.listing = fingerprint(source.listing.encode(), self.kept)
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
         return self.source.read(int(self.kept[index]))
+
+    def checksum(self, index: int) -> int | None:
+        """Do as the whole split does."""
+        return self.source.checksum(int(self.kept[index]))
 
     def name(self, index: int) -> str:
         """Name an image as the whole split does."""
@@ -219,7 +236,7 @@ def _open(data: DataConfig, model: ModelConfig, training: bool, listed: ImageLis
     if data.dataset == "fractals":
         count = data.images_per_class or TRAINING_IMAGES if training else VALIDATION_IMAGES
         return FractalSource(data.fractal_seed, model.num_classes, count, model.img_size, training)
-    if not Path(data.path).is_dir():
+    if not is_folder(Path(data.path)):
         raise DataError(f"data.path {data.path} is not a folder")
     if data.dataset == "folder":
         return FolderSource(data, training, listed)
@@ -234,6 +251,24 @@ def _check_excluded(source: Source, split: str, share: float) -> None:
             f"{count} of {source.num_images + count} {split} images have no usable label, "
             f"the first: {source.excluded[0]}"
         )
+
+
+def _check_size(image: Image.Image) -> None:
+    """Refuse an opened image, of which only the header is read, that would take too much memory."""
+    pixels = image.width * image.height
+    if pixels > _MOST_PIXELS:
+        raise DataError(f"it has {pixels:,} pixels, at most {_MOST_PIXELS:,} are decoded")
+
+
+@contextmanager
+def _icons_limited(content: bytes) -> Iterator[None]:
+    """Have Pillow refuse what it warns of where the header tells no size: these hold whole images."""
+    if not content.startswith((b"\0\0\1\0", b"\0\0\2\0", b"icns", b"BLP")):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:

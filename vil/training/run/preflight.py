@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from vil.messages import said
+from vil.messages import printable, said
 from vil.training.config import (
     DataConfig,
     TrainConfig,
@@ -24,6 +24,7 @@ from vil.training.config import (
     too_few_images,
 )
 from vil.training.data.image_files import ImageList, find_split, list_images
+from vil.training.data.reading import is_folder
 from vil.training.data.shard_info import find_split as find_shards
 from vil.training.data.shard_info import read_info
 from vil.training.errors import ConfigError, DataError, SettingsError, UserError
@@ -250,7 +251,7 @@ def _list_folders(config: TrainConfig) -> tuple[dict[bool, ImageList], list[User
     data = config.data
     if data.dataset not in ("folder", "wds") or data.path is None:
         return {}, []
-    if not Path(data.path).is_dir():
+    if not is_folder(Path(data.path)):
         return {}, [DataError(f"data.path {data.path} is not a folder")]
     listed: dict[bool, ImageList] = {}
     problems: list[UserError] = []
@@ -336,8 +337,15 @@ def _against_data(
 def _differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> DataError | None:
     differing = sorted(set(train) ^ set(val))
     if not differing:
-        return None
+        moved = [label for label, name in enumerate(train) if name != val[label]]
+        if not moved:
+            return None
+        first = moved[0]
+        return DataError(
+            f"class {first} is {printable(train[first])} in the training data and "
+            f"{printable(val[first])} in the validation data ({len(moved)} classes differ)"
+        )
     where = "training" if differing[0] in train else "validation"
     return DataError(
-        f"class {differing[0]} is in the {where} data only ({len(differing)} classes differ)"
+        f"class {printable(differing[0])} is in the {where} data only ({len(differing)} classes differ)"
     )
