@@ -1,6 +1,7 @@
 """The training and validation images in batches, and what becomes of an image that is no good."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -73,13 +74,20 @@ class TrainData:
         """Distinct training images."""
         return self.source.num_images
 
-    def steps(self, first: int) -> Iterator[Step]:
+    def steps(
+        self, first: int, while_waiting: Callable[[], object] = lambda: None
+    ) -> Iterator[Step]:
         """Yield all steps from the given one to the end of the run.
+
+        Args:
+            first: Number of the step to begin with.
+            while_waiting: Called about every second that loader processes take longer; may raise.
 
         Raises:
             DataError: too many images in a row are unreadable, or too many loader processes died.
         """
-        return outliving_deaths(self._load, first, self.num_steps)
+        load = partial(self._load, while_waiting)
+        return outliving_deaths(load, first, self.num_steps)
 
     def names(self, step: int) -> list[str]:
         """Name the images of a step, over all processes."""
@@ -103,7 +111,7 @@ class TrainData:
             steps=steps,
         )
 
-    def _load(self, first: int) -> Iterator[Step]:
+    def _load(self, while_waiting: Callable[[], object], first: int) -> Iterator[Step]:
         """Load steps by one loader for all epochs, so that none waits for its first."""
         mode = image_mode(self.config.model.in_chans)
         config = self.config
@@ -116,7 +124,7 @@ class TrainData:
             pin_memory=self.pin_memory,
             **worker_arguments(self.config.data.num_workers),
         )
-        batches = start(loader)
+        batches = start(loader, while_waiting)
         for number in range(first, self.num_steps):
             loaded = list(islice(batches, self.config.run.grad_accum_steps))
             bad = {index: reason for _, _, images in loaded for index, reason in images.items()}
@@ -154,13 +162,18 @@ class ValData:
         share = -(-self.num_images // self.world.size)
         return -(-share // self.batch_size)
 
-    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(
+        self, while_waiting: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,).
+
+        Args:
+            while_waiting: Called about every second that loader processes take longer; may raise.
 
         Raises:
             DataError: an image cannot be read, or too many loader processes died.
         """
-        return self._load(val_transform(self.config))
+        return self._load(val_transform(self.config), while_waiting)
 
     def check(self) -> None:
         """Decode every image once, so that a bad one is not found after the first epoch.
@@ -173,7 +186,9 @@ class ValData:
         found = sum(int(rotated.sum()) for rotated, _ in self._load(_is_rotated))
         self.num_rotated = sum(self.world.gather(found))
 
-    def _load(self, transform: Transform) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _load(
+        self, transform: Transform, while_waiting: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         mode = image_mode(self.config.model.in_chans)
         images = _ValImages(self.source, transform, mode, self.config.data.exif_rotation)
         share = range(self.world.rank, self.num_images, self.world.size)
@@ -185,7 +200,7 @@ class ValData:
                 pin_memory=self.pin_memory,
                 **worker_arguments(self.config.data.num_workers),
             )
-            return start(loader)
+            return start(loader, while_waiting)
 
         return outliving_deaths(load, 0, -(-len(share) // self.batch_size))
 

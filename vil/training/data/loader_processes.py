@@ -12,12 +12,18 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from vil.training.errors import DataError
+from vil.training.errors import ConfigError, DataError, message_of
 
 _MOST_WORKER_DEATHS = 20
 _START_SECONDS = 60.0  # for a process to be forked, which takes milliseconds, or spawned, seconds
 _MOST_STARTS = 5
 _MOST_WORKERS = 8  # where none are asked for
+_PATIENCE = 1.0  # seconds between two looks at what else happened, while waiting for a batch
+# That a terminal or a scheduler sends to every process of a job.
+_SIGNALS = (
+    *(signal.SIGINT, signal.SIGHUP, signal.SIGUSR1),
+    *(signal.SIGUSR2, signal.SIGXCPU),
+)
 
 _Item = TypeVar("_Item")
 
@@ -37,6 +43,7 @@ def outliving_deaths(
 
     Raises:
         DataError: too many processes died.
+        ConfigError: memory is short.
     """
     deaths = 0
     while first < stop:
@@ -44,6 +51,10 @@ def outliving_deaths(
             for item in load(first):
                 yield item
                 first += 1
+        except MemoryError as error:
+            raise ConfigError(
+                f"too little memory to load images; lower data.num_workers ({message_of(error)})"
+            ) from error
         except Exception as error:
             if not _is_worker_death(error):
                 raise
@@ -92,11 +103,12 @@ def worker_arguments(count: int | None) -> dict[str, Any]:
         "num_workers": count,
         "multiprocessing_context": context,
         "worker_init_fn": _Arrivals(count),
+        "timeout": _PATIENCE,
     }
 
 
-def start(loader: DataLoader) -> Iterator[Any]:
-    """Start a loader's processes, anew if one does not begin.
+def start(loader: DataLoader, while_waiting: Callable[[], object] = lambda: None) -> Iterator[Any]:
+    """Start a loader's processes, anew if one does not begin, and yield its batches.
 
     A process can hang while it is forked: Python 3.10 and 3.11 then wait for a lock that a thread of
     gloo's may have held at that moment, which no longer exists.
@@ -104,17 +116,23 @@ def start(loader: DataLoader) -> Iterator[Any]:
     PyTorch answers the death of one by raising from a signal handler, wherever the training process
     then is, in the middle of an optimiser step too. Without the handler the loader finds out itself.
 
+    Args:
+        loader: Loads the batches.
+        while_waiting: Called about every second that the processes take longer; may raise.
+
     Raises:
         DataError: they do not begin time and again.
     """
+    if not loader.num_workers:
+        return iter(loader)
     for _ in range(_MOST_STARTS):
         others = set(active_children())
         batches = iter(loader)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         started = set(active_children()) - others
-        hanging = loader.worker_init_fn.await_from(started) if started else []
+        hanging = loader.worker_init_fn.await_from(started)
         if not hanging:
-            return batches
+            return _awaited(batches, while_waiting)
         for process in hanging:
             process.kill()
         del batches  # ends the others
@@ -123,22 +141,43 @@ def start(loader: DataLoader) -> Iterator[Any]:
     )
 
 
+def _awaited(batches: Iterator[Any], while_waiting: Callable[[], object]) -> Iterator[Any]:
+    """Yield batches, however long they take: what times out each time is only a look at the queue."""
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+        else:
+            if batch is None:
+                return
+            yield batch
+            continue
+        while_waiting()
+
+
 def _leave_signals_to_parent() -> None:
     """Let only the training process end its loader processes.
 
     Schedulers signal every process of a job, and it could write no checkpoint once these have died.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process at a SIGTERM from its parent, and at no other."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+    """End this process at a SIGTERM from its parent and at no other, or when the parent is gone.
+
+    PyTorch, too, looks for the parent, but not while an image is being read, which can take for ever.
+    """
+    while os.getppid() == parent:
+        told = signal.sigtimedwait({signal.SIGTERM}, _PATIENCE)
+        if told is not None and told.si_pid == parent:
+            break
     os._exit(0)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from vil.loading import model_with
 from vil.messages import one_line
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from vil.training.console import new_console
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import ValData
 from vil.training.distributed import World, process_group, world_from_environment
@@ -24,7 +25,7 @@ from vil.training.options import EvalConfig
 from vil.training.recipes import config_from_dict, flat_dict
 from vil.training.run.engine import evaluate
 from vil.training.run.preflight import out_of_range
-from vil.training.run.report import model_size, new_console
+from vil.training.run.report import model_size
 from vil.training.run.resolve import fill_from_weights
 from vil.training.run.setup import build_model, read_source, resolve_device, versions
 from vil.weights import Weights, is_model_name, no_weights
