@@ -277,6 +277,8 @@ def test_loader_processes_that_hang_for_ever_do_not_keep_a_signal_from_its_check
         arguments = ("--run.output", str(folder), "--data.num-workers", "2")
         assert train(chosen, *arguments) == 143
     assert time.monotonic() - began[0] < 20
+    for child in multiprocessing.active_children():
+        child.join(5)
     assert not multiprocessing.active_children()
     for pipe in image_folder.glob("train/*/*.jpg") if stuck == "reading" else ():
         (tmp_path / f"{pipe.parent.name}-{pipe.name}").rename(pipe)

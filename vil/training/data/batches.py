@@ -1,7 +1,6 @@
 """The training and validation images in batches, and what becomes of an image that is no good."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -74,20 +73,13 @@ class TrainData:
         """Distinct training images."""
         return self.source.num_images
 
-    def steps(
-        self, first: int, while_waiting: Callable[[], object] = lambda: None
-    ) -> Iterator[Step]:
+    def steps(self, first: int) -> Iterator[Step]:
         """Yield all steps from the given one to the end of the run.
-
-        Args:
-            first: Number of the step to begin with.
-            while_waiting: Called about every second that loader processes take longer; may raise.
 
         Raises:
             DataError: too many images in a row are unreadable, or too many loader processes died.
         """
-        load = partial(self._load, while_waiting)
-        return outliving_deaths(load, first, self.num_steps)
+        return outliving_deaths(self._load, first, self.num_steps)
 
     def names(self, step: int) -> list[str]:
         """Name the images of a step, over all processes."""
@@ -111,7 +103,7 @@ class TrainData:
             steps=steps,
         )
 
-    def _load(self, while_waiting: Callable[[], object], first: int) -> Iterator[Step]:
+    def _load(self, first: int) -> Iterator[Step]:
         """Load steps by one loader for all epochs, so that none waits for its first."""
         mode = image_mode(self.config.model.in_chans)
         config = self.config
@@ -124,7 +116,7 @@ class TrainData:
             pin_memory=self.pin_memory,
             **worker_arguments(self.config.data.num_workers),
         )
-        batches = start(loader, while_waiting)
+        batches = start(loader)
         for number in range(first, self.num_steps):
             loaded = list(islice(batches, self.config.run.grad_accum_steps))
             bad = {index: reason for _, _, images in loaded for index, reason in images.items()}
@@ -162,18 +154,13 @@ class ValData:
         share = -(-self.num_images // self.world.size)
         return -(-share // self.batch_size)
 
-    def batches(
-        self, while_waiting: Callable[[], object] = lambda: None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,).
-
-        Args:
-            while_waiting: Called about every second that loader processes take longer; may raise.
 
         Raises:
             DataError: an image cannot be read, or too many loader processes died.
         """
-        return self._load(val_transform(self.config), while_waiting)
+        return self._load(val_transform(self.config))
 
     def check(self) -> None:
         """Decode every image once, so that a bad one is not found after the first epoch.
@@ -186,9 +173,7 @@ class ValData:
         found = sum(int(rotated.sum()) for rotated, _ in self._load(_is_rotated))
         self.num_rotated = sum(self.world.gather(found))
 
-    def _load(
-        self, transform: Transform, while_waiting: Callable[[], object] = lambda: None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _load(self, transform: Transform) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         mode = image_mode(self.config.model.in_chans)
         images = _ValImages(self.source, transform, mode, self.config.data.exif_rotation)
         share = range(self.world.rank, self.num_images, self.world.size)
@@ -200,7 +185,7 @@ class ValData:
                 pin_memory=self.pin_memory,
                 **worker_arguments(self.config.data.num_workers),
             )
-            return start(loader, while_waiting)
+            return start(loader)
 
         return outliving_deaths(load, 0, -(-len(share) // self.batch_size))
 

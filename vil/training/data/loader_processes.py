@@ -18,7 +18,7 @@ _MOST_WORKER_DEATHS = 20
 _START_SECONDS = 60.0  # for a process to be forked, which takes milliseconds, or spawned, seconds
 _MOST_STARTS = 5
 _MOST_WORKERS = 8  # where none are asked for
-_PATIENCE = 1.0  # seconds between two looks at what else happened, while waiting for a batch
+_PATIENCE = 1.0  # seconds between a loader process's looks for its parent
 # That a terminal or a scheduler sends to every process of a job.
 _SIGNALS = (
     *(signal.SIGINT, signal.SIGHUP, signal.SIGUSR1),
@@ -103,12 +103,11 @@ def worker_arguments(count: int | None) -> dict[str, Any]:
         "num_workers": count,
         "multiprocessing_context": context,
         "worker_init_fn": _Arrivals(count),
-        "timeout": _PATIENCE,
     }
 
 
-def start(loader: DataLoader, while_waiting: Callable[[], object] = lambda: None) -> Iterator[Any]:
-    """Start a loader's processes, anew if one does not begin, and yield its batches.
+def start(loader: DataLoader) -> Iterator[Any]:
+    """Start a loader's processes, anew if one does not begin.
 
     A process can hang while it is forked: Python 3.10 and 3.11 then wait for a lock that a thread of
     gloo's may have held at that moment, which no longer exists.
@@ -116,45 +115,23 @@ def start(loader: DataLoader, while_waiting: Callable[[], object] = lambda: None
     PyTorch answers the death of one by raising from a signal handler, wherever the training process
     then is, in the middle of an optimiser step too. Without the handler the loader finds out itself.
 
-    Args:
-        loader: Loads the batches.
-        while_waiting: Called about every second that the processes take longer; may raise.
-
     Raises:
         DataError: they do not begin time and again.
     """
-    if not loader.num_workers:
-        return iter(loader)
     for _ in range(_MOST_STARTS):
         others = set(active_children())
         batches = iter(loader)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         started = set(active_children()) - others
-        hanging = loader.worker_init_fn.await_from(started)
+        hanging = loader.worker_init_fn.await_from(started) if started else []
         if not hanging:
-            return _awaited(batches, while_waiting)
+            return batches
         for process in hanging:
             process.kill()
         del batches  # ends the others
     raise DataError(
         f"loader processes did not begin within {_START_SECONDS:g} s, {_MOST_STARTS} times"
     )
-
-
-def _awaited(batches: Iterator[Any], while_waiting: Callable[[], object]) -> Iterator[Any]:
-    """Yield batches, however long they take: what times out each time is only a look at the queue."""
-    while True:
-        try:
-            batch = next(batches, None)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):
-                raise
-        else:
-            if batch is None:
-                return
-            yield batch
-            continue
-        while_waiting()
 
 
 def _leave_signals_to_parent() -> None:

@@ -135,7 +135,7 @@ def evaluate(
     sums = [torch.zeros(4, dtype=torch.float64, device=device) for _ in models]
     start, scored = time.perf_counter(), 0
     agreement = agreement or Agreement(data.world)
-    batches = agreement.shield(data.batches(agreement.while_waiting))
+    batches = agreement.shield(data.batches())
     agreement.check(may_save=False)  # of what was asked ahead of the last step
     for _ in range(data.num_batches):
         images, targets = next(batches, (None, None))

@@ -80,8 +80,7 @@ def fit(run: Run) -> None:
         OutputError: checkpoints cannot be written.
     """
     agreement = run.agreement
-    steps = run.train_data.steps(run.state.step, agreement.while_waiting)
-    run.steps = agreement.shield(steps)
+    run.steps = agreement.shield(run.train_data.steps(run.state.step))
     if run.train_data.source.excluded:
         _name_skipped(run)
     try:

@@ -46,6 +46,8 @@ class Agreement:
         self.received = 0
         self.error: Exception | None = None
         """What keeps this process from going on."""
+        self.waits = False
+        """Whether it does so for data, and does nothing else that an exception could spoil."""
         self.stops = False
         """Whether all processes have agreed to."""
         self.pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -94,9 +96,18 @@ class Agreement:
         raise StoppedError(received) if received else self._first_error()
 
     def shield(self, items: Iterator[_Item]) -> Iterator[_Item]:
-        """Yield items until the next one cannot be had; what keeps it away is what is asked about next."""
+        """Yield items until the next one cannot be had; what keeps it away is what is asked about next.
+
+        A signal interrupts the waiting for one, which can last for ever if a disk hangs.
+        """
         with self.noting():
-            yield from items
+            while True:
+                self.waits = True
+                item = next(items, None)
+                self.waits = False
+                if item is None:
+                    return
+                yield item
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -104,16 +115,8 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            self.error = error
-
-    def while_waiting(self) -> None:
-        """Give up waiting for data once a signal came.
-
-        Raises:
-            StoppedError: one did.
-        """
-        if self.received:
-            raise StoppedError(self.received)
+            # Kept with all that it refers to: a loader's end would wait for processes that hang.
+            self.waits, self.error = False, error
 
     def has_saved(self) -> None:
         """Start counting the time to the next checkpoint."""
@@ -147,6 +150,9 @@ class Agreement:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
+        if self.waits:
+            self.waits = False
+            raise StoppedError(number)
 
 
 def _foreign(error: Exception | None, rank: int) -> LostProcessError | None:
