@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from vil.training.data.shared_memory import CURE, is_full
 from vil.training.errors import ConfigError, DataError, message_of
 
 _MOST_WORKER_DEATHS = 20
 _START_SECONDS = 60.0  # for a process to be forked, which takes milliseconds, or spawned, seconds
 _MOST_STARTS = 5
+_PREFETCH = 2  # batches of a process
 _MOST_WORKERS = 8  # where none are asked for
 _PATIENCE = 1.0  # seconds between a loader process's looks for its parent
 # That a terminal or a scheduler sends to every process of a job.
@@ -43,7 +45,7 @@ def outliving_deaths(
 
     Raises:
         DataError: too many processes died.
-        ConfigError: memory is short.
+        ConfigError: memory is short, or shared memory.
     """
     deaths = 0
     while first < stop:
@@ -56,13 +58,15 @@ def outliving_deaths(
                 f"too little memory to load images; lower data.num_workers ({message_of(error)})"
             ) from error
         except Exception as error:
+            if is_full(error):
+                raise ConfigError(f"/dev/shm is full: {CURE}") from error
             if not _is_worker_death(error):
                 raise
             deaths += 1
             if deaths > _MOST_WORKER_DEATHS:
                 raise DataError(
                     f"{deaths} loader processes died, the last: {error}; "
-                    f"if memory is short, lower data.num_workers"
+                    f"if memory is short, lower data.num_workers; if /dev/shm is, {CURE}"
                 ) from error
 
 
@@ -92,18 +96,30 @@ def worker_arguments(count: int | None) -> dict[str, Any]:
 
     Forked on Linux, as PyTorch always did: Python 3.14's default would import it anew in each.
     """
-    if count is None:
-        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-        cores = len(usable(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        count = max(min(cores, _MOST_WORKERS), 1)
+    count = _number(count)
     if count == 0:
         return {"num_workers": 0}
     context = "fork" if sys.platform == "linux" else None
     return {
         "num_workers": count,
+        "prefetch_factor": _PREFETCH,
         "multiprocessing_context": context,
         "worker_init_fn": _Arrivals(count),
     }
+
+
+def batches_ahead(count: int | None) -> int:
+    """Return how many batches loader processes, so many as asked for, have ready at most."""
+    return _PREFETCH * _number(count)
+
+
+def _number(count: int | None) -> int:
+    """Return the number of loader processes where so many are asked for."""
+    if count is None:
+        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        cores = len(usable(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count = max(min(cores, _MOST_WORKERS), 1)
+    return count
 
 
 def start(loader: DataLoader) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from vil.training.console import new_console
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import ValData
+from vil.training.data.shared_memory import check_shared_memory
 from vil.training.distributed import World, process_group, world_from_environment
 from vil.training.errors import ConfigError, DataError, OutputError, SettingsError
 from vil.training.files import write_text
@@ -111,6 +112,7 @@ def run_evaluation(
     model = subject.model.to(device)
     with world.main_first():
         data = ValData(config, device, world)
+    check_shared_memory(data.shared_bytes, world)
     _check_classes(subject.label_names, data.source.classes)
     by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=device)
     normalize = Normalize(config, device)
