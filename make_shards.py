@@ -23,8 +23,8 @@ def main() -> None:
         VerifyOptions if verify else MakeOptions, arguments[1:] if verify else arguments
     )
 
+    from vil.training.console import new_console
     from vil.training.data.shard_writer import make_shards, verify_shards
-    from vil.training.run.report import new_console
 
     (verify_shards if verify else make_shards)(options, new_console())
 

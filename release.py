@@ -20,8 +20,8 @@ def main() -> None:
     """Release as the command line says."""
     options = parse_arguments(ReleaseConfig, sys.argv[1:])
 
+    from vil.training.console import new_console
     from vil.training.run.release import release
-    from vil.training.run.report import new_console
 
     result = release(options)
     new_console().print(

@@ -501,6 +501,12 @@ def user_signal(lab: Laboratory) -> Verdict:
     return _stopped(lab, signal.SIGUSR1, 12, 138)
 
 
+def hang_up(lab: Laboratory) -> Verdict:
+    """SIGHUP to every process, as from a terminal that is closed"""
+    workers = ("--data.num-workers", "2")
+    return _stopped(lab, signal.SIGHUP, 12, 129, *workers, kind="signal to all")
+
+
 def interrupted(lab: Laboratory) -> Verdict:
     """Ctrl-C"""
     return _stopped(lab, signal.SIGINT, 12, 130)
@@ -510,6 +516,54 @@ def killed_loader_process(lab: Laboratory) -> Verdict:
     """a loader process killed, for want of memory say"""
     workers = ("--data.num-workers", "2")
     return lab.same(lab.run(None, *workers, injury=Injury("loader process", 12)), "exit 0")
+
+
+def hanging_loader_processes(lab: Laboratory) -> Verdict:
+    """loader processes that hang for ever, and SIGTERM"""
+    workers = ("--data.num-workers", "2")
+    return _stopped(lab, signal.SIGTERM, 12, 143, *workers, kind="hanging loaders")
+
+
+def hanging_loader_processes_of_one(lab: Laboratory) -> Verdict:
+    """the same in one of 2 training processes"""
+    injury = Injury("hanging loaders", 12, number=signal.SIGTERM)
+    return _goes_on(lab, injury, 143, "stopped by SIGTERM", 2, "--data.num-workers", "2")
+
+
+def images_gone(lab: Laboratory) -> Verdict:
+    """the disk of the images goes away in the middle of an epoch"""
+    return _goes_on(lab, Injury("images", 12), 3, "Stale file handle", 1)
+
+
+def images_gone_from_one(lab: Laboratory) -> Verdict:
+    """the same for one of 2 training processes"""
+    return _goes_on(lab, Injury("images", 12), 3, "Stale file handle", 2)
+
+
+def validation_images_gone(lab: Laboratory) -> Verdict:
+    """a validation image that cannot be read any more"""
+    return _goes_on(lab, Injury("validation images", 12), 3, "Stale file handle", 1)
+
+
+def validation_images_gone_from_one(lab: Laboratory) -> Verdict:
+    """the same for one of 2 training processes"""
+    return _goes_on(lab, Injury("validation images", 12), 3, "Stale file handle", 2)
+
+
+def no_memory(lab: Laboratory) -> Verdict:
+    """too little memory for a step"""
+    return _goes_on(lab, Injury("memory", 12), 2, "grad-accum-steps 2, which keeps the batch", 1)
+
+
+def full_output(lab: Laboratory) -> Verdict:
+    """standard output in a file on a full disk"""
+    return lab.same(lab.run(injury=Injury("output", 12)), "exit 0")
+
+
+def little_shared_memory(lab: Laboratory) -> Verdict:
+    """a container with too little shared memory for loader processes"""
+    injury = Injury("shared memory", number=9 << 10)
+    return refused(lab.run(None, "--data.num-workers", "2", injury=injury), 2, "--shm-size")
 
 
 def killed_training_process(lab: Laboratory) -> Verdict:
@@ -715,7 +769,17 @@ FAULTS: tuple[Fault, ...] = (
     terminated,
     terminated_with_loader_processes,
     user_signal,
+    hang_up,
     interrupted,
+    images_gone,
+    images_gone_from_one,
+    validation_images_gone,
+    validation_images_gone_from_one,
+    no_memory,
+    little_shared_memory,
+    full_output,
+    hanging_loader_processes,
+    hanging_loader_processes_of_one,
     killed_loader_process,
     killed_training_process,
     killed_worker_of_torchrun,
@@ -875,6 +939,23 @@ def _stopped(
         return Verdict(again.printed[-300:], "the work before")
     how = "" if code < 0 else f"checkpoint, exit {code}; "
     return lab.same(again, f"{how}run again: exit 0")
+
+
+def _goes_on(
+    lab: Laboratory, injury: Injury, code: int, message: str, processes: int, *arguments: str
+) -> Verdict:
+    """Injure a run of one or more processes, run again, and compare with a run left alone."""
+    arguments = ("--run.save-minutes", "1e6", *arguments)
+    result = lab.run(None, *arguments, injury=injury, processes=processes)
+    error = result.error
+    if result.code != code or message not in error:
+        return Verdict(f"exit {result.code}: {result.printed[-300:]}", "the code, or the error")
+    kept = torch.load(result.folder / "last.pt", weights_only=True)["run"]["step"]
+    if kept < injury.step:
+        return Verdict(f"a checkpoint of step {kept}", "the work before")
+    again = lab.run(None, *arguments, again=result, processes=processes)
+    verdict = _equal_logs([again, lab.run(None, *arguments, processes=processes)], "")
+    return Verdict(f"checkpoint, exit {code}: {error}; run again: exit 0", verdict.lost)
 
 
 def _left_alone(lab: Laboratory, result: Result, *arguments: str, message: str) -> Verdict:

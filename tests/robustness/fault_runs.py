@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from rich.console import Console
 
@@ -30,10 +32,11 @@ from vil.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from vil.training.data import batches, shared_memory
 from vil.training.data.shard_writer import MakeOptions, make_shards
 from vil.training.files import write_text
 from vil.training.recipes import to_yaml
-from vil.training.run import loop
+from vil.training.run import engine, loop
 
 PATIENCE = 120.0  # seconds after which a run hangs
 IMAGES = {"train": 16, "val": 3}  # of a class
@@ -303,6 +306,56 @@ def _take_data_away(injury: Injury) -> None:
     loop.train_step = train_step
 
 
+def _hang_loaders(injury: Injury) -> None:
+    """Stop the loader processes for good, and send a signal that does not come from one of them."""
+    for child in multiprocessing.active_children():
+        os.kill(child.pid, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (os.getpid(), injury.number)).start()
+
+
+def _lose_images(injury: Injury) -> None:
+    """Make all images unreadable that this process itself reads from now on."""
+
+    def decode(*arguments: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    batches.decode = decode
+
+
+def _lose_validation_images(injury: Injury) -> None:
+    """The same, of those to validate on only."""
+    original = batches.ValData._load
+
+    def load(*arguments: Any) -> Any:
+        _lose_images(injury)
+        return original(*arguments)
+
+    batches.ValData._load = load
+
+
+def _exhaust_memory(injury: Injury) -> None:
+    """Let the step have too little memory."""
+
+    def accumulate(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine._accumulate = accumulate
+
+
+def _fill_output(injury: Injury) -> None:
+    """Let standard output be a file on a full disk."""
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), 1)
+
+
+def _shrink_shared_memory(injury: Injury) -> None:
+    """Have as much of it as fits into a few pages."""
+    original = shared_memory.shutil.disk_usage
+    shared_memory.shutil = SimpleNamespace(
+        disk_usage=lambda path: original(path)._replace(free=injury.number)
+    )
+
+
 def _poison(injury: Injury) -> None:
     """Make the loss NaN from one step until another."""
     original = loop.train_step
@@ -370,6 +423,12 @@ _INJURIES = {
     "signal to all": _at_step(_signal_all),
     "loader process": _at_step(_kill_loader_process),
     "away": _take_data_away,
+    "hanging loaders": _at_step(_hang_loaders),
+    "images": _at_step(_lose_images),
+    "validation images": _at_step(_lose_validation_images),
+    "memory": _at_step(_exhaust_memory),
+    "output": _at_step(_fill_output),
+    "shared memory": _shrink_shared_memory,
     "poison": _poison,
     "disk": _fill_disk,
     "saving": _kill_while_saving,

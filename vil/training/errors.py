@@ -6,8 +6,8 @@
 - 4: the loss is not finite
 - 5: a checkpoint or an output file cannot be read or written
 - 6: another process of the run is gone; its own error says why
-- 130, 138, 143: stopped by SIGINT (Ctrl-C), SIGUSR1 or SIGTERM, after writing a checkpoint: the same
-  command continues
+- 130, 143, 129, 138, 140, 152: stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU,
+  after writing a checkpoint: the same command continues
 
 torchrun itself always ends with 1. It starts a process again whatever the code; after 2, 3 and 4, which
 would only come again, it is ended.
@@ -16,11 +16,14 @@ would only come again, it is ended.
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 
-from rich.console import Console
-
+from vil.training.console import give_up_output, new_console
 from vil.training.launcher import end_restarts, is_first
+
+_GRACE = 2.0  # seconds that loader processes have to end by themselves
 
 
 class UserError(Exception):
@@ -92,6 +95,12 @@ class StoppedError(UserError):
         self.exit_code = 128 + number
 
 
+def message_of(error: Exception) -> str:
+    """Return what an error says in one line; that of a loader process says all of its traceback."""
+    line = (str(error).strip().splitlines() or [""])[-1]
+    return line.removeprefix(f"{type(error).__module__}.").removeprefix(f"{type(error).__name__}: ")
+
+
 def run_script(script: Callable[[], None]) -> int:
     """Run a script's body and turn its user errors into one line on stderr, those of settings into more.
 
@@ -103,17 +112,21 @@ def run_script(script: Callable[[], None]) -> int:
     Returns:
         The exit code.
     """
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console = new_console(stderr=True)
     rank = os.environ.get("RANK", "0")
     prefix = "" if rank == "0" else f"process {rank}: "
+    impatience = threading.Timer(_GRACE, lambda: _kill(left))
+    impatience.daemon = True
     try:
-        script()
+        try:
+            script()
+        finally:
+            # A loader's end waits for one process after the other, 5 seconds each, and one that reads
+            # from a disk that hangs does not end.
+            left = multiprocessing.active_children()
+            impatience.start()
     except UserError as error:
-        message = str(error).strip()
-        if not isinstance(error, SettingsError):
-            # A loader worker's error arrives as its whole traceback; the last line is the message.
-            message = message.splitlines()[-1].removeprefix(f"{type(error).__module__}.")
-            message = message.removeprefix(f"{type(error).__name__}: ")
+        message = str(error).strip() if isinstance(error, SettingsError) else message_of(error)
         if is_first(message):
             console.print(f"{prefix}error: {message}")
             if error.is_final:
@@ -123,8 +136,14 @@ def run_script(script: Callable[[], None]) -> int:
         console.print("interrupted")
         return 130
     finally:
+        impatience.cancel()
         # Python would end loader processes that an error left by SIGTERM, and wait for them for ever
         # if one hangs where it was forked.
-        for process in multiprocessing.active_children():
-            process.kill()
+        _kill(multiprocessing.active_children())
+        give_up_output()
     return 0
+
+
+def _kill(children: list[BaseProcess]) -> None:
+    for process in children:
+        process.kill()

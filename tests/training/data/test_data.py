@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ import torch
 from PIL import Image
 
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
-from vil.training.data import batches, loader_processes
+from vil.training.data import batches, loader_processes, shared_memory
 from vil.training.data.base import Source
 from vil.training.data.batches import Step, TrainData, ValData
+from vil.training.data.shared_memory import check_shared_memory
 from vil.training.data.sources import decode, open_source
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
@@ -456,3 +459,39 @@ def test_loader_processes_that_keep_hanging_are_an_error(
     with pytest.raises(DataError, match=r"did not begin within 0\.2 s, 5 times"):
         next(train_data(with_data(config, num_workers=2)).steps(0))
     assert not _hanging
+
+
+def test_loader_processes_hold_what_is_told_in_shared_memory(config: TrainConfig) -> None:
+    """At most 3 x 16 x 16 bytes an image: 2 x 2 batches of 8 ready, and two at hand."""
+    chosen = with_data(config, num_workers=2, validation_batch_size=5)
+    assert train_data(chosen).shared_bytes == (4 + 2) * 8 * 768
+    assert val_data(chosen).shared_bytes == (4 + 1) * 5 * 768
+    for data in (train_data(config), val_data(config)):  # no loader processes
+        assert data.shared_bytes == 0
+
+
+@pytest.mark.parametrize("processes", [None, "8"])
+def test_too_little_shared_memory_is_refused(
+    processes: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    need = 8 << 20 if processes is None else 1 << 20
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=8 << 20))
+    check_shared_memory(need, World())
+    message = "up to 9 MiB in /dev/shm, which has 8 MiB free: .*--shm-size 8g or --ipc host.*num_w"
+    with pytest.raises(ConfigError, match=message):
+        check_shared_memory(need + (1 << (20 if processes is None else 17)), World())
+    monkeypatch.setattr(shared_memory, "_PLACE", Path("/none"))
+    check_shared_memory(1 << 60, World())  # as on macOS
+
+
+def test_full_shared_memory_is_an_error_of_one_line(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space")
+
+    monkeypatch.setattr(batches, "default_collate", fail)
+    with pytest.raises(ConfigError, match=r"^/dev/shm is full: give the container more, .*8g or"):
+        next(train_data(with_data(config, num_workers=1)).steps(0))

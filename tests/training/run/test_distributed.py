@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from vil.training import distributed
 from vil.training.config import TrainConfig
-from vil.training.distributed import World, world_from_environment
-from vil.training.errors import ConfigError
+from vil.training.distributed import World, process_group, world_from_environment
+from vil.training.errors import ConfigError, LostProcessError
 from vil.training.recipes import to_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -34,13 +35,18 @@ def one_step_epochs(config: TrainConfig) -> TrainConfig:
     )
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def start(config: TrainConfig, folder: Path, world_size: int) -> list[subprocess.Popen]:
     """Start the training script in several processes, as a launcher would."""
     recipe = folder.with_suffix(".yaml")
     recipe.write_text(to_yaml(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(ROOT / "train_imagenet.py"), "--config", str(recipe)]
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
@@ -150,3 +156,31 @@ def test_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert world_from_environment() == World(5, 8, 1)
     assert not world_from_environment().is_main
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        ("0", r"1 of 2 processes came within 0\.005 minutes; the others' own errors say why"),
+        ("1", r"the main process was not at 127\.0\.0\.1:\d+ within 0\.005 minutes: .*refused"),
+    ],
+)
+def test_process_that_comes_alone_does_not_wait_for_long(
+    rank: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "_MEETING", 0.3)
+    place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    connected = process_group(world_from_environment(), torch.device("cpu"))
+    with pytest.raises(LostProcessError, match=message):
+        connected.__enter__()
+
+
+@pytest.mark.parametrize("port", ["", "65536", "none"])
+def test_meeting_place_that_is_none_is_refused(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    connected = process_group(World(0, 2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="MASTER_PORT"):
+        connected.__enter__()

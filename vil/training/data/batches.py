@@ -12,7 +12,12 @@ from vil.training.config import TrainConfig
 from vil.training.data.augment import Transform, train_transform, val_transform
 from vil.training.data.base import Source
 from vil.training.data.draws import Draw, MicroBatches, epoch_order, key, seed_image
-from vil.training.data.loader_processes import outliving_deaths, start, worker_arguments
+from vil.training.data.loader_processes import (
+    batches_ahead,
+    outliving_deaths,
+    start,
+    worker_arguments,
+)
 from vil.training.data.reading import PatientReader
 from vil.training.data.sources import decode, image_mode, open_source, orientation
 from vil.training.distributed import World
@@ -73,6 +78,14 @@ class TrainData:
     def num_images(self) -> int:
         """Distinct training images."""
         return self.source.num_images
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the images of a process take in shared memory at most, the two steps at hand included."""
+        data = self.config.data
+        ahead = batches_ahead(data.num_workers)
+        at_hand = 2 * self.config.run.grad_accum_steps if ahead else 0
+        return (ahead + at_hand) * self.micro_batch * _image_bytes(self.config)
 
     def steps(self, first: int) -> Iterator[Step]:
         """Yield all steps from the given one to the end of the run.
@@ -154,6 +167,12 @@ class ValData:
         """Batches of the process that has the most."""
         share = -(-self.num_images // self.world.size)
         return -(-share // self.batch_size)
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the images of a process take in shared memory at most, the batch at hand included."""
+        ahead = batches_ahead(self.config.data.num_workers)
+        return (ahead + 1 if ahead else 0) * self.batch_size * _image_bytes(self.config)
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,).
@@ -260,6 +279,11 @@ def _collate(
     """Stack images and labels and merge what was bad."""
     images, labels = default_collate([(image, label) for image, label, _ in items])
     return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}
+
+
+def _image_bytes(config: TrainConfig) -> int:
+    """Return the size of an image as the loaders give it, uint8."""
+    return config.model.in_chans * config.model.img_size**2
 
 
 def _is_rotated(image: Image.Image) -> torch.Tensor:

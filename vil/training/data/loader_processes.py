@@ -12,12 +12,20 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from vil.training.errors import DataError
+from vil.training.data.shared_memory import CURE, is_full
+from vil.training.errors import ConfigError, DataError, message_of
 
 _MOST_WORKER_DEATHS = 20
 _START_SECONDS = 60.0  # for a process to be forked, which takes milliseconds, or spawned, seconds
 _MOST_STARTS = 5
+_PREFETCH = 2  # batches of a process
 _MOST_WORKERS = 8  # where none are asked for
+_PATIENCE = 1.0  # seconds between a loader process's looks for its parent
+# That a terminal or a scheduler sends to every process of a job.
+_SIGNALS = (
+    *(signal.SIGINT, signal.SIGHUP, signal.SIGUSR1),
+    *(signal.SIGUSR2, signal.SIGXCPU),
+)
 
 _Item = TypeVar("_Item")
 
@@ -37,6 +45,7 @@ def outliving_deaths(
 
     Raises:
         DataError: too many processes died.
+        ConfigError: memory is short, or shared memory.
     """
     deaths = 0
     while first < stop:
@@ -44,14 +53,20 @@ def outliving_deaths(
             for item in load(first):
                 yield item
                 first += 1
+        except MemoryError as error:
+            raise ConfigError(
+                f"too little memory to load images; lower data.num_workers ({message_of(error)})"
+            ) from error
         except Exception as error:
+            if is_full(error):
+                raise ConfigError(f"/dev/shm is full: {CURE}") from error
             if not _is_worker_death(error):
                 raise
             deaths += 1
             if deaths > _MOST_WORKER_DEATHS:
                 raise DataError(
                     f"{deaths} loader processes died, the last: {error}; "
-                    f"if memory is short, lower data.num_workers"
+                    f"if memory is short, lower data.num_workers; if /dev/shm is, {CURE}"
                 ) from error
 
 
@@ -81,18 +96,30 @@ def worker_arguments(count: int | None) -> dict[str, Any]:
 
     Forked on Linux, as PyTorch always did: Python 3.14's default would import it anew in each.
     """
-    if count is None:
-        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-        cores = len(usable(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        count = max(min(cores, _MOST_WORKERS), 1)
+    count = _number(count)
     if count == 0:
         return {"num_workers": 0}
     context = "fork" if sys.platform == "linux" else None
     return {
         "num_workers": count,
+        "prefetch_factor": _PREFETCH,
         "multiprocessing_context": context,
         "worker_init_fn": _Arrivals(count),
     }
+
+
+def batches_ahead(count: int | None) -> int:
+    """Return how many batches loader processes, so many as asked for, have ready at most."""
+    return _PREFETCH * _number(count)
+
+
+def _number(count: int | None) -> int:
+    """Return the number of loader processes where so many are asked for."""
+    if count is None:
+        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        cores = len(usable(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count = max(min(cores, _MOST_WORKERS), 1)
+    return count
 
 
 def start(loader: DataLoader) -> Iterator[Any]:
@@ -128,17 +155,22 @@ def _leave_signals_to_parent() -> None:
 
     Schedulers signal every process of a job, and it could write no checkpoint once these have died.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process at a SIGTERM from its parent, and at no other."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+    """End this process at a SIGTERM from its parent and at no other, or when the parent is gone.
+
+    PyTorch, too, looks for the parent, but not while an image is being read, which can take for ever.
+    """
+    while os.getppid() == parent:
+        told = signal.sigtimedwait({signal.SIGTERM}, _PATIENCE)
+        if told is not None and told.si_pid == parent:
+            break
     os._exit(0)
 
 

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,18 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from vil.messages import first_line
 from vil.training.config import TrainConfig
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import Step, ValData
 from vil.training.data.draws import key, seed_everything
-from vil.training.errors import DataError, NonFiniteLossError
+from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.run.setup import Training
+from vil.training.run.stopping import Agreement
+
+
+class SpoiledError(ConfigError):
+    """A want of memory in the midst of updating the weights, which are then good for nothing."""
 
 
 class StepResult(NamedTuple):
@@ -51,7 +58,29 @@ def train_step(training: Training, step: Step, config: TrainConfig) -> StepResul
         training: Updated in place.
         step: The images.
         config: The run's configuration.
+
+    Raises:
+        DataError: a label is none of the model's; no weight has changed.
+        ConfigError: there is too little memory for the gradient; no weight has changed.
+        SpoiledError: there is too little memory for the update; some weights may have changed.
     """
+    images = len(step.micro_batches[0][1])
+    advice = f"--run.grad-accum-steps {2 * config.run.grad_accum_steps}, which keeps the batch"
+    with _memory_for(f"{images} training images at a time; pass {advice}"):
+        loss = _accumulate(training, step, config)
+    with _memory_for(f"the optimiser; pass {advice}", SpoiledError):
+        parameters = [p for p in training.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters])
+        if config.optim.clip_grad is not None:
+            clip_grads_with_norm_(parameters, config.optim.clip_grad, norm)
+        _update(training.optimizer, norm)
+        if training.ema is not None:
+            training.ema.update(training.model)
+    return StepResult(loss, norm)
+
+
+def _accumulate(training: Training, step: Step, config: TrainConfig) -> torch.Tensor:
+    """Compute the gradient of a step, and return its loss, ()."""
     world, parts = training.world, len(step.micro_batches)
     size = len(step.micro_batches[0][1])
     losses = []
@@ -67,14 +96,7 @@ def train_step(training: Training, step: Step, config: TrainConfig) -> StepResul
                 loss = training.criterion(training.forward(images), targets) / parts
             loss.backward()
         losses.append(loss.detach())
-    parameters = [p for p in training.model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters])
-    if config.optim.clip_grad is not None:
-        clip_grads_with_norm_(parameters, config.optim.clip_grad, norm)
-    _update(training.optimizer, norm)
-    if training.ema is not None:
-        training.ema.update(training.model)
-    return StepResult(torch.stack(losses).sum(), norm)
+    return torch.stack(losses).sum()
 
 
 @torch.no_grad()
@@ -83,7 +105,7 @@ def evaluate(
     data: ValData,
     normalize: Normalize,
     amp: bool,
-    between_batches: Callable[[], object] = lambda: None,
+    agreement: Agreement | None = None,
     by_class: torch.Tensor | None = None,
 ) -> list[Score]:
     """Score every validation image once by each model, over all processes, decoding it once.
@@ -96,7 +118,7 @@ def evaluate(
         data: The validation images.
         normalize: Brings them to the model's device.
         amp: Autocast to bfloat16.
-        between_batches: Called equally often in all processes.
+        agreement: Ends it in all processes where one cannot go on, or receives a signal.
         by_class: (2, classes) float64 of zeros on the model's device; receives the first model's hits at
             1 and the images of each class, over all processes.
 
@@ -108,26 +130,30 @@ def evaluate(
     """
     for model in models:
         model.eval()
-    device, num_classes = normalize.device, data.config.model.num_classes
+    device = normalize.device
     # Loss, hits at 1, hits at 5, images: kept on the device, because reading one waits for it.
     sums = [torch.zeros(4, dtype=torch.float64, device=device) for _ in models]
-    start, batches, scored = time.perf_counter(), data.batches(), 0
+    start, scored = time.perf_counter(), 0
+    agreement = agreement or Agreement(data.world)
+    batches = agreement.shield(data.batches())
+    agreement.check(may_save=False)  # of what was asked ahead of the last step
     for _ in range(data.num_batches):
-        between_batches()
         images, targets = next(batches, (None, None))
-        if images is None:  # other processes have one batch more
-            continue
-        check_targets(targets, num_classes)
-        images, targets = normalize(images), targets.to(device, non_blocking=True)
-        for model, total in zip(models, sums, strict=True):
-            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                logits = model(images)
-            loss, hits = _judge(logits.float(), targets)
-            total[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
-            if by_class is not None and model is models[0]:
-                counted = torch.stack([hits[:, 0], torch.ones_like(hits[:, 0])])
-                by_class.index_add_(1, targets, counted.double())
-        scored += len(targets)
+        agreement.ask()
+        if images is not None:  # other processes may have one batch more
+            count = len(targets)
+            smaller = f"pass --data.validation-batch-size {max(count // 2, 1)}"
+            with (
+                agreement.noting(),
+                _memory_for(f"{count} validation images at a time; {smaller}"),
+            ):
+                check_targets(targets, data.config.model.num_classes)
+                targets = targets.to(device, non_blocking=True)
+                _score(models, sums, normalize(images), targets, amp, by_class)
+            scored += count
+        agreement.check(may_save=False)
+    agreement.ask()
+    agreement.check(may_save=False)
     for total in sums:
         total[3] = scored
     # One sum after the other: how a larger tensor is divided among the processes, and with it the
@@ -172,10 +198,52 @@ def check_targets(targets: torch.Tensor, num_classes: int) -> None:
         raise DataError(f"the data holds label {wrong}, model.num_classes is {num_classes}")
 
 
+def _score(
+    models: Sequence[nn.Module],
+    sums: Sequence[torch.Tensor],
+    images: torch.Tensor,
+    targets: torch.Tensor,
+    amp: bool,
+    by_class: torch.Tensor | None,
+) -> None:
+    """Add a batch to the sums of each model, and to those of each class; see evaluate."""
+    for model, total in zip(models, sums, strict=True):
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
+            logits = model(images)
+        loss, hits = _judge(logits.float(), targets)
+        total[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
+        if by_class is not None and model is models[0]:
+            counted = torch.stack([hits[:, 0], torch.ones_like(hits[:, 0])])
+            by_class.index_add_(1, targets, counted.double())
+
+
 def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss of a batch, float64, and where its best five outputs hit, (B, 5)."""
     hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
     return functional.cross_entropy(logits, targets, reduction="sum").double(), hits
+
+
+@contextmanager
+def _memory_for(what: str, kind: type[ConfigError] = ConfigError) -> Iterator[None]:
+    """Explain a want of memory, and free what the failed computation holds.
+
+    Args:
+        what: What there is too little memory for, and what to do.
+        kind: Of the error.
+
+    Raises:
+        ConfigError: there is too little.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_short = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_short and "DefaultCPUAllocator" not in str(
+            error
+        ):  # the CPU's has no type of its own
+            raise
+        traceback.clear_frames(error.__traceback__)
+        raise kind(f"too little memory for {what} ({first_line(error)})") from None
 
 
 def _update(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

@@ -16,8 +16,10 @@ from torch import nn
 from vil.loading import model_with
 from vil.messages import one_line
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from vil.training.console import new_console
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import ValData
+from vil.training.data.shared_memory import check_shared_memory
 from vil.training.distributed import World, process_group, world_from_environment
 from vil.training.errors import ConfigError, DataError, OutputError, SettingsError
 from vil.training.files import write_text
@@ -25,7 +27,7 @@ from vil.training.options import EvalConfig
 from vil.training.recipes import config_from_dict, flat_dict
 from vil.training.run.engine import check_score, evaluate
 from vil.training.run.preflight import out_of_range
-from vil.training.run.report import model_size, new_console
+from vil.training.run.report import model_size
 from vil.training.run.resolve import fill_from_weights
 from vil.training.run.setup import build_model, read_source, resolve_device, versions
 from vil.weights import Weights, is_model_name, no_weights
@@ -120,6 +122,7 @@ def run_evaluation(
     model = subject.model.to(device)
     with world.main_first():
         data = ValData(config, device, world)
+    check_shared_memory(data.shared_bytes, world)
     _check_classes(subject.label_names, data.source.classes, warn)
     by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=device)
     normalize = Normalize(config, device)

@@ -9,9 +9,9 @@ import torch
 
 from vil.training.config import TrainConfig
 from vil.training.data.batches import Step, TrainData, ValData
-from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError
+from vil.training.errors import DataError, NonFiniteLossError, OutputError, UserError, message_of
 from vil.training.run.checkpoint import About, kept_checkpoints, save_checkpoint
-from vil.training.run.engine import StepResult, check_score, evaluate, train_step
+from vil.training.run.engine import SpoiledError, StepResult, check_score, evaluate, train_step
 from vil.training.run.report import Pace, Report
 from vil.training.run.setup import Training
 from vil.training.run.skipped import write_skipped
@@ -34,16 +34,30 @@ class Run:
     state: RunState
     agreement: Agreement
     report: Report
+    steps: Iterator[Step] = field(init=False)
+    """The rest of them; it ends early where a step's images cannot be had."""
+    coming: Step | None = None
+    """The next one, loaded a step ahead, so that all processes know in time if one lacks it."""
     pace: Pace = field(init=False)
     """Of the current epoch."""
     unread: list[tuple[Step, StepResult]] = field(default_factory=list)
     """Steps whose loss was not read yet, without their images: reading waits for the device."""
     failed_saves: int = 0
+    written: tuple[int, int] = field(init=False)
+    """Steps and epochs done when the run began, or a checkpoint was last written."""
+
+    def __post_init__(self) -> None:
+        self.written = self.done
 
     @property
     def config(self) -> TrainConfig:
         """All settings."""
         return self.about.config
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """Steps and epochs."""
+        return self.state.step, len(self.state.history)
 
     @property
     def is_main(self) -> bool:
@@ -54,43 +68,57 @@ class Run:
 def fit(run: Run) -> None:
     """Train the remaining steps; after each epoch score the model, write a checkpoint and log it.
 
+    A checkpoint is written, too, where a signal or an error ends the run between two steps.
+
     Raises:
-        StoppedError: a signal came; a checkpoint was written.
+        StoppedError: a signal came.
         NonFiniteLossError: more steps than optim.max_bad_steps were skipped, or the model is useless.
-        DataError: more images than data.max_bad_images cannot be read.
+        DataError: images cannot be read, and what trained without more than data.max_bad_images of them
+            is not kept.
+        ConfigError: a step needs more memory than there is.
+        LostProcessError: another process cannot go on.
         OutputError: checkpoints cannot be written.
     """
-    steps = run.train_data.steps(run.state.step)
+    agreement = run.agreement
+    run.steps = agreement.shield(run.train_data.steps(run.state.step))
     if run.train_data.source.excluded:
         _name_skipped(run)
     try:
         while len(run.state.history) < run.config.schedule.epochs:
-            train_epoch(run, steps)
+            train_epoch(run)
             finish_epoch(run)
-    except StoppedError:
-        run.agreement.settle()
-        save(run, must=True)
+    except Exception as error:
+        if agreement.stops:
+            _save_at_last(run, error)
         raise
 
 
-def train_epoch(run: Run, steps: Iterator[Step]) -> None:
+def train_epoch(run: Run) -> None:
     """Train to the end of the current epoch.
 
     Args:
         run: Updated in place.
-        steps: The rest of the run's steps.
     """
     state, training = run.state, run.training
     epoch, length = len(state.history), run.train_data.steps_per_epoch
     training.set_epoch(epoch)
     training.model.train()
     run.pace = Pace(run.config.data.batch_size, state.seconds, state.step - epoch * length)
+    if run.coming is None and state.step < (epoch + 1) * length:
+        _fetch(run)
     while state.step < (epoch + 1) * length:
         if run.agreement.check():
             save(run)
-        with run.pace.waiting():
-            step = next(steps)
-        result = train_step(training, step, run.config)
+        step = run.coming
+        _fetch(run)
+        try:
+            result = train_step(training, step, run.config)
+        except UserError as error:
+            # Of several processes, the others wait for this one in the midst of the step.
+            if training.world.size > 1 or isinstance(error, SpoiledError):
+                raise
+            run.agreement.error = error
+            continue
         run.unread.append((step._replace(micro_batches=[]), result))
         state.step += 1
         run.pace.steps += 1
@@ -98,6 +126,13 @@ def train_epoch(run: Run, steps: Iterator[Step]) -> None:
         if done % run.config.run.log_interval == 0 or done == length:
             loss, norm = read_results(run)
             run.report.step(done, loss, norm, training.lr, run.pace)
+
+
+def _fetch(run: Run) -> None:
+    """Load the step after the one at hand, and ask the other processes if they have theirs."""
+    with run.pace.waiting():
+        run.coming = next(run.steps, None)
+    run.agreement.ask()
 
 
 def finish_epoch(run: Run) -> None:
@@ -111,7 +146,7 @@ def finish_epoch(run: Run) -> None:
         run.val_data,
         training.augment.normalize,
         config.run.amp,
-        lambda: run.agreement.check(may_save=False),
+        run.agreement,
     )
     kept = training.world.broadcast(kept_checkpoints(run.folder) if run.is_main else None)
     check_score(raw, f"after epoch {epoch + 1}; {kept}")
@@ -177,7 +212,7 @@ def read_results(run: Run) -> tuple[float, float]:
 
 
 def save(run: Run, must: bool = False) -> None:
-    """Write a checkpoint; in all processes.
+    """Write a checkpoint, unless there is nothing new; in all processes.
 
     Args:
         run: The run.
@@ -192,16 +227,28 @@ def save(run: Run, must: bool = False) -> None:
     run.state.seconds = run.pace.seconds if within_an_epoch else 0.0
     run.report.sync()
     run.agreement.has_saved()
-    if not run.is_main:
+    if not run.is_main or run.written == run.done:
         return
     try:
         save_checkpoint(run.folder, run.training, run.about, run.state)
-        run.failed_saves = 0
+        run.failed_saves, run.written = 0, run.done
     except OutputError as error:
         run.failed_saves += 1
         if must or run.failed_saves == _MOST_FAILED_SAVES:
             raise
         run.report.warn(f"{error}; training goes on without")
+
+
+def _save_at_last(run: Run, why: Exception) -> None:
+    """Write a checkpoint when the run ends early; in all processes.
+
+    Raises:
+        OutputError: it could not be written; says what ended the run, too.
+    """
+    try:
+        save(run, must=True)
+    except OutputError as error:
+        raise OutputError(f"{error}; the run was ending already: {message_of(why)}") from why
 
 
 def _rows(run: Run, losses: list[float], norms: list[float]) -> list[StepRow]:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
 from vil.complexity import count_macs, count_parameters
+from vil.messages import one_line
 from vil.training.config import TrainConfig
 from vil.training.data.batches import TrainData, ValData
 from vil.training.errors import OutputError
@@ -26,11 +27,6 @@ from vil.training.run.tracking import Tracking
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png")
 _CURVE_EVERY = 30.0  # seconds between two drawings of the curve
-
-
-def new_console(quiet: bool = False) -> Console:
-    """Return a console that neither colours numbers nor wraps lines in logs, or says nothing."""
-    return Console(highlight=False, soft_wrap=True, markup=False, quiet=quiet)
 
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
@@ -250,6 +246,9 @@ class Report:
             write()
         except OutputError as error:
             self.warn(f"{error}; training goes on without")
+        except Exception as error:  # whatever matplotlib, say, comes up with
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            self.warn(f"cannot write into {self.folder}: {reason}; training goes on without")
 
     def summarize(self, name: str, num_images: int) -> None:
         """Write the log and the curve once more, and print what was reached and where it is."""

@@ -4,14 +4,16 @@ import torch
 from rich.console import Console
 
 from vil.training.config import TrainConfig
+from vil.training.console import new_console
 from vil.training.data.batches import TrainData, ValData
 from vil.training.data.draws import seed_everything
 from vil.training.data.image_files import ImageList
+from vil.training.data.shared_memory import check_shared_memory
 from vil.training.data.sources import open_source
 from vil.training.distributed import World, process_group, world_from_environment
 from vil.training.run.checkpoint import About
 from vil.training.run.loop import Run, fit
-from vil.training.run.report import Report, new_console, print_banner
+from vil.training.run.report import Report, print_banner
 from vil.training.run.resolve import fill_from_data, fill_from_weights
 from vil.training.run.resume import RunFolder, open_for_all, restore_or_start
 from vil.training.run.setup import build_training, read_pretrained, resolve_device
@@ -54,6 +56,7 @@ def _train(
     config = fill_from_data(config, *sources)
     train_data = TrainData(config, device, world, sources[0])
     val_data = ValData(config, device, world, sources[1])
+    check_shared_memory(train_data.shared_bytes + val_data.shared_bytes, world)
     seed_everything(config.run.seed)
     training = build_training(config, device, world, weights, sources[0].classes)
     about = About(
