@@ -36,9 +36,15 @@ class DiskFault:
     first: int = 0
     """Which of these calls is the first."""
 
+    @classmethod
+    def parse(cls, disk: str, kind: str, error: str, how: str, first: str) -> "DiskFault":
+        """Return the fault that words describe, as __str__ writes them."""
+        number = HALF if error == "half" else getattr(errno, error)
+        return cls(int(disk), kind, number, {"once": False, "always": True}[how], int(first))
+
     def __str__(self) -> str:
-        how = "half" if self.error == HALF else errno.errorcode[self.error]
-        return f"{self.kind} {how} {'for good' if self.lasts else 'once'}"
+        error = "half" if self.error == HALF else errno.errorcode[self.error]
+        return f"{self.disk} {self.kind} {error} {'always' if self.lasts else 'once'} {self.first}"
 
 
 class Call(NamedTuple):

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,6 +64,8 @@ _ERRORS = {
     "all": (errno.EIO,),
 }
 
+_NAMES = re.compile("|".join((*CLASSES, "[0-9]+")))
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -75,7 +77,7 @@ class Scenario:
     resumes: bool = False
     """Whether it continues from checkpoints in the middle of the second epoch."""
     coarse: int = 1
-    """Of how many calls to try one."""
+    """Of how many calls alike to try one."""
 
 
 SCENARIOS = (
@@ -103,11 +105,12 @@ class Point:
     call: Call
     """The first that fails."""
     verdict: Verdict
+    printed: str
 
     def __str__(self) -> str:
+        place = f"{self.call.function} {self.call.path}"
         return (
-            f"{self.verdict.end}: {self.scenario.name}: {self.fault} at {self.call.kind} {self.fault.first}, "
-            f"{self.call.function} {self.call.path}: {self.verdict.why}"
+            f"{self.verdict.end}: {self.scenario.name}, {self.fault}, {place}: {self.verdict.why}"
         )
 
 
@@ -155,17 +158,20 @@ class Sweep:
         self.data = _contents(place / "data")
         shutil.rmtree(place)
 
-    def faults(self) -> Iterator[DiskFault]:
-        """Return a fault for each call of the run left alone, for each error that it may meet."""
-        made = Counter((call.disk, kind) for call in self.calls for kind in (call.kind, "all"))
-        for disk, (kind, errors), lasts in product(
-            range(len(DISKS)), _ERRORS.items(), (False, True)
-        ):
-            if kind == "all" and not lasts:
-                continue  # once is what the kinds do
-            for error in errors:
-                if not (lasts and error == errno.EINTR):  # nothing interrupts for ever
-                    for first in range(made[disk, kind]):
+    def faults(self, every: int = 1) -> Iterator[DiskFault]:
+        """Return faults in the calls of the run left alone, one for each error that a call may meet.
+
+        Args:
+            every: Of the calls of one function about one file, or files alike, take every n-th, and at
+                least one.
+        """
+        for disk, (kind, errors) in product(range(len(DISKS)), _ERRORS.items()):
+            calls = [c for c in self.calls if c.disk == disk and kind in (c.kind, "all")]
+            for first in thin([site_of(call) for call in calls], every):
+                for error, lasts in product(errors, (False, True)):
+                    if kind == "all" and not lasts:
+                        continue  # once is what the kinds do
+                    if error != errno.EINTR or not lasts:  # nothing interrupts for ever
                         yield DiskFault(disk, kind, error, lasts, first)
 
     def inject(self, fault: DiskFault) -> Point:
@@ -173,26 +179,31 @@ class Sweep:
         place = self._place()
         try:
             attempt = self._attempt(place, fault)
-            call = next((call for call in attempt.calls if call.failed), None)
-            if call is None:
-                nothing = Call(fault.disk, fault.kind, "", False, "")
-                return Point(self.scenario, fault, nothing, Verdict("not reached"))
-            verdict = self._judge(place, fault, attempt)
-            verdict = verdict._replace(why=_nameless(verdict.why, place))
-            call = call._replace(path=_nameless(call.path, place))
-            return Point(self.scenario, fault, call, verdict)
+            failed = [call for call in attempt.calls if call.failed]
+            verdict = self._judge(place, fault, attempt) if failed else Verdict("not reached")
+            call = failed[0] if failed else Call(fault.disk, fault.kind, "", False, "")
+            return Point(
+                self.scenario,
+                fault,
+                call._replace(path=_nameless(call.path, place)),
+                verdict._replace(why=_nameless(verdict.why, place)),
+                attempt.printed,
+            )
         finally:
             shutil.rmtree(place)
 
     def _judge(self, place: Path, fault: DiskFault, attempt: Attempt) -> Verdict:
         """Judge the end of a run, continuing it without the fault where that is due."""
-        errors = re.findall("^error: (.*)", attempt.printed, re.MULTILINE)
+        errors = re.findall(r"^error: (.*(?:\n  - .*)*)", attempt.printed, re.MULTILINE)
         warnings = re.findall("^warning: (.*)", attempt.printed, re.MULTILINE)
         noise = re.search(r"^(Traceback|Exception|\w*Warning: ).*", attempt.printed, re.MULTILINE)
         if attempt.code is None:
             return Verdict("lost", "hangs")
         if noise:
-            return Verdict("lost", f"{noise[0]} ... {attempt.printed.splitlines()[-1]}")
+            where = re.findall(r'File "\S*/(vil/\S+)", line \d+, in (\S+)', attempt.printed)
+            place_of_it = ", ".join(where[-1]) if where else "?"
+            last = attempt.printed.splitlines()[-1]
+            return Verdict("lost", f"{noise[0]} ... {place_of_it}: {last}")
         if attempt.code == 0:
             changed = self._changed(place)
             if not changed:
@@ -201,8 +212,8 @@ class Sweep:
                 return Verdict("lost", f"exit 0 without a warning, other {changed}")
         elif attempt.code != EXIT_CODES[DISKS[fault.disk]] or len(errors) != 1:
             return Verdict("lost", f"exit {attempt.code}: {attempt.printed[-300:]}")
-        elif str(place / DISKS[fault.disk]) not in errors[0]:
-            return Verdict("lost", f"exit {attempt.code}, which names no place: {errors[0]}")
+        elif not any(Path(call.path).name in errors[0] for call in attempt.calls if call.failed):
+            return Verdict("lost", f"exit {attempt.code}, which names no file: {errors[0]}")
         again = self._attempt(place, None)
         told = "; ".join(errors or warnings)
         if again.code != 0:
@@ -253,6 +264,21 @@ class Sweep:
         for name in ("log", "calls"):
             (self.original / name).unlink()
         (self.original / "run" / "notes.txt").write_text("mine\n")
+
+
+def site_of(call: Call) -> str:
+    """Return what is alike for calls that do the same."""
+    return f"{call.function} {_NAMES.sub('*', call.path)}"
+
+
+def thin(sites: list[str], every: int) -> list[int]:
+    """Return the places of every n-th of the calls of each site, and of at least one."""
+    places = defaultdict(list)
+    for place, site in enumerate(sites):
+        places[site].append(place)
+    return sorted(
+        p for group in places.values() for p in group[min(every, len(group)) // 2 :: every]
+    )
 
 
 @contextmanager
