@@ -212,7 +212,7 @@ class Sweep:
                 return Verdict("lost", f"exit 0 without a warning, other {changed}")
         elif attempt.code != EXIT_CODES[DISKS[fault.disk]] or len(errors) != 1:
             return Verdict("lost", f"exit {attempt.code}: {attempt.printed[-300:]}")
-        elif not any(Path(call.path).name in errors[0] for call in attempt.calls if call.failed):
+        elif not any(name in errors[0] for name in _names(attempt, place / DISKS[fault.disk])):
             return Verdict("lost", f"exit {attempt.code}, which names no file: {errors[0]}")
         again = self._attempt(place, None)
         told = "; ".join(errors or warnings)
@@ -362,6 +362,11 @@ def _write_recipe(place: Path, scenario: Scenario) -> Path:
     path = place / "recipe.yaml"
     write_text(path, to_yaml(config))
     return path
+
+
+def _names(attempt: Attempt, disk: Path) -> list[str]:
+    """Return what an error may call the place of its fault: the disk's folder, or a file."""
+    return [str(disk), *(Path(call.path).name for call in attempt.calls if call.failed)]
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
