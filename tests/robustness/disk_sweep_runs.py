@@ -370,9 +370,10 @@ def _names(attempt: Attempt, disk: Path) -> list[str]:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Return a hash of each file."""
+    """Return a hash of each file; indexes also hold when their shards were written."""
+    times = re.compile(rb'"[mc]time_ns":[0-9]+,?')
     return {
-        str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).digest()
+        str(path.relative_to(folder)): hashlib.blake2b(times.sub(b"", path.read_bytes())).digest()
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
