@@ -46,9 +46,9 @@ IMAGES = {"train": 4, "val": 1}  # of a class
 DISKS = ("data", "run")
 EXIT_CODES = {"data": 3, "run": 5}  # documented, of an error about a disk
 
-# What disks do, by the kind of call. The last one is a disk that is gone.
+# What disks say, by the kind of call. The last one is a disk that is gone.
 _ERRORS = {
-    "open": (errno.EACCES, errno.ESTALE, errno.EINTR),
+    "open": (errno.ESTALE, errno.EACCES, errno.EINTR),
     "read": (errno.EIO, errno.EINTR, HALF),
     "write": (errno.ENOSPC, errno.EIO, errno.EINTR, HALF),
     "sync": (errno.EIO, errno.EINVAL),
@@ -56,13 +56,15 @@ _ERRORS = {
     "truncate": (errno.EIO,),
     "rename": (errno.EIO,),
     "link": (errno.EPERM, errno.EMLINK),
-    "unlink": (errno.EACCES,),
-    "mkdir": (errno.EACCES,),
+    "unlink": (errno.EIO, errno.EACCES),
+    "mkdir": (errno.EIO, errno.EACCES),
     "stat": (errno.EIO,),
     "list": (errno.EIO,),
     "lock": (errno.ENOLCK,),
     "all": (errno.EIO,),
 }
+_ONCE = (errno.EINTR,)
+_ALWAYS = (errno.EACCES, errno.EINVAL)  # no time changes what is allowed, or what a disk can do
 
 _NAMES = re.compile("|".join((*CLASSES, "[0-9]+")))
 
@@ -169,9 +171,8 @@ class Sweep:
             calls = [c for c in self.calls if c.disk == disk and kind in (c.kind, "all")]
             for first in thin([site_of(call) for call in calls], every):
                 for error, lasts in product(errors, (False, True)):
-                    if kind == "all" and not lasts:
-                        continue  # once is what the kinds do
-                    if error != errno.EINTR or not lasts:  # nothing interrupts for ever
+                    # All calls fail for good only: once is what the kinds do.
+                    if error not in (_ONCE if lasts else _ALWAYS) and (lasts or kind != "all"):
                         yield DiskFault(disk, kind, error, lasts, first)
 
     def inject(self, fault: DiskFault) -> Point:
