@@ -124,6 +124,10 @@ class Attempt:
     printed: str
     calls: list[Call]
 
+    def lines(self, beginning: str) -> list[str]:
+        """Return the rests of the lines that begin so, those of a list under one with it."""
+        return re.findall(rf"^{beginning}(.*(?:\n  - .*)*)", self.printed, re.MULTILINE)
+
 
 @dataclass
 class Sweep:
@@ -136,6 +140,8 @@ class Sweep:
     calls: list[Call] = field(init=False)
     """Of the run left alone."""
     outcome: dict[str, str] = field(init=False)
+    resumed: list[str] = field(init=False)
+    """From where that run went on."""
     data: dict[str, bytes] = field(init=False)
     """Files of the data when that run was over."""
 
@@ -156,6 +162,7 @@ class Sweep:
         if alone.code != 0:
             raise RuntimeError(f"the run left alone failed:\n{alone.printed}")
         self.calls = alone.calls
+        self.resumed = alone.lines("resumed  ")
         self.outcome = outcome(place / "run")
         self.data = _contents(place / "data")
         shutil.rmtree(place)
@@ -195,8 +202,7 @@ class Sweep:
 
     def _judge(self, place: Path, fault: DiskFault, attempt: Attempt) -> Verdict:
         """Judge the end of a run, continuing it without the fault where that is due."""
-        errors = re.findall(r"^error: (.*(?:\n  - .*)*)", attempt.printed, re.MULTILINE)
-        warnings = re.findall("^warning: (.*)", attempt.printed, re.MULTILINE)
+        errors, warnings = attempt.lines("error: "), attempt.lines("warning: ")
         noise = re.search(r"^(Traceback|Exception|\w*Warning: ).*", attempt.printed, re.MULTILINE)
         if attempt.code is None:
             return Verdict("lost", "hangs")
@@ -206,6 +212,8 @@ class Sweep:
             last = attempt.printed.splitlines()[-1]
             return Verdict("lost", f"{noise[0]} ... {place_of_it}: {last}")
         if attempt.code == 0:
+            if attempt.lines("resumed  ") != self.resumed:
+                return Verdict("lost", f"continued elsewhere: {attempt.lines('resumed  ')}")
             changed = self._changed(place)
             if not changed:
                 return Verdict("went on", "; ".join(warnings))
@@ -219,6 +227,8 @@ class Sweep:
         told = "; ".join(errors or warnings)
         if again.code != 0:
             return Verdict("lost", f"{told}; then exit {again.code}: {again.printed[-300:]}")
+        if self.scenario.resumes and not again.lines("resumed  "):
+            return Verdict("lost", f"{told}; then anew from the beginning")
         if changed := self._changed(place):
             return Verdict("lost", f"{told}; then other {changed}")
         return Verdict("stopped" if errors else "warned", told)
