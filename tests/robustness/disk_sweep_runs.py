@@ -381,8 +381,8 @@ def _names(attempt: Attempt, disk: Path) -> list[str]:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Return a hash of each file; indexes also hold when their shards were written."""
-    times = re.compile(rb'"[mc]time_ns":[0-9]+,?')
+    """Return a hash of each file, of indexes without what says when their shards were written."""
+    times = re.compile(rb'"(crc32|[mc]time_ns)":"?[0-9a-f]+"?,?')
     return {
         str(path.relative_to(folder)): hashlib.blake2b(times.sub(b"", path.read_bytes())).digest()
         for path in sorted(folder.rglob("*"))
