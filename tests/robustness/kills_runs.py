@@ -66,10 +66,10 @@ def make_images(root: Path) -> None:
             path.write_bytes(path.read_bytes()[:300])
         paths = sorted((root / "folder" / split).glob("*/*.jpg"))
         for shard in range(3):
-            _write_shard(root / "wds" / f"{split}-{shard}.tar", paths[shard::3])
+            write_shard(root / "wds" / f"{split}-{shard}.tar", paths[shard::3])
 
 
-def _write_shard(path: Path, images: list[Path]) -> None:
+def write_shard(path: Path, images: list[Path]) -> None:
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for image in images:

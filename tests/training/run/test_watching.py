@@ -2,7 +2,10 @@
 
 import csv
 import dataclasses
+import errno
+import io
 import math
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -140,7 +143,7 @@ def test_rows_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) ->
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
     try:
-        with pytest.raises(OutputError, match=r"cannot write .*steps\.csv: No space left"):
+        with pytest.raises(OutputError, match=r"cannot write .*steps\.csv: File too large"):
             log.append(rows(3, 3))
         assert log.path.read_bytes() == before
         log.append(rows(4, 4))  # said already
@@ -149,6 +152,69 @@ def test_rows_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     log.append(rows(5, 5))
     assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3", "4", "5"]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that lets the next writes into files, or their closing, fail or take a part."""
+    original = Path.open
+
+    class Failing(io.FileIO):
+        def write(self, content: bytes) -> int:
+            if "half" in faults:
+                return super().write(content[: (len(content) + 1) // 2])
+            if "write" in faults:
+                super().write(content[:3])
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().write(content)
+
+        def truncate(self, size: int | None = None) -> int:
+            if "truncate" in faults:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().truncate(size)
+
+        def close(self) -> None:
+            fails = not self.closed and "close" in faults
+            super().close()
+            if fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def open_(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        return Failing(path, "r+") if mode == "r+b" else original(path, mode, *rest, **more)
+
+    faults: set[str] = set()
+
+    def fail(*kinds: str) -> None:
+        faults.clear()
+        faults.update(kinds)
+
+    monkeypatch.setattr(Path, "open", open_)
+    return fail
+
+
+def test_rows_are_written_that_a_disk_takes_by_parts(
+    disk: Callable[..., None], tmp_path: Path
+) -> None:
+    log = opened(tmp_path / "steps.csv")
+    disk("half")
+    log.append(rows(1, 3))
+    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("faults", [("write",), ("write", "truncate"), ("close",)], ids=" ".join)
+def test_rows_that_failed_last_are_written_ahead_of_the_checkpoint(
+    faults: tuple[str, ...], disk: Callable[..., None], tmp_path: Path
+) -> None:
+    log = opened(tmp_path / "steps.csv")
+    log.append(rows(1, 2))
+    disk(*faults)
+    with pytest.raises(OutputError, match=r"cannot write .*steps\.csv: Input/output error"):
+        log.append(rows(3, 3))
+    log.sync()  # said already
+    disk()
+    log.sync()
+    log.append(rows(4, 4))
+    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ Rows are appended. What was appended after the checkpoint that a run continues f
 last line that is torn, and comes again.
 """
 
-import errno
 import math
 import os
 from collections.abc import Sequence
@@ -66,6 +65,8 @@ class StepLog:
         """Bytes of whole rows; None until it was opened."""
         self.unwritten: list[StepRow] = []
         self.fails = False
+        self.is_torn = False
+        """Whether more may be in the file than whole rows, because writing failed."""
 
     def open(self) -> None:
         """Cut off what comes after the checkpoint, or begin the file.
@@ -107,11 +108,13 @@ class StepLog:
         self.fails = False
 
     def sync(self) -> None:
-        """Make the rows survive a power loss.
+        """Make the rows survive a power loss; those that could not be added before get another chance.
 
         Raises:
             OutputError: the disk refuses.
         """
+        if self.fails:
+            self.append(())
         if self.size is None or self.fails:
             return
         try:
@@ -122,13 +125,23 @@ class StepLog:
     def _write(self, lines: bytes) -> None:
         try:
             with self.path.open("r+b", buffering=0) as file:
-                if file.seek(0, os.SEEK_END) != self.size:
-                    raise OutputError(f"{self.path} was changed by another program")
-                if file.write(lines) < len(lines):  # so a disk that becomes full takes a part
+                end = file.seek(0, os.SEEK_END)
+                if self.is_torn and end > self.size:
                     file.truncate(self.size)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    end = file.seek(self.size)
+                if end != self.size:
+                    raise OutputError(f"{self.path} was changed by another program")
+                self.is_torn = True  # until it is closed: some disks tell only then what they lost
+                try:
+                    rest = memoryview(lines)
+                    while rest:  # a disk may take a part at a time
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(self.size)
+                    raise
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+        self.is_torn = False
         self.size += len(lines)
 
 
