@@ -127,7 +127,7 @@ def empty_validation(lab: Laboratory) -> Verdict:
 
 
 def data_away(lab: Laboratory) -> Verdict:
-    """the data's folder away for 0.15 s, as a network's disk can be"""
+    """the data's folder away for a second, as a network's disk can be"""
     return lab.same(lab.run(lab.copy("folder"), injury=Injury("away", 12)), "exit 0")
 
 

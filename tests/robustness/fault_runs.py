@@ -293,15 +293,16 @@ def _kill_loader_process(injury: Injury) -> None:
 
 
 def _take_data_away(injury: Injury) -> None:
-    """Rename the data's folder at a step, and back a moment later."""
+    """Rename the data's folder after a step, and back a second later: a step reads sooner."""
     original = loop.train_step
 
     def train_step(training: Any, step: Any, config: Any) -> Any:
+        result = original(training, step, config)
         if step.number == injury.step:
             folder = Path(config.data.path)
             away = folder.rename(folder.with_name(f"{folder.name}-away"))
-            threading.Timer(0.15, away.rename, [folder]).start()
-        return original(training, step, config)
+            threading.Timer(1.0, away.rename, [folder]).start()
+        return result
 
     loop.train_step = train_step
 

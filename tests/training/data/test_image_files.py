@@ -400,6 +400,7 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(
         ValData(config, CPU, World()).check()
 
 
+@pytest.mark.filterwarnings("ignore:Image was not the expected size")
 def test_image_within_an_icon_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The icon's own header says 256 pixels at most."""
     inner = encoded(Image.new("L", (400, 300)), "PNG")

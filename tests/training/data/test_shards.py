@@ -747,6 +747,14 @@ def test_malformed_pattern_is_an_error(image_shards: Path, pattern: str) -> None
         open_shards(image_shards, pattern)
 
 
+def test_pattern_of_more_shards_than_there_can_be_is_an_error(image_shards: Path) -> None:
+    """It would be expanded first."""
+    for pattern in ("train-{0..9999999999}.tar", "train-{000..999}-{-5000..4999}.tar"):
+        message = r"data\.train_split must name at most 1,000,000 shards, got .* names [\d,]+$"
+        with pytest.raises(ConfigError, match=message):
+            open_shards(image_shards, pattern)
+
+
 def test_unknown_split_is_an_error(made: Path, image_shards: Path) -> None:
     with pytest.raises(DataError, match=r"splits of .*_info\.json: train, validation$"):
         open_shards(made, "test")

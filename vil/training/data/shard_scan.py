@@ -114,8 +114,8 @@ def _members(file: BinaryIO, shard: Path) -> Iterator[tarfile.TarInfo]:
             while (member := tar.next()) is not None:
                 tar.members.clear()
                 headers.left = _MOST_HEADER_BYTES
-                if member.size < 0 or tar.offset <= end:  # or it would be read again, for ever
-                    raise tarfile.ReadError(f"{member.name!r} has fewer than no bytes")
+                if member.size < 0 or tar.offset <= end:  # it would be read again, for ever
+                    raise tarfile.ReadError(f"{member.name!r} ends before it begins")
                 if member.offset_data + member.size > size:
                     raise DataError(f"shard {shard} is truncated: it ends within {member.name!r}")
                 place, end = f"after {member.name!r}", tar.offset

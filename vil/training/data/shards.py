@@ -1,7 +1,9 @@
 """Webdataset shards on local disks, read at random: any image by its index, nothing unpacked."""
 
 import json
+import math
 import os
+import re
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -25,6 +27,8 @@ from vil.training.errors import ConfigError, DataError
 _MOST_OPEN_FILES = 64  # of the 1024 that a process is usually granted
 _INDEX_THREADS = 16  # they mostly wait for the disk
 _NO_CHECKSUM = -1
+_MOST_SHARDS = 1_000_000
+_RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)")  # in a brace pattern
 _MOST_CLASSES = 1 << 20  # where nothing says how many there are
 
 
@@ -198,6 +202,12 @@ def _expand(root: Path, key: str, split: str, splits: dict[str, Split]) -> list[
             f"splits of {root / INFO_NAME}: {', '.join(splits) or 'none'}"
         )
     try:
+        ranges = [abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(split)]
+        if math.prod(ranges) > _MOST_SHARDS:
+            raise ConfigError(
+                f"{key} must name at most {_MOST_SHARDS:,} shards, got {split}, which names "
+                f"{math.prod(ranges):,}"
+            )
         return expand_urls(split)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"{key} must be a brace pattern, got {split}: {error}") from error
