@@ -246,6 +246,9 @@ def _save_at_last(run: Run, why: Exception) -> None:
         save(run, must=True)
     except OutputError as error:
         raise OutputError(f"{error}; the run was ending already: {message_of(why)}") from why
+    finally:
+        # As soon as one process is gone a launcher ends the others, which gives the main one seconds.
+        run.training.world.gather(None)
 
 
 def _rows(run: Run, losses: list[float], norms: list[float]) -> list[StepRow]:
