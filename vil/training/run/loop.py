@@ -73,8 +73,8 @@ def fit(run: Run) -> None:
     Raises:
         StoppedError: a signal came.
         NonFiniteLossError: more steps than optim.max_bad_steps were skipped, or the model is useless.
-        DataError: images cannot be read, and what trained without more than data.max_bad_images of them
-            is not kept.
+        DataError: images cannot be read. If they are more than data.max_bad_images, no checkpoint is
+            written: what was trained on in their place would stay, once they can be read again.
         ConfigError: a step needs more memory than there is.
         LostProcessError: another process cannot go on.
         OutputError: checkpoints cannot be written.
