@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
@@ -20,7 +21,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from tests.robustness.kills_runs import CLASSES, CONTEXT, differing, free_port, outcome
+from tests.robustness.kills_runs import CLASSES, CONTEXT, differing, free_port, outcome, processes
 from tests.robustness.kills_server import train
 from vil import weights
 from vil.training import files
@@ -39,6 +40,7 @@ from vil.training.recipes import to_yaml
 from vil.training.run import engine, loop
 
 PATIENCE = 120.0  # seconds after which a run hangs
+_ORPHANS = 5.0  # seconds that loader processes may outlive a run
 IMAGES = {"train": 16, "val": 3}  # of a class
 STEPS = 8  # of an epoch
 EPOCHS = 3
@@ -152,6 +154,9 @@ class Laboratory:
             injury: Fault in the training process, in the last one if there are several.
             again: Run again in the folder of this one.
             processes: How many train together.
+
+        Raises:
+            RuntimeError: a loader process lives on.
         """
         self.count += 1
         folder = self.root / f"run-{self.count}" if again is None else again.folder
@@ -177,6 +182,7 @@ class Laboratory:
             if process.exitcode is None:
                 process.kill()
                 process.join()
+        _await_orphans({process.pid for process in running})
         return Result(folder, running[0].exitcode, log.read_text(errors="replace"))
 
     def same(self, result: Result, how: str, *arguments: str, dataset: str = "folder") -> Verdict:
@@ -250,6 +256,26 @@ def _place(rank: int, processes: int, number: int) -> dict[str, str]:
 
 
 _PORTS: dict[int, int] = {}
+
+
+def _await_orphans(sessions: set[int]) -> None:
+    """Wait until nothing is left of some sessions but what has died.
+
+    Raises:
+        RuntimeError: something is, for long.
+    """
+    deadline = time.monotonic() + _ORPHANS
+    while True:
+        left = [
+            pid
+            for pid, (state, _, _, session, *_) in processes()
+            if int(session) in sessions and state != "Z"
+        ]
+        if not left:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} outlive the run")
+        time.sleep(0.02)
 
 
 def _train(

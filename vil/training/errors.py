@@ -1,7 +1,7 @@
 """Errors a user can cause and cure, and the exit code each one ends a script with.
 
 - 0: every epoch ran, or the evaluation was written
-- 2: wrong argument or configuration
+- 2: wrong argument or configuration, or too little memory for it
 - 3: data missing, unreadable or not what the configuration says
 - 4: the loss is not finite
 - 5: a checkpoint or an output file cannot be read or written

@@ -4,6 +4,7 @@ import errno
 import io
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from tests.training.run_files import assert_same, load, rows, with_
 from vil.training.config import TrainConfig
 from vil.training.console import new_console
 from vil.training.data import batches
-from vil.training.errors import DataError
+from vil.training.distributed import World
+from vil.training.errors import DataError, OutputError
 from vil.training.run import engine, loop, report
 
 ROOT = Path(__file__).parents[3]
@@ -247,6 +249,46 @@ def test_sighup_that_nohup_ignores_stays_ignored(
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_no_process_leaves_before_the_checkpoint_is_written(
+    chosen: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    done = []
+    with pytest.MonkeyPatch.context() as patch:
+        signal_all_at(patch, STEP, signal.SIGTERM)
+        for owner, name in ((loop, "save_checkpoint"), (World, "gather")):
+            patch.setattr(owner, name, noted(getattr(owner, name), done))
+        assert train(chosen, "--run.output", str(tmp_path / "run")) == 143
+    assert done[-2:] == ["save_checkpoint", "gather"]
+
+
+def noted(function: Callable[..., Any], done: list[str]) -> Callable[..., Any]:
+    """Have a function add its name when it is done."""
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        done.append(function.__name__)
+        return result
+
+    return noting
+
+
+def test_disk_that_is_full_at_the_end_is_told_with_what_ended_the_run(
+    chosen: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OutputError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        loading(patch, OSError(errno.ESTALE, "Stale file handle"))
+        patch.setattr(loop, "save_checkpoint", fail)
+        assert train(chosen, "--run.output", str(tmp_path / "run")) == 5
+    told = r"error: no room; the run was ending already: 8 training images .*Stale file handle\n"
+    assert re.fullmatch(told, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("stuck", ["stopped", "reading"])

@@ -73,8 +73,8 @@ def fit(run: Run) -> None:
     Raises:
         StoppedError: a signal came.
         NonFiniteLossError: more steps than optim.max_bad_steps were skipped, or the model is useless.
-        DataError: images cannot be read, and what trained without more than data.max_bad_images of them
-            is not kept.
+        DataError: images cannot be read. If they are more than data.max_bad_images, no checkpoint is
+            written: what was trained on in their place would stay, once they can be read again.
         ConfigError: a step needs more memory than there is.
         LostProcessError: another process cannot go on.
         OutputError: checkpoints cannot be written.
@@ -249,6 +249,9 @@ def _save_at_last(run: Run, why: Exception) -> None:
         save(run, must=True)
     except OutputError as error:
         raise OutputError(f"{error}; the run was ending already: {message_of(why)}") from why
+    finally:
+        # As soon as one process is gone a launcher ends the others, which gives the main one seconds.
+        run.training.world.gather(None)
 
 
 def _rows(run: Run, losses: list[float], norms: list[float]) -> list[StepRow]:

@@ -77,7 +77,8 @@ def print_banner(
     if len(state.history) == config.schedule.epochs:
         console.print("resumed  finished before; nothing is left to train")
     elif state.step:
-        epoch, step = divmod(state.step, train_data.steps_per_epoch)
+        epoch = len(state.history)  # whose steps may all be done, and the model not scored
+        step = state.step - epoch * train_data.steps_per_epoch
         console.print(f"resumed  after step {step} of epoch {epoch + 1}")
 
 
