@@ -93,6 +93,8 @@ def main() -> int:
     parser.add_argument("--messages", action="store_true", help="list what the runs said")
     parser.add_argument("--output", type=Path, help="Markdown file to write")
     args = parser.parse_args()
+    if args.output and (args.fault or args.only):
+        parser.error("--output is for all of it, without --fault and --only")
     if COMPILER is None:
         parser.error("a C compiler named cc is needed")
     points, calls, start = [], Counter(), time.monotonic()
