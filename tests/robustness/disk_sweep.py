@@ -4,11 +4,13 @@
 
 A library is put between Python and the C library (disk_faults.c). It counts the calls about files below the
 folder of the data and the folder of the run, by kind, and lets the n-th one fail, once or from then on, with
-what a disk says: no space left, no such lock, an error of input or output, or half of the bytes. Each n of each kind
-is a run of train_imagenet.py on the CPU with a minuscule model, and another one after it without the fault
-where that was not the end. Ends with status 1 if anything was lost. All of it takes hours on one core;
---every 1000, one call of a function about a file or files alike, minutes. A line about a loss has five words, of which the first is 0 for the disk of
-the data and 1 for that of the run; --fault takes them, to see that run alone:
+what a disk says: no space left, no locks, an error of input or output, or half of the bytes. Each n of each
+kind is a run of train_imagenet.py on the CPU with a minuscule model, and another one after it without the
+fault where that was not the end. Ends with status 1 if anything was lost. All of it takes hours on one core;
+--every 1000, one call of each function about each file, 20 minutes.
+
+A line about a loss has five words, of which the first is 0 for the disk of the data and 1 for that of the
+run. --fault takes them, to see that run alone:
 
     python -m tests.robustness.disk_sweep --only "going on" --fault 1 read EIO once 40
 """
@@ -24,7 +26,8 @@ from pathlib import Path
 
 from benchmarks.provenance import revision
 from tests.robustness.disk_faults import COMPILER, KINDS, DiskFault
-from tests.robustness.disk_sweep_runs import DISKS, SCENARIOS, Point, Sweep, faulty_server
+from tests.robustness.disk_scenarios import DISKS, SCENARIOS
+from tests.robustness.disk_sweep_runs import Point, Sweep, faulty_server
 from vil.training.files import write_text
 from vil.training.run.setup import versions
 
@@ -90,6 +93,8 @@ def main() -> int:
     parser.add_argument("--messages", action="store_true", help="list what the runs said")
     parser.add_argument("--output", type=Path, help="Markdown file to write")
     args = parser.parse_args()
+    if args.output and (args.fault or args.only):
+        parser.error("--output is for all of it, without --fault and --only")
     if COMPILER is None:
         parser.error("a C compiler named cc is needed")
     points, calls, start = [], Counter(), time.monotonic()
@@ -114,7 +119,7 @@ def main() -> int:
                     if args.fault or point.verdict.end in ("lost", "not reached"):
                         print(point, flush=True)
     text = table(points, calls)
-    how = "" if args.every == 1 else f" (every {args.every}th call)"
+    how = "" if args.every == 1 else f" (of calls alike every {args.every}th, and at least one)"
     environment = ", ".join(f"{k} {v}" for k, v in (versions() | {"commit": revision()}).items())
     lost = sum(p.verdict.end == "lost" for p in points)
     tail = f"\n{len(points)} runs{how}, {lost} of them with a loss. {environment}.\n"

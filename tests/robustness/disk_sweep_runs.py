@@ -16,34 +16,14 @@ from itertools import count, product
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from PIL import Image
-
 from tests.robustness.disk_faults import HALF, Call, DiskFault, arm, compile_library, read_calls
-from tests.robustness.kills_runs import (
-    CLASSES,
-    CONTEXT,
-    differing,
-    fork_server,
-    outcome,
-    write_shard,
-)
+from tests.robustness.disk_scenarios import DISKS, Scenario, make_data, write_recipe
+from tests.robustness.kills_runs import CLASSES, CONTEXT, differing, fork_server, outcome
 from tests.robustness.kills_server import train
-from vil.training.config import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
 from vil.training.data import shards
-from vil.training.files import write_text
-from vil.training.recipes import to_yaml
+from vil.training.run import loop
 
 PATIENCE = 60.0  # seconds after which a run hangs
-IMAGES = {"train": 4, "val": 1}  # of a class
-DISKS = ("data", "run")
 EXIT_CODES = {"data": 3, "run": 5}  # documented, of an error about a disk
 
 # What disks say, by the kind of call. The last one is a disk that is gone.
@@ -67,27 +47,6 @@ _ONCE = (errno.EINTR,)
 _ALWAYS = (errno.EACCES, errno.EINVAL)  # no time changes what is allowed, or what a disk can do
 
 _NAMES = re.compile("|".join((*CLASSES, "[0-9]+")))
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A run into which the faults are injected."""
-
-    name: str
-    dataset: str = "folder"
-    workers: int = 0
-    resumes: bool = False
-    """Whether it continues from checkpoints in the middle of the second epoch."""
-    coarse: int = 1
-    """Of how many calls alike to try one."""
-
-
-SCENARIOS = (
-    Scenario("images in folders"),
-    Scenario("shards without indexes", dataset="wds"),
-    Scenario("going on", resumes=True),
-    Scenario("a loader process", workers=1, coarse=10),
-)
 
 
 class Verdict(NamedTuple):
@@ -153,7 +112,7 @@ class Sweep:
         """
         self.root.mkdir()
         self.original = self.root / "original"
-        _make_data(self.original / "data", self.scenario.dataset)
+        make_data(self.original / "data", self.scenario.dataset)
         (self.original / "data" / "notes.txt").write_text("mine\n")
         if self.scenario.resumes:
             self._stop_in_second_epoch()
@@ -255,7 +214,7 @@ class Sweep:
         log, calls = place / "log", place / "calls"
         for path in (log, calls):
             path.unlink(missing_ok=True)
-        recipe = _write_recipe(place, self.scenario)
+        recipe = write_recipe(place, self.scenario)
         arguments = ["--config", str(recipe), "--run.output", str(place / "run")]
         process = CONTEXT.Process(target=_train, args=(arguments, place, fault, die))
         process.start()
@@ -320,8 +279,6 @@ def _make_pauses_short() -> None:
 
 
 def _die_at_step(number: int) -> None:
-    from vil.training.run import loop
-
     original: Callable = loop.train_step
 
     def train_step(training: object, step: object, config: object) -> object:
@@ -330,49 +287,6 @@ def _die_at_step(number: int) -> None:
         return original(training, step, config)
 
     loop.train_step = train_step
-
-
-def _make_data(folder: Path, dataset: str) -> None:
-    """Write tiny images, in folders or in shards as other programs make them."""
-    images = folder if dataset == "folder" else folder.with_name("images")
-    for split, images_of_class in IMAGES.items():
-        for label, name in enumerate(CLASSES):
-            (images / split / name).mkdir(parents=True)
-            for number in range(images_of_class):
-                noise = np.random.default_rng(1000 * label + number).integers(0, 136, (20, 24, 3))
-                pixels = (40 * label + noise).astype("uint8")
-                Image.fromarray(pixels).save(images / split / name / f"{number}.jpg")
-    if dataset == "folder":
-        return
-    for split in IMAGES:
-        paths = sorted((images / split).glob("*/*.jpg"))
-        for shard in range(2):
-            write_shard(folder / f"{split}-{shard}.tar", paths[shard::2])
-    shutil.rmtree(images)
-
-
-def _write_recipe(place: Path, scenario: Scenario) -> Path:
-    """Write the recipe of 2 epochs of 2 steps, with a checkpoint before and after each."""
-    splits = {"train_split": "train-{0..1}.tar", "val_split": "val-{0..1}.tar"}
-    config = TrainConfig(
-        model=ModelConfig(
-            name="vil_tiny", num_classes=4, img_size=16, patch_size=8, embed_dim=8, depth=1
-        ),
-        data=DataConfig(
-            dataset=scenario.dataset,
-            path=str(place / "data"),
-            batch_size=8,
-            aug_repeats=1,
-            num_workers=scenario.workers,
-            **(splits if scenario.dataset == "wds" else {}),
-        ),
-        optim=OptimConfig(lr_base=1e-3, lr_base_size=8),
-        schedule=ScheduleConfig(epochs=2, warmup_epochs=1, warmup_lr=1e-4),
-        run=RunConfig(device="cpu", num_threads=1, log_interval=1, save_minutes=0.0),
-    )
-    path = place / "recipe.yaml"
-    write_text(path, to_yaml(config))
-    return path
 
 
 def _names(attempt: Attempt, disk: Path) -> list[str]:

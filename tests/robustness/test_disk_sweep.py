@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.disk_faults import COMPILER, Call, DiskFault
+from tests.robustness.disk_scenarios import SCENARIOS
 from tests.robustness.disk_sweep import table
-from tests.robustness.disk_sweep_runs import SCENARIOS, Point, Verdict, site_of, thin
+from tests.robustness.disk_sweep_runs import Point, Verdict, site_of, thin
 
 ROOT = Path(__file__).resolve().parents[2]
 
