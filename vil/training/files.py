@@ -44,9 +44,10 @@ def write_atomically(
         OutputError: the content could not be written or proven; the old file is intact.
     """
     temporary = _temporary(path)
+    said: list[OSError] = []
     try:
         with temporary.open("wb") as file:
-            write(file)
+            write(_Watched(file, said))
             file.flush()
             os.fsync(file.fileno())
         prove(temporary)
@@ -56,13 +57,30 @@ def write_atomically(
         free = 0
         with suppress(OSError):  # of a disk that is gone
             free = shutil.disk_usage(path.parent).free >> 20
-        reason = str(error) or "not enough memory"
-        if "unexpected pos" in reason:  # so torch.save reports a full disk
-            reason = "the disk took only a part of it"
+        reason = str(said[0] if said else error) or "not enough memory"
         raise OutputError(f"cannot write {path} ({free} MiB free): {reason}") from error
     finally:
         with suppress(OSError):  # of a disk that can only be read
             temporary.unlink()
+
+
+class _Watched:
+    """A file that notes what its disk says: torch.save raises something else then, about positions."""
+
+    def __init__(self, file: BinaryIO, said: list[OSError]) -> None:
+        self._file = file
+        self._said = said
+
+    def write(self, content: bytes) -> int:
+        """Write to the file."""
+        try:
+            return self._file.write(content)
+        except OSError as error:
+            self._said.append(error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -123,17 +141,29 @@ def lock_folder(folder: Path, warn: Callable[[str], object] = _logger.warning) -
     try:
         # Not through a link, and without waiting for the other end of a pipe.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+        file = _LockFile(os.open(path, flags, 0o666), "r+b")
     except OSError as error:
-        if path.is_symlink() or path.is_dir():
+        if error.errno in (errno.ELOOP, errno.EISDIR):
             raise _no_lock_of_ours(path) from error
         raise OutputError(f"output folder {folder} cannot be written: {error.strerror}") from error
     try:
         _take(file, path, warn)
-    except BaseException:
+    except BaseException as error:
         file.close()
+        if isinstance(error, OSError):
+            raise OutputError(
+                f"output folder {folder} cannot be locked: {error.strerror}"
+            ) from error
         raise
     return file
+
+
+class _LockFile(io.FileIO):
+    """Closing it cannot fail: all that is in it says whose it was, and a run may end by another error."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def _take(file: BinaryIO, path: Path, warn: Callable[[str], object]) -> None:
@@ -156,9 +186,7 @@ def _take(file: BinaryIO, path: Path, warn: Callable[[str], object]) -> None:
                 f"output folder {path.parent} is in use by {owner or 'another process'}"
             ) from error
         if error.errno not in _NO_LOCKS:
-            raise OutputError(
-                f"output folder {path.parent} cannot be locked: {error.strerror}"
-            ) from error
+            raise
         warn(
             f"the disk of {path.parent} has no locks ({error.strerror}): a second process that wrote "
             f"there, too, would not be noticed"
@@ -177,16 +205,31 @@ def _no_lock_of_ours(path: Path) -> OutputError:
 
 
 def remove_temporaries(folder: Path, names: Collection[str]) -> None:
-    """Remove what killed processes were writing.
+    """Remove what killed processes were writing, if that can be: it is in nobody's way.
 
     Args:
         folder: Where this program writes.
         names: Of the files it writes there; what is named otherwise is somebody else's.
     """
-    for path in folder.iterdir():
-        if is_temporary(path, names):
-            with suppress(OSError):  # it is in nobody's way
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if is_temporary(path, names):
                 path.unlink()
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether a folder has an entry of a name.
+
+    Raises:
+        OutputError: the disk does not say, which is no reason to take the entry for missing.
+    """
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise OutputError(f"{path} cannot be read: {error.strerror}") from error
+    return True
 
 
 def is_temporary(path: Path, names: Collection[str]) -> bool:

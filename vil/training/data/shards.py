@@ -104,7 +104,7 @@ class ShardSource(Source):
             return checksum
         check_size(size)
         with self._files.paths[self._shard(index)].open("rb") as file:
-            return zlib.crc32(os.pread(file.fileno(), size, offset))
+            return zlib.crc32(_read_all(file.fileno(), size, offset))
 
     def name(self, index: int) -> str:
         """Return an image's shard and key."""
@@ -133,6 +133,15 @@ class _Images(NamedTuple):
     excluded: list[str]
 
 
+def _read_all(descriptor: int, size: int, offset: int) -> bytes:
+    """Read a part of a file; less of it where the file ends, and not where a disk gives a piece."""
+    pieces, missing = [], size
+    while missing and (piece := os.pread(descriptor, missing, offset + size - missing)):
+        pieces.append(piece)
+        missing -= len(piece)
+    return b"".join(pieces)
+
+
 class _Files:
     """Files kept open for reading, those used last; a copy in another process opens its own."""
 
@@ -148,7 +157,7 @@ class _Files:
                 os.close(self.descriptors.popitem(last=False)[1])
             descriptor = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
         try:
-            content = os.pread(descriptor, size, offset)
+            content = _read_all(descriptor, size, offset)
         except OSError:
             os.close(descriptor)  # a stale handle of a network disk must not be used again
             raise

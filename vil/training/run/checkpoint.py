@@ -22,7 +22,7 @@ from vil.forms import misfit
 from vil.messages import first_line, one_line
 from vil.training.config import TrainConfig
 from vil.training.errors import DamagedError, NonFiniteLossError, OutputError
-from vil.training.files import link_atomically, write_atomically
+from vil.training.files import is_there, link_atomically, write_atomically
 from vil.training.run.resolve import model_arguments
 from vil.training.run.setup import Training, versions
 from vil.training.run.state import RunState
@@ -131,7 +131,7 @@ def save_checkpoint(folder: Path, training: Training, about: About, state: RunSt
     if training.ema is not None:
         checkpoint["state_dict_ema"] = training.ema.module.state_dict()
     last = folder / LAST
-    if last.exists():
+    if is_there(last):
         link_atomically(last, folder / PREVIOUS)
     write_atomically(last, lambda file: torch.save(checkpoint, file), prove=_check_sums)
     link_if_best(folder, state)
@@ -148,7 +148,10 @@ def link_if_best(folder: Path, state: RunState) -> None:
 
 def kept_checkpoints(folder: Path) -> str:
     """Say which checkpoints a run that cannot go on has, all written before that."""
-    names = [name for name in (BEST, LAST, PREVIOUS) if (folder / name).exists()]
+    try:
+        names = [name for name in (BEST, LAST, PREVIOUS) if is_there(folder / name)]
+    except OutputError as error:
+        return f"whether a checkpoint was written before is not known, {error}"
     if not names:
         return "no checkpoint was written before"
     return f"{', '.join(names)} in {folder} {'is' if len(names) == 1 else 'are'} from before and intact"

@@ -1,10 +1,11 @@
 """What a run shows and records: banner, progress, steps.csv, log.csv, curve.png, tracker, summary."""
 
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,10 @@ class Report:
         skipped = last["skipped_images"] + last["skipped_steps"]
         named = f", named in {self.folder / 'skipped.txt'}" if skipped else ""
         averaged = ", EMA" if self.state.best_key == "ema_top1" else ""
-        present = [name for name in _FILES if (self.folder / name).exists()]
+        listed = set()
+        with suppress(OSError):  # of a disk that is gone, now that all is done
+            listed = set(os.listdir(self.folder))
+        present = [name for name in _FILES if name in listed]
         best_path = self.folder / ("best.pt" if "best.pt" in present else "last.pt")
         self.console.print(
             f"\n{name} reached top-1 {self.state.best_top1:.2f}% (best{averaged}, epoch {best['epoch']}) and "

@@ -6,7 +6,6 @@ be changed. A change is a checkpoint of its own, so that it is made or not, what
 """
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from vil.training.files import (
     LOCK_NAME,
     csv_text,
     is_temporary,
+    is_there,
     lock_folder,
     remove_temporaries,
     write_text,
@@ -153,16 +153,16 @@ def _refuse_others(path: Path) -> None:
     """
     try:
         found = sorted(path.iterdir())
+        if any(file.name in _CHECKPOINTS or _DAMAGED.fullmatch(file.name) for file in found):
+            return
+        other = next((file for file in found if not _is_untrained(file)), None)
     except OSError as error:
         raise OutputError(f"output folder {path} cannot be read: {error.strerror}") from error
-    if any(file.name in _CHECKPOINTS or _DAMAGED.fullmatch(file.name) for file in found):
-        return
-    for file in found:
-        if not _is_untrained(file):
-            raise OutputError(
-                f"output folder {path} holds {file.name} and no run to continue; "
-                f"choose another --run.output"
-            )
+    if other is not None:
+        raise OutputError(
+            f"output folder {path} holds {other.name} and no run to continue; "
+            f"choose another --run.output"
+        )
 
 
 def _is_untrained(file: Path) -> bool:
@@ -173,13 +173,12 @@ def _is_untrained(file: Path) -> bool:
         return file.is_dir()
     if file.name == CURVE:
         return _is_untrained(file.with_name(LOG))
-    try:
-        content = file.read_bytes() if file.name in (CONFIG, *_BEGINNINGS) else None
-    except OSError:
+    if not file.is_file() or file.name not in (CONFIG, *_BEGINNINGS):
         return False
+    content = file.read_bytes()
     if file.name == CONFIG:  # somebody's own recipe is not spelt so
         return wrote_yaml(content)
-    return content is not None and re.match(_BEGINNINGS[file.name], content) is not None
+    return re.match(_BEGINNINGS[file.name], content) is not None
 
 
 def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFolder:
@@ -200,7 +199,7 @@ def _open(path: Path, config: TrainConfig, warn: Callable[[str], None]) -> RunFo
         warn(f"{error}; it is now {_put_aside(file).name}")
     if origin.name == LAST:  # what a run killed right after writing it had still to do
         link_if_best(path, state)
-    if state.best_epoch and not (path / BEST).exists():
+    if state.best_epoch and not is_there(path / BEST):
         warn(
             f"{path / BEST} of epoch {state.best_epoch} is gone; only a better epoch will write it"
         )
@@ -260,12 +259,15 @@ def _newest_checkpoint(
         OutputError: one cannot be read, which does not mean that it is damaged; or none is whole.
     """
     damaged: dict[Path, DamagedError] = {}
-    for path in (folder / name for name in _CHECKPOINTS if os.path.lexists(folder / name)):
+    for path in (folder / name for name in _CHECKPOINTS if is_there(folder / name)):
         try:
             return load_checkpoint(path), path, damaged
         except DamagedError as error:
             damaged[path] = error
-    aside = sorted(path.name for path in folder.iterdir() if _DAMAGED.fullmatch(path.name))
+    try:
+        aside = sorted(path.name for path in folder.iterdir() if _DAMAGED.fullmatch(path.name))
+    except OSError as error:
+        raise OutputError(f"output folder {folder} cannot be read: {error.strerror}") from error
     if not damaged and not aside:
         return None, None, {}
     reason = f": {'; '.join(map(str, damaged.values()))}" if damaged else ""
@@ -279,7 +281,7 @@ def _newest_checkpoint(
 def _put_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, and none that was put aside before."""
     names = (f"{path.stem}.damaged{f'-{i}' if i > 1 else ''}.pt" for i in count(1))
-    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    aside = next(path.with_name(name) for name in names if not is_there(path.with_name(name)))
     try:
         return path.rename(aside)
     except OSError as error:

@@ -11,6 +11,7 @@ from vil.training.data.image_files import ImageList
 from vil.training.data.shared_memory import check_shared_memory
 from vil.training.data.sources import open_source
 from vil.training.distributed import World, process_group, world_from_environment
+from vil.training.errors import OutputError
 from vil.training.run.checkpoint import About
 from vil.training.run.loop import Run, fit
 from vil.training.run.report import Report, print_banner
@@ -31,11 +32,17 @@ def train(config: TrainConfig, listed: dict[bool, ImageList]) -> None:
     world = world_from_environment()
     device = resolve_device(config.run, world)
     console = new_console(quiet=not world.is_main)
-    with (
-        process_group(world, device),
-        open_for_all(config, world, console.print) as folder,
-    ):
-        _train(folder, listed, console, device, world)
+    try:
+        with (
+            process_group(world, device),
+            open_for_all(config, world, console.print) as folder,
+        ):
+            _train(folder, listed, console, device, world)
+    except OSError as error:  # what no function above it had an answer to
+        if error.errno is None:
+            raise
+        what = error.filename or f"a file of the run in {config.run.output}"
+        raise OutputError(f"{what} cannot be read or written: {error.strerror}") from error
 
 
 def _train(
