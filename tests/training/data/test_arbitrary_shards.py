@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from vil.training.data.shard_index import index_path, load_index, stamp_of, write_index
 from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.errors import DataError
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
 
 SECONDS = 5.0  # in which anything must have been read; it takes milliseconds
 MOST_BYTES = 16 << 20
@@ -24,13 +25,13 @@ KINDS = b"0123456789xgLKSVDNM\0"
 
 
 def profile(examples: int) -> Callable[[Callable], Callable]:
-    """Draw the same examples each time."""
-    return settings(
+    """Draw the same examples each time, as many as asked for."""
+    return hypothesis.settings(
         max_examples=examples,
         derandomize=True,
         deadline=None,  # of what a busy machine does; SECONDS ends what hangs
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
 
 
@@ -43,7 +44,7 @@ def few_and_many(*strategies: st.SearchStrategy) -> Callable[[Callable], Callabl
         )
         def run(tmp_path: Path, examples: int) -> None:
             @profile(examples)
-            @given(st.tuples(*strategies))
+            @hypothesis.given(st.tuples(*strategies))
             def on_one(drawn: tuple) -> None:
                 with soon():
                     test(tmp_path, *drawn)
