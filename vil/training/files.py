@@ -58,6 +58,8 @@ def write_atomically(
         with suppress(OSError):  # of a disk that is gone
             free = shutil.disk_usage(path.parent).free >> 20
         reason = str(said[0] if said else error) or "not enough memory"
+        if "unexpected pos" in reason:  # so torch.save reports what was not written
+            reason = "the disk took only a part of it"
         raise OutputError(f"cannot write {path} ({free} MiB free): {reason}") from error
     finally:
         with suppress(OSError):  # of a disk that can only be read

@@ -31,6 +31,7 @@ from vil.training.data.shard_index import (
     index_path,
     load_index,
     read_index,
+    remove_unfinished,
     stamp_of,
     write_index,
 )
@@ -38,13 +39,7 @@ from vil.training.data.shard_info import INFO_NAME, read_info
 from vil.training.data.shard_scan import Sample, scan_shard
 from vil.training.data.sources import FolderSource
 from vil.training.errors import DataError, OutputError
-from vil.training.files import (
-    LOCK_NAME,
-    lock_folder,
-    remove_temporaries,
-    write_atomically,
-    write_text,
-)
+from vil.training.files import LOCK_NAME, lock_folder, write_atomically, write_text
 from vil.training.options import MakeOptions, VerifyOptions
 
 _IN_ORDER = ("validation", "val", "test")  # splits of which every image is read alike
@@ -123,7 +118,7 @@ def make_shards(options: MakeOptions, console: Console) -> None:
         jobs = [(folder / name, images) for plan in plans for name, images in plan.shards]
         if was_here:  # in a folder that is new to this program nothing can be its own
             files = [path.name for shard, _ in jobs for path in (shard, index_path(shard))]
-            remove_temporaries(folder, {INFO_NAME, *files})
+            remove_unfinished(folder, {INFO_NAME, *files})
         missing = [job for job in jobs if not _is_whole(job[0])]
         _work(_write_shard, missing, num_workers, console, "written")
     seconds = time.perf_counter() - start
