@@ -112,7 +112,9 @@ def test_recipes_are_right_but_for_what_a_user_adds(path: Path, image_folder: Pa
         ({"data__dataset": "digits"}, "data.path has no use for data.dataset digits, got"),
         ({"optim__best": "ema", "optim__model_ema_decay": None}, "optim.best ema needs averaged"),
         ({"optim__lr_base": math.inf}, "optim.lr_base must be finite, got inf"),
-        ({"augment__scale": (0.1, math.nan)}, "augment.scale must be finite, got (0.1, nan)"),
+        ({"data__crop_pct": math.inf}, "data.crop_pct must lie in (0, 1], got inf"),
+        ({"optim__opt_eps": math.nan}, "optim.opt_eps must be finite, got nan"),
+        ({"augment__scale": (0.1, math.nan)}, "augment.scale must be two numbers, 0 < first"),
         ({"run__seed": 10**5000}, "run.seed must be below 2 to the power of 63, got int"),
         ({"augment__aa": "rand-z9"}, "augment.aa rand-z9: rand of timm takes no 'z9'"),
         ({"augment__aa": "rand-m"}, "takes no 'm'"),  # which timm passes over

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isinf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,6 @@ def out_of_range(values: dict[str, Any]) -> Iterator[str]:
     Yields:
         What is wrong, a line each.
     """
-    for key, value in values.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, float) and not isfinite(number) for number in numbers):
-            yield f"{key} must be finite, got {value}"
-        if any(isinstance(number, int) and abs(number) >= 1 << 63 for number in numbers):
-            yield f"{key} must be below 2 to the power of 63, got {said(value)}"
     for key, least in _LEAST.items():
         if values[key] is not None and not values[key] >= least:
             yield f"{key} must be at least {least}, got {values[key]}"
@@ -154,6 +148,16 @@ def out_of_range(values: dict[str, Any]) -> Iterator[str]:
         low, high = values[key]
         if not 0 < low <= high:
             yield f"{key} must be two numbers, 0 < first <= second, got {low} {high}"
+    ordered = (*_LEAST, "augment.scale", "augment.ratio", "augment.zoom")  # which NaN is not
+    for key, value in values.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        floats = (
+            [] if key in _SHARES else [number for number in numbers if isinstance(number, float)]
+        )
+        if any(map(isinf, floats)) or (key not in ordered and any(map(isnan, floats))):
+            yield f"{key} must be finite, got {value}"
+        if any(isinstance(number, int) and abs(number) >= 1 << 63 for number in numbers):
+            yield f"{key} must be below 2 to the power of 63, got {said(value)}"
     if values["model.in_chans"] not in (None, 1, 3):
         yield f"model.in_chans must be 1 or 3, got {values['model.in_chans']}"
 
