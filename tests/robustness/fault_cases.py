@@ -525,7 +525,7 @@ def hanging_loader_processes(lab: Laboratory) -> Verdict:
 
 
 def hanging_loader_processes_of_one(lab: Laboratory) -> Verdict:
-    """the same in one of 2 training processes"""
+    """loader processes of one of 2 training processes that hang for ever, and SIGTERM"""
     injury = Injury("hanging loaders", 12, number=signal.SIGTERM)
     return _goes_on(lab, injury, 143, "stopped by SIGTERM", 2, "--data.num-workers", "2")
 
@@ -536,7 +536,7 @@ def images_gone(lab: Laboratory) -> Verdict:
 
 
 def images_gone_from_one(lab: Laboratory) -> Verdict:
-    """the same for one of 2 training processes"""
+    """the disk of the images goes away for one of 2 training processes"""
     return _goes_on(lab, Injury("images", 12), 3, "Stale file handle", 2)
 
 
@@ -546,7 +546,7 @@ def validation_images_gone(lab: Laboratory) -> Verdict:
 
 
 def validation_images_gone_from_one(lab: Laboratory) -> Verdict:
-    """the same for one of 2 training processes"""
+    """a validation image that one of 2 training processes cannot read any more"""
     return _goes_on(lab, Injury("validation images", 12), 3, "Stale file handle", 2)
 
 

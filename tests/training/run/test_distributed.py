@@ -184,3 +184,37 @@ def test_meeting_place_that_is_none_is_refused(port: str, monkeypatch: pytest.Mo
     connected = process_group(World(0, 2), torch.device("cpu"))
     with pytest.raises(ConfigError, match="MASTER_PORT"):
         connected.__enter__()
+
+
+_DIES = """
+import os, sys, torch
+from vil.training.distributed import process_group, world_from_environment
+from vil.training.errors import run_script
+def script():
+    world = world_from_environment()
+    with process_group(world, torch.device("cpu")):
+        if world.rank == 1:
+            os._exit(1)
+        with world.main_first():
+            pass
+sys.exit(run_script(script))
+"""
+
+
+@pytest.mark.slow
+def test_process_that_dies_once_connected_is_missed_at_once() -> None:
+    """As it may while it opens the data."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    main, other = (
+        subprocess.Popen(
+            [sys.executable, "-c", _DIES],
+            cwd=ROOT,
+            env=os.environ | shared | {"RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    )
+    assert main.communicate(timeout=60)[1] == "error: another process of the run is gone\n"
+    other.communicate(timeout=60)
+    assert (main.returncode, other.returncode) == (6, 1)
