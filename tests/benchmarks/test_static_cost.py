@@ -57,6 +57,7 @@ STEPS = {
 }
 IN_ALL_STEPS = ("conv_forward", "conv_backward")
 LONGEST_STEP = 125
+IN_TRAINING = tuple(dict.fromkeys((*itertools.chain(*STEPS.values()), *IN_ALL_STEPS)))
 # One variant of every kernel, for the architectures that are only compiled for; of those that do the
 # same twice for two directions, the one that does most in one.
 EVERY_KERNEL = (
@@ -172,9 +173,10 @@ class TestSm90(Compiled):
 class Other(Compiled):
     """Architectures that are only compiled for."""
 
-    @pytest.mark.parametrize("kernel", EVERY_KERNEL)
-    def test_compiles_with_few_spills(self, kernel: str, rows: dict[str, list[str]]) -> None:
-        assert int(rows[kernel][4]) <= SOME_SPILLS
+    def test_compiles_with_few_spills(self, rows: dict[str, list[str]]) -> None:
+        spills = {kernel: int(row[4]) for kernel, row in rows.items()}
+        assert spills.keys() == set(self.kernels)
+        assert max(spills.values()) <= SOME_SPILLS, spills
 
 
 @pytest.mark.slow
@@ -189,9 +191,13 @@ class TestSm100(Other):
 
 @pytest.mark.slow
 class TestSm120(Other):
-    arch = "120"
+    """As sm_100 to the compiler but for the products of matrices: what training takes."""
+
+    arch, kernels = "120", IN_TRAINING
 
 
 @pytest.mark.slow
 class TestGfx942(Other):
-    arch = "gfx942"
+    """Another compiler's end: what training takes."""
+
+    arch, kernels = "gfx942", IN_TRAINING
