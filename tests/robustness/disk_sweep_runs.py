@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -218,6 +219,8 @@ class Sweep:
         arguments = ["--config", str(recipe), "--run.output", str(place / "run")]
         process = CONTEXT.Process(target=_train, args=(arguments, place, fault, die))
         process.start()
+        # Another thread that starts one would read its exit code, which can be read once.
+        multiprocessing.process._children.discard(process)
         process.join(PATIENCE)
         code = process.exitcode
         if code is None:
