@@ -7,6 +7,7 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -47,6 +48,7 @@ def train(
     """
     os.setsid()
     multiprocessing.set_start_method(None, force=True)  # for the loaders: as in any new process
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
     os.environ.update(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
