@@ -32,6 +32,20 @@ optimiser's state, the log and the best checkpoint.
 """
 
 
+_DISKS = Path(__file__).resolve().parents[2] / "docs" / "disk_faults.md"
+
+
+def of_disks() -> str:
+    """Return a line with the number of injection points that disk_sweep.py has last written down."""
+    found = re.search(
+        r"^(\d+) runs.*?, (\d+) of them with a loss", _DISKS.read_text(), re.MULTILINE
+    )
+    return (
+        f"[{_DISKS.name}]({_DISKS.name}) has {found[1]} more injection points, calls about files that "
+        f"failed one by one, {found[2]} of them with a loss.\n"
+    )
+
+
 def name_of(fault: Fault) -> str:
     """Return a fault's name in the table."""
     return fault.__doc__.strip()
@@ -74,7 +88,7 @@ def main() -> int:
     print(tail.strip())
     if args.output:
         args.output.parent.mkdir(exist_ok=True)
-        write_text(args.output, _HEAD + "\n".join(rows) + "\n" + tail)
+        write_text(args.output, _HEAD + "\n".join(rows) + "\n" + tail + "\n" + of_disks())
     return 1 if bad else 0
 
 

@@ -1,6 +1,8 @@
 """Every fault of docs/faults.md, injected: nothing may be lost."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from tests.robustness import faults
 from tests.robustness.fault_cases import FAULTS, Fault
 from tests.robustness.fault_runs import Laboratory
 from tests.robustness.kills_runs import fork_server
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +32,13 @@ def test_every_fault_has_a_row() -> None:
     names = [faults.name_of(fault) for fault in FAULTS]
     assert len(set(names)) == len(names) >= 30
     assert all("\n" not in name for name in names)
+
+
+def test_the_page_counts_the_points_of_the_disk_sweep() -> None:
+    assert re.fullmatch(
+        r"\[disk_faults.*has \d{4,} more .* 0 of them with a loss\.\n", faults.of_disks()
+    )
+    assert (ROOT / "docs" / "faults.md").read_text().endswith(f"\n\n{faults.of_disks()}")
 
 
 @pytest.mark.slow
