@@ -199,6 +199,8 @@ class VisionLonghorn(nn.Module):
         dd = {"device": device, "dtype": dtype}
         if weight_init not in ("", "skip"):
             raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
+        if in_chans < 1:
+            raise ValueError(f"in_chans must be at least 1, got {in_chans}")
         norm_layer = get_norm_layer(norm_layer) or partial(RmsNorm, eps=1e-5)
         self.num_classes = num_classes
         self.in_chans = in_chans

@@ -125,7 +125,7 @@ def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
     """Create a model for weights, or say why timm or the model refuses, in a line."""
     try:
         return create(name, **arguments)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
         said = one_line(error)
         raise ValueError(f"{weights.origin}: cannot create model {name}: {said}") from error
 

@@ -28,6 +28,7 @@ from vil.backbone import VisionLonghorn, build_variant
 from vil.backbone import default_cfgs as plain_cfgs
 from vil.convert import convert_official_vim, is_official_vim
 from vil.masks import valid_patches
+from vil.state_dicts import checkpoint_filter_fn as checkpoint_filter_fn  # sought beside the class
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]
 

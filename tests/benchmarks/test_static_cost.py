@@ -174,8 +174,9 @@ class Other(Compiled):
     """Architectures that are only compiled for."""
 
     def test_compiles_with_few_spills(self, rows: dict[str, list[str]]) -> None:
-        spills = {kernel: int(row[4]) for kernel, row in rows.items()}
-        assert spills.keys() == set(self.kernels)
+        assert rows.keys() == set(self.kernels)
+        spills = {kernel: int(rows[kernel][4]) for kernel in EVERY_KERNEL if kernel in rows}
+        assert len(spills) >= 5
         assert max(spills.values()) <= SOME_SPILLS, spills
 
 

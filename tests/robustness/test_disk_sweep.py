@@ -41,6 +41,6 @@ def test_the_table_counts_ends() -> None:
 def test_nothing_is_lost() -> None:
     """Some calls of a run that reads its checkpoints and writes new ones."""
     command = [sys.executable, "-m", "tests.robustness.disk_sweep", "--every", "1000"]
-    command += ["--most", "40", "--only", "going on"]
+    command += ["--most", "20", "--only", "going on"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

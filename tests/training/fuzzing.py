@@ -11,4 +11,4 @@ quick = settings(
     deadline=timedelta(seconds=10),
     suppress_health_check=list(HealthCheck),
 )
-thorough = settings(quick, max_examples=2000)
+thorough = settings(quick, max_examples=300)

@@ -479,6 +479,7 @@ def test_other_channels_and_no_head() -> None:
         ({"patch_stride": 9}, ValueError, "patch_stride must be 1 to patch_size = 8, got 9"),
         ({"recurrence": "lstm"}, ValueError, "recurrence must be one of .*'lstm'"),
         ({"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
+        ({"in_chans": 0}, ValueError, "in_chans must be at least 1, got 0"),
         ({"weight_init": "jax"}, ValueError, "weight_init must be"),
         ({"global_pool": "map"}, AssertionError, "global_pool must be one of .*'map'"),
         ({"class_token": False}, AssertionError, 'global_pool="token" needs class_token=True'),

@@ -296,6 +296,15 @@ class TestWeightsIntoAModuleThatAnotherPackageBuilt:
             vil.load(path, self.inside(), img_size=64)
 
 
+def test_weights_of_other_patches_are_resampled(tmp_path: Path) -> None:
+    """As for a plain model, by the function that is found beside the class."""
+    plain = model("vil_tiny", patch_size=8, num_classes=5)
+    torch.save(plain.state_dict(), tmp_path / "plain.pt")
+    found = vil.load(tmp_path / "plain.pt", "vil_tiny_pyramid", **SMALL, num_classes=5)
+    assert found.patch_embed.proj.weight.shape[-1] == 16
+    assert torch.equal(found.blocks[0].norm.weight, plain.blocks[0].norm.weight)
+
+
 def test_its_own_weights_come_back_with_their_levels(tmp_path: Path) -> None:
     trained, other = model(output_stride=8), model(output_stride=8)
     for parameter in trained.parameters():

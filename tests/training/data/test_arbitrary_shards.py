@@ -40,7 +40,7 @@ def few_and_many(*strategies: st.SearchStrategy) -> Callable[[Callable], Callabl
 
     def decorate(test: Callable) -> Callable:
         @pytest.mark.parametrize(
-            "examples", [60, pytest.param(5000, marks=pytest.mark.slow)], ids=["few", "many"]
+            "examples", [60, pytest.param(600, marks=pytest.mark.slow)], ids=["few", "many"]
         )
         def run(tmp_path: Path, examples: int) -> None:
             @profile(examples)
