@@ -58,9 +58,9 @@ def load(
         FileNotFoundError: there is no such source.
         OSError, MemoryError: it cannot be read.
         LookupError: it has no averaged weights.
-        ValueError: the source holds no weights or some that are not finite, does not say which model they are of, or they do not
-            fit the model, naming the first key that does not; a module has not one backbone of this
-            package in it, or comes with timm's arguments.
+        ValueError: the source holds no weights or some that are not finite, does not say which model
+            they are of, or they do not fit the model, naming the first key that does not; a module has
+            not one backbone of this package in it, or comes with timm's arguments.
     """
     if isinstance(model, nn.Module):
         if timm_arguments:
