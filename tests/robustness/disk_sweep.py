@@ -36,7 +36,7 @@ _ENDS = ("went on", "warned", "stopped", "lost")
 _HEAD = """\
 # Disk faults
 
-`python -m tests.robustness.disk_sweep --output docs/disk_faults.md` lets the calls that small runs of
+`python -m tests.robustness.disk_sweep {arguments}` lets the calls that small runs of
 `train_imagenet.py` make about their files fail, one at a time or all from one on, and writes this page. The
 runs train on images in folders and on shards without indexes, continue from checkpoints, and load by another
 process. A row is a kind of call on the disk of the data or of the run; "all" is a disk that is gone.
@@ -112,6 +112,7 @@ def main() -> int:
                     faults = [DiskFault.parse(*args.fault)]
                 if len(faults) > args.most:
                     faults = random.Random(0).sample(faults, args.most)
+                print(f"{scenario.name}: {len(faults)} faults", flush=True)
                 for point in pool.map(sweep.inject, faults):
                     points.append(point)
                     if args.fault:
@@ -128,7 +129,7 @@ def main() -> int:
     print(f"{text}{tail}{time.monotonic() - start:.0f} s")
     if args.output:
         args.output.parent.mkdir(exist_ok=True)
-        write_text(args.output, _HEAD + text + tail)
+        write_text(args.output, _HEAD.format(arguments=" ".join(sys.argv[1:])) + text + tail)
     return 1 if lost else 0
 
 

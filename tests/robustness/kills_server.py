@@ -1,9 +1,10 @@
-"""What kills.py starts its training processes from: all imports made and all loops compiled once.
+"""What training processes are started from: all imports made, all loops compiled, and caches filled once.
 
 A process that starts anew imports for seconds, of which none would tell anything about a kill.
 """
 
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import torch
 
 import vil  # noqa: F401  registers the models with timm
 from vil.training.errors import run_script
+from vil.training.recipes import load_config
 from vil.training.run import loop
 from vil.training.run import train as run
 
@@ -80,3 +82,7 @@ def _compile_loops() -> None:
 
 
 _compile_loops()
+load_config(
+    [], ROOT / "configs" / "digits.yaml"
+)  # the parser of command lines keeps what it learns
+gc.freeze()  # or each process copies, in its first collection, all that it shares with this one

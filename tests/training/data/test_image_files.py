@@ -18,7 +18,6 @@ from timm.data import create_dataset
 
 from vil.training.config import DataConfig, TrainConfig
 from vil.training.data import sources
-from vil.training.data.base import is_same_data
 from vil.training.data.batches import TrainData, ValData
 from vil.training.data.image_files import (
     IMAGE_EXTENSIONS,
@@ -262,14 +261,10 @@ def test_order_is_that_of_timm(tmp_path: Path) -> None:
 
 
 def test_fingerprint_of_known_images_is_as_ever(config: TrainConfig) -> None:
-    """Runs in progress compare it, those of before it told contents too."""
+    """Runs in progress compare it."""
     now = TrainData(config, CPU, World()).source.fingerprint
     listing, _, contents = now.partition("-")
     assert (listing, len(contents)) == ("c1955f508c2ea6a1", 16)
-    assert is_same_data(listing, now)
-    assert is_same_data(now, now)
-    assert not is_same_data(f"{listing}-{contents[::-1]}", now)
-    assert not is_same_data(contents, now)
 
 
 def test_classes_that_timm_puts_in_any_order_have_one(tmp_path: Path) -> None:

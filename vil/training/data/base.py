@@ -80,11 +80,6 @@ class Source(ABC):
             raise DataError(f"image {self.name(index)} cannot be read: {error}") from error
 
 
-def is_same_data(before: str, now: str) -> bool:
-    """Compare fingerprints; the earlier one may be of a time when they were listings alone."""
-    return before in (now, now.partition("-")[0])
-
-
 def fingerprint(*parts: bytes | np.ndarray) -> str:
     """Hash bytes, and arrays bit for bit, into a short name for them."""
     digest = hashlib.blake2b(digest_size=8)

@@ -1,6 +1,5 @@
 """One optimiser step, and one evaluation."""
 
-import math
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from vil.training.config import TrainConfig
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import Step, ValData
 from vil.training.data.draws import key, seed_everything
-from vil.training.errors import ConfigError, DataError, NonFiniteLossError
+from vil.training.errors import ConfigError, DataError
 from vil.training.run.setup import Training
 from vil.training.run.stopping import Agreement
 
@@ -172,20 +171,6 @@ def evaluate(
     ]
 
 
-def check_score(score: Score, what: str) -> None:
-    """Check that scored weights are usable.
-
-    Args:
-        score: Of them.
-        what: They are, for the error message.
-
-    Raises:
-        NonFiniteLossError: the validation loss is NaN or infinite.
-    """
-    if not math.isfinite(score.loss):
-        raise NonFiniteLossError(f"the validation loss is {score.loss} {what}")
-
-
 def check_targets(targets: torch.Tensor, num_classes: int) -> None:
     """Stop at a label that the model has no output for.
 
@@ -237,10 +222,9 @@ def _memory_for(what: str, kind: type[ConfigError] = ConfigError) -> Iterator[No
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        is_short = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_short and "DefaultCPUAllocator" not in str(
-            error
-        ):  # the CPU's has no type of its own
+        kinds = (MemoryError, torch.OutOfMemoryError)
+        of_cpu = "DefaultCPUAllocator" in str(error)  # whose error has no type of its own
+        if not (isinstance(error, kinds) or of_cpu):
             raise
         traceback.clear_frames(error.__traceback__)
         raise kind(f"too little memory for {what} ({first_line(error)})") from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,11 +22,17 @@ from vil.training.data.augment import Normalize
 from vil.training.data.batches import ValData
 from vil.training.data.shared_memory import check_shared_memory
 from vil.training.distributed import World, process_group, world_from_environment
-from vil.training.errors import ConfigError, DataError, OutputError, SettingsError
+from vil.training.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteLossError,
+    OutputError,
+    SettingsError,
+)
 from vil.training.files import write_text
 from vil.training.options import EvalConfig
 from vil.training.recipes import config_from_dict, flat_dict
-from vil.training.run.engine import check_score, evaluate
+from vil.training.run.engine import evaluate
 from vil.training.run.preflight import out_of_range
 from vil.training.run.report import model_size
 from vil.training.run.resolve import fill_from_weights
@@ -127,7 +134,10 @@ def run_evaluation(
     by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=device)
     normalize = Normalize(config, device)
     [score] = evaluate([model], data, normalize, config.run.amp, by_class=by_class)
-    check_score(score, f"with the weights of {options.checkpoint}")
+    if not math.isfinite(score.loss):
+        raise NonFiniteLossError(
+            f"the validation loss is {score.loss} with the weights of {options.checkpoint}"
+        )
     per_class = {}
     if options.per_class:
         names = data.source.classes or subject.label_names or map(str, range(model.num_classes))

@@ -11,7 +11,7 @@ from vil.training.config import TrainConfig
 from vil.training.data.batches import Step, TrainData, ValData
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, UserError, message_of
 from vil.training.run.checkpoint import About, kept_checkpoints, save_checkpoint
-from vil.training.run.engine import SpoiledError, StepResult, check_score, evaluate, train_step
+from vil.training.run.engine import SpoiledError, StepResult, evaluate, train_step
 from vil.training.run.report import Pace, Report
 from vil.training.run.setup import Training
 from vil.training.run.skipped import write_skipped
@@ -148,8 +148,11 @@ def finish_epoch(run: Run) -> None:
         config.run.amp,
         run.agreement,
     )
-    kept = training.world.broadcast(kept_checkpoints(run.folder) if run.is_main else None)
-    check_score(raw, f"after epoch {epoch + 1}; {kept}")
+    if not math.isfinite(raw.loss):
+        kept = training.world.broadcast(kept_checkpoints(run.folder) if run.is_main else None)
+        raise NonFiniteLossError(
+            f"the validation loss is {raw.loss} after epoch {epoch + 1}; {kept}"
+        )
     row = {
         "epoch": epoch + 1,
         "lr": training.lr,

@@ -15,7 +15,6 @@ from typing import Any
 
 from vil.messages import one_line
 from vil.training.config import TrainConfig
-from vil.training.data.base import is_same_data
 from vil.training.distributed import World
 from vil.training.errors import DamagedError, DataError, OutputError
 from vil.training.files import (
@@ -120,7 +119,7 @@ def restore_or_start(training: Training, folder: RunFolder, about: About, world:
     checkpoint, origin, state = folder.checkpoint, folder.origin, RunState()
     if checkpoint is not None:
         for split, fingerprint in about.fingerprints.items():
-            if not is_same_data(checkpoint["data"][split], fingerprint):
+            if checkpoint["data"][split] != fingerprint:
                 raise DataError(
                     f"the {split} images are not those that the run in {origin} began with"
                 )
