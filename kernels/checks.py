@@ -12,11 +12,9 @@ from vil.kernels.reference import RECURRENCES
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def has_tangents(*arguments: object) -> bool:
-    """Tell whether one is a dual tensor at the current level of torch.autograd.forward_ad."""
-    return forward_ad._current_level >= 0 and any(
-        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
-    )
+def in_forward_mode() -> bool:
+    """Tell whether a level of torch.autograd.forward_ad is entered, where tensors may be dual ones."""
+    return forward_ad._current_level >= 0
 
 
 def refuse_tangents(name: str, arguments: tuple[object, ...]) -> None:
@@ -25,7 +23,9 @@ def refuse_tangents(name: str, arguments: tuple[object, ...]) -> None:
     Raises:
         NotImplementedError: An argument has one.
     """
-    if has_tangents(*arguments):
+    if in_forward_mode() and any(
+        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
+    ):
         raise NotImplementedError(
             f"vil::{name} has no forward-mode derivative where it is called by itself, or by a scripted, "
             "compiled or exported model; call the model as it was built, or use torch.func.jvp"

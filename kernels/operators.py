@@ -313,18 +313,19 @@ _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
 # scan, R rank of the step size.
 
 
-def _project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
-    """Return raw step sizes of rank R, keys and queries of (2, B, L, E): (2, B, L, R + 2 M)."""
-    projected = torch.bmm(x.flatten(1, 2), x_proj_weight.to(x.dtype).mT)
-    return projected.unflatten(1, x.shape[1:3])
+def project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
+    """Return raw step sizes of rank R, keys and queries of (2, B, L, E): (2, B L, R + 2 M)."""
+    return torch.bmm(x.flatten(1, 2), x_proj_weight.to(x.dtype).mT)
 
 
-def _split(projected: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``_project`` made: low-rank step sizes, these in full, queries and keys."""
+def split(projected: Tensor, dt_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what ``project`` made of x: step sizes of rank R, (2, B L, R), and in full, queries, keys."""
     rank = dt_weight.shape[-1]
     states = (projected.shape[-1] - rank) // 2
+    # Flat until here: a reshape before the split as well comes out wrong of ONNX's optimiser (onnxscript 0.7).
     low, k, q = projected.split([rank, states, states], dim=-1)
-    dt = torch.bmm(low.flatten(1, 2), dt_weight.to(low.dtype).mT).unflatten(1, low.shape[1:3])
+    dt = torch.bmm(low, dt_weight.to(low.dtype).mT)
+    dt, q, k = (part.unflatten(1, x.shape[1:3]) for part in (dt, q, k))
     return low, dt, q, k
 
 
@@ -362,8 +363,8 @@ def _mixer(
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     with torch.autocast(x.device.type, enabled=False):
         x = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
-        projected = _project(x, steps.x_proj_weight)
-        _, dt, q, k = _split(projected, dt_weight)
+        projected = project(x, steps.x_proj_weight)
+        _, dt, q, k = split(projected, dt_weight, x)
         out, y_sum, states = _bidirectional_saving(
             x, dt, steps.A, q, k, D, dt_bias, z, recurrence, save, steps.key_norm
         )
@@ -379,7 +380,7 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     columns = x_proj_weight.shape[1]
     x = xz.new_empty(2, B, L, E)
     k = xz.new_empty(2, B, L, (columns - dt_weight.shape[-1]) // 2)
-    projected = xz.new_empty((2, B, L, columns) if save else 0)
+    projected = xz.new_empty((2, B * L, columns) if save else 0)
     return xz.new_empty(B, L, E), projected, *_empty_saved(x, k, recurrence, save)
 
 
@@ -408,13 +409,13 @@ def _mixer_backward(
     with torch.autocast(x.device.type, enabled=False):
         convolved = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         if not projected.numel():
-            projected = _project(convolved, steps.x_proj_weight)
-        low, dt, q, k = _split(projected, dt_weight)
+            projected = project(convolved, steps.x_proj_weight)
+        low, dt, q, k = split(projected, dt_weight, convolved)
         dx, ddt, dA, dq, dk, dD, dbias, dz = _bidirectional_gradients(
             grad, convolved, dt, steps.A, q, k, D, dt_bias, z, y_sum, states, recurrence,
             steps.key_norm,
         )  # fmt: skip
-        ddt, low = ddt.flatten(1, 2), low.flatten(1, 2)
+        ddt = ddt.flatten(1, 2)
         d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
         d_dt_weight = torch.bmm(ddt.mT, low)
         d_projected = torch.cat((d_low, dk.flatten(1, 2), dq.flatten(1, 2)), dim=-1)

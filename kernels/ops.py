@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vil.kernels import autocast, flops, operators, transforms  # noqa: F401  (registers all)
 from vil.kernels.backends import BACKENDS, use_backend
-from vil.kernels.checks import has_tangents
+from vil.kernels.checks import in_forward_mode
 from vil.kernels.reference import RECURRENCES
 
 __all__ = [
@@ -73,7 +73,7 @@ def longhorn_scan(
     if form not in forms:
         raise ValueError(f'form must be "diagonal" or "exact", got {form!r}')
     tensors = (x, beta, None, q, k, D, bias, initial_state)
-    y, state = _operator("scan", tensors)(*tensors, forms[form], reverse)
+    y, state = _operator("scan")(*tensors, forms[form], reverse)
     return (y, state) if return_final_state else y
 
 
@@ -114,7 +114,7 @@ def mamba_scan(
         ValueError: A shape, dtype or device disagrees.
     """
     tensors = (x, dt, A, q, k, D, bias, initial_state)
-    y, state = _operator("scan", tensors)(*tensors, "mamba", reverse)
+    y, state = _operator("scan")(*tensors, "mamba", reverse)
     return (y, state) if return_final_state else y
 
 
@@ -155,7 +155,7 @@ def bidirectional_scan(
     """
     tensors = (x, dt, A, q, k, D, bias, z)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return _operator("bidirectional_scan", tensors)(*tensors, recurrence, save)[0]
+    return _operator("bidirectional_scan")(*tensors, recurrence, save)[0]
 
 
 def causal_conv1d_bidirectional(
@@ -181,9 +181,9 @@ def causal_conv1d_bidirectional(
         ValueError: A shape, dtype or device disagrees.
     """
     tensors = (x, weight, bias, order)
-    return _operator("causal_conv1d_bidirectional", tensors)(*tensors)
+    return _operator("causal_conv1d_bidirectional")(*tensors)
 
 
-def _operator(name: str, tensors: tuple[Tensor | None, ...]) -> Callable[..., Any]:
-    """Return an operator, or its plain form for dual tensors (torch.autograd.forward_ad)."""
-    return getattr(transforms if has_tangents(*tensors) else torch.ops.vil, name)
+def _operator(name: str) -> Callable[..., Any]:
+    """Return an operator, or its plain form where tensors may be dual (torch.autograd.forward_ad)."""
+    return getattr(transforms if in_forward_mode() else torch.ops.vil, name)

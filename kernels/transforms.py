@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, operators, plain, reference  # noqa: F401  (operators defines them)
+from vil.kernels import autocast, plain, reference
 from vil.kernels.checks import check_bidirectional, check_conv, check_mixer, check_single
 
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch.func is
@@ -35,7 +35,7 @@ def bidirectional_scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return what ``vil::bidirectional_scan`` does."""
     arguments = autocast.cast("bidirectional_scan", arguments)
     check_bidirectional(*arguments[:-1])
-    return plain.bidirectional_scan(*arguments)
+    return _saving_nothing(reference.bidirectional_scan(*arguments[:-1]), 2)
 
 
 def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
@@ -48,9 +48,15 @@ def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
 def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what ``vil::mixer`` does."""
     arguments = autocast.cast("mixer", arguments)
-    check_mixer(*arguments[:9], *arguments[10:])
+    inputs = (*arguments[:9], *arguments[10:])  # all but whether to save
+    check_mixer(*inputs)
     with torch.autocast(arguments[0].device.type, enabled=False):
-        return plain.mixer(*arguments)
+        return _saving_nothing(plain.mixer(*inputs), 3)
+
+
+def _saving_nothing(out: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return an operator's outputs where what is for its backward pass is empty."""
+    return out, *(out.new_empty(0) for _ in range(count))
 
 
 class _Backward(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import exportable, plain, reference, transforms
-from vil.kernels.checks import has_tangents
+from vil.kernels.checks import in_forward_mode
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
 
@@ -147,7 +147,7 @@ class BidirectionalMixer(nn.Module):
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
-        if not torch.jit.is_scripting() and (self.exportable or self._has_tangents(xz, A)):
+        if not torch.jit.is_scripting() and (self.exportable or in_forward_mode()):
             return self.out_proj(self._plain(xz, A, grid, valid))
         y = torch.ops.vil.mixer(
             xz,
@@ -172,16 +172,8 @@ class BidirectionalMixer(nn.Module):
         """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
         arguments = (
             *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
-            *(self.dt_bias, A, self.D, self.recurrence, False, grid, valid),
+            *(self.dt_bias, A, self.D, self.recurrence),
         )
         if self.exportable:
-            return plain.mixer(*arguments, scan=exportable.bidirectional_scan)[0]
-        return transforms.mixer(*arguments)[0]
-
-    @torch.jit.unused
-    def _has_tangents(self, xz: Tensor, A: Tensor | None) -> bool:
-        """Tell whether forward-mode derivatives are asked for, which the operator would lose."""
-        return has_tangents(
-            *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
-            *(self.dt_bias, A, self.D),
-        )
+            return plain.mixer(*arguments, grid, valid, scan=exportable.bidirectional_scan)
+        return transforms.mixer(*arguments, False, grid, valid)[0]

@@ -195,7 +195,7 @@ def test_saves_the_projections_and_not_the_convolution() -> None:
         torch.ops.vil.mixer(*given, "longhorn", True)
     kept = [t.shape for t in saved if all(t is not g for g in given)]
     rank = given[4].shape[-1]
-    assert kept[0] == (2, B, L, rank + 2 * M)
+    assert kept[0] == (2, B * L, rank + 2 * M)
     assert (2, B, L, 2 * C) not in kept
 
 
