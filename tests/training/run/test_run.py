@@ -457,6 +457,19 @@ def test_unreadable_images_are_skipped_counted_and_named(
     assert "1 of 32 training images are no good, more than" in capsys.readouterr().err
 
 
+def test_a_shard_that_is_whole_again_has_nothing_skipped(
+    shard_config: TrainConfig, image_shards: Path, train: Callable[..., int], tmp_path: Path
+) -> None:
+    shard, output = image_shards / "train-0.tar", str(tmp_path / "run")
+    whole = shard.read_bytes()
+    blank_first_image(shard)
+    assert train(shard_config, "--run.output", output) == 3
+    assert "1 images that could not" in (tmp_path / "run" / "skipped.txt").read_text()
+    shard.write_bytes(whole)
+    assert train(shard_config, "--run.output", output) == 0
+    assert not (tmp_path / "run" / "skipped.txt").exists()
+
+
 def test_names_that_are_no_text_are_named(
     config: TrainConfig, image_folder: Path, train: Callable[..., int], tmp_path: Path
 ) -> None:

@@ -81,8 +81,7 @@ def fit(run: Run) -> None:
     """
     agreement = run.agreement
     run.steps = agreement.shield(run.train_data.steps(run.state.step))
-    if run.train_data.source.excluded:
-        _name_skipped(run)
+    _name_skipped(run)  # in line with the checkpoint, whatever ended the last start
     try:
         while len(run.state.history) < run.config.schedule.epochs:
             train_epoch(run)
@@ -295,6 +294,6 @@ def _account_for_skipped(run: Run) -> None:
 
 
 def _name_skipped(run: Run) -> None:
-    """Write skipped.txt; that it cannot be written is said, and no reason to stop."""
+    """Bring skipped.txt up to date; that it cannot be written is said, and no reason to stop."""
     if run.is_main:
         run.report.tolerate(lambda: write_skipped(run.folder, run.state, run.train_data))

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from vil.training.data.batches import TrainData
+from vil.training.errors import OutputError
 from vil.training.files import write_text
 from vil.training.run.resume import SKIPPED
 from vil.training.run.state import RunState
 
 
 def write_skipped(folder: Path, state: RunState, data: TrainData) -> None:
-    """Write skipped.txt anew.
+    """Write skipped.txt anew; remove one of an earlier start where nothing is skipped.
 
     Args:
         folder: The run's folder.
@@ -17,8 +18,14 @@ def write_skipped(folder: Path, state: RunState, data: TrainData) -> None:
         data: Names images.
 
     Raises:
-        OutputError: it could not be written.
+        OutputError: it could not be written or removed.
     """
+    if not (data.source.excluded or state.bad_images or state.bad_steps):
+        try:
+            (folder / SKIPPED).unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot remove {folder / SKIPPED}: {error.strerror}") from error
+        return
     bad = [f"{data.source.name(index)}: {why}" for index, why in state.bad_images.items()]
     lines = [
         f"{len(data.source.excluded)} images without a usable label, left out",
