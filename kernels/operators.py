@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vil.kernels import grid_conv
+from vil.kernels import grid_conv, workspace
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
     check_bidirectional,
@@ -318,13 +318,18 @@ def project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
     return torch.bmm(x.flatten(1, 2), x_proj_weight.to(x.dtype).mT)
 
 
-def split(projected: Tensor, dt_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def split(
+    projected: Tensor,
+    dt_weight: Tensor,
+    x: Tensor,
+    bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what ``project`` made of x: step sizes of rank R, (2, B L, R), and in full, queries, keys."""
     rank = dt_weight.shape[-1]
     states = (projected.shape[-1] - rank) // 2
     # Flat until here: a reshape before the split as well comes out wrong of ONNX's optimiser (onnxscript 0.7).
     low, k, q = projected.split([rank, states, states], dim=-1)
-    dt = torch.bmm(low, dt_weight.to(low.dtype).mT)
+    dt = bmm(low, dt_weight.to(low.dtype).mT)
     dt, q, k = (part.unflatten(1, x.shape[1:3]) for part in (dt, q, k))
     return low, dt, q, k
 
@@ -361,10 +366,10 @@ def _mixer(
     backend = backend_for(x.device, x.dtype)
     layout = _layout(grid, conv_weight.shape[2], x.device, valid)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), workspace.lent():
         x = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         projected = project(x, steps.x_proj_weight)
-        _, dt, q, k = split(projected, dt_weight, x)
+        _, dt, q, k = split(projected, dt_weight, x, workspace.bmm)
         out, y_sum, states = _bidirectional_saving(
             x, dt, steps.A, q, k, D, dt_bias, z, recurrence, save, steps.key_norm
         )
@@ -406,11 +411,11 @@ def _mixer_backward(
     backend = backend_for(x.device, x.dtype)
     layout = _layout(grid, conv_weight.shape[2], x.device, valid)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), workspace.lent():
         convolved = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         if not projected.numel():
             projected = project(convolved, steps.x_proj_weight)
-        low, dt, q, k = split(projected, dt_weight, convolved)
+        low, dt, q, k = split(projected, dt_weight, convolved, workspace.bmm)
         dx, ddt, dA, dq, dk, dD, dbias, dz = _bidirectional_gradients(
             grad, convolved, dt, steps.A, q, k, D, dt_bias, z, y_sum, states, recurrence,
             steps.key_norm,
@@ -420,7 +425,7 @@ def _mixer_backward(
         d_dt_weight = torch.bmm(ddt.mT, low)
         d_projected = torch.cat((d_low, dk.flatten(1, 2), dq.flatten(1, 2)), dim=-1)
         d_x_proj_weight = torch.bmm(d_projected.mT, convolved.flatten(1, 2))
-        dx = torch.baddbmm(dx.flatten(1, 2), d_projected, steps.x_proj_weight.to(dx.dtype))
+        dx = dx.flatten(1, 2).baddbmm_(d_projected, steps.x_proj_weight.to(dx.dtype))
         dx, d_conv_weight, d_conv_bias = grid_conv.backward(
             backend, dx.view(convolved.shape), x, conv_weight, conv_bias, layout
         )

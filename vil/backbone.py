@@ -49,6 +49,7 @@ from vil.kernels.grid import places
 from vil.masks import boxes, valid_patches
 from vil.mixer import BidirectionalMixer, Recurrence
 from vil.patch_embed import OverlapPatchEmbed
+from vil.recompute import is_recomputed, recomputed
 from vil.state_dicts import (
     checkpoint_filter_fn,
     refuse_another_architecture,
@@ -69,6 +70,7 @@ class Block(nn.Module):
         dim: int,
         norm_layer: type[nn.Module] | partial,
         drop_path: float = 0.0,
+        recompute_above: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **mixer_args: Any,
@@ -79,6 +81,7 @@ class Block(nn.Module):
             dim: Channels C.
             norm_layer: Makes the normalisation from the number of channels.
             drop_path: Probability to drop the mixer's output for a sample while training.
+            recompute_above: As of the backbone.
             device: Where to create the parameters.
             dtype: Of the parameters.
             **mixer_args: Of ``BidirectionalMixer``.
@@ -88,12 +91,26 @@ class Block(nn.Module):
         self.norm = norm_layer(dim, **dd)
         self.mixer = BidirectionalMixer(dim, **mixer_args, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.recompute_above = recompute_above
 
     def forward(
         self, x: Tensor, grid: list[int] | None = None, valid: Tensor | None = None
     ) -> Tensor:
         """Return tokens (B, L, C) plus what the mixer makes of them; arguments as of the mixer."""
+        if not torch.jit.is_scripting() and self.training and self._is_recomputed(x):
+            return x + self.drop_path(self._recomputed(x, grid, valid))
         return x + self.drop_path(self.mixer(self.norm(x), grid, valid))
+
+    @torch.jit.unused
+    def _is_recomputed(self, x: Tensor) -> bool:
+        return is_recomputed(x, self.recompute_above)
+
+    @torch.jit.unused
+    def _recomputed(self, x: Tensor, grid: list[int] | None, valid: Tensor | None) -> Tensor:
+        def mixed(x: Tensor) -> Tensor:
+            return self.mixer(self.norm(x), grid, valid, save=False)
+
+        return recomputed(mixed, x)
 
 
 @torch.fx.wrap
@@ -149,6 +166,7 @@ class VisionLonghorn(nn.Module):
         dynamic_img_pad: bool = False,
         trained_grid: tuple[int, int] | None = None,
         grid_aware: bool = True,
+        recompute_above: int | None = 2048,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -183,6 +201,8 @@ class VisionLonghorn(nn.Module):
                 that are loaded bring theirs.
             grid_aware: At another grid than ``trained_grid``, measure the distance of the taps and
                 the step sizes in patches of that one (``grid.py``); if False, in those that there are.
+            recompute_above: Of images of more tokens than these, a training step keeps a third of what
+                it keeps of others, and computes the rest again; None never does.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
             drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
@@ -201,6 +221,8 @@ class VisionLonghorn(nn.Module):
             raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
         if in_chans < 1:
             raise ValueError(f"in_chans must be at least 1, got {in_chans}")
+        if recompute_above is not None and operator.index(recompute_above) < 0:
+            raise ValueError(f"recompute_above must be None or at least 0, got {recompute_above}")
         norm_layer = get_norm_layer(norm_layer) or partial(RmsNorm, eps=1e-5)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -212,6 +234,7 @@ class VisionLonghorn(nn.Module):
         self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
         self.grid_aware = grid_aware
+        self.recompute_above = recompute_above
         self.grad_checkpointing = False
 
         self.patch_embed = OverlapPatchEmbed(
@@ -235,6 +258,7 @@ class VisionLonghorn(nn.Module):
                     embed_dim,
                     norm_layer,
                     drop_path=rate,
+                    recompute_above=recompute_above,
                     recurrence=recurrence,
                     d_state=d_state,
                     d_conv=d_conv,
@@ -327,6 +351,8 @@ class VisionLonghorn(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
+        for block in self.blocks:  # which is computed again as a whole, and once
+            block.recompute_above = None if enable else self.recompute_above
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:

@@ -136,7 +136,11 @@ class BidirectionalMixer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def forward(
-        self, x: Tensor, grid: list[int] | None = None, valid: Tensor | None = None
+        self,
+        x: Tensor,
+        grid: list[int] | None = None,
+        valid: Tensor | None = None,
+        save: bool = True,
     ) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C).
 
@@ -144,6 +148,7 @@ class BidirectionalMixer(nn.Module):
             x: Tokens.
             grid: Where they stand, the numbers of ``kernels.grid.Grid``; behind one another if None.
             valid: Patches of the grid that are not missing, bool (B, H W); None if none are.
+            save: While training, keep what spares the backward pass a scan.
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
@@ -159,7 +164,7 @@ class BidirectionalMixer(nn.Module):
             A,
             self.D,
             self.recurrence,
-            self.training,  # evaluation keeps nothing; a backward pass then computes it again
+            save and self.training,  # evaluation's backward pass computes it again, too
             grid,
             valid,
         )[0]

@@ -22,6 +22,7 @@ from numba import types
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
+from vil.kernels import workspace
 from vil.kernels.cpu import loops
 
 _RECURRENCES = {
@@ -35,10 +36,30 @@ _UPDATES_PER_THREAD = 500_000
 _MOST_GROUPS = 8
 
 
-# glibc returns freed memory to the system from twice the largest block ever freed on, which it counts
-# up to 32 MiB. Without this block, which is never touched, every layer gives its memory back and
-# faults it in anew: 44 ms per image instead of 23 for vil_tiny (batch 8, 224 px, 2 cores of a Zen 5).
-torch.empty((32 << 20) - (1 << 13), dtype=torch.uint8)
+def _set_malloc() -> None:
+    """Have glibc keep freed memory, but for large blocks, unless the environment says what it is to do.
+
+    By default every layer gives its memory back and faults it in anew: 44 ms per image instead of 23
+    for vil_tiny (batch 8, 224 px, 2 cores of a Zen 5). Large blocks that are kept leave gaps that
+    others do not fit into: at 1024 px a training step took twice what was alive in it.
+    """
+    told = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    mallopt = None if any(name in os.environ for name in told) else _libc_function("mallopt")
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        mallopt(_M_MMAP_THRESHOLD, 8 << 20)
+
+
+def _libc_function(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library, or of a library beside it, if there is one."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_set_malloc()
 
 
 # ---------------------------------------------------------------------------------------- threads
@@ -65,9 +86,8 @@ if hasattr(os, "register_at_fork"):
 @functools.cache
 def _openmp() -> Callable[[object, object, int, int], None] | None:
     """Return the function that runs another on all threads of torch's OpenMP, if there is one."""
-    try:
-        parallel = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):
+    parallel = _libc_function("GOMP_parallel")
+    if parallel is None:
         return None
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
@@ -296,9 +316,9 @@ class _Scan:
         directions, B, L, D, M = self.shape
         groups = min(D // loops.WIDTH, _MOST_GROUPS)
         columns = loops.num_columns(M)
-        dx, ddt = self.empty(directions, B, L, D), self.empty(directions, B, L, D)
+        dx, ddt = (workspace.empty((directions, B, L, D), self.dtype) for _ in range(2))
         dA = None if self.A is None else self.zeros(directions, B, M, D)
-        dqk = self.zeros(groups * directions, B, L, columns)
+        dqk = workspace.empty((groups * directions, B, L, columns), self.dtype).zero_()
         dskip, dbias = self.zeros(directions, B, 1, D), self.zeros(directions, B, 1, D)
         self.run(
             loops.scan_blocks_backward,
@@ -419,7 +439,7 @@ def bidirectional_scan_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
     s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
-    zero, dz = s.zero_state(), s.empty(1, *s.shape[1:4])
+    zero, dz = s.zero_state(), workspace.empty((1, *s.shape[1:4]), s.dtype)
     z_rows, grad_rows = s.channels_last(z[None]), s.channels_last(grad[None])
     grads = s.backward(zero, z_rows, grad_rows, zero, None, dz)
     return _in_dtypes_of((x, dt, A, q, k, D, bias, z), (*grads, dz[0, :, :, : s.channels]))
@@ -447,7 +467,7 @@ def causal_conv1d_bidirectional(
     rows, taps, offset = _conv_inputs(x, weight, bias)
     (_, B, L, D), K = rows.shape, weight.shape[-1]
     P = 0 if order is None else order.shape[1]
-    y = torch.empty((2, B, L, D), dtype=rows.dtype)
+    y = workspace.empty((2, B, L, D), rows.dtype)
     _run(
         loops.conv_blocks,
         B * (D // loops.WIDTH),
@@ -468,7 +488,7 @@ def causal_conv1d_bidirectional_backward(
     (_, B, L, D), K = rows.shape, weight.shape[-1]
     P = 0 if order is None else order.shape[1]
     grad = _rows(grad, rows.dtype, D)
-    dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    dx = workspace.empty(tuple(rows.shape), rows.dtype)
     dweight = torch.zeros((2, B, K, D), dtype=rows.dtype)
     dbias = torch.zeros((2, B, 1, D), dtype=rows.dtype)
     _run(
