@@ -17,6 +17,8 @@ A training step is forward, cross-entropy and backward; gradients are part of it
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import statistics
@@ -97,6 +99,10 @@ def _peak(device: str) -> Callable[[], float]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         return lambda: torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # or what was freed before would take no memory when it is used
     Path("/proc/self/clear_refs").write_text("5")  # the kernel's mark of the most
     before = _resident("VmRSS")
     return lambda: _resident("VmHWM") - before
@@ -202,7 +208,7 @@ def main() -> int:
             for _ in range(args.rounds)
         ]
         rows += [{"size": size, "pass": pass_name, **row} for row in rows_of(rounds)]
-        print(table(rows).splitlines()[-len(args.models)], file=sys.stderr, flush=True)
+        print(table(rows[-len(args.models) :]), file=sys.stderr, flush=True)
         if args.output:
             record = {"environment": environment() | protocol, "rows": rows}
             write_text(args.output, json.dumps(record, indent=1) + "\n")

@@ -134,6 +134,15 @@ def _run(
     views = itertools.chain.from_iterable(map(_view, tensors))
     table = array.array("q", [*header, *scalars, *filling, *views])
     address = table.buffer_info()[0]
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.profiler.record_function(f"loops::{kernel.__name__}"):
+            _call(function, call, address, threads)
+    else:
+        _call(function, call, address, threads)
+
+
+def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
+    """Run a compiled kernel on several threads, each of which takes tasks until none is left."""
     openmp = None if _forked else _openmp()
     if threads == 1:
         call(address)

@@ -1,0 +1,96 @@
+"""Where a CPU's time goes: the tiny backbones and deit_tiny by operator.
+
+    python -m benchmarks.cpu_operators [--models NAME ...] [--size 224] [--batch 8] [--threads 1]
+        [--steps 3] [--output FILE.json]
+
+PyTorch's profiler times each operator without those that it calls; the loops of the CPU backend are named
+"loops::...". Shares are of the step's time, which the profiler makes longer: benchmarks.cpu has that.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.cpu import MODELS, inference, training
+from benchmarks.provenance import environment, processor
+from vil.training.files import write_text
+
+PASSES = {"inference": inference, "training": training}
+SHOWN = 0.01  # of the time; what takes less is one row
+REST = "all others"
+
+
+def shares(name: str, pass_name: str, size: int, batch: int, steps: int) -> dict[str, float]:
+    """Return each operator's share of the time, the largest first, and of the rest.
+
+    Args:
+        name: Model, as timm knows it.
+        pass_name: One of ``PASSES``.
+        size: Height and width in pixels.
+        batch: Images.
+        steps: How many are profiled, after two that are not.
+    """
+    step = PASSES[pass_name](name, size, batch)
+    for _ in range(2):
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            step()
+    times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    total = sum(times.values())
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    large = {key: time / total for key, time in ordered if time >= SHOWN * total}
+    return large | {REST: 1 - sum(large.values())}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table for each pass: an operator a row, a model a column."""
+    parts = []
+    for pass_name in dict.fromkeys(row["pass"] for row in rows):
+        columns = {row["model"]: row["shares"] for row in rows if row["pass"] == pass_name}
+        lines = [f"| {pass_name} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+        keys = {key: None for found in columns.values() for key in found if key != REST}
+        for key in (*keys, REST):
+            cells = [f"{100 * c[key]:.0f} %" if key in c else "" for c in columns.values()]
+            lines.append(f"| {key.removeprefix('aten::')} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    """Profile, print the tables, and write the record if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="the record, JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    protocol = {"size": args.size, "batch": args.batch, "threads": args.threads}
+    rows = [
+        {
+            "pass": pass_name,
+            "model": name,
+            "shares": shares(name, pass_name, args.size, args.batch, args.steps),
+        }
+        for pass_name in PASSES
+        for name in args.models
+    ]
+    record = {"environment": environment() | protocol | {"processor": processor()}, "rows": rows}
+    print(table(rows))
+    if args.output:
+        write_text(args.output, json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
