@@ -113,12 +113,15 @@ def test_transforms_and_forward_mode() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("trace", [torch.jit.script, torch.fx.symbolic_trace, torch.jit.trace])
-def test_programs_made_of_a_model_that_trains(trace: Callable) -> None:
+@pytest.mark.parametrize("how", ["scripted", "symbolic", "traced"])
+def test_programs_made_of_a_model_that_trains(how: str) -> None:
     model = small(dynamic_img_size=False)
     model.pos_drop, model.blocks[1].drop_path = nn.Identity(), nn.Identity()
-    given = (images(),) if trace is torch.jit.trace else ()
-    program = trace(model, *given)
+    program = {
+        "scripted": lambda: torch.jit.script(model),
+        "symbolic": lambda: torch.fx.symbolic_trace(model),
+        "traced": lambda: torch.jit.trace(model, images()),
+    }[how]()
     assert torch.equal(program(images()), model(images()))
 
 
