@@ -1,0 +1,394 @@
+"""Count the bytes that a block moves through memory, without a GPU and without computing anything.
+
+    python -m benchmarks.traffic [MODEL] [--img-size 224] [--instructions] [--every-kernel]
+
+One block of a model goes forth and back on tensors without data, in bfloat16 under autocast, 128 images at a
+time. Each operation of PyTorch counts as one kernel that reads its inputs and writes its outputs once; of our own
+kernels, launches are noted instead of run, and ``TOUCHES`` says how often each goes through what it is given.
+What several programs read at about the same time (neighbouring tokens of the convolution, keys for every
+block of channels) counts once. Caches are not modelled, nor that a normalisation's or a sum's backward may be two
+kernels: a GPU moves more, or less where a tensor written is still in its L2 when it is read.
+
+Autocast is that of CPUs, which takes the same operations of these models to bfloat16 as that of GPUs; the
+kernels are cut as for an H200. Printed are bytes per token of the three passes, beside those of timm's
+deit_tiny_patch16_224 with fused attention, and the least time in which an H200 moves them; with
+``--every-kernel``, a table of each pass. With ``--instructions``, the time of a kernel of ours is that of its
+instructions where that is longer, at the highest clock: counted by ``static_cost``, which compiles them for the
+channels and states of vil_tiny, and scaled to the model's. Matrix products go by their bytes.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import vil  # noqa: F401  (names the models)
+from vil.kernels import backends, operators
+from vil.kernels.ops import use_backend
+from vil.kernels.triton import tuning
+from vil.kernels.triton.launch import Launch, recording
+
+IMAGES = 128
+PASSES = ("inference", "training forward", "forward + backward")
+PEER = "deit_tiny_patch16_224"
+
+# An H200.
+BANDWIDTH = 4.8e12  # bytes per second
+MULTIPROCESSORS = 132
+LANE_INSTRUCTIONS = MULTIPROCESSORS * 128 * 1.75e9  # per second
+
+# Kernel -> argument -> how often it is read and written, each element of it. What is None at a launch is
+# not; of `y`, that a scan which saves writes twice, see `touches`. Parameters are read once.
+_SCAN = dict.fromkeys(("x", "dt", "z", "bias", "skip"), (1, 0))
+_SEQUENTIAL = _SCAN | {"rows": (1, 0), "rates": (1, 0)}
+_EXACT = _SCAN | {"keys": (1, 0), "gram": (1, 0), "kappa": (1, 0)}
+_FORWARD = {"y": (1, 1), "out": (0, 1), "states": (0, 1), "final": (0, 1), "entry": (1, 0)}
+_BACKWARD = dict.fromkeys(("dx", "ddt", "dz", "dskip", "dbias", "dinitial"), (0, 1))
+_BACKWARD |= {"dout": (1, 0), "y": (1, 0), "states": (1, 0)}
+_CONV = {"x": (1, 0), "weight": (1, 0), "bias": (1, 0), "order": (1, 0)}
+TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
+    "sequential_tokens._pack_kernel": {"q": (1, 0), "k": (1, 0), "rows": (0, 1)},
+    "sequential._forward_kernel": _SEQUENTIAL | _FORWARD,
+    # The scratch of all programs that run at a time stays in L2.
+    "sequential._backward_kernel": _SEQUENTIAL
+    | _BACKWARD
+    | {"dentry": (1, 0), "scratch": (0, 0), "drows": (0, 1), "drates": (0, 1)},
+    "exact_keys._gram_kernel": {
+        "q": (1, 0), "k": (1, 0), "keys": (0, 1), "gram": (0, 1), "kappa": (0, 1),
+    },
+    "longhorn_exact._forward_kernel": _EXACT | _FORWARD,
+    "longhorn_exact._backward_kernel": _EXACT | _BACKWARD | {"entry": (1, 0), "sums": (0, 1)},
+    "exact_keys._keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
+    "conv._forward_kernel": _CONV | {"out": (0, 1)},
+    "conv._backward_kernel": _CONV
+    | {"grad": (1, 0), "dx": (0, 1), "dweight": (0, 1), "dbias": (0, 1)},
+}  # fmt: skip
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor that a kernel reads or writes.
+
+    Attributes:
+        what: Its name, or its elements per token and dtype.
+        bytes: Of all its elements, as often as each is read or written.
+        written: Whether it is written.
+    """
+
+    what: str
+    bytes: int
+    written: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and what it moves.
+
+    Attributes:
+        name: Of an operation of PyTorch, or module and function of one of our kernels.
+        moves: Reads, then writes.
+        launch: If it is one of ours.
+    """
+
+    name: str
+    moves: tuple[Move, ...]
+    launch: Launch | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all moves."""
+        return sum(move.bytes for move in self.moves)
+
+
+def kernel_name(one: Launch) -> str:
+    """Return module and function of a kernel, as in ``TOUCHES``."""
+    function = one.kernel.fn
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+
+
+def touches(one: Launch) -> Iterator[tuple[str, Tensor, int, int]]:
+    """Yield the tensors of a launch, by name, and how often each is read and written.
+
+    Raises:
+        KeyError: ``TOUCHES`` does not know the kernel or one of its tensors.
+    """
+    known = TOUCHES[kernel_name(one)]
+    for argument, tensor in one.arguments.items():
+        if isinstance(tensor, Tensor):
+            name = argument.removesuffix("_ptr")
+            reads, writes = known[name]
+            if name == "y" and writes and one.arguments["states_ptr"] is not None:
+                writes += 1
+            yield name, tensor, reads, writes
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of the elements of a tensor, once where it is expanded."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size for size, stride in axes if stride)
+
+
+class Counter(TorchDispatchMode):
+    """Notes, in ``kernels``, what PyTorch's operations and our own launches move."""
+
+    def __init__(self, tokens: int, launches: list[Launch]) -> None:
+        """Take the number of tokens, by which tensors are named, and the list that launches are noted in."""
+        super().__init__()
+        self.tokens, self.kernels, self._launches = tokens, [], launches
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note an operation, or what it calls if it is one of ours or of no kernel of its own."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question about a tensor
+            return func(*args, **kwargs)
+        with self:
+            if func.namespace == "vil":
+                result = getattr(operators, f"_{func._opname}")._init_fn(*args, **kwargs)
+                self._note_launches()
+                return result
+            if func.has_kernel_for_dispatch_key(_COMPOSITE):
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note_launches()
+        self._note(func, (args, kwargs), result)
+        return result
+
+    def _note_launches(self) -> None:
+        for one in self._launches:
+            reads, writes = [], []
+            for name, tensor, read, written in touches(one):
+                if read:
+                    reads.append(Move(name, read * _bytes(tensor), False))
+                if written:
+                    writes.append(Move(name, written * _bytes(tensor), True))
+            self.kernels.append(Kernel(kernel_name(one), (*reads, *writes), one))
+        self._launches.clear()
+
+    def _note(self, func: Any, inputs: Any, result: Any) -> None:
+        aliases = [r.alias_info for r in func._schema.returns]
+        views = any(alias is not None and not alias.is_write for alias in aliases)
+        if views or func._opname == "_unsafe_view" or "empty" in func._opname:
+            return
+        read = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        written = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        moves = [Move(self._describe(t), _bytes(t), False) for t in read]
+        moves += [Move(self._describe(t), _bytes(t), True) for t in written]
+        self.kernels.append(Kernel(func._opname, tuple(moves)))
+
+    def _describe(self, tensor: Tensor) -> str:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.numel() % self.tokens:
+            return f"{tuple(tensor.shape)} {dtype}".replace(",)", ")")
+        return f"{tensor.numel() // self.tokens} {dtype}"
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    """Stand for what is one kernel on GPUs alone: this one writes a mean besides, four bytes a token."""
+    return F.layer_norm(x, shape, weight, None, 1e-6 if eps is None else eps)
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[list[Launch]]:
+    """Let our kernels serve tensors on a CPU, as an H200's; note launches in the list returned."""
+
+    def segments(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
+        return tuning.segments_for(MULTIPROCESSORS, warps, chunks, overhead)
+
+    with (
+        mock.patch.object(backends, "_check_serves"),
+        mock.patch.object(tuning, "architecture", return_value="sm_90"),
+        mock.patch.object(tuning, "segments", segments),
+        use_backend("triton"),
+        recording() as launches,
+        mock.patch.object(torch, "rms_norm", _rms_norm),
+        warnings.catch_warnings(),
+    ):
+        # Whether a tensor without data is aligned to two elements: zero is.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield launches
+
+
+def _inputs_of_block(model: nn.Module, images: Tensor) -> tuple[tuple, dict[str, Any]]:
+    """Return what the first block is given, of a model that is given images."""
+    given: list[tuple[tuple, dict[str, Any]]] = []
+    hook = model.blocks[0].register_forward_pre_hook(
+        lambda block, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
+    with hook:
+        model(images)
+    return given[0]
+
+
+def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]]]:
+    """Return the tokens of all images, and the kernels of a block by the names of ``PASSES``.
+
+    Args:
+        name: A model as of ``timm.create_model`` that has ``blocks``.
+        img_size: Height and width in pixels.
+    """
+    model = timm.create_model(name, img_size=img_size, depth=1)
+    block, found = model.blocks[0], {}
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.autocast("cpu", torch.bfloat16),
+        _as_on_a_gpu() as launches,
+    ):
+        images = torch.empty(IMAGES, 3, img_size, img_size)
+        (x, *rest), named = _inputs_of_block(model.eval(), images)
+        launches.clear()
+        tokens = x.shape[0] * x.shape[1]
+
+        def run(training: bool) -> tuple[list[Kernel], int]:
+            """Return the kernels, and how many of them are of the forward pass."""
+            block.train(training)
+            given = x.detach().requires_grad_(training)
+            counter = Counter(tokens, launches)
+            with torch.set_grad_enabled(training), counter:
+                out = block(given, *rest, **named)
+                forward = len(counter.kernels)
+                if training:
+                    wanted = [given, *block.parameters()]
+                    torch.autograd.grad(out, wanted, torch.empty_like(out))
+            return counter.kernels, forward
+
+        found["inference"], _ = run(training=False)
+        both, forward = run(training=True)
+    found["training forward"], found["forward + backward"] = both[:forward], both
+    return tokens, found
+
+
+def variant_name(one: Launch) -> str:
+    """Return which variant of ``static_cost`` a launch is."""
+    known, given = kernel_name(one), one.arguments
+    if known in _VARIANTS:
+        return _VARIANTS[known]
+    module, _, function = known.partition(".")
+    name = function.removeprefix("_").removesuffix("_kernel")
+    if module == "conv":
+        return f"conv_{name}" + ("" if given["order_ptr"] is None else "_order")
+    if module == "sequential":
+        family = "mamba" if given["MAMBA"] else "diagonal"
+    else:
+        family = "exact"
+    saving = name == "forward" and given["states_ptr"] is not None
+    return f"{family}_{name}" + ("_saving" if saving else "")
+
+
+_VARIANTS = {
+    "sequential_tokens._pack_kernel": "sequential_pack",
+    "exact_keys._gram_kernel": "exact_gram",
+    "exact_keys._keys_kernel": "exact_keys",
+}
+
+
+@functools.cache
+def _instructions_per_token(name: str, inner: int, states: int, blocks: int) -> float:
+    """Return what the lanes issue for a token in both directions, by compiling a variant for sm_90.
+
+    Args:
+        name: Of the variant.
+        inner: Channels of the scan.
+        states: Per channel.
+        blocks: Of channels, which only one kernel goes through.
+    """
+    from benchmarks import static_cost  # importing it turns Triton's interpreter off
+
+    variant = next(v for v in static_cost.VARIANTS if v.name == name)
+    cost = static_cost.cost(variant, "90")
+    lanes = 32 * cost.warps
+    of_a_token = {
+        "update": 2 * inner * states,
+        "token-channel and direction": 2 * inner,
+        "element of x": inner,
+        "token and direction": 2 * lanes,
+    }
+    if variant.unit in of_a_token:
+        return cost.per_unit * of_a_token[variant.unit]
+    rest = (cost.instructions - cost.loops[0]) / variant.units
+    return 2 * lanes * (rest + cost.per_unit * blocks)
+
+
+def seconds_per_token(kernel: Kernel, tokens: int, inner: int, states: int, issue: bool) -> float:
+    """Return the least time that an H200 takes for a kernel, for each token.
+
+    Args:
+        kernel: Of a block.
+        tokens: That it was counted for.
+        inner: Channels of the scan.
+        states: Per channel.
+        issue: Whether the instructions of our kernels count.
+    """
+    moving = kernel.bytes / tokens / BANDWIDTH
+    if kernel.launch is None or not issue:
+        return moving
+    blocks = kernel.launch.arguments.get("blocks", 1)
+    instructions = _instructions_per_token(variant_name(kernel.launch), inner, states, blocks)
+    return max(moving, instructions / LANE_INSTRUCTIONS)
+
+
+def table(kernels: list[Kernel], tokens: int) -> str:
+    """Return a Markdown table of kernels, in bytes per token."""
+    lines = ["| kernel | reads | writes | bytes |", "|---|---|---|---|"]
+    for kernel in kernels:
+        reads, writes = (
+            ", ".join(
+                f"{m.what}: {m.bytes / tokens:.0f}" for m in kernel.moves if m.written == side
+            )
+            for side in (False, True)
+        )
+        lines.append(f"| {kernel.name} | {reads} | {writes} | {kernel.bytes / tokens:.0f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="vil_tiny", metavar="MODEL")
+    parser.add_argument("--img-size", type=int, default=224, help="pixels; default: 224")
+    parser.add_argument("--instructions", action="store_true", help="compile and count them, too")
+    parser.add_argument("--every-kernel", action="store_true", help="also a table of each pass")
+    args = parser.parse_args(arguments)
+    rows = [
+        "| block of | pass | bytes per token | ns per token | x deit |",
+        "|---|---|---|---|---|",
+    ]
+    peer_tokens, peer = count(PEER, args.img_size)
+    tokens, own = count(args.model, args.img_size)
+    mixer = next(
+        m for m in timm.create_model(args.model, depth=1).modules() if hasattr(m, "d_state")
+    )
+    sizes = (mixer.D.shape[1], mixer.d_state, args.instructions)
+    for name in PASSES:
+        of_peer = sum(kernel.bytes for kernel in peer[name]) / peer_tokens
+        of_own = sum(kernel.bytes for kernel in own[name]) / tokens
+        ns = 1e9 * sum(seconds_per_token(kernel, tokens, *sizes) for kernel in own[name])
+        peer_ns = 1e9 * of_peer / BANDWIDTH
+        rows.append(f"| {PEER} | {name} | {of_peer:.0f} | {peer_ns:.2f} | |")
+        rows.append(f"| {args.model} | {name} | {of_own:.0f} | {ns:.2f} | {of_own / of_peer:.2f} |")
+        if args.every_kernel:
+            print(f"{args.model}, {name}\n\n{table(own[name], tokens)}\n")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
