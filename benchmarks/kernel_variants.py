@@ -105,6 +105,8 @@ _EXACT_CONSTEXPRS = {
 }
 # What launches pass for sequences of both directions that are not cut, and for one direction.
 _WHOLE = {"segments": 1, "entry_ptr": None}
+_LOW_RANK = {"RANK": 12, "dt_stride_l": 44}
+_FULL = {"RANK": 0, "dt_weight_ptr": None}
 _ONE_WAY = {"z_ptr": None, "z_stride_l": 0}
 _ONE = {**_ONE_WAY, "y_ptr": None}
 
@@ -146,8 +148,9 @@ def _exact(
 
 
 def _exact_forward(name: str, **fixed: int | bool | str | None) -> Variant:
-    pointers = ("skip_ptr", "y_ptr", "states_ptr", "entry_ptr", "final_ptr")
-    return _exact(name, longhorn_exact._forward_kernel, ("out_ptr",), pointers, fixed)
+    pointers = ("skip_ptr", "states_ptr", "entry_ptr", "final_ptr")
+    given = ("out_ptr", "y_ptr", "dt_weight_ptr")
+    return _exact(name, longhorn_exact._forward_kernel, given, pointers, fixed)
 
 
 def _exact_backward(name: str, **fixed: int | bool | str | None) -> Variant:
@@ -155,8 +158,8 @@ def _exact_backward(name: str, **fixed: int | bool | str | None) -> Variant:
     return _exact(
         name,
         longhorn_exact._backward_kernel,
-        ("dout_ptr", "dx_ptr", "ddt_ptr", "dz_ptr"),
-        ("skip_ptr", "y_ptr", "states_ptr", "entry_ptr", *outputs),
+        ("dout_ptr", "y_ptr", "dx_ptr", "ddt_ptr", "dz_ptr"),
+        ("skip_ptr", "states_ptr", "entry_ptr", *outputs),
         fixed,
     )
 
@@ -301,9 +304,9 @@ VARIANTS = (
         unit="token and direction",
         units=16,
     ),
-    _exact_forward("exact_forward", **_WHOLE, states_ptr=None, final_ptr=None),
-    _exact_forward("exact_forward_saving", **_WHOLE, final_ptr=None),
-    _exact_forward("exact_forward_one", **_ONE),
+    _exact_forward("exact_forward", **_WHOLE, **_LOW_RANK, states_ptr=None, final_ptr=None),
+    _exact_forward("exact_forward_saving", **_WHOLE, **_LOW_RANK, final_ptr=None),
+    _exact_forward("exact_forward_one", **_ONE, **_FULL),
     _exact_backward("exact_backward", **_WHOLE, dinitial_ptr=None),
     _exact_backward("exact_backward_one", **_ONE, dz_ptr=None),
     _exact_summary("exact_summary", **_ONE_WAY, dout_ptr=None),

@@ -69,7 +69,7 @@ TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
     "exact_keys._gram_kernel": {
         "q": (1, 0), "k": (1, 0), "keys": (0, 1), "gram": (0, 1), "kappa": (0, 1),
     },
-    "longhorn_exact._forward_kernel": _EXACT | _FORWARD,
+    "longhorn_exact._forward_kernel": _EXACT | _FORWARD | {"dt_weight": (1, 0)},
     "longhorn_exact._backward_kernel": _EXACT | _BACKWARD | {"entry": (1, 0), "sums": (0, 1)},
     "exact_keys._keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
     "conv._forward_kernel": _CONV | {"out": (0, 1)},

@@ -24,6 +24,7 @@ from vil.kernels.checks import (
     state_dtype,
 )
 from vil.kernels.grid import Layout, layout_of, without_missing
+from vil.kernels.reference import full_steps
 from vil.kernels.step_area import Steps
 
 
@@ -85,27 +86,26 @@ def _bidirectional_saving(
     recurrence: str,
     save: bool,
     key_norm: float = 1.0,
+    dt_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a backend's ``bidirectional_scan`` and what it saves for the backward pass.
 
     That is y_sum and states if ``save`` and the backend saves anything, else empty tensors.
     """
     backend = backend_for(x.device, x.dtype)
-    inputs = (x, dt, A, q, k, D, bias, z, recurrence, key_norm)
-    if save and backend.saved_shapes(x, k, recurrence) is not None:
+    inputs = (x, dt, A, q, k, D, bias, z, recurrence, key_norm, dt_weight)
+    if save and backend.saved(x, k, recurrence) is not None:
         return backend.bidirectional_scan_saving(*inputs)
     out = backend.bidirectional_scan(*inputs).contiguous()
     return out, *_empty_saved(x, k, recurrence, save=False)
 
 
 def _empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes that ``_bidirectional_saving`` gives for y_sum and states."""
-    shapes = None
-    if save:
-        shapes = backend_for(x.device, x.dtype).saved_shapes(x, k, recurrence)
-    y_sum, states = ((0,), (0,)) if shapes is None else shapes
-    dtype = state_dtype(x)
-    return x.new_empty(y_sum, dtype=dtype), x.new_empty(states, dtype=dtype)
+    """Return tensors such as ``_bidirectional_saving`` gives for y_sum and states."""
+    saved = backend_for(x.device, x.dtype).saved(x, k, recurrence) if save else None
+    if saved is None:
+        saved = (((0,), state_dtype(x)),) * 2
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in saved)
 
 
 def _bidirectional_gradients(
@@ -318,20 +318,14 @@ def project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
     return torch.bmm(x.flatten(1, 2), x_proj_weight.to(x.dtype).mT)
 
 
-def split(
-    projected: Tensor,
-    dt_weight: Tensor,
-    x: Tensor,
-    bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``project`` made of x: step sizes of rank R, (2, B L, R), and in full, queries, keys."""
+def split(projected: Tensor, dt_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``project`` made of x: step sizes of rank R, (2, B, L, R), queries and keys."""
     rank = dt_weight.shape[-1]
     states = (projected.shape[-1] - rank) // 2
     # Flat until here: a reshape before the split as well comes out wrong of ONNX's optimiser (onnxscript 0.7).
     low, k, q = projected.split([rank, states, states], dim=-1)
-    dt = bmm(low, dt_weight.to(low.dtype).mT)
-    dt, q, k = (part.unflatten(1, x.shape[1:3]) for part in (dt, q, k))
-    return low, dt, q, k
+    low, q, k = (part.unflatten(1, x.shape[1:3]) for part in (low, q, k))
+    return low, q, k
 
 
 _layout_of = functools.lru_cache(64)(layout_of)  # the same for every block
@@ -369,9 +363,9 @@ def _mixer(
     with torch.autocast(x.device.type, enabled=False), workspace.lent():
         x = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         projected = project(x, steps.x_proj_weight)
-        _, dt, q, k = split(projected, dt_weight, x, workspace.bmm)
+        low, q, k = split(projected, dt_weight, x)
         out, y_sum, states = _bidirectional_saving(
-            x, dt, steps.A, q, k, D, dt_bias, z, recurrence, save, steps.key_norm
+            x, low, steps.A, q, k, D, dt_bias, z, recurrence, save, steps.key_norm, dt_weight
         )
     return out, projected if save else x.new_empty(0), y_sum, states
 
@@ -415,14 +409,15 @@ def _mixer_backward(
         convolved = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         if not projected.numel():
             projected = project(convolved, steps.x_proj_weight)
-        low, dt, q, k = split(projected, dt_weight, convolved, workspace.bmm)
+        low, q, k = split(projected, dt_weight, convolved)
+        dt = full_steps(low, dt_weight, workspace.bmm)
         dx, ddt, dA, dq, dk, dD, dbias, dz = _bidirectional_gradients(
             grad, convolved, dt, steps.A, q, k, D, dt_bias, z, y_sum, states, recurrence,
             steps.key_norm,
         )  # fmt: skip
         ddt = ddt.flatten(1, 2)
         d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
-        d_dt_weight = torch.bmm(ddt.mT, low)
+        d_dt_weight = torch.bmm(ddt.mT, low.flatten(1, 2))
         d_projected = torch.cat((d_low, dk.flatten(1, 2), dq.flatten(1, 2)), dim=-1)
         d_x_proj_weight = torch.bmm(d_projected.mT, convolved.flatten(1, 2))
         dx = dx.flatten(1, 2).baddbmm_(d_projected, steps.x_proj_weight.to(dx.dtype))

@@ -50,5 +50,6 @@ def mixer(
         layout = without_missing(layout, valid, grid[-1])
     x = grid_conv.forward(reference, x, conv_weight, conv_bias, layout)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    _, dt, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)
+    low, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)
+    dt = reference.full_steps(low, dt_weight)
     return scan(x, dt, steps.A, q, k, D, dt_bias, z, recurrence, steps.key_norm)

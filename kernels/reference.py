@@ -132,8 +132,26 @@ def scan(
     return y.to(out_dtype), state
 
 
-def saved_shapes(x: Tensor, k: Tensor, recurrence: str) -> None:
+def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
     """Return None: nothing is saved, the backward pass scans again."""
+
+
+def full_steps(
+    low: Tensor,
+    dt_weight: Tensor | None,
+    bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
+) -> Tensor:
+    """Return raw step sizes (N, B, L, D), rounded to the dtype of ``low``.
+
+    Args:
+        low: Of rank R, (N, B, L, R), or in full.
+        dt_weight: (N, D, R); None if they are in full.
+        bmm: Makes the product.
+    """
+    if dt_weight is None:
+        return low
+    dt = bmm(low.flatten(1, 2), dt_weight.to(low.dtype).mT)
+    return dt.unflatten(1, low.shape[1:3])
 
 
 def bidirectional_scan(
@@ -147,6 +165,7 @@ def bidirectional_scan(
     z: Tensor,
     recurrence: str,
     key_norm: float = 1.0,
+    dt_weight: Tensor | None = None,
 ) -> Tensor:
     """Scan index 0 forward and index 1 in reverse, average the two and gate: silu(z) (y0 + y1) / 2.
 
@@ -154,7 +173,7 @@ def bidirectional_scan(
 
     Args:
         x: Values of the two directions in the order of the tokens, (2, B, L, D).
-        dt: Raw step sizes, (2, B, L, D).
+        dt: Raw step sizes, (2, B, L, D); or of rank R, (2, B, L, R), if ``dt_weight`` is given.
         A: Decay rates, (2, D, M); for ``mamba`` only.
         q: Queries, (2, B, L, M).
         k: Keys, (2, B, L, M).
@@ -163,11 +182,12 @@ def bidirectional_scan(
         z: Gate before its SiLU, shared by the directions, (B, L, D).
         recurrence: One of ``RECURRENCES``.
         key_norm: As of ``step_size``.
+        dt_weight: As of ``full_steps``.
 
     Returns:
         (B, L, D) in the dtype of x.
     """
-    dtype = _compute_dtype(x)
+    dt, dtype = full_steps(dt, dt_weight), _compute_dtype(x)
     x_c, dt_c, A_c, q_c, k_c, D_c, bias_c, z_c = _raise_to(dtype, x, dt, A, q, k, D, bias, z)
     y_sum = 0
     for i, reverse in enumerate((False, True)):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vil.kernels import workspace
 from vil.kernels.cpu import loops
+from vil.kernels.reference import full_steps
 
 _RECURRENCES = {
     "longhorn": loops.LONGHORN,
@@ -412,7 +413,7 @@ def scan_backward(
     return _in_dtypes_of(inputs, grads)
 
 
-def saved_shapes(x: Tensor, k: Tensor, recurrence: str) -> None:
+def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
     """Return None: nothing is saved, the backward pass scans again."""
 
 
@@ -427,8 +428,10 @@ def bidirectional_scan(
     z: Tensor,
     recurrence: str,
     key_norm: float = 1.0,
+    dt_weight: Tensor | None = None,
 ) -> Tensor:
     """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
+    dt = full_steps(dt, dt_weight, workspace.bmm)
     s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
     return s.forward(s.zero_state(), s.channels_last(z[None]), None).to(x.dtype)
 

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vil.kernels.reference import full_steps
 from vil.kernels.triton import conv, exact_chunks, longhorn_exact, sequential, sequential_tokens
 from vil.kernels.triton.tuning import CHUNK
 
@@ -41,12 +42,13 @@ def _forward(
     A: Tensor | None,
     *rest: Tensor | bool | float | None,
     recurrence: str,
+    dt_weight: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     _check_dtype(x)
     _check_states(rest[1], recurrence)
     if recurrence == "longhorn_exact":
-        return longhorn_exact.forward(x, dt, *rest)
-    return sequential.forward(x, dt, A, *rest)
+        return longhorn_exact.forward(x, dt, *rest, dt_weight=dt_weight)
+    return sequential.forward(x, full_steps(dt, dt_weight), A, *rest)
 
 
 def _backward(
@@ -123,15 +125,19 @@ def scan_backward(
     )  # fmt: skip
 
 
-def saved_shapes(x: Tensor, k: Tensor, recurrence: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of y_sum and states, which ``bidirectional_scan_saving`` saves."""
+def saved(
+    x: Tensor, k: Tensor, recurrence: str
+) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes of y_sum and states, which ``bidirectional_scan_saving`` saves."""
     _, B, L, channels = x.shape
     chunks, states = triton.cdiv(L, CHUNK), k.shape[-1]
     if recurrence == "longhorn_exact":
         shape = (2, B, chunks, channels, exact_chunks.padded_states(states))
+        sum_dtype = longhorn_exact.sum_dtype(x.dtype)
     else:
+        sum_dtype = torch.float32
         shape = (2, B, chunks, sequential_tokens.padded_states(states) // 4, channels, 4)
-    return (B, L, channels), shape
+    return ((B, L, channels), sum_dtype), (shape, torch.float32)
 
 
 def bidirectional_scan(
@@ -145,11 +151,13 @@ def bidirectional_scan(
     z: Tensor,
     recurrence: str,
     key_norm: float = 1.0,
+    dt_weight: Tensor | None = None,
 ) -> Tensor:
     """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
     out, *_ = _forward(
-        x, dt, A, q, k, D, bias, z, None, False, False, key_norm, recurrence=recurrence
-    )
+        x, dt, A, q, k, D, bias, z, None, False, False, key_norm, recurrence=recurrence,
+        dt_weight=dt_weight,
+    )  # fmt: skip
     return out
 
 
@@ -164,11 +172,13 @@ def bidirectional_scan_saving(
     z: Tensor,
     recurrence: str,
     key_norm: float = 1.0,
+    dt_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``bidirectional_scan`` does, and return y_sum and states for the backward pass too."""
     out, y_sum, states, _ = _forward(
-        x, dt, A, q, k, D, bias, z, None, False, True, key_norm, recurrence=recurrence
-    )
+        x, dt, A, q, k, D, bias, z, None, False, True, key_norm, recurrence=recurrence,
+        dt_weight=dt_weight,
+    )  # fmt: skip
     return out, y_sum, states
 
 

@@ -24,7 +24,7 @@ RUN_TIME = (
         f"{name}_ptr"
         for name in ("x", "dt", "z", "q", "k", "y", "out", "dout", "dx", "ddt", "dz", "dq", "dk")
     ),
-    *("skip_ptr", "bias_ptr"),
+    *("skip_ptr", "bias_ptr", "dt_weight_ptr"),
 )
 
 

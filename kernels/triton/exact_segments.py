@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vil.kernels.reference import full_steps
 from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_chunks import (
     RUN_TIME,
@@ -168,6 +169,9 @@ def _carry_kernel(
 
 # -------------------------------------------------------------------------------------- launchers
 
+_MOST_RANK = (
+    64  # of step sizes that the forward kernel makes: twice that would take its shared memory
+)
 # What the summary takes for each state started from, as a share of what the kernel takes.
 _SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
 
@@ -186,6 +190,7 @@ class Scan:
         z: Gate before its SiLU, (B, L, D), of two directions.
         reverse: Which way a single direction goes.
         key_norm: What |k|^2 is multiplied by in the step size.
+        dt_weight: If dt is of rank R, (N, B, L, R), its products with this are the step sizes, (N, D, R).
 
     Attributes:
         block_m: States of a channel as the kernels see them, a power of two.
@@ -195,6 +200,8 @@ class Scan:
         programs: Of the main kernel.
         num_warps: Of each of these.
         arguments: That all kernels take, by name.
+        low_rank: What the forward kernel takes besides where it makes the step sizes. In segments they
+            are made before: a summary would make them once for every state.
     """
 
     def __init__(
@@ -209,9 +216,10 @@ class Scan:
         z: Tensor | None,
         reverse: bool,
         key_norm: float,
+        dt_weight: Tensor | None = None,
     ) -> None:
         _, B, L, channels = x.shape
-        self.x, dt = adjacent_channels(x), adjacent_channels(dt)
+        self.x = adjacent_channels(x)
         z = None if z is None else adjacent_channels(z)
         self.M, self.block_m = k.shape[3], padded_states(k.shape[3])
         self.reverse = reverse and z is None
@@ -226,6 +234,13 @@ class Scan:
             overhead=1 + _SUMMARY_SHARE[kernel] * (self.M + 1),
         )
         self.programs = programs * self.segments
+        if self.segments > 1 or (dt_weight is not None and dt_weight.shape[2] > _MOST_RANK):
+            dt, dt_weight = full_steps(dt, dt_weight), None
+        self.low_rank = {"dt_weight_ptr": None, "RANK": 0}
+        if dt_weight is not None:
+            weight = dt_weight.to(dt.dtype).contiguous()
+            self.low_rank = {"dt_weight_ptr": weight, "RANK": weight.shape[2]}
+        dt = adjacent_channels(dt)
         self.arguments = {
             "x_ptr": self.x, "dt_ptr": dt, "z_ptr": z, "bias_ptr": bias.contiguous(),
             **pack(q, k, self.block_m, self.reverse, key_norm),

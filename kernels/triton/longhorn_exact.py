@@ -43,6 +43,7 @@ from vil.kernels.triton.tiles import (
     from_columns,
     gate_sigmoid,
     half_silu,
+    load_ranks,
     load_row,
     load_rows,
     load_states,
@@ -55,12 +56,12 @@ from vil.kernels.triton.tiles import (
 
 @triton.jit
 def _forward_direction(
-    x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
     y_ptr, out_ptr, states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
-    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan one direction of one segment of one batch element and block of channels.
 
@@ -79,7 +80,9 @@ def _forward_direction(
     bias = load_row(bias_ptr + direction * D + d, mask)
     skip = load_row(skip_ptr + direction * D + d, mask)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
-    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
+    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b
+    if dt_weight_ptr is not None:
+        weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
     rounded = for_product(state, PRECISION, FAST)
     for i in range(begin, end):
         n = (begin + end - 1 - i) if REVERSE else i
@@ -89,12 +92,18 @@ def _forward_direction(
         gram = gram_ptr + chunk * (2 * T * T)
         if states_ptr is not None:
             store_states(states_ptr, chunk * D + d, rounded, d, D, BLOCK_M)
-        recalled = to_rows(tl.dot(rounded, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
         start, live = tl.minimum(n * T, L - T), L - n * T
         first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
+        # Before anything else is loaded: 28 registers fewer on sm_90 than after, if states are saved.
+        if dt_weight_ptr is None:
+            dt = load_rows(dt_row + first * dt_stride_l + d, sign * dt_stride_l, channel)
+        else:
+            low = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
+            dt = tl.dot(weight, tl.trans(low), input_precision=PRECISION)
+            dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
+        recalled = to_rows(tl.dot(rounded, tl.trans(k), input_precision=PRECISION), BLOCK_D)
+        kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
         x = load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel)
-        dt = load_rows(dt_row + first * dt_stride_l, sign * dt_stride_l, channel)
         eps = longhorn_eps(dt + bias[None, :], kappa, FAST)
         c = forward_substitution(x - recalled, eps, gram, BLOCK_D, PRECISION, FAST)
         read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
@@ -122,30 +131,33 @@ def _forward_direction(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def _forward_kernel(
-    x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr, out_ptr,
-    states_ptr, entry_ptr, final_ptr, B, L, segments, segment_chunks,
+    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
+    out_ptr, states_ptr, entry_ptr, final_ptr, B, L, segments, segment_chunks,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
-    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan one direction, or both: the second adds to, gates and stores what the first left."""
+    """Scan one direction, or both: the second adds to, gates and stores what the first left.
+
+    Given dt_weight (N, D, RANK), dt has RANK numbers for a token, whose products with it are the step sizes.
+    """
     b, segment, _, block = place_of_program(segments, 1, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     _forward_direction(
-        x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr, out_ptr,
-        states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
+        x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
+        out_ptr, states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
         x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-        0, REVERSE, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+        0, REVERSE, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
     )  # fmt: skip
     if z_ptr is not None:
         # A lane reads the sum that it wrote itself; this makes it so for any layout.
         tl.debug_barrier()
         _forward_direction(
-            x_ptr, dt_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr, out_ptr,
-            states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
+            x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+            y_ptr, out_ptr, states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
             x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-            1, True, x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+            1, True, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
 
 
@@ -344,6 +356,14 @@ def _backward_kernel(
 # -------------------------------------------------------------------------------------- launchers
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the sum of both directions, given that of x.
+
+    What the first leaves is rounded to bfloat16, and the sum that is saved; float16 has not the range.
+    """
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
 def forward(
     x: Tensor,
     dt: Tensor,
@@ -356,12 +376,13 @@ def forward(
     reverse: bool,
     save: bool,
     key_norm: float = 1.0,
+    dt_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Scan both directions, average and gate; or scan a single direction.
 
     Args:
         x: Values, (N, B, L, D), N = 2 for both directions and 1 for one.
-        dt: Raw step sizes, (N, B, L, D).
+        dt: Raw step sizes, (N, B, L, D); or of rank R, (N, B, L, R), in the dtype of x.
         q: Queries, (N, B, L, M).
         k: Keys, (N, B, L, M).
         D: Skip weights, (N, D).
@@ -371,10 +392,12 @@ def forward(
         reverse: Scan from the last token to the first, if N = 1.
         save: Also return what the backward pass needs.
         key_norm: What |k|^2 is multiplied by in the step size.
+        dt_weight: If dt is of rank R, its products with this, (N, D, R), are the step sizes, rounded to the
+            dtype of dt.
 
     Returns:
-        out (B, L, D) in the dtype of x; the sum of both directions before the gate, (B, L, D)
-        float32, with ``save`` if N = 2; the state before every chunk, (N, B, chunks, D, BLOCK_M)
+        out (B, L, D) in the dtype of x; the sum of both directions before the gate, (B, L, D) in
+        ``sum_dtype``, with ``save`` if N = 2; the state before every chunk, (N, B, chunks, D, BLOCK_M)
         float32, rounded as products take it, with ``save``; the final state, (B, D, M) float32, if
         N = 1. None for the others.
     """
@@ -382,17 +405,17 @@ def forward(
     x, dt, q, k, z = padded_tokens(tuning.CHUNK, x, dt, q, k, z)
     _, B, L, channels = x.shape
     both = z is not None
-    scan = Scan("exact_forward", B, x, dt, q, k, bias, z, reverse, key_norm)
+    scan = Scan("exact_forward", B, x, dt, q, k, bias, z, reverse, key_norm, dt_weight)
     out, y_sum, states, final_state = x.new_empty(B, L, channels), None, None, None
     if both:
-        y_sum = torch.empty(B, L, channels, device=x.device)
+        y_sum = torch.empty(B, L, channels, dtype=sum_dtype(x.dtype), device=x.device)
     else:
         final_state = torch.empty(B, channels, scan.block_m, device=x.device)
     if save:
         chunks = triton.cdiv(L, tuning.CHUNK)
         states = torch.empty(*x.shape[:2], chunks, channels, scan.block_m, device=x.device)
     launch(
-        _forward_kernel, scan.programs, x, num_warps=scan.num_warps, **scan.arguments,
+        _forward_kernel, scan.programs, x, num_warps=scan.num_warps, **scan.arguments, **scan.low_rank,
         skip_ptr=D.contiguous(), y_ptr=y_sum, out_ptr=out, states_ptr=states,
         entry_ptr=scan.entries(initial_state, None), final_ptr=final_state, BLOCK_D=scan.block_d,
     )  # fmt: skip

@@ -188,6 +188,18 @@ def load_row(pointer, mask):
 
 
 @triton.jit
+def load_ranks(pointer, mask, RANK: tl.constexpr, FAST: tl.constexpr):
+    """Load RANK numbers from each of the pointers [N] as an operand of a product, zero where masked.
+
+    In their own dtype for NVIDIA GPUs, else float32: Triton's interpreter (3.9) multiplies the bits of bfloat16.
+    """
+    r = tl.arange(0, max(16, triton.next_power_of_2(RANK)))
+    mask = mask[:, None] & (r < RANK)[None, :]
+    rows = tl.load(pointer[:, None] + r[None, :], mask=mask, other=0.0)
+    return rows if FAST else rows.to(tl.float32)
+
+
+@triton.jit
 def load_states(pointer, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load a tile [BLOCK_D, ...] of states, zero for channels beyond D."""
     if D % BLOCK_D == 0:

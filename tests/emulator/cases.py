@@ -429,4 +429,7 @@ def all_cases() -> list[Case]:
     add("exact", 1, 5, 24, M=16, dtype="bf16", directions=1, reverse=True)
     add("mixer", 2, 21, 12, M=4, dtype="bf16", extreme="longhorn_exact")
     add("mixer", 2, 21, 12, M=4, dtype="bf16", extreme="mamba")
+    # step sizes made of three numbers in the kernel, by products of whole warp groups on sm_90
+    for dtype in ("bf16", "f32"):
+        add("mixer", 2, 37, 36, M=4, dtype=dtype, extreme="longhorn_exact", quick=dtype == "bf16")
     return cases

@@ -557,18 +557,26 @@ void Machine::finish_copy(Warp &W, std::vector<Warp::Copy> &g) {
 }
 
 
-// wgmma.mma_async m64nNk8 tf32. operands: d[N/2] (both d and c), then a[4] regs or a desc (64), b
-// desc (64), scale-d pred index. f0 = N, f1 = 1 if A in shared memory, f2 bits: 0 scale-d given as
-// constant 1 / pred idx in imm
+// wgmma.mma_async m64nNk8 tf32 or k16 bf16 or f16. operands: d[N/2] (both d and c), then a[4] regs or a desc
+// (64), b desc (64), scale-d pred index. f0 = N, f1 bits: 0 A in shared memory, 1 and 2 A and B negated,
+// 3 and 4 the type; scale-d as a constant or a pred idx in imm
 void Machine::wgmma(const Ins &I, int group) {
   const i32 *pool = P->pool;
   int N = I.f0, nd = N / 2, at = I.off + nd;
   bool ashared = I.f1 & 1, neg_a = I.f1 & 2, neg_b = I.f1 & 4;
+  int kind = I.f1 >> 3, K = kind ? 16 : 8;
+  // Number k of a row, given the four bytes that it is in.
+  auto number = [&](u32 word, int k) -> double {
+    if (!kind) return tf32(word);
+    u16 half = (u16)(word >> (16 * (k & 1)));
+    return kind == 1 ? f_of((u32)half << 16) : half_to_float(half);
+  };
+  auto kword = [&](int k) -> int { return kind ? k / 2 * 4 : k * 4; };
   Warp &W0 = warps[group * 4];
   i32 bdesc = pool[at + (ashared ? 1 : 4)];
   i32 pscale = pool[at + (ashared ? 2 : 5)];
   auto address = [&](u64 desc, int row, int kbyte) -> u32 {
-    // K-major operand of 4-byte elements, `row` along M or N, kbyte along K (32 bytes a step)
+    // K-major operand, `row` along M or N, kbyte along K (32 bytes a step)
     u32 start = (u32)(desc & 0x3fff) << 4, lead = (u32)(desc >> 16 & 0x3fff) << 4,
         stride = (u32)(desc >> 32 & 0x3fff) << 4;
     u32 swz = (u32)(desc >> 62);
@@ -616,17 +624,21 @@ void Machine::wgmma(const Ins &I, int group) {
     for (int l = 0; l < 32; l++)
       if (warps[group * 4 + w].rd[(size_t)bdesc * 32 + l] != bd) {
           fail(I, W0, "descriptor differs between lanes"); return; }
-  std::vector<double> B(8 * N);
+  std::vector<double> B(K * N);
   for (int n = 0; n < N; n++)
-    for (int k = 0; k < 8; k++) B[k * N
-        + n] = tf32(sread4(address(bd, n, 4 * k), 0)) * (neg_b ? -1 : 1);
+    for (int k = 0; k < K; k++) B[k * N
+        + n] = number(sread4(address(bd, n, kword(k)), 0), k) * (neg_b ? -1 : 1);
   for (int w = 0; w < 4; w++) {
     Warp &W = warps[group * 4 + w];
-    double A[16][8];
+    double A[16][16];
     if (ashared) {
       u64 ad = W0.rd[(size_t)pool[at] * 32];
-      for (int r = 0; r < 16; r++) for (int k = 0; k < 8; k++) A[r][k] =
-          tf32(sread4(address(ad, w * 16 + r, 4 * k), w));
+      for (int r = 0; r < 16; r++) for (int k = 0; k < K; k++) A[r][k] =
+          number(sread4(address(ad, w * 16 + r, kword(k)), w), k);
+    } else if (kind) {
+      for (int l = 0; l < 32; l++) for (int h = 0; h < 2; h++) for (int q = 0; q < 4; q++)
+        A[(l >> 2) + 8 * (q & 1)][2 * (l & 3) + 8 * (q >> 1) + h] =
+            number(W.r[(size_t)pool[at + q] * 32 + l], h);
     } else {
       for (int l = 0; l < 32; l++) {
         int gq = l >> 2, t = l & 3;
@@ -644,9 +656,9 @@ void Machine::wgmma(const Ins &I, int group) {
       for (int j = 0; j < nd; j++) {
         int col = (j / 4) * 8 + 2 * t + (j & 1), row = gq + ((j >> 1) & 1) * 8;
         u32 *d = &W.r[(size_t)pool[I.off + j] * 32];
-        double prod[8];
-        for (int k = 0; k < 8; k++) prod[k] = A[row][k] * B[k * N + col];
-        d[l] = u_of(tcsum(prod, 8, scale ? f_of(d[l]) : 0.0f));
+        double prod[16];
+        for (int k = 0; k < K; k++) prod[k] = A[row][k] * B[k * N + col];
+        d[l] = u_of(tcsum(prod, K, scale ? f_of(d[l]) : 0.0f));
       }
     }
   }

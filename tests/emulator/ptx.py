@@ -826,9 +826,10 @@ class Decoder:
         self.emit(name, slots)
 
     def op_wgmma(self, m, ops):
-        q = re.fullmatch(r"mma_async\.sync\.aligned\.m64n(\d+)k8\.f32\.tf32\.tf32", ".".join(m))
-        if q:
-            self._wgmma(int(q[1]), ops)
+        q = re.fullmatch(r"mma_async\.sync\.aligned\.m64n(\d+)(k\d+)\.f32\.(\w+)\.\3", ".".join(m))
+        kinds = {("k8", "tf32"): 0, ("k16", "bf16"): 1, ("k16", "f16"): 2}
+        if q and q.groups()[1:] in kinds:
+            self._wgmma(int(q[1]), kinds[q.groups()[1:]], ops)
         elif m == ["fence", "sync", "aligned"]:
             self.emit("WGFENCE", [])
         elif m == ["commit_group", "sync", "aligned"]:
@@ -839,7 +840,7 @@ class Decoder:
         else:
             raise PTXError("matrix product")
 
-    def _wgmma(self, n, ops):
+    def _wgmma(self, n, kind, ops):
         d = self.vector(ops[0])
         if len(d) != n // 2:
             raise PTXError("accumulators")
@@ -860,11 +861,17 @@ class Decoder:
         else:
             slots.append(self.operand(ops[3], "p"))
         sa, sb = int(ops[4]), int(ops[5])
-        if len(ops) != 6 or abs(sa) != 1 or abs(sb) != 1:
+        if abs(sa) != 1 or abs(sb) != 1:
             raise PTXError("scales")
+        if ops[6:] != (
+            ["0"] * (1 + shared) if kind else []
+        ):  # of operands of 16 bits: not transposed
+            raise PTXError("transposed operand")
         line, regs = self.inflight or (self.line, set())
         self.inflight = (line, regs | set(d) | (set() if shared else set(a)))
-        self.emit("WGMMA", slots, f0=n, f1=shared | (sa < 0) << 1 | (sb < 0) << 2, imm=imm)
+        self.emit(
+            "WGMMA", slots, f0=n, f1=shared | (sa < 0) << 1 | (sb < 0) << 2 | kind << 3, imm=imm
+        )
 
     def op_fence(self, m, ops):
         if m != ["proxy", "async", "shared::cta"]:

@@ -20,6 +20,14 @@ def matmul(a, b, c, N: tl.constexpr, K: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
+def matmul_rows(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    x = tl.load(a + m[:, None] * K + k[None, :])
+    y = tl.load(b + n[:, None] * K + k[None, :])
+    tl.store(c + m[:, None] * N + n[None, :], tl.dot(x, tl.trans(y)))
+
+
+@triton.jit
 def reductions(x, rows, columns, sums, R: tl.constexpr, C: tl.constexpr):
     r, c = tl.arange(0, R), tl.arange(0, C)
     t = tl.load(x + r[:, None] * C + c[None, :])
@@ -105,6 +113,15 @@ def multiply(n: int, k: int, precision: str, dtype=torch.float32, warps: int = 4
     return float((c - truth).abs().max() / truth.abs().max())
 
 
+def multiply_rows(m: int, n: int, k: int, dtype: torch.dtype) -> float:
+    """Return the error of a product of rows with rows, relative to its largest value."""
+    runtime.clear()
+    a, b, c = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.empty(m, n)
+    matmul_rows[(1,)](a, b, c, M=m, N=n, K=k, num_warps=4)
+    truth = a.double() @ b.double().mT
+    return float((c - truth).abs().max() / truth.abs().max())
+
+
 def reduce() -> float:
     """Return the largest error of sums, maxima and cumulative sums."""
     runtime.clear()
@@ -131,6 +148,10 @@ def arithmetic(arch: int) -> None:
     if arch < 90:
         for dtype in (torch.float16, torch.bfloat16):
             is_right(f"matmul {dtype}", multiply(64, 32, "ieee", dtype), 1e-6)
+    for dtype in (torch.float16, torch.bfloat16):
+        for m, n, k in ((128, 16, 16), (64, 16, 64)):
+            error = multiply_rows(m, n, k, dtype)
+            is_right(f"matmul of rows {dtype} {m}x{n}x{k}", error, 1e-6)
     is_right("a kernel of reductions and cumulative sums", reduce(), 1e-4)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         runtime.clear()

@@ -32,6 +32,20 @@ def test_model_equals_the_reference(name: str) -> None:
         assert error < 2e-5, result_name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_saves_what_it_says(recurrence: str, dtype: torch.dtype) -> None:
+    x, k, z = (
+        torch.ones(shape, dtype=dtype, device=DEVICE)
+        for shape in ((2, 1, 1, 4),) * 2 + ((1, 1, 4),)
+    )
+    ones = torch.ones(2, 4, device=DEVICE)
+    A = -torch.ones(2, 4, 4, device=DEVICE) if recurrence == "mamba" else None
+    inputs = (x, x, A, k, k, ones, ones, z)
+    _, *saved = backend.bidirectional_scan_saving(*inputs, recurrence)
+    assert backend.saved(x, k, recurrence) == tuple((t.shape, t.dtype) for t in saved)
+
+
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
 def test_operators_equal_the_reference(recurrence: str) -> None:
     generator = torch.Generator().manual_seed(0)
