@@ -326,27 +326,32 @@ def _instructions_per_token(name: str, inner: int, states: int, blocks: int) -> 
     return 2 * lanes * (rest + cost.per_unit * blocks)
 
 
-def seconds_per_token(kernel: Kernel, tokens: int, inner: int, states: int, issue: bool) -> float:
-    """Return the least time that an H200 takes for a kernel, for each token.
+def seconds_per_token(
+    kernel: Kernel, tokens: int, inner: int, states: int, issue: bool
+) -> tuple[float, float]:
+    """Return the least time that an H200 takes for a kernel, for each token: to move and to issue.
 
     Args:
         kernel: Of a block.
         tokens: That it was counted for.
         inner: Channels of the scan.
         states: Per channel.
-        issue: Whether the instructions of our kernels count.
+        issue: Whether to count the instructions of our kernels; those of others are taken for nothing.
     """
     moving = kernel.bytes / tokens / BANDWIDTH
     if kernel.launch is None or not issue:
-        return moving
+        return moving, 0.0
     blocks = kernel.launch.arguments.get("blocks", 1)
     instructions = _instructions_per_token(variant_name(kernel.launch), inner, states, blocks)
-    return max(moving, instructions / LANE_INSTRUCTIONS)
+    return moving, instructions / LANE_INSTRUCTIONS
 
 
-def table(kernels: list[Kernel], tokens: int) -> str:
-    """Return a Markdown table of kernels, in bytes per token."""
-    lines = ["| kernel | reads | writes | bytes |", "|---|---|---|---|"]
+def table(kernels: list[Kernel], tokens: int, inner: int, states: int, issue: bool) -> str:
+    """Return a Markdown table of kernels, for each token: bytes, and ns to move them and to issue."""
+    lines = [
+        "| kernel | reads | writes | bytes | ns to move | ns to issue |",
+        "|---|---|---|---|---|---|",
+    ]
     for kernel in kernels:
         reads, writes = (
             ", ".join(
@@ -354,7 +359,12 @@ def table(kernels: list[Kernel], tokens: int) -> str:
             )
             for side in (False, True)
         )
-        lines.append(f"| {kernel.name} | {reads} | {writes} | {kernel.bytes / tokens:.0f} |")
+        moving, issuing = seconds_per_token(kernel, tokens, inner, states, issue)
+        issued = f"{1e9 * issuing:.2f}" if issuing else ""
+        lines.append(
+            f"| {kernel.name} | {reads} | {writes} | {kernel.bytes / tokens:.0f} "
+            f"| {1e9 * moving:.2f} | {issued} |"
+        )
     return "\n".join(lines)
 
 
@@ -381,12 +391,12 @@ def main(arguments: list[str] | None = None) -> None:
     for name in PASSES:
         of_peer = sum(kernel.bytes for kernel in peer[name]) / peer_tokens
         of_own = sum(kernel.bytes for kernel in own[name]) / tokens
-        ns = 1e9 * sum(seconds_per_token(kernel, tokens, *sizes) for kernel in own[name])
+        ns = 1e9 * sum(max(seconds_per_token(kernel, tokens, *sizes)) for kernel in own[name])
         peer_ns = 1e9 * of_peer / BANDWIDTH
         rows.append(f"| {PEER} | {name} | {of_peer:.0f} | {peer_ns:.2f} | |")
         rows.append(f"| {args.model} | {name} | {of_own:.0f} | {ns:.2f} | {of_own / of_peer:.2f} |")
         if args.every_kernel:
-            print(f"{args.model}, {name}\n\n{table(own[name], tokens)}\n")
+            print(f"{args.model}, {name}\n\n{table(own[name], tokens, *sizes)}\n")
     print("\n".join(rows))
 
 

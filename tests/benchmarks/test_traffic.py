@@ -78,6 +78,21 @@ def test_every_kernel_has_instructions_counted_for_it(counted) -> None:
         assert {traffic.variant_name(noted) for noted in launches} <= names
 
 
+def test_the_tables_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    traffic.main(["vil_tiny_exact", "--img-size", "64", "--every-kernel"])
+    parts = capsys.readouterr().out.split("vil_tiny_exact, ")[1:]
+    assert len(parts) == len(traffic.PASSES)
+    last, _, totals = parts[-1].partition("| block of |")
+    total = {
+        row[1].strip(): float(row[2])
+        for row in (line.strip("|").split("|") for line in totals.splitlines())
+        if row[0].strip() == "vil_tiny_exact"
+    }
+    for name, part in zip(traffic.PASSES, (*parts[:-1], last), strict=True):
+        rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("| ")]
+        assert sum(float(row[3]) for row in rows[1:]) == pytest.approx(total[name], abs=len(rows))
+
+
 class Accesses:
     """Addresses that a kernel loads and stores, of every element and as often as it does."""
 
