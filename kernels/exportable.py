@@ -1,49 +1,164 @@
-"""The bidirectional scan for exporters that do not know custom operators, such as ONNX.
+"""The mixer for exporters that do not know custom operators, such as ONNX, and for inference only.
 
-The same recurrence as everywhere (``reference.advance``) driven by the higher-order op ``scan``,
-which an exporter keeps as one loop node instead of L copies of the step. Both directions share one
-loop: the second is flipped and stacked on the batch. For inference: torch 2.11 differentiates that op
-wrongly.
+The same function as the operator's, for runtimes that execute node by node: what counts is how many nodes
+a token takes, and how often a whole sequence goes through memory. Both directions are in scan order, the
+second flipped, from the convolution on, and share one loop over time: the higher-order op ``scan``, which
+an exporter keeps as one node. States are (M, D), so that a row of D is consecutive in memory.
+Diagonal Longhorn and Mamba take a token a turn; exact Longhorn takes ``CHUNK`` of them in matrix products
+(kernels/README.md, "The exact form in chunks"). No other form was found that is faster for the former
+two: a node on a state costs what two tokens at once would save.
+
+Letters: B batch, L tokens, E channels of the scan, K taps, R rank of the step size, M states, T = CHUNK.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.scan import scan_op
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from vil.kernels import reference
+from vil.kernels import grid_conv, reference
+from vil.kernels.grid import Layout, layout_of, without_missing
+from vil.kernels.step_area import Steps
+
+CHUNK = 4  # of 2, 4, 8 and 16 the fastest in ONNX Runtime, and sums of products stay small
 
 
-def bidirectional_scan(
-    x: Tensor,
-    dt: Tensor,
+def mixer(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj_weight: Tensor,
+    dt_weight: Tensor,
+    dt_bias: Tensor,
     A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
     D: Tensor,
-    bias: Tensor,
-    z: Tensor,
     recurrence: str,
-    key_norm: float = 1.0,
+    grid: Sequence[int] | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
-    """Return the same as ``reference.bidirectional_scan``; arguments as there, inference only."""
-    directions, B, L, channels = x.shape
-    step = reference.step_size(dt, k, bias[:, None, None], recurrence, key_norm)
+    """Return what ``plain.mixer`` does, given the same arguments, without a gradient.
 
-    def time_first(tensor: Tensor) -> Tensor:  # (2, B, L, C) -> (L, 2, B, C), each in scan order
-        return torch.stack((tensor[0], tensor[1].flip(1))).permute(2, 0, 1, 3)
+    Raises:
+        ValueError: The program is to take images of any size, and the grid is another than the trained one.
+    """
+    dtype, compute = xz.dtype, torch.float64 if xz.dtype == torch.float64 else torch.float32
+    layout = _layout(grid, conv_weight.shape[2], xz.device, valid)
+    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
+    tensors = (xz, conv_weight, conv_bias, steps.x_proj_weight, dt_weight, dt_bias, D)
+    tensors = (tensor.detach().to(compute) for tensor in tensors)
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, D = tensors
+    x, z = xz.chunk(2, dim=-1)
+    x = _convolve(x, conv_weight, conv_bias, layout)  # (B, 2, L, E)
+    rank = dt_weight.shape[2]
+    states = (x_proj_weight.shape[1] - rank) // 2
+    low, k, q = (x @ x_proj_weight.mT).split([rank, states, states], dim=-1)
+    v = low @ dt_weight.mT + dt_bias[:, None]
+    if recurrence == "mamba":
+        y = _mamba(x, _softplus(v), q, k, steps.A.detach().to(compute))
+    else:
+        step = 1 / (torch.exp(-v) + (1 + steps.key_norm * k.square().sum(-1, keepdim=True)))
+        y = (_longhorn if recurrence == "longhorn" else _longhorn_exact)(x, step, q, k)
+    y = y + D[:, None] * x
+    return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
-    rates = None if A is None else A[:, None]  # (2, 1, D, M)
 
-    def one_token(state: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        x_t, step_t, q_t, k_t = token
-        state, y_t = reference.advance(state, x_t, step_t, rates, q_t, k_t, recurrence)
-        return state, y_t.clone()  # the op refuses outputs that alias each other
+def _layout(
+    grid: Sequence[int] | None, taps: int, device: torch.device, valid: Tensor | None
+) -> Layout:
+    """Return ``layout_of``, which asks for numbers: a size of any value would be taken for the example's."""
+    if grid is not None and any(isinstance(size, torch.SymInt) for size in grid):
+        if not all(statically_known_true(grid[i] == grid[i + 2]) for i in (0, 1)):
+            raise ValueError(
+                "grid must be of known numbers where the model adapts to other grids than the trained "
+                f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
+                "size, or create the model with grid_aware=False"
+            )
+        grid = None
+    layout = layout_of(grid, taps, device)
+    return layout if valid is None else without_missing(layout, valid, grid[-1])
 
-    state = x.new_zeros(directions, B, channels, k.shape[-1])
-    tokens = tuple(time_first(tensor) for tensor in (x, step, q, k))
-    _, y = scan(one_token, state, tokens)
-    y = y.permute(1, 2, 0, 3)  # (2, B, L, D)
-    forward = y[0] + D[0] * x[0]
-    backward = y[1].flip(1) + D[1] * x[1]
-    return F.silu(z) * (forward + backward) / 2
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout) -> Tensor:
+    """Return ``grid_conv.forward`` of (B, L, E) as (B, 2, L, E), each direction in scan order."""
+    if layout.order is not None:
+        ahead, back = grid_conv.forward(reference, x, weight, bias, layout)
+        return torch.stack((ahead, back.flip(1)), 1)
+    (B, L, E), taps = x.shape, weight.shape[2]
+    both = torch.stack((x, x.flip(1)), 1).flatten(0, 1).mT.reshape(B, 2 * E, L)
+    weight = weight.reshape(2 * E, 1, taps)
+    y = F.conv1d(F.pad(both, (taps - 1, 0)), weight, bias.flatten(), groups=2 * E)
+    return F.silu(y.reshape(2 * B, E, L).mT.reshape(B, 2, L, E))
+
+
+def _softplus(v: Tensor) -> Tensor:
+    """Return log(1 + exp(v)) as Kahan computes log(1 + e), since that of ONNX Runtime is slow."""
+    e = torch.exp(-v.abs())
+    rounded = 1 + e
+    log = torch.where(rounded == 1, e, torch.log(rounded) * (e / (rounded - 1)))
+    return F.relu(v) + log
+
+
+def _scan(
+    advance: Callable[..., list[Tensor]], tokens: tuple[Tensor, ...], M: int, *constants: Tensor
+) -> Tensor:
+    """Return what ``advance`` makes of each token, or chunk, along axis 2: (B, 2, L, T, E).
+
+    Args:
+        advance: Takes a state (B, 2, M, E), a token of each of ``tokens`` and the constants, and
+            returns the next state and an output (B, 2, T, E).
+        tokens: (B, 2, L, rows, columns), of the first E columns.
+        M: States of a channel, zero before the first token.
+        *constants: What every token needs.
+    """
+    B, E = tokens[0].shape[0], tokens[0].shape[4]
+    state = tokens[0].new_zeros(B, 2, M, E)
+    tokens = [tensor.permute(2, 0, 1, 3, 4) for tensor in tokens]
+    return scan_op(advance, [state], tokens, constants)[1].permute(1, 2, 0, 3, 4)
+
+
+def _longhorn(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return what queries read, (B, 2, L, E), of x and step (B, 2, L, E), q and k (B, 2, L, M)."""
+
+    def advance(state, step, value, square, key, query):
+        state = (1 - square * step) * state + key * value
+        return [state, query @ state]
+
+    tokens = (step[..., None, :], (step * x)[..., None, :], k.square()[..., None], k[..., None])
+    return _scan(advance, (*tokens, q[..., None, :]), k.shape[-1]).squeeze(3)
+
+
+def _mamba(x: Tensor, step: Tensor, q: Tensor, k: Tensor, A: Tensor) -> Tensor:
+    """Return the same for Mamba; A is (2, E, M)."""
+
+    def advance(state, step, value, key, query, rates):
+        state = torch.exp(rates * step) * state + key * value
+        return [state, query @ state]
+
+    tokens = (step[..., None, :], (step * x)[..., None, :], k[..., None], q[..., None, :])
+    return _scan(advance, tokens, k.shape[-1], A.mT.contiguous()).squeeze(3)
+
+
+def _longhorn_exact(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return the same for the exact form.
+
+    What the tokens of a chunk write, C = step (x - k.S0 - before C), is found by putting the right hand
+    side in for C again and again: a token needs those before it, and so is right after as many turns.
+    """
+    L = x.shape[2]
+    x, step, q, k = (  # tokens that fill the last chunk have no step and no key
+        F.pad(tensor, (0, 0, 0, -L % CHUNK)).unflatten(2, (-1, CHUNK)) for tensor in (x, step, q, k)
+    )
+    before, until = (k @ k.mT).tril(-1), (q @ k.mT).tril()
+
+    def advance(state, x, step, key, column, query, before, until):
+        wanted = x - key @ state
+        written = step * wanted
+        for _ in range(CHUNK - 1):
+            written = step * (wanted - before @ written)
+        return [state + column @ written, query @ state + until @ written]
+
+    y = _scan(advance, (x, step, k, k.mT, q, before, until), k.shape[-1])
+    return y.flatten(2, 3)[:, :, :L]

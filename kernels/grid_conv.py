@@ -44,7 +44,7 @@ def forward(
     if reads is None or not reads.numel():
         return out
     _, v = _class_token(x, weight, bias, reads, shares)
-    place = reads[:, :1].expand(len(x), 1)[None, :, :, None].expand(2, -1, -1, x.shape[2])
+    place = reads[:, :1].expand(x.shape[0], 1)[None, :, :, None].expand(2, -1, -1, x.shape[2])
     return out.scatter_(2, place, F.silu(v).to(out.dtype)[:, :, None])
 
 

@@ -1,9 +1,9 @@
 """The mixer as a composition of plain PyTorch operations.
 
-For whoever cannot take an operator: exporters, and PyTorch where it transforms functions.
+For PyTorch where it transforms functions, which cannot take an operator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -25,7 +25,6 @@ def mixer(
     recurrence: str,
     grid: Sequence[int] | None = None,
     valid: Tensor | None = None,
-    scan: Callable[..., Tensor] = reference.bidirectional_scan,
 ) -> Tensor:
     """Return the first output of ``vil::mixer`` (B, L, E), given its arguments.
 
@@ -41,7 +40,6 @@ def mixer(
         recurrence: One of ``reference.RECURRENCES``.
         grid: The numbers of ``grid.Grid``, or None.
         valid: (B, H W), or None.
-        scan: What does the work of ``reference.bidirectional_scan``.
     """
     x, z = xz.chunk(2, dim=-1)
     # Not from the operators' cache: a tracer would leave its own tensors in it.
@@ -51,5 +49,6 @@ def mixer(
     x = grid_conv.forward(reference, x, conv_weight, conv_bias, layout)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     low, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)
-    dt = reference.full_steps(low, dt_weight)
-    return scan(x, dt, steps.A, q, k, D, dt_bias, z, recurrence, steps.key_norm)
+    return reference.bidirectional_scan(
+        x, low, steps.A, q, k, D, dt_bias, z, recurrence, steps.key_norm, dt_weight
+    )

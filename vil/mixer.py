@@ -10,11 +10,11 @@ import math
 from typing import Any, Final, Literal
 
 import torch
-from timm.layers import is_exportable
+from timm.layers import is_exportable, is_exporting
 from torch import Tensor, nn
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
-from vil.kernels import exportable, plain, reference, transforms
+from vil.kernels import exportable, reference, transforms
 from vil.kernels.checks import in_forward_mode
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
@@ -152,7 +152,7 @@ class BidirectionalMixer(nn.Module):
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
-        if not torch.jit.is_scripting() and (self.exportable or in_forward_mode()):
+        if not torch.jit.is_scripting() and (in_forward_mode() or self._for_onnx()):
             return self.out_proj(self._plain(xz, A, grid, valid))
         y = torch.ops.vil.mixer(
             xz,
@@ -171,6 +171,22 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y)
 
     @torch.jit.unused
+    def _for_onnx(self) -> bool:
+        """Return whether a program is being made that is to have no operator of this library.
+
+        Raises:
+            RuntimeError: ONNX is to be made of another model.
+        """
+        if self.exportable and not self.training and is_exporting():
+            return True
+        if (is_exporting() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export():
+            raise RuntimeError(
+                "ONNX has no operator for this mixer: create the model with exportable=True, call its "
+                "eval(), and export it by torch.onnx.export(..., dynamo=True)"
+            )
+        return False
+
+    @torch.jit.unused
     def _plain(
         self, xz: Tensor, A: Tensor | None, grid: list[int] | None, valid: Tensor | None
     ) -> Tensor:
@@ -179,6 +195,6 @@ class BidirectionalMixer(nn.Module):
             *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
             *(self.dt_bias, A, self.D, self.recurrence),
         )
-        if self.exportable:
-            return plain.mixer(*arguments, grid, valid, scan=exportable.bidirectional_scan)
-        return transforms.mixer(*arguments, False, grid, valid)[0]
+        if in_forward_mode():
+            return transforms.mixer(*arguments, False, grid, valid)[0]
+        return exportable.mixer(*arguments, grid, valid)
