@@ -98,7 +98,8 @@ def _class_token(
 ) -> tuple[Tensor, Tensor]:
     """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    tokens = x.take_along_dim(reads[..., None], 1).to(dtype)  # (B, U, D)
+    place = reads[..., None].expand(x.shape[0], -1, x.shape[2])
+    tokens = x.gather(1, place).to(dtype)  # (B, U, D)
     read = (shares.to(dtype).flatten(1, 2) @ tokens).unflatten(1, (2, -1)).transpose(0, 1)
     v = (read * weight.to(dtype).mT[:, None]).sum(2) + bias.to(dtype)[:, None]
     return read, v

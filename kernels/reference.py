@@ -240,7 +240,8 @@ def _convolve_in_order(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor) -
     order = order.to(torch.int64).expand(x.shape[0], -1)
     nobody = x.shape[1]  # where empty positions read zeros from and write to
     token = torch.where(order < 0, nobody, order)
-    read = F.pad(x, (0, 0, 0, 1)).take_along_dim(token[..., None], 1)
+    place = token[..., None].expand(-1, -1, x.shape[2])
+    read = F.pad(x, (0, 0, 0, 1)).gather(1, place)
     y = causal_conv1d_bidirectional(read, weight, bias)
     y = torch.where((order >= 0)[..., None], y, 0)
     out = y.new_zeros(2, x.shape[0], nobody + 1, x.shape[2])
