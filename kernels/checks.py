@@ -32,6 +32,21 @@ def refuse_tangents(name: str, arguments: tuple[object, ...]) -> None:
         )
 
 
+def refuse_onnx() -> None:
+    """Check that no ONNX model is being made, which could not have an operator of this library.
+
+    For fake implementations, which every way of making one calls.
+
+    Raises:
+        RuntimeError: One is.
+    """
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "ONNX has no operator vil::mixer: create the model with exportable=True, call its eval(), and "
+            "give it to torch.onnx.export"
+        )
+
+
 def state_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of states and sums for activations of the dtype of x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

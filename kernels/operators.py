@@ -20,6 +20,7 @@ from vil.kernels.checks import (
     check_mixer,
     check_positions,
     check_single,
+    refuse_onnx,
     refuse_tangents,
     state_dtype,
 )
@@ -373,6 +374,7 @@ def _mixer(
 @_mixer.register_fake
 def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_mixer(*inputs[:9], *inputs[10:])
+    refuse_onnx()
     xz, _, _, x_proj_weight, dt_weight = inputs[:5]
     recurrence, save = inputs[8:10]
     B, L, E = *xz.shape[:2], xz.shape[2] // 2

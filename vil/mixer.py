@@ -152,7 +152,9 @@ class BidirectionalMixer(nn.Module):
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
-        if not torch.jit.is_scripting() and (in_forward_mode() or self._for_onnx()):
+        if not torch.jit.is_scripting() and (
+            in_forward_mode() or (self.exportable and is_exporting() and not self.training)
+        ):
             return self.out_proj(self._plain(xz, A, grid, valid))
         y = torch.ops.vil.mixer(
             xz,
@@ -169,22 +171,6 @@ class BidirectionalMixer(nn.Module):
             valid,
         )[0]
         return self.out_proj(y)
-
-    @torch.jit.unused
-    def _for_onnx(self) -> bool:
-        """Return whether a program is being made that is to have no operator of this library.
-
-        Raises:
-            RuntimeError: ONNX is to be made of another model.
-        """
-        if self.exportable and not self.training and is_exporting():
-            return True
-        if (is_exporting() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export():
-            raise RuntimeError(
-                "ONNX has no operator for this mixer: create the model with exportable=True, call its "
-                "eval(), and export it by torch.onnx.export(..., dynamo=True)"
-            )
-        return False
 
     @torch.jit.unused
     def _plain(

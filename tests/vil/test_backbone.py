@@ -445,6 +445,40 @@ def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(logits), model(images()), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode:UserWarning")
+@pytest.mark.parametrize("arguments", [{}, {"exportable": True}])
+def test_onnx_of_other_models_is_refused(arguments: dict) -> None:
+    """Without ``exportable``, and with it while training."""
+    pytest.importorskip("onnxscript")
+    model = small(depth=1, **arguments).train(bool(arguments))
+    with pytest.raises(torch.onnx.OnnxExporterError, match=r"exportable=True, call its eval\(\)"):
+        torch.onnx.export(model, (images(),), dynamo=True, verbose=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_exports_all_blocks_to_onnx(name: str, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    model, x = timm.create_model(name, exportable=True).eval(), images(224, 224)
+    any_batch = ({0: torch.export.Dim.DYNAMIC},)
+    torch.onnx.export(
+        model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False, dynamic_shapes=any_batch
+    )
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    for batch in (x, x[:1], torch.cat((x, x[:1]))):
+        (logits,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
+        assert torch.allclose(torch.from_numpy(logits), model(batch), atol=1e-5)
+
+
+def test_exportable_models_train_as_others() -> None:
+    models = [small(depth=1).train(), small(depth=1, exportable=True).train()]
+    for model in models:
+        model(images()).square().sum().backward()
+    for one, other in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_grad_checkpointing_changes_no_gradient() -> None:
     models = [small().train(), small().train()]
     models[1].set_grad_checkpointing()

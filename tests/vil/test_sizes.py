@@ -1,6 +1,7 @@
 """Other sizes than the trained one: which grid weights are of, by whatever way they come and are used."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -207,18 +208,49 @@ def test_compiled_and_exported_at_another_grid(name: str, tmp_path: Path) -> Non
     )
 
 
-def test_onnx_at_another_grid(tmp_path: Path) -> None:
+def onnx(
+    model: nn.Module, x: Tensor, path: Path, axes: tuple[int, ...] = ()
+) -> Callable[[Tensor], Tensor]:
+    """Return what runs an ONNX model of images whose ``axes`` have any size."""
     onnxruntime = pytest.importorskip("onnxruntime")
+    shapes = (dict.fromkeys(axes, torch.export.Dim.DYNAMIC),)
+    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False, dynamic_shapes=shapes)
+    session = onnxruntime.InferenceSession(path)
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def test_onnx_at_another_grid(tmp_path: Path) -> None:
     for name in MODELS:
         model, x = small(name, depth=1), images(48, 40)
         exportable = small(name, depth=1, exportable=True)
         exportable.load_state_dict(model.state_dict())
-        program = torch.onnx.export(exportable, (x,), dynamo=True, verbose=False)
-        program.save(tmp_path / f"{name}.onnx")
-        session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx")
-        (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        assert torch.allclose(torch.from_numpy(logits), model(x), atol=1e-4)
+        run = onnx(exportable, x, tmp_path / f"{name}.onnx")
+        assert torch.allclose(run(x), model(x), atol=1e-4)
         assert torch.allclose(exportable(x), model(x), atol=1e-5)  # the export left nothing behind
+
+
+def test_onnx_of_any_batch_at_another_grid(tmp_path: Path) -> None:
+    model, x = small("vil_tiny_exact", depth=1, exportable=True), images(48, 40)
+    run = onnx(model, x, tmp_path / "model.onnx", (0,))
+    for batch in (x, x[:1], torch.cat((x, x[:1]))):
+        assert torch.allclose(run(batch), model(batch), atol=1e-5)
+
+
+def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
+    with pytest.raises(torch.onnx.OnnxExporterError, match=r"known numbers.*grid_aware=False"):
+        onnx(small(depth=1, exportable=True), images(), tmp_path / "model.onnx", (0, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vil_tiny_exact", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[::2])],
+)
+def test_onnx_of_any_size(name: str, tmp_path: Path) -> None:
+    model = small(name, depth=1, exportable=True, grid_aware=False)
+    run = onnx(model, images(), tmp_path / "model.onnx", (0, 2, 3))
+    for x in (images(), images(48, 64)[:1], images(8, 8), images(16, 40)):
+        assert torch.allclose(run(x), model(x), atol=1e-5)
 
 
 def test_checkpointing_and_mixed_precision_at_another_grid() -> None:
