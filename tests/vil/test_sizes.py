@@ -225,16 +225,10 @@ def test_onnx_at_another_grid(tmp_path: Path) -> None:
         model, x = small(name, depth=1), images(48, 40)
         exportable = small(name, depth=1, exportable=True)
         exportable.load_state_dict(model.state_dict())
-        run = onnx(exportable, x, tmp_path / f"{name}.onnx")
-        assert torch.allclose(run(x), model(x), atol=1e-4)
+        run = onnx(exportable, x, tmp_path / f"{name}.onnx", (0,))
+        for batch in (x, x[:1], torch.cat((x, x[:1]))):
+            assert torch.allclose(run(batch), model(batch), atol=1e-4)
         assert torch.allclose(exportable(x), model(x), atol=1e-5)  # the export left nothing behind
-
-
-def test_onnx_of_any_batch_at_another_grid(tmp_path: Path) -> None:
-    model, x = small("vil_tiny_exact", depth=1, exportable=True), images(48, 40)
-    run = onnx(model, x, tmp_path / "model.onnx", (0,))
-    for batch in (x, x[:1], torch.cat((x, x[:1]))):
-        assert torch.allclose(run(batch), model(batch), atol=1e-5)
 
 
 def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
@@ -242,10 +236,8 @@ def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> 
         onnx(small(depth=1, exportable=True), images(), tmp_path / "model.onnx", (0, 2, 3))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["vil_tiny_exact", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[::2])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_onnx_of_any_size(name: str, tmp_path: Path) -> None:
     model = small(name, depth=1, exportable=True, grid_aware=False)
     run = onnx(model, images(), tmp_path / "model.onnx", (0, 2, 3))
