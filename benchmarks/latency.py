@@ -170,8 +170,8 @@ def main() -> None:
                     f"| {' | '.join(ratios)} |",
                     flush=True,
                 )
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+            if args.json:  # what there is, lest a stop lose it
+                args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

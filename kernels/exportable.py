@@ -1,12 +1,12 @@
 """The mixer for exporters that do not know custom operators, such as ONNX, and for inference only.
 
 The same function as the operator's, for runtimes that execute node by node: what counts is how many nodes
-a token takes, and how often a whole sequence goes through memory. Both directions are in scan order, the
-second flipped, from the convolution on, and share one loop over time: the higher-order op ``scan``, which
-an exporter keeps as one node. States are (M, D), so that a row of D is consecutive in memory.
-Diagonal Longhorn and Mamba take a token a turn; exact Longhorn takes ``CHUNK`` of them in matrix products
-(kernels/README.md, "The exact form in chunks"). No other form was found that is faster for the former
-two: a node on a state costs what two tokens at once would save.
+a token takes, and how often a whole sequence goes through memory. From the convolution on both directions
+are in scan order, the second flipped, and share one loop over time: the higher-order op ``scan``, which an
+exporter keeps as one node. States are (M, E), so that what is done to all channels is done to consecutive
+ones. Diagonal Longhorn and Mamba take a token a turn: two of diagonal Longhorn by one product, since its
+decays are bilinear, were no faster in ONNX Runtime. Exact Longhorn takes ``CHUNK`` tokens in matrix
+products (kernels/README.md, "The exact form in chunks").
 
 Letters: B batch, L tokens, E channels of the scan, K taps, R rank of the step size, M states, T = CHUNK.
 """
@@ -54,13 +54,15 @@ def mixer(
     x = _convolve(x, conv_weight, conv_bias, layout)  # (B, 2, L, E)
     rank = dt_weight.shape[2]
     states = (x_proj_weight.shape[1] - rank) // 2
+    # No reshape right before this: with one after it, too, ONNX's optimiser (onnxscript 0.7) errs.
     low, k, q = (x @ x_proj_weight.mT).split([rank, states, states], dim=-1)
     v = low @ dt_weight.mT + dt_bias[:, None]
     if recurrence == "mamba":
         y = _mamba(x, _softplus(v), q, k, steps.A.detach().to(compute))
     else:
         step = 1 / (torch.exp(-v) + (1 + steps.key_norm * k.square().sum(-1, keepdim=True)))
-        y = (_longhorn if recurrence == "longhorn" else _longhorn_exact)(x, step, q, k)
+        scan = {"longhorn": _longhorn, "longhorn_exact": _longhorn_exact}[recurrence]
+        y = scan(x, step, q, k)
     y = y + D[:, None] * x
     return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
@@ -69,15 +71,15 @@ def _layout(
     grid: Sequence[int] | None, taps: int, device: torch.device, valid: Tensor | None
 ) -> Layout:
     """Return ``layout_of``, which asks for numbers: a size of any value would be taken for the example's."""
-    if grid is not None and any(isinstance(size, torch.SymInt) for size in grid):
-        if not all(statically_known_true(grid[i] == grid[i + 2]) for i in (0, 1)):
-            raise ValueError(
-                "grid must be of known numbers where the model adapts to other grids than the trained "
-                f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
-                "size, or create the model with grid_aware=False"
-            )
-        grid = None
-    layout = layout_of(grid, taps, device)
+    layout = Layout()
+    if grid is None or not any(isinstance(size, torch.SymInt) for size in grid):
+        layout = layout_of(grid, taps, device)
+    elif not all(statically_known_true(grid[i] == grid[i + 2]) for i in (0, 1)):
+        raise ValueError(
+            "grid must be of known numbers where the model adapts to other grids than the trained "
+            f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
+            "size, or create the model with grid_aware=False"
+        )
     return layout if valid is None else without_missing(layout, valid, grid[-1])
 
 

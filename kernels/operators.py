@@ -323,7 +323,6 @@ def split(projected: Tensor, dt_weight: Tensor, x: Tensor) -> tuple[Tensor, Tens
     """Return what ``project`` made of x: step sizes of rank R, (2, B, L, R), queries and keys."""
     rank = dt_weight.shape[-1]
     states = (projected.shape[-1] - rank) // 2
-    # Flat until here: a reshape before the split as well comes out wrong of ONNX's optimiser (onnxscript 0.7).
     low, k, q = projected.split([rank, states, states], dim=-1)
     low, q, k = (part.unflatten(1, x.shape[1:3]) for part in (low, q, k))
     return low, q, k
