@@ -68,7 +68,7 @@ def onnx_runtime(model: nn.Module, file: Path, threads: int) -> Program:
 def aot_inductor(model: nn.Module, file: Path, threads: int) -> Program:
     """Return the model as a shared library of ``torch.export`` and AOTInductor."""
     program = torch.export.export(model, (torch.zeros(1, 3, SIZE, SIZE),))
-    package = file.with_suffix(f".{threads}.pt2")
+    package = f"{file}.{threads}.pt2"
     return torch._inductor.aoti_load_package(
         torch._inductor.aoti_compile_and_package(program, package_path=package)
     )
