@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.scan import scan, scan_op
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import grid_conv, reference
@@ -61,8 +61,8 @@ def mixer(
         y = _mamba(x, _softplus(v), q, k, steps.A.detach().to(compute))
     else:
         step = 1 / (torch.exp(-v) + (1 + steps.key_norm * k.square().sum(-1, keepdim=True)))
-        scan = {"longhorn": _longhorn, "longhorn_exact": _longhorn_exact}[recurrence]
-        y = scan(x, step, q, k)
+        read = {"longhorn": _longhorn, "longhorn_exact": _longhorn_exact}[recurrence]
+        y = read(x, step, q, k)
     y = y + D[:, None] * x
     return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
@@ -118,7 +118,13 @@ def _scan(
     B, E = tokens[0].shape[0], tokens[0].shape[4]
     state = tokens[0].new_zeros(B, 2, M, E)
     tokens = [tensor.permute(2, 0, 1, 3, 4) for tensor in tokens]
-    return scan_op(advance, [state], tokens, constants)[1].permute(1, 2, 0, 3, 4)
+    if (
+        torch.compiler.is_dynamo_compiling()
+    ):  # in strict exports, which take what ``scan`` makes only
+        y = scan(lambda state, token: tuple(advance(state, *token, *constants)), state, tokens)[1]
+    else:  # without a call of the compiler for each block
+        y = scan_op(advance, [state], tokens, constants)[1]
+    return y.permute(1, 2, 0, 3, 4)
 
 
 def _longhorn(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
