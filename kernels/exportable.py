@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._higher_order_ops.scan import scan, scan_op
+from torch._higher_order_ops.scan import scan_op
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import grid_conv, reference
@@ -118,12 +118,9 @@ def _scan(
     B, E = tokens[0].shape[0], tokens[0].shape[4]
     state = tokens[0].new_zeros(B, 2, M, E)
     tokens = [tensor.permute(2, 0, 1, 3, 4) for tensor in tokens]
-    if (
-        torch.compiler.is_dynamo_compiling()
-    ):  # in strict exports, which take what ``scan`` makes only
-        y = scan(lambda state, token: tuple(advance(state, *token, *constants)), state, tokens)[1]
-    else:  # without a call of the compiler for each block
-        y = scan_op(advance, [state], tokens, constants)[1]
+    # Not ``scan``: it calls the compiler for each block, and strict exports take it, which PyTorch tries
+    # for ONNX where another raised, and in which sizes of any value pass for numbers.
+    y = scan_op(advance, [state], tokens, constants)[1]
     return y.permute(1, 2, 0, 3, 4)
 
 

@@ -455,10 +455,9 @@ def test_onnx_of_other_models_is_refused(arguments: dict) -> None:
         torch.onnx.export(model, (images(),), dynamo=True, verbose=False)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_programs_for_onnx_have_no_operator_of_the_library(strict: bool) -> None:
+def test_programs_for_onnx_have_no_operator_of_the_library() -> None:
     model = small("vim_tiny", depth=1, exportable=True)
-    program = torch.export.export(model, (images(),), strict=strict)
+    program = torch.export.export(model, (images(),), strict=False)
     assert not [node for node in program.graph.nodes if "vil" in str(node.target)]
     assert torch.allclose(program.module()(images()), model(images()), atol=1e-6)
 
