@@ -169,9 +169,8 @@ def _carry_kernel(
 
 # -------------------------------------------------------------------------------------- launchers
 
-_MOST_RANK = (
-    64  # of step sizes that the forward kernel makes: twice that would take its shared memory
-)
+# Of step sizes that the forward kernel makes; twice that would take its shared memory.
+_MOST_RANK = 64
 # What the summary takes for each state started from, as a share of what the kernel takes.
 _SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
 

@@ -17,22 +17,12 @@ from vil.training.errors import DataError
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
+quick = pytest.importorskip("tests.training.fuzzing").quick
 
 SECONDS = 5.0  # in which anything must have been read; it takes milliseconds
 MOST_BYTES = 16 << 20
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 KINDS = b"0123456789xgLKSVDNM\0"
-
-
-def profile(examples: int) -> Callable[[Callable], Callable]:
-    """Draw the same examples each time, as many as asked for."""
-    return hypothesis.settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,  # of what a busy machine does; SECONDS ends what hangs
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
 
 
 def few_and_many(*strategies: st.SearchStrategy) -> Callable[[Callable], Callable]:
@@ -43,7 +33,9 @@ def few_and_many(*strategies: st.SearchStrategy) -> Callable[[Callable], Callabl
             "examples", [60, pytest.param(600, marks=pytest.mark.slow)], ids=["few", "many"]
         )
         def run(tmp_path: Path, examples: int) -> None:
-            @profile(examples)
+            @hypothesis.settings(
+                quick, max_examples=examples, deadline=None
+            )  # SECONDS ends what hangs
             @hypothesis.given(st.tuples(*strategies))
             def on_one(drawn: tuple) -> None:
                 with soon():
