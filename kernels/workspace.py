@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _MOST = 256 << 20  # bytes kept for each thread; calls that need more take theirs and give it back
 _ALIGNMENT = 64
@@ -37,12 +38,13 @@ def lent() -> Iterator[None]:
         if _capacity() < needed <= _MOST:
             _memory.buffer = None
             with torch.inference_mode(False):  # or nothing else could write to it
-                _memory.buffer = torch.empty(needed, dtype=torch.uint8)
+                _memory.buffer = torch.empty(needed, dtype=torch.uint8, device="cpu")
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor on the CPU; within ``lent`` it must not outlive the block."""
-    if _memory.taken is None:
+    # Tensors that are made under a mode are the mode's: fake ones have no memory.
+    if _memory.taken is None or _get_current_dispatch_mode() is not None:
         return torch.empty(shape, dtype=dtype)
     start, size = _memory.taken, math.prod(shape) * dtype.itemsize
     _memory.taken += math.ceil(size / _ALIGNMENT) * _ALIGNMENT

@@ -6,9 +6,9 @@ from benchmarks.cpu_operators import REST, shares, table
 
 
 def test_shares_name_the_loops_and_add_up() -> None:
-    found = shares("vil_tiny", "training", 224, 1, 1)
+    found = shares("vil_tiny", "inference", 224, 1, 1)
     assert sum(found.values()) == pytest.approx(1)
-    assert {"loops::scan_blocks", "loops::scan_blocks_backward"} <= set(found)
+    assert {"loops::scan_blocks", "loops::conv_blocks"} <= set(found)
     assert list(found)[-1] == REST
     assert min(found[key] for key in found if key != REST) >= 0.01
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vil.kernels import workspace
 
@@ -65,6 +66,15 @@ def test_products_are_those_of_torch() -> None:
     for _ in range(2):
         with workspace.lent():
             assert torch.equal(workspace.bmm(a, b), torch.bmm(a, b))
+
+
+def test_fake_tensors_are_not_kept() -> None:
+    with FakeTensorMode():
+        assert isinstance(lent_twice()[0], FakeTensor)
+    assert workspace._memory.buffer is None
+    lent_twice()
+    with FakeTensorMode():
+        assert isinstance(lent_twice()[0], FakeTensor)
 
 
 def test_inference_and_training_take_the_same_memory() -> None:
