@@ -8,6 +8,8 @@ Letters as in ``ops.py``.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -328,6 +330,11 @@ def split(projected: Tensor, dt_weight: Tensor, x: Tensor) -> tuple[Tensor, Tens
     return low, q, k
 
 
+def _lent(backend: ModuleType) -> AbstractContextManager[None]:
+    """Return the context in which a backend that keeps a workspace, as on CPUs, hands it out."""
+    return getattr(backend, "lent", nullcontext)()
+
+
 _layout_of = functools.lru_cache(64)(layout_of)  # the same for every block
 
 
@@ -360,7 +367,7 @@ def _mixer(
     backend = backend_for(x.device, x.dtype)
     layout = _layout(grid, conv_weight.shape[2], x.device, valid)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    with torch.autocast(x.device.type, enabled=False), workspace.lent():
+    with torch.autocast(x.device.type, enabled=False), _lent(backend):
         x = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         projected = project(x, steps.x_proj_weight)
         low, q, k = split(projected, dt_weight, x)
@@ -406,7 +413,7 @@ def _mixer_backward(
     backend = backend_for(x.device, x.dtype)
     layout = _layout(grid, conv_weight.shape[2], x.device, valid)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    with torch.autocast(x.device.type, enabled=False), workspace.lent():
+    with torch.autocast(x.device.type, enabled=False), _lent(backend):
         convolved = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         if not projected.numel():
             projected = project(convolved, steps.x_proj_weight)

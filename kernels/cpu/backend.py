@@ -25,6 +25,7 @@ from torch import Tensor
 from vil.kernels import workspace
 from vil.kernels.cpu import loops
 from vil.kernels.reference import full_steps
+from vil.kernels.workspace import lent  # noqa: F401  (what operators take memory from)
 
 _RECURRENCES = {
     "longhorn": loops.LONGHORN,
