@@ -39,7 +39,7 @@ def mixer(
     grid: Sequence[int] | None = None,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Return what ``plain.mixer`` does, given the same arguments, without a gradient.
+    """Return the first output of ``vil::mixer``, given its arguments, without a gradient.
 
     Raises:
         ValueError: The program is to take images of any size, and the grid is another than the trained one.

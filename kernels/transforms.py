@@ -1,6 +1,6 @@
 """The operators where PyTorch transforms functions: torch.func, forward-mode and second derivatives.
 
-There each operator is what ``plain.py`` and ``reference.py`` define, in operations that PyTorch transforms
+There each operator is composed of what ``reference.py`` defines, in operations that PyTorch transforms
 by itself: right for any nesting of grad, vjp, jvp, jacrev, jacfwd, hessian and vmap, and slow, one token
 after the other. Three ways lead here:
 
@@ -10,14 +10,17 @@ after the other. Three ways lead here:
     second derivatives  The operators of backward passes have them from the plain ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, plain, reference
+from vil.kernels import autocast, grid_conv, reference
 from vil.kernels.checks import check_bidirectional, check_conv, check_mixer, check_single
+from vil.kernels.grid import layout_of, without_missing
+from vil.kernels.operators import project, split
+from vil.kernels.step_area import Steps
 
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch.func is
 
@@ -51,7 +54,34 @@ def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (*arguments[:9], *arguments[10:])  # all but whether to save
     check_mixer(*inputs)
     with torch.autocast(arguments[0].device.type, enabled=False):
-        return _saving_nothing(plain.mixer(*inputs), 3)
+        return _saving_nothing(_mixed(*inputs), 3)
+
+
+def _mixed(
+    xz: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    x_proj_weight: Tensor,
+    dt_weight: Tensor,
+    dt_bias: Tensor,
+    A: Tensor | None,
+    D: Tensor,
+    recurrence: str,
+    grid: Sequence[int] | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Return the first output of ``vil::mixer``, given its arguments."""
+    x, z = xz.chunk(2, dim=-1)
+    # Not from the operators' cache: a transform would leave its own tensors in it.
+    layout = layout_of(grid, conv_weight.shape[2], xz.device)
+    if valid is not None:
+        layout = without_missing(layout, valid, grid[-1])
+    x = grid_conv.forward(reference, x, conv_weight, conv_bias, layout)
+    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
+    low, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)
+    return reference.bidirectional_scan(
+        x, low, steps.A, q, k, D, dt_bias, z, recurrence, steps.key_norm, dt_weight
+    )
 
 
 def _saving_nothing(out: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -201,8 +201,9 @@ class VisionLonghorn(nn.Module):
                 that are loaded bring theirs.
             grid_aware: At another grid than ``trained_grid``, measure the distance of the taps and
                 the step sizes in patches of that one (``grid.py``); if False, in those that there are.
-            recompute_above: Of images of more tokens than these, a training step keeps a third of what
-                it keeps of others, and computes the rest again; None never does.
+            recompute_above: Of images of more tokens than these, blocks keep their input and their
+                mixer's output for the backward pass and compute the rest again (``recompute.py``); None
+                never does.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
             drop_path_rate: Stochastic depth of the last block, rising linearly from 0.

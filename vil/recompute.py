@@ -1,8 +1,8 @@
 """What a block keeps of a long sequence for its backward pass: its input and the mixer's output.
 
-All of gradient checkpointing's saving but that output, for about a third of its time: the
-norm and the input projection are computed again, and what the operator computes again by itself, but not
-the operator. PyTorch's selective checkpointing does it, which torch.compile follows.
+Nearly what gradient checkpointing saves, for less time: the norm and the input projection are computed
+again, and the operator's backward pass computes again what it otherwise keeps, but its forward pass does
+not run twice. PyTorch's selective checkpointing does it, which torch.compile follows.
 """
 
 from collections.abc import Callable
