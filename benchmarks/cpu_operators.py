@@ -4,7 +4,8 @@
         [--steps 3] [--output FILE.json]
 
 PyTorch's profiler times each operator without those that it calls; the loops of the CPU backend are named
-"loops::...". Shares are of the step's time, which the profiler makes longer: benchmarks.cpu has that.
+"loops::...". Times are shown in percent of what all of the first model takes. The profiler makes steps longer:
+benchmarks.cpu has their times without it.
 """
 
 import argparse
@@ -22,12 +23,12 @@ from benchmarks.provenance import environment, processor
 from vil.training.files import write_text
 
 PASSES = {"inference": inference, "training": training}
-SHOWN = 0.01  # of the time; what takes less is one row
-REST = "all others"
+SHOWN = 0.01  # of a model's time; what takes less is one row
+REST, ALL = "all others", "all"
 
 
-def shares(name: str, pass_name: str, size: int, batch: int, steps: int) -> dict[str, float]:
-    """Return each operator's share of the time, the largest first, and of the rest.
+def milliseconds(name: str, pass_name: str, size: int, batch: int, steps: int) -> dict[str, float]:
+    """Return the time of each operator per image, the longest first, and of the rest.
 
     Args:
         name: Model, as timm knows it.
@@ -42,23 +43,26 @@ def shares(name: str, pass_name: str, size: int, batch: int, steps: int) -> dict
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):
             step()
-    times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    microseconds = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    times = {key: time / (1e3 * steps * batch) for key, time in microseconds.items()}
     total = sum(times.values())
     ordered = sorted(times.items(), key=lambda item: -item[1])
-    large = {key: time / total for key, time in ordered if time >= SHOWN * total}
-    return large | {REST: 1 - sum(large.values())}
+    large = {key: time for key, time in ordered if time >= SHOWN * total}
+    return large | {REST: total - sum(large.values())}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table for each pass: an operator a row, a model a column."""
     parts = []
     for pass_name in dict.fromkeys(row["pass"] for row in rows):
-        columns = {row["model"]: row["shares"] for row in rows if row["pass"] == pass_name}
+        columns = {row["model"]: row["ms"] for row in rows if row["pass"] == pass_name}
+        whole = sum(next(iter(columns.values())).values())
         lines = [f"| {pass_name} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-        keys = {key: None for found in columns.values() for key in found if key != REST}
-        for key in (*keys, REST):
-            cells = [f"{100 * c[key]:.0f} %" if key in c else "" for c in columns.values()]
+        for key in dict.fromkeys((*(k for c in columns.values() for k in c if k != REST), REST)):
+            cells = [f"{100 * c[key] / whole:.0f} %" if key in c else "" for c in columns.values()]
             lines.append(f"| {key.removeprefix('aten::')} | {' | '.join(cells)} |")
+        sums = [f"{100 * sum(c.values()) / whole:.0f} %" for c in columns.values()]
+        lines.append(f"| {ALL} | {' | '.join(sums)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -80,7 +84,7 @@ def main() -> int:
         {
             "pass": pass_name,
             "model": name,
-            "shares": shares(name, pass_name, args.size, args.batch, args.steps),
+            "ms": milliseconds(name, pass_name, args.size, args.batch, args.steps),
         }
         for pass_name in PASSES
         for name in args.models

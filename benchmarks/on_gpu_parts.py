@@ -128,7 +128,7 @@ PARTS = (
         (*_RECALL, "--lengths", "512", "--dims", "64"),
         (
             *(*_RECALL, "--lengths", "64", "--dims", "16", "--vocabulary", "64", "--epochs", "2"),
-            *("--train-count", "512", "--test-count", "64"),
+            *("--train-count", "64", "--test-count", "64"),
         ),
         record="mqar.json",
         own=0.8,

@@ -24,8 +24,8 @@ import re
 import resource
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import triton
@@ -54,7 +54,8 @@ class Cost:
         per_unit: Instructions of the variant's loops, or of the whole kernel if it has none, for
             each of its units; None for AMD.
         seconds: CPU time of a cold compilation.
-        times_plain: The same as a multiple of the plain kernel's, measured before and after.
+        times_plain: The same as a multiple of the plain kernel's, measured before and after; None
+            where it was not.
     """
 
     warps: int
@@ -62,10 +63,10 @@ class Cost:
     spills: int
     shared: int
     seconds: float
-    times_plain: float
     instructions: int | None = None
     loops: tuple[int, ...] | None = None
     per_unit: float | None = None
+    times_plain: float | None = None
 
 
 def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
@@ -121,6 +122,21 @@ def blocks_on(arch: str, kernel: str) -> tuple[int, int]:
     return tuning.blocks_for(name, kernel, D)
 
 
+def costs(
+    variants: Iterable[Variant], architectures: Sequence[str]
+) -> Iterator[tuple[Variant, str, Cost]]:
+    """Compile variants for architectures, measuring the plain kernel before, between and after them."""
+    plain_seconds()  # before anything is measured, so that no kernel loads the compiler
+    before = plain_seconds()
+    for variant in variants:
+        for arch in architectures:
+            found = cost(variant, arch)
+            after = plain_seconds()
+            # As busy as the machine is just now.
+            yield variant, arch, replace(found, times_plain=2 * found.seconds / (before + after))
+            before = after
+
+
 def cost(variant: Variant, arch: str) -> Cost:
     """Compile a variant and count.
 
@@ -128,12 +144,10 @@ def cost(variant: Variant, arch: str) -> Cost:
         variant: What to count.
         arch: As in ``compile_variant``.
     """
-    plain = plain_seconds()
     with _empty_cache():
         before = _cpu_seconds()
         compiled = compile_variant(variant, arch)
         seconds = _cpu_seconds() - before
-    times_plain = 2 * seconds / (plain + plain_seconds())  # as busy as the machine is just now
     shared = compiled.metadata.shared
     if "amdgcn" in compiled.asm:
         listing = compiled.asm["amdgcn"]
@@ -141,7 +155,7 @@ def cost(variant: Variant, arch: str) -> Cost:
             _amd_field(f"vgpr_{name}", listing) for name in ("count", "spill_count")
         )
         warps = compiled.metadata.num_warps
-        return Cost(warps, registers, spills, shared, seconds, times_plain)
+        return Cost(warps, registers, spills, shared, seconds)
     registers, listing = _disassemble(compiled.asm["cubin"])
     opcodes, loops = _parse(listing)
     counted = sum(loops[: variant.loops]) if loops else len(opcodes)
@@ -149,7 +163,7 @@ def cost(variant: Variant, arch: str) -> Cost:
     warps = compiled.metadata.num_warps
     per_unit = counted / variant.units
     code = (len(opcodes), loops, per_unit)
-    return Cost(warps, registers, spills, shared, seconds, times_plain, *code)
+    return Cost(warps, registers, spills, shared, seconds, *code)
 
 
 @triton.jit
@@ -271,8 +285,7 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", choices=names, default=names, help="default: all")
     args = parser.parse_args()
     variants = [v for v in VARIANTS if v.name in args.kernel]
-    plain_seconds()  # before anything is measured, so that no kernel loads the compiler
-    print(table((v, arch, cost(v, arch)) for v in variants for arch in args.arch))
+    print(table(costs(variants, args.arch)))
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def main() -> int:
         print("benchmarks.tune needs a GPU", file=sys.stderr)
         return 2
     if args.toy:
-        device, arch, lanes, name, shape = torch.device("cpu"), "cpu", 32, "toy", (1, 17, 32)
+        device, arch, lanes, name, shape = torch.device("cpu"), "cpu", 32, "toy", (1, 3, 32)
     else:
         device = torch.device("cuda", torch.cuda.current_device())
         arch = tuning.architecture(device)
