@@ -1,7 +1,7 @@
 """The operations of ``reference.py`` in compiled, vectorised, multi-threaded loops for CPUs.
 
 Same functions, same arguments, same meaning; computed in float64 for float64 inputs and in float32
-otherwise. Work is cut into tasks, one per batch element and vector of channels, which threads take
+otherwise. Where all that is large is bfloat16, the loops read and write it as it is. Work is cut into tasks, one per batch element and vector of channels, which threads take
 in turn. Every task writes only what is its own and sums over tasks are taken in a fixed order, so
 results are the same bits for any number of threads.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
@@ -27,6 +27,11 @@ from vil.kernels.cpu import loops
 from vil.kernels.reference import full_steps
 from vil.kernels.workspace import lent  # noqa: F401  (what operators take memory from)
 
+_TYPES = {
+    torch.float64: types.float64,
+    torch.float32: types.float32,
+    torch.bfloat16: loops.BFLOAT16,
+}
 _RECURRENCES = {
     "longhorn": loops.LONGHORN,
     "longhorn_exact": loops.LONGHORN_EXACT,
@@ -99,7 +104,7 @@ def _openmp() -> Callable[[object, object, int, int], None] | None:
 @functools.cache
 def _compiled(kernel: Callable[..., None], dtype: torch.dtype) -> tuple[CFunc, Callable]:
     """Return a kernel compiled for a dtype, and how to call it without holding the GIL."""
-    function = loops.compiled(kernel, types.float64 if dtype == torch.float64 else types.float32)
+    function = loops.compiled(kernel, _TYPES[dtype])
     return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
 
 
@@ -124,14 +129,15 @@ def _run(
         tasks: How many tasks there are.
         updates: Multiply-adds or so of all tasks together, to leave small work to this thread.
         scratch_size: Values of scratch memory per thread.
-        dtype: Of the scratch memory and all tensors.
+        dtype: One of ``_TYPES``: of tensors with tokens and channels, the others having what it is
+            computed in.
         scalars: As the kernel takes them.
         *tensors: As the kernel takes them, of four axes.
     """
     function, call = _compiled(kernel, dtype)
     threads = max(1, min(torch.get_num_threads(), tasks, updates // _UPDATES_PER_THREAD))
-    scratch = torch.empty(threads * scratch_size, dtype=dtype)
-    header = (0, 0, tasks, scratch.data_ptr(), scratch_size * dtype.itemsize)
+    scratch = torch.empty(threads * scratch_size, dtype=_compute_dtype(dtype))
+    header = (0, 0, tasks, scratch.data_ptr(), scratch_size * scratch.itemsize)
     filling = (0,) * (loops.SCALARS - len(scalars))
     views = itertools.chain.from_iterable(map(_view, tensors))
     table = array.array("q", [*header, *scalars, *filling, *views])
@@ -160,8 +166,18 @@ def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
 # ---------------------------------------------------------------------------------------- tensors
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _stored_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype in which the loops take tensors with tokens and channels: the first's, at least float32.
+
+    It is bfloat16 where all of them are.
+    """
+    if all(tensor.dtype == torch.bfloat16 for tensor in tensors):
+        return torch.bfloat16
+    return torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+
+
+def _compute_dtype(stored: torch.dtype) -> torch.dtype:
+    return torch.float32 if stored == torch.bfloat16 else stored
 
 
 def _padded(channels: int) -> int:
@@ -223,6 +239,7 @@ class _Scan:
         recurrence: One of ``RECURRENCES``.
         reverse: Scan a single direction from the last token to the first.
         key_norm: Factor on |k|^2 in Longhorn's step size.
+        more: Other tensors with tokens and channels that ``forward`` or ``backward`` will be given.
     """
 
     def __init__(
@@ -237,8 +254,10 @@ class _Scan:
         recurrence: str,
         reverse: bool,
         key_norm: float = 1.0,
+        more: tuple[Tensor, ...] = (),
     ):
-        self.dtype = _compute_dtype(x)
+        self.stored = _stored_dtype(x, dt, *more)
+        self.dtype = _compute_dtype(self.stored)
         self.channels = x.shape[-1]
         self.shape = (*x.shape[:3], _padded(self.channels), k.shape[-1])
         if recurrence not in _RECURRENCES:
@@ -246,7 +265,7 @@ class _Scan:
                 f'the backend "cpu" does not serve the recurrence {recurrence}; use "reference"'
             )
         self.recurrence, self.reverse = _RECURRENCES[recurrence], reverse
-        self.x, self.dt = self.channels_last(x), self.channels_last(dt)
+        self.x, self.dt = self.tokens(x), self.tokens(dt)
         self.q, self.k = _rows(q, self.dtype), _rows(k, self.dtype)
         # The loops take powers of 2.
         self.A = None if A is None else self.states(A[:, None]) * math.log2(math.e)
@@ -258,8 +277,12 @@ class _Scan:
         )
         self.key_norm = torch.full((1, 1, 1, 1), key_norm, dtype=self.dtype)
 
+    def tokens(self, tensor: Tensor) -> Tensor:
+        """Return a tensor (..., L, D) as the loops take it."""
+        return _rows(tensor, self.stored, self.shape[3])
+
     def channels_last(self, tensor: Tensor) -> Tensor:
-        """Return a tensor (..., D) as the loops take it."""
+        """Return another tensor (..., D) as the loops take it."""
         return _rows(tensor, self.dtype, self.shape[3])
 
     def states(self, tensor: Tensor) -> Tensor:
@@ -299,7 +322,7 @@ class _Scan:
             self.shape[1] * groups,
             passes * math.prod(self.shape),
             scratch_size,
-            self.dtype,
+            self.stored,
             (self.recurrence, int(self.reverse), groups, *self.shape),
             *inputs,
             *tensors,
@@ -308,10 +331,9 @@ class _Scan:
     def forward(self, initial: Tensor, z: Tensor | None, final: Tensor | None) -> Tensor:
         """Return y (B, L, D); writes the final state where there is one direction."""
         _, B, L, D, M = self.shape
-        y = self.empty(B, L, D)
-        self.run(
-            loops.scan_blocks, D // loops.WIDTH, M * loops.WIDTH, 1, initial, z, y[None], final
-        )
+        y = torch.empty((B, L, D), dtype=self.stored)
+        size = loops.scratch_size(L, M)
+        self.run(loops.scan_blocks, D // loops.WIDTH, size, 1, initial, z, y[None], final)
         return y[..., : self.channels]
 
     def backward(
@@ -327,7 +349,7 @@ class _Scan:
         directions, B, L, D, M = self.shape
         groups = min(D // loops.WIDTH, _MOST_GROUPS)
         columns = loops.num_columns(M)
-        dx, ddt = (workspace.empty((directions, B, L, D), self.dtype) for _ in range(2))
+        dx, ddt = (workspace.empty((directions, B, L, D), self.stored) for _ in range(2))
         dA = None if self.A is None else self.zeros(directions, B, M, D)
         dqk = workspace.empty((groups * directions, B, L, columns), self.dtype).zero_()
         dskip, dbias = self.zeros(directions, B, 1, D), self.zeros(directions, B, 1, D)
@@ -362,9 +384,10 @@ def _single_scan(
     initial_state: Tensor | None,
     recurrence: str,
     reverse: bool,
+    *more: Tensor,
 ) -> tuple[_Scan, Tensor]:
     tensors = (None if t is None else t[None] for t in (x, dt, A, q, k, D, bias))
-    scan = _Scan(*tensors, recurrence, reverse)
+    scan = _Scan(*tensors, recurrence, reverse, more=more)
     initial = scan.zero_state() if initial_state is None else scan.states(initial_state[None])
     return scan, initial
 
@@ -405,9 +428,9 @@ def scan_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
     inputs = (x, dt, A, q, k, D, bias, initial_state)
-    s, initial = _single_scan(*inputs, recurrence, reverse)
+    s, initial = _single_scan(*inputs, recurrence, reverse, grad_y)
     _, B, _, padded, M = s.shape
-    grad, grad_final = s.channels_last(grad_y[None]), s.states(grad_final_state[None])
+    grad, grad_final = s.tokens(grad_y[None]), s.states(grad_final_state[None])
     dinitial = s.empty(1, B, M, padded)
     grads = s.backward(initial, None, grad, grad_final, dinitial, None)
     grads = (*(None if g is None else g[0] for g in grads), dinitial[0, :, :, : s.channels].mT)
@@ -433,8 +456,8 @@ def bidirectional_scan(
 ) -> Tensor:
     """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
     dt = full_steps(dt, dt_weight, workspace.bmm)
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
-    return s.forward(s.zero_state(), s.channels_last(z[None]), None).to(x.dtype)
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm, (z,))
+    return s.forward(s.zero_state(), s.tokens(z[None]), None).to(x.dtype)
 
 
 def bidirectional_scan_backward(
@@ -451,9 +474,9 @@ def bidirectional_scan_backward(
     key_norm: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm)
-    zero, dz = s.zero_state(), workspace.empty((1, *s.shape[1:4]), s.dtype)
-    z_rows, grad_rows = s.channels_last(z[None]), s.channels_last(grad[None])
+    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm, (z, grad))
+    zero, dz = s.zero_state(), workspace.empty((1, *s.shape[1:4]), s.stored)
+    z_rows, grad_rows = s.tokens(z[None]), s.tokens(grad[None])
     grads = s.backward(zero, z_rows, grad_rows, zero, None, dz)
     return _in_dtypes_of((x, dt, A, q, k, D, bias, z), (*grads, dz[0, :, :, : s.channels]))
 
@@ -461,11 +484,13 @@ def bidirectional_scan_backward(
 # ------------------------------------------------------------------------------------ convolution
 
 
-def _conv_inputs(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _conv_inputs(
+    stored: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return x (1, B, L, D), weight (2, 1, K, D) and bias (2, 1, 1, D) with channels padded."""
-    dtype, padded = _compute_dtype(x), _padded(x.shape[-1])
-    tensors = (x[None], weight.mT[:, None], bias[:, None, None])
-    return tuple(_rows(tensor, dtype, padded) for tensor in tensors)
+    dtype, padded = _compute_dtype(stored), _padded(x.shape[-1])
+    parameters = (_rows(t, dtype, padded) for t in (weight.mT[:, None], bias[:, None, None]))
+    return _rows(x[None], stored, padded), *parameters
 
 
 def _order_rows(order: Tensor | None) -> Tensor | None:
@@ -477,7 +502,7 @@ def causal_conv1d_bidirectional(
     x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> Tensor:
     """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
-    rows, taps, offset = _conv_inputs(x, weight, bias)
+    rows, taps, offset = _conv_inputs(_stored_dtype(x), x, weight, bias)
     (_, B, L, D), K = rows.shape, weight.shape[-1]
     P = 0 if order is None else order.shape[1]
     y = workspace.empty((2, B, L, D), rows.dtype)
@@ -485,7 +510,7 @@ def causal_conv1d_bidirectional(
         loops.conv_blocks,
         B * (D // loops.WIDTH),
         2 * K * rows.numel(),
-        loops.order_scratch_size(L, K, P),
+        L * loops.WIDTH + loops.order_scratch_size(L, K, P),
         rows.dtype,
         (D // loops.WIDTH, L, K, P),
         *(rows, taps, offset, y, _order_rows(order)),
@@ -497,18 +522,17 @@ def causal_conv1d_bidirectional_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    rows, taps, offset = _conv_inputs(x, weight, bias)
+    rows, taps, offset = _conv_inputs(_stored_dtype(x, grad), x, weight, bias)
     (_, B, L, D), K = rows.shape, weight.shape[-1]
     P = 0 if order is None else order.shape[1]
     grad = _rows(grad, rows.dtype, D)
     dx = workspace.empty(tuple(rows.shape), rows.dtype)
-    dweight = torch.zeros((2, B, K, D), dtype=rows.dtype)
-    dbias = torch.zeros((2, B, 1, D), dtype=rows.dtype)
+    dweight, dbias = (torch.zeros((2, B, n, D), dtype=taps.dtype) for n in (K, 1))
     _run(
         loops.conv_blocks_backward,
         B * (D // loops.WIDTH),
         6 * K * rows.numel(),
-        L * loops.WIDTH + loops.order_scratch_size(L, K, P),
+        3 * L * loops.WIDTH + loops.order_scratch_size(L, K, P),
         rows.dtype,
         (D // loops.WIDTH, L, K, P),
         *(rows, taps, offset, grad, dx, dweight, dbias, _order_rows(order)),

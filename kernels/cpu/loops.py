@@ -8,7 +8,10 @@ direction, b for the batch element, c for the first channel of a block, t for th
 A kernel is a C function of one pointer, to a table of integers: HEADER (``_begin`` tells what), SCALARS
 scalars, and the views of all tensors. A ``view`` is the address and three strides of a tensor's four
 axes, the last axis being contiguous. Several threads call a kernel with the same table; each takes
-the next task until there is none. The pointer's type only says what type all values have, ``like``.
+the next task until there is none. The pointer's type only says what type values have, ``like``: those
+with tokens and channels for axes and their gradients. All others, and those computed with, have that
+of ``wide``, which is another one for bfloat16 alone: float32. Bfloat16 is BFLOAT16 here, since numba
+knows it as little as numpy does.
 Inside, ``rows`` are a pair: pointer to the first row, distance between two of them.
 
 Products and sums may be contracted into fused multiply-adds and are otherwise taken in the order
@@ -42,6 +45,7 @@ LANES = 16  # rows and columns of the transposing sum, divides WIDTH
 CHUNK = 16  # tokens between two states kept for the backward pass
 HEADER, SCALARS = 5, 8  # entries of a kernel's table before its views
 LONGHORN, LONGHORN_EXACT, MAMBA = 0, 1, 2
+BFLOAT16 = types.uint16  # what its bits are in; they are the upper half of a float32's
 
 # ----------------------------------------------------------------------------------------- vectors
 
@@ -93,8 +97,8 @@ for _function, _instruction in (
     _define_operator(_function, _instruction)
 
 
-def _as_vector_pointer(context, builder, pointer, vector):
-    return builder.bitcast(pointer, context.get_value_type(vector).as_pointer())
+def _as_vector_pointer(builder, pointer, lanes):
+    return builder.bitcast(pointer, ir.VectorType(pointer.type.pointee, lanes).as_pointer())
 
 
 @intrinsic
@@ -105,6 +109,22 @@ def pointer(typingctx, address, like):
         return builder.inttoptr(args[0], context.get_value_type(like))
 
     return like(types.intp, like), codegen
+
+
+def _wide(dtype):
+    """Return the type that values of a type are computed with."""
+    return types.float32 if dtype == BFLOAT16 else dtype
+
+
+@intrinsic
+def wide(typingctx, like):
+    """Return a pointer as one to the type that is computed with."""
+    result = types.CPointer(_wide(like.dtype))
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], context.get_value_type(result))
+
+    return result(like), codegen
 
 
 @intrinsic
@@ -141,31 +161,53 @@ def shift(typingctx, pointer, n):
 @intrinsic
 def load(typingctx, pointer):
     """Return the vector of WIDTH values at a pointer."""
-    vector = Vector(pointer.dtype, WIDTH)
+    vector = Vector(_wide(pointer.dtype), WIDTH)
 
     def codegen(context, builder, signature, args):
-        where = _as_vector_pointer(context, builder, args[0], vector)
-        return builder.load(where, align=pointer.dtype.bitwidth // 8)
+        where = _as_vector_pointer(builder, args[0], WIDTH)
+        values = builder.load(where, align=pointer.dtype.bitwidth // 8)
+        if pointer.dtype != BFLOAT16:
+            return values
+        integers = ir.VectorType(ir.IntType(32), WIDTH)
+        bits = builder.shl(builder.zext(values, integers), ir.Constant(integers, [16] * WIDTH))
+        return builder.bitcast(bits, context.get_value_type(vector))
 
     return vector(pointer), codegen
 
 
 @intrinsic
 def store(typingctx, pointer, vector):
-    """Write a vector to where a pointer points."""
+    """Write a vector to where a pointer points, rounded to the nearest there is."""
 
     def codegen(context, builder, signature, args):
-        where = _as_vector_pointer(context, builder, args[0], vector)
-        builder.store(args[1], where, align=pointer.dtype.bitwidth // 8)
+        values = _upper_halves(builder, args[1]) if pointer.dtype == BFLOAT16 else args[1]
+        where = _as_vector_pointer(builder, args[0], vector.lanes)
+        builder.store(values, where, align=pointer.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(pointer, vector), codegen
 
 
+def _upper_halves(builder, values):
+    """Return a vector of float32 as bfloat16: the nearest, the even one of two, and NaN for NaN."""
+    lanes = values.type.count
+    integers, halves = (ir.VectorType(ir.IntType(bits), lanes) for bits in (32, 16))
+
+    def all_of(number):
+        return ir.Constant(integers, [number] * lanes)
+
+    bits = builder.bitcast(values, integers)
+    upper = builder.lshr(bits, all_of(16))
+    carry = builder.add(builder.and_(upper, all_of(1)), all_of(0x7FFF))
+    rounded = builder.lshr(builder.add(bits, carry), all_of(16))
+    is_nan = builder.fcmp_unordered("uno", values, values)
+    return builder.trunc(builder.select(is_nan, all_of(0x7FC0), rounded), halves)
+
+
 @intrinsic
 def zeros(typingctx, like):
-    """Return the vector of WIDTH zeros of the dtype that a pointer points to."""
-    vector = Vector(like.dtype, WIDTH)
+    """Return the vector of WIDTH zeros of the type that a pointer's values are computed with."""
+    vector = Vector(_wide(like.dtype), WIDTH)
 
     def codegen(context, builder, signature, args):
         return ir.Constant(context.get_value_type(vector), None)
@@ -236,13 +278,12 @@ def add_row_sums(typingctx, rows, sums):
     Transposes while it adds: each step halves what is left of every row and puts two rows into one
     vector, in about a third of the instructions that one sum after the other takes.
     """
-    row = Vector(rows.dtype, LANES)
     align = rows.dtype.bitwidth // 8
 
     def codegen(context, builder, signature, args):
         def row_at(n):
             start = builder.gep(args[0], [ir.IntType(64)(n * LANES)])
-            return _as_vector_pointer(context, builder, start, row)
+            return _as_vector_pointer(builder, start, LANES)
 
         level = [builder.load(row_at(n), align=align) for n in range(LANES)]
         left = LANES
@@ -255,7 +296,7 @@ def add_row_sums(typingctx, rows, sums):
                 builder.fadd(_pick(builder, a, b, low), _pick(builder, a, b, high))
                 for a, b in zip(level[::2], level[1::2], strict=True)
             ]
-        where = _as_vector_pointer(context, builder, args[1], row)
+        where = _as_vector_pointer(builder, args[1], LANES)
         builder.store(builder.fadd(builder.load(where, align=align), level[0]), where, align=align)
         return context.get_dummy_value()
 
@@ -380,8 +421,13 @@ def silu_gradient(v):
 # ------------------------------------------------------------------------------------ recurrences
 
 
-def compiled(kernel: Callable[..., None], dtype: types.Float) -> CFunc:
-    """Compile a kernel for values of a type, or find it on disk, and return it."""
+def compiled(kernel: Callable[..., None], dtype: types.Number) -> CFunc:
+    """Compile a kernel for values of a type, or find it on disk, and return it.
+
+    Args:
+        kernel: One of those below.
+        dtype: float32, float64 or BFLOAT16.
+    """
     signature = types.void(types.CPointer(dtype))
     try:
         function = cfunc(signature, cache=True, error_model="numpy")(kernel)
@@ -399,7 +445,7 @@ def _begin(like):
     """
     table = integers(like)
     thread = take(table)
-    scratch = pointer(table[3] + thread * table[4], like)
+    scratch = pointer(table[3] + thread * table[4], wide(like))
     return table, shift(table, 1), table[2], scratch
 
 
@@ -589,12 +635,12 @@ def direction_of(table, like, i, b, c):
     return Direction(
         rows_of(view(table, 0), like, i, b, c),
         rows_of(view(table, 1), like, i, b, c),
-        rows_of(view(table, 2), like, i, b, c),
-        rows_of(view(table, 3), like, i, b, 0),
-        rows_of(view(table, 4), like, i, b, 0),
-        rows_of(view(table, 5), like, i, b, c),
-        rows_of(view(table, 6), like, i, b, c),
-        rows_of(view(table, 7), like, 0, 0, 0)[0][0],
+        rows_of(view(table, 2), wide(like), i, b, c),
+        rows_of(view(table, 3), wide(like), i, b, 0),
+        rows_of(view(table, 4), wide(like), i, b, 0),
+        rows_of(view(table, 5), wide(like), i, b, c),
+        rows_of(view(table, 6), wide(like), i, b, c),
+        rows_of(view(table, 7), wide(like), 0, 0, 0)[0][0],
     )
 
 
@@ -631,25 +677,31 @@ def scan_blocks(like):
     recurrence, reverse, blocks = scalar(table, 0), scalar(table, 1), scalar(table, 2)
     directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
     initial, z, y, final = view(table, 8), view(table, 9), view(table, 10), view(table, 11)
-    state = scratch, WIDTH
+    state, y_sum = rows_after(scratch, 0), rows_after(scratch, M)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
         y_rows, z_rows = rows_of(y, like, 0, b, c), rows_of(z, like, 0, b, c)
         for i in range(directions):
-            copy(rows_of(initial, like, i, b, c), state, M)
+            copy(rows_of(initial, wide(like), i, b, c), state, M)
             inputs = direction_of(table, like, i, b, c)
             backwards = reverse == 1 or i == 1
             scan_direction(
-                recurrence, M, L, backwards, inputs, state, y_rows, i == 1, y_rows, state, False
+                recurrence, M, L, backwards, inputs, state, y_sum, i == 1, y_sum, state, False
             )
         if directions == 1:
-            copy(state, rows_of(final, like, 0, b, c), M)
+            copy(state, rows_of(final, wide(like), 0, b, c), M)
+            copy(y_sum, y_rows, L)
         else:
             for t in range(L):
                 gate = silu(load(at(z_rows, t))) * 0.5
-                store(at(y_rows, t), load(at(y_rows, t)) * gate)
+                store(at(y_rows, t), load(at(y_sum, t)) * gate)
         task = take(counter)
+
+
+def scratch_size(L: int, M: int) -> int:
+    """Return how many values of scratch memory ``scan_blocks`` needs per thread."""
+    return (L + M) * WIDTH
 
 
 @register_jitable
@@ -729,23 +781,23 @@ def scan_block_backward(like, table, scratch, group, b, c):
     for i in range(directions):
         backwards = reverse == 1 or i == 1
         inputs = direction_of(table, like, i, b, c)
-        copy(rows_of(view(table, 8), like, i, b, c), adjoint, M)
+        copy(rows_of(view(table, 8), wide(like), i, b, c), adjoint, M)
         scan_direction(
             recurrence, M, L, backwards, inputs, adjoint, y, i == 1, steps, checkpoints, True
         )
-        copy(rows_of(view(table, 11), like, i, b, c), adjoint, M)
+        copy(rows_of(view(table, 11), wide(like), i, b, c), adjoint, M)
         gradients = (
             rows_of(view(table, 12), like, i, b, c),
             rows_of(view(table, 13), like, i, b, c),
-            rows_of(view(table, 14), like, i, b, c),
-            rows_of(view(table, 15), like, group * directions + i, b, 0),
-            rows_of(view(table, 16), like, i, b, c),
-            rows_of(view(table, 17), like, i, b, c),
+            rows_of(view(table, 14), wide(like), i, b, c),
+            rows_of(view(table, 15), wide(like), group * directions + i, b, 0),
+            rows_of(view(table, 16), wide(like), i, b, c),
+            rows_of(view(table, 17), wide(like), i, b, c),
         )
         kept = steps, checkpoints, states, sums
         scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoint, gradients)
     if directions == 1:
-        copy(adjoint, rows_of(view(table, 18), like, 0, b, c), M)
+        copy(adjoint, rows_of(view(table, 18), wide(like), 0, b, c), M)
     else:
         dz = rows_of(view(table, 19), like, 0, b, c)
         for t in range(L):
@@ -889,14 +941,15 @@ def conv_blocks(like):
     """
     table, counter, tasks, scratch = _begin(like)
     blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
+    x = rows_after(scratch, 0)  # together, and converted once
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        x = rows_of(view(table, 0), like, 0, b, c)
-        order = order_of(table, view(table, 4), like, b, scratch)
+        copy(rows_of(view(table, 0), like, 0, b, c), x, L)
+        order = order_of(table, view(table, 4), like, b, at(x, L))
         for i in range(2):
-            weight = rows_of(view(table, 1), like, i, b, c)
-            bias = load(rows_of(view(table, 2), like, i, b, c)[0])
+            weight = rows_of(view(table, 1), wide(like), i, b, c)
+            bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
             y = rows_of(view(table, 3), like, i, b, c)
             if P == 0:
                 convolve(i, L, K, x, weight, bias, y)
@@ -954,27 +1007,41 @@ def conv_weight_gradient_in_order(i, L, K, x, dv, dweight, order):
         store(at(dweight, K - 1 - back), tap)
 
 
-@njit
-def conv_input_gradient(i, L, K, weight, dv, dx):
-    """Write the gradient for x (direction 0) or add to it (direction 1)."""
-    for t in range(L):
-        dx_t = load(at(dx, t)) if i == 1 else zeros(dv[0])
-        for back in range(min(K - 1, t if i == 1 else L - 1 - t) + 1):
-            dv_t = load(at(dv, t - back if i == 1 else t + back))
-            dx_t = dx_t + load(at(weight, K - 1 - back)) * dv_t
-        store(at(dx, t), dx_t)
+@njit(forceinline=True)
+def add_readers(i, t, L, K, weight, dv, dx_t):
+    """Return the gradient for x at token t with what direction i adds, given that before activation."""
+    for back in range(min(K - 1, t if i == 1 else L - 1 - t) + 1):
+        dv_t = load(at(dv, t - back if i == 1 else t + back))
+        dx_t = dx_t + load(at(weight, K - 1 - back)) * dv_t
+    return dx_t
 
 
 @njit
-def conv_input_gradient_in_order(i, L, K, weight, dv, dx, order):
-    """Write the gradient for x (direction 0) or add to it (direction 1)."""
+def conv_input_gradient(L, K, weight_0, weight_1, dv_0, dv_1, dx):
+    """Write the gradient for x, given those before the activation of both directions."""
     for t in range(L):
-        dx_t = load(at(dx, t)) if i == 1 else zeros(dv[0])
+        dx_t = add_readers(0, t, L, K, weight_0, dv_0, zeros(dv_0[0]))
+        store(at(dx, t), add_readers(1, t, L, K, weight_1, dv_1, dx_t))
+
+
+@njit(forceinline=True)
+def add_readers_in_order(i, t, K, weight, dv, dx_t, order):
+    """Return the same, direction i's tokens having an order."""
+    for back in range(K):
+        reader = neighbour(order, t, -back if i == 1 else back)
+        if reader >= 0:
+            dx_t = dx_t + load(at(weight, K - 1 - back)) * load(at(dv, reader))
+    return dx_t
+
+
+@njit
+def conv_input_gradient_in_order(L, K, weight_0, weight_1, dv_0, dv_1, dx, order):
+    """Write the gradient for x, zeros where tokens take no part."""
+    for t in range(L):
+        dx_t = zeros(dv_0[0])
         if takes_part(order, t):
-            for back in range(K):
-                reader = neighbour(order, t, -back if i == 1 else back)
-                if reader >= 0:
-                    dx_t = dx_t + load(at(weight, K - 1 - back)) * load(at(dv, reader))
+            dx_t = add_readers_in_order(0, t, K, weight_0, dv_0, dx_t, order)
+            dx_t = add_readers_in_order(1, t, K, weight_1, dv_1, dx_t, order)
         store(at(dx, t), dx_t)
 
 
@@ -986,24 +1053,31 @@ def conv_blocks_backward(like):
     """
     table, counter, tasks, scratch = _begin(like)
     blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    dv = scratch, WIDTH
+    x, dv_0, dv_1 = rows_after(scratch, 0), rows_after(scratch, L), rows_after(scratch, 2 * L)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        x, dx = rows_of(view(table, 0), like, 0, b, c), rows_of(view(table, 4), like, 0, b, c)
-        order = order_of(table, view(table, 7), like, b, at(dv, L))
+        copy(rows_of(view(table, 0), like, 0, b, c), x, L)
+        dx = rows_of(view(table, 4), like, 0, b, c)
+        weight_0, weight_1 = (
+            rows_of(view(table, 1), wide(like), 0, b, c),
+            rows_of(view(table, 1), wide(like), 1, b, c),
+        )
+        order = order_of(table, view(table, 7), like, b, at(dv_1, L))
         for i in range(2):
-            weight = rows_of(view(table, 1), like, i, b, c)
-            bias = load(rows_of(view(table, 2), like, i, b, c)[0])
+            weight, dv = (weight_1, dv_1) if i == 1 else (weight_0, dv_0)
+            bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
             grad = rows_of(view(table, 3), like, i, b, c)
-            dweight = rows_of(view(table, 5), like, i, b, c)
+            dweight = rows_of(view(table, 5), wide(like), i, b, c)
             if P == 0:
                 dbias = conv_activation_gradient(i, L, K, x, weight, bias, grad, dv)
                 conv_weight_gradient(i, L, K, x, dv, dweight)
-                conv_input_gradient(i, L, K, weight, dv, dx)
             else:
                 dbias = conv_activation_gradient_in_order(i, L, K, x, weight, bias, grad, dv, order)
                 conv_weight_gradient_in_order(i, L, K, x, dv, dweight, order)
-                conv_input_gradient_in_order(i, L, K, weight, dv, dx, order)
-            store(rows_of(view(table, 6), like, i, b, c)[0], dbias)
+            store(rows_of(view(table, 6), wide(like), i, b, c)[0], dbias)
+        if P == 0:
+            conv_input_gradient(L, K, weight_0, weight_1, dv_0, dv_1, dx)
+        else:
+            conv_input_gradient_in_order(L, K, weight_0, weight_1, dv_0, dv_1, dx, order)
         task = take(counter)

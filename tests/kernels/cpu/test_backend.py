@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -300,6 +301,64 @@ def test_low_precision_inputs(recurrence, dtype):
     for name in ("A", "D", "bias"):
         inputs[name] = None if inputs[name] is None else inputs[name].float()
     assert_bidirectional_matches(inputs, recurrence)
+
+
+def types_compiled_for(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """Return a set that is told the dtype of every kernel that runs from now on."""
+    dtypes, compiled = set(), cpu._compiled
+    monkeypatch.setattr(cpu, "_compiled", lambda k, dtype: dtypes.add(dtype) or compiled(k, dtype))
+    return dtypes
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_bfloat16_is_rounded_once(recurrence, monkeypatch):
+    """Results are those for the same numbers in float32, rounded."""
+    tensors = tuple(bidirectional_inputs((2, 37, 70, 7), recurrence, torch.bfloat16).values())
+    single = tuple(scan_inputs((2, 37, 70, 7), recurrence, torch.bfloat16).values())
+    x, weight, bias, grad = conv_inputs((2, 37, 70), 4, torch.bfloat16)
+
+    def results(given: Callable[[Tensor | None], Tensor | None]) -> list[Tensor]:
+        many, one, conv = (tuple(map(given, t)) for t in (tensors, single, (x, weight, bias)))
+        y, state = cpu.scan(*one, recurrence, True)
+        found = [
+            cpu.bidirectional_scan(*many, recurrence),
+            *cpu.bidirectional_scan_backward(given(x), *many, recurrence),
+            *(y, *cpu.scan_backward(given(x), state, *one, recurrence, True)),
+            cpu.causal_conv1d_bidirectional(*conv),
+            *cpu.causal_conv1d_bidirectional_backward(given(grad), *conv),
+            cpu.causal_conv1d_bidirectional(*conv, scattered(2, 37)),
+            *cpu.causal_conv1d_bidirectional_backward(given(grad), *conv, scattered(2, 37)),
+        ]
+        return [t for t in found if t is not None]
+
+    expected = results(lambda t: None if t is None else t.float())
+    dtypes = types_compiled_for(monkeypatch)
+    actual = results(lambda t: t)
+    assert dtypes == {torch.bfloat16}
+    for a, e in zip(actual, expected, strict=True):
+        assert a.equal(e.to(a.dtype))
+
+
+def test_float32_among_bfloat16_is_not_rounded_before(monkeypatch):
+    """Gates of float32 are taken as they are."""
+    inputs = bidirectional_inputs((1, 21, 70, 16), "longhorn", torch.bfloat16)
+    inputs["z"] = inputs["z"].float() + 1e-4
+    dtypes = types_compiled_for(monkeypatch)
+    actual = cpu.bidirectional_scan(*inputs.values(), "longhorn")
+    assert dtypes == {torch.float32}
+    wide = [None if t is None else t.float() for t in inputs.values()]
+    assert actual.equal(cpu.bidirectional_scan(*wide, "longhorn").bfloat16())
+
+
+def test_bfloat16_of_what_is_not_finite():
+    x, weight, bias, _ = conv_inputs((1, 9, 70), 1, torch.bfloat16)
+    x[0, :3] = torch.tensor([torch.nan, torch.inf, 3e38])[:, None]
+    weight, bias = torch.ones_like(weight), torch.zeros_like(bias)
+    expected = cpu.causal_conv1d_bidirectional(x.float(), weight.float(), bias.float())
+    assert expected[:, 0, :3].isnan().any()
+    assert expected[:, 0, :3].isinf().any()
+    actual = cpu.causal_conv1d_bidirectional(x, weight, bias)
+    torch.testing.assert_close(actual, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
