@@ -44,6 +44,8 @@ _ORPHANS = 5.0  # seconds that loader processes may outlive a run
 IMAGES = {"train": 16, "val": 3}  # of a class
 STEPS = 8  # of an epoch
 EPOCHS = 3
+# Without repeats an epoch draws every image.
+TOLERANT = ("--data.max-bad-images", "0.2", "--data.aug-repeats", "1")
 
 
 @dataclass(frozen=True)
@@ -462,3 +464,19 @@ _INJURIES = {
     "reading": _fail_to_read,
     "no locks": _have_no_locks,
 }
+
+
+def halve(path: Path) -> str:
+    """Cut a file in half and return its last two names."""
+    os.truncate(path, path.stat().st_size // 2)
+    return f"{path.parent.name}/{path.name}"
+
+
+def equal_logs(runs: list[Result], how: str) -> Verdict:
+    """Compare what two runs ended with."""
+    if any(run.code for run in runs):
+        return Verdict(runs[-1].printed[-300:], "the run")
+    changed = differing(*(outcome(run.folder) for run in runs))
+    if changed:
+        return Verdict(how, f"equality: other {', '.join(changed)}")
+    return Verdict(how, "nothing: ends with the same bits")

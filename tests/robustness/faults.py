@@ -70,7 +70,7 @@ def judge(fault: Fault, lab: Laboratory) -> Verdict:
 def main() -> int:
     """Print and write the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", help="names of functions of fault_cases.py")
+    parser.add_argument("--only", nargs="+", help="names of functions of faults_of_*.py")
     parser.add_argument("--output", type=Path, help="Markdown file to write")
     args = parser.parse_args()
     chosen = [fault for fault in FAULTS if not args.only or fault.__name__ in args.only]
