@@ -213,14 +213,26 @@ def runs_table(rows: Rows, task: str) -> str:
 IMAGE_FIGURES = (("loss", 3), ("top1", 1))
 
 
+def runs_text(rows: Rows) -> str:
+    """Return the tables of every task that runs were made of, and where they were made."""
+    found = []
+    for task, own in rows.items():
+        reported = [row for row in own if row["seed"] not in TASKS[task].tuning_seeds]
+        if own:
+            where = sorted({(row["device"], row["commit"]) for row in own})
+            made = ", ".join(f"{device} at commit {commit}" for device, commit in where)
+            record = f"[`plan_{task}.json`](../experiments/results/plan_{task}.json)"
+            found += [f"Rates tried in `{task}`, {len(own)} runs in {record}, on {made}:"]
+            found += [tuning_table(rows, task)]
+        if reported:
+            found += [f"Reported runs of `{task}`:", runs_table(rows, task)]
+    return "\n\n".join(found) or "None was made yet."
+
+
 def main() -> None:
     """Print what there is."""
     rows = load()
-    print(verdict_table(rows))
-    for task, own in rows.items():
-        if own:
-            print(f"\n{task}: rates tried\n\n{tuning_table(rows, task)}")
-            print(f"\n{task}: reported runs\n\n{runs_table(rows, task)}")
+    print(f"{verdict_table(rows)}\n\n{runs_text(rows)}")
 
 
 if __name__ == "__main__":

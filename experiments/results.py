@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from experiments import comparisons, dense_results, mqar_results, sizes_results
+from experiments import comparisons, dense_results, mqar_results, plan_results, sizes_results
 from experiments import finetune_results as finetuning
 from experiments import vision_results as vision
 from experiments.records import CHOICE_SEED, Row, select
@@ -293,11 +293,17 @@ def sizes_blocks(name: str) -> dict[str, str]:
     }
 
 
+def plan_blocks() -> dict[str, str]:
+    """Return what the questions of PLAN.md add to the templates."""
+    rows = plan_results.load()
+    return {"verdicts": plan_results.verdict_table(rows), "runs": plan_results.runs_text(rows)}
+
+
 def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
-    groups["dense"] = dense_blocks()
+    groups |= {"dense": dense_blocks(), "plan": plan_blocks()}
     groups |= {f"sizes_{name}": sizes_blocks(name) for name in sizes_results.AIMS}
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()

@@ -201,6 +201,28 @@ def test_verdicts_follow_the_tests(records: dict[str, Record]) -> None:
     )
 
 
+def test_what_is_not_finished_shows_no_effect(records: dict[str, Record]) -> None:
+    """No difference before all pairs are there, and no rate before all are tuned."""
+    nothing = {name: [] for name in plan.TASKS}
+    assert plan_results.runs_text(nothing) == "None was made yet."
+    assert plan_results.verdict_table(nothing).count("not run yet |") == 8
+    task = plan.TASKS["fractals"]
+    trials = [run | task.run(**run) | {"device": "a", "commit": "b"} for run in task.trials([])]
+    text = plan_results.runs_text(nothing | {"fractals": trials})
+    assert f"Rates tried in `fractals`, {len(trials)} runs" in text
+    assert "on a at commit b:" in text
+    assert "Reported" not in text
+    assert "| ViM |" in text
+    answer("averaging", records)
+    rows = nothing | {
+        "fractals": [row | {"device": "a", "commit": "b"} for row in records["fractals"].rows]
+    }
+    table = plan_results.verdict_table(rows)
+    assert "| ViL against ViM | 0 of 10 |  |  | not run yet |" in table
+    assert "| `averaging` | ViL, averaged tokens against ViL | 10 of 10 |" in table
+    assert "| ViL | 0.002 | 10 |" in plan_results.runs_text(rows)
+
+
 @pytest.mark.parametrize(
     ("losses", "octaves"),
     [
