@@ -75,8 +75,15 @@ class ChangedMixer(BidirectionalMixer):
 
         Args:
             mixer: Of either form of Longhorn; its initial values are kept.
-            change: What to change.
+            change: What to change; weights of another change, or of none, are refused from then on.
+
+        Raises:
+            ValueError: the mixer is of another recurrence, or the change is unknown.
         """
+        if mixer.recurrence not in _FORM_OF:
+            raise ValueError(f"mixer must be of one of {[*_FORM_OF]}, got {mixer.recurrence!r}")
+        if change not in CHANGES:
+            raise ValueError(f"change must be one of {list(CHANGES)}, got {change!r}")
         inner = mixer.D.shape[1]
         sizes = {"d_state": mixer.d_state, "d_conv": mixer.conv_weight.shape[2]}
         dim = mixer.out_proj.out_features
@@ -85,7 +92,8 @@ class ChangedMixer(BidirectionalMixer):
                 dim, mixer.recurrence, **sizes, expand=inner // dim, dt_rank=mixer.dt_rank
             )
             self.load_state_dict(mixer.state_dict())
-            self.change = change
+            self.change, self.form = change, _FORM_OF[mixer.recurrence]
+            self.recurrence = f"{mixer.recurrence}+{change}"
             if change == "spread_steps":
                 spread_(self.dt_bias)
             if change == "decay":
@@ -118,12 +126,11 @@ class ChangedMixer(BidirectionalMixer):
         low, k, q = F.linear(x, self.x_proj_weight[i]).split(sizes, dim=-1)
         q, k = change_keys(self.change, q, k)
         steps = F.linear(low, self.dt_weight[i], self.dt_bias[i])
-        form = _FORM_OF[self.recurrence]
         if self.change == "decay":
             logit = F.linear(x, self.decay_weight[i, None], self.decay_bias[i, None])
-            y = decayed_scan(x, steps, q, k, log_decay(logit), form)
+            y = decayed_scan(x, steps, q, k, log_decay(logit), self.form)
         else:
-            y = longhorn_scan(x, steps, q, k, form=form)
+            y = longhorn_scan(x, steps, q, k, form=self.form)
         return torch.addcmul(y, self.D[i], x)
 
 

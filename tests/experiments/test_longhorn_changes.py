@@ -171,3 +171,16 @@ def test_names_are_not_those_of_published_recurrences() -> None:
     assert len(ALL) == 11 + 2 * len(CHANGES)
     with pytest.raises(ValueError, match=r"longhorn\+unit_keys"):
         Mixer(8, "longhorn+nothing")
+
+
+def test_changed_mixer_names_a_bad_argument_and_refuses_other_weights() -> None:
+    mamba, mixer = (BidirectionalMixer(8, name, d_state=N) for name in ("mamba", "longhorn"))
+    with pytest.raises(ValueError, match=r"must be of one of .*'mamba'"):
+        ChangedMixer(mamba, "silu")
+    with pytest.raises(ValueError, match=r"change must be one of .*'swish'"):
+        ChangedMixer(mixer, "swish")
+    changed = ChangedMixer(mixer, "silu")
+    ChangedMixer(mixer, "silu").load_state_dict(changed.state_dict())
+    for other in (mixer, ChangedMixer(mixer, "unit_keys")):
+        with pytest.raises(RuntimeError, match="longhorn\\+silu"):
+            other.load_state_dict(changed.state_dict())
