@@ -4,7 +4,7 @@
 
 A question is answered when all of its pairs are there, by the sign-flip test of one number for each seed.
 All of the plan's tests are judged together (Holm at 5 %); one that is not answered yet counts as if it
-had found nothing, so that a verdict never changes when others come.
+had found nothing. So what was found is never taken back, and "no" is said only once all are answered.
 """
 
 import json
@@ -129,14 +129,16 @@ def verdict_table(rows: Rows) -> str:
         "| question | compared | pairs | how much better the first is (95 %) | p | decided |",
         "|---" * 6 + "|",
     ]
-    for question, part, found, is_found in judged(rows):
+    entries = judged(rows)
+    answered = all(found and len(found.a) == len(part.seeds) for _, part, found, _ in entries)
+    for question, part, found, is_found in entries:
         pairs = f"{len(found.a) if found else 0} of {len(part.seeds)}"
         names = (found.second, found.first) if found else (part.first, part.second)
         cells = [f"`{question}`", f"{names[0]} against {names[1]}", pairs]
         if found and len(found.a) == len(part.seeds):
             better = names[0] if found.difference > 0 else names[1]
             cells += [effect(part, found), f"{found.p:.2g}"]
-            cells += [f"{better} is better" if is_found else "no"]
+            cells += [f"{better} is better" if is_found else "no" if answered else "open"]
         else:
             cells += ["", "", "not run yet" if not found else "not all run yet"]
         lines.append(f"| {' | '.join(cells)} |")
