@@ -50,7 +50,7 @@ class Paired(Comparison):
 
 
 class SignFlip(Paired):
-    """As ``Paired``, judged without a belief about how differences are distributed."""
+    """As ``Paired``, judged by what it would be if the two of a seed could have been exchanged."""
 
     @property
     def p(self) -> float:
