@@ -16,7 +16,7 @@ from experiments.comparisons import SignFlip, holm
 from experiments.plan import QUESTIONS, TASKS, Curve, Pair, Tuned, record_path, tasks_of
 from experiments.plateau import SETTINGS
 from experiments.records import Row, select
-from experiments.tuning import at_edge, best_rate
+from experiments.tuning import best_rate
 
 Rows = Mapping[str, Sequence[Row]]
 
@@ -169,8 +169,9 @@ def _curve_rows(rows: Rows) -> list[str]:
 
 
 def tuning_table(rows: Rows, task: str) -> str:
-    """Return the score of every trial by contestant and rate, the chosen one marked."""
+    """Return the score of every trial by contestant and rate, and what was chosen once all are tuned."""
     scores = TASKS[task].scores(rows[task])
+    tuned = not TASKS[task].trials(rows[task])
     rates = sorted({rate for own in scores.values() for rate in own})
     lines = [
         f"| | {' | '.join(f'{rate:g}' for rate in rates)} | chosen |",
@@ -178,8 +179,8 @@ def tuning_table(rows: Rows, task: str) -> str:
     ]
     for name, own in scores.items():
         cells = [_score_text(task, own[rate][0]) if rate in own else "" for rate in rates]
-        done = own and not at_edge(own)
-        lines.append(f"| {name} | {' | '.join(cells)} | {f'{best_rate(own):g}' if done else ''} |")
+        chosen = f"{best_rate(own):g}" if tuned else "not yet"
+        lines.append(f"| {name} | {' | '.join(cells)} | {chosen} |")
     return "\n".join(lines)
 
 

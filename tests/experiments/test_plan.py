@@ -212,7 +212,10 @@ def test_what_is_not_finished_shows_no_effect(records: dict[str, Record]) -> Non
     assert f"Rates tried in `fractals`, {len(trials)} runs" in text
     assert "on a at commit b:" in text
     assert "Reported" not in text
-    assert "| ViM |" in text
+    assert "| ViM | 0.435 | 0.434 |" in text
+    half = plan_results.runs_text(nothing | {"fractals": trials[:-1]})
+    assert text.count("not yet") == 0
+    assert half.count("| not yet |") == 4
     answer("averaging", records)
     rows = nothing | {
         "fractals": [row | {"device": "a", "commit": "b"} for row in records["fractals"].rows]
