@@ -1,0 +1,95 @@
+"""The wheel and the source distribution, built and installed as by a user who has torch and timm only."""
+
+import site
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("build")
+pytest.importorskip("twine")
+
+ROOT = Path(__file__).parent.parent
+# What a user may lack, and what would find this checkout instead of the wheel.
+LEFT_OUT = ("numba", "llvmlite", "triton", "vision_longhorn", "__editable__")
+USE = """
+import pathlib, timm, torch, vil
+from vil.kernels import backends
+assert pathlib.Path(vil.__file__).is_relative_to({environment!r}), vil.__file__
+model = timm.create_model("vil_tiny", img_size=32, num_classes=10).eval()
+assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+assert backends.automatic_backend("cpu", False) == "reference"
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with a wheel, made from the source distribution, and that."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Python of an environment with the wheel and what it cannot do without.
+
+    Packages are links to those of this one, for torch takes minutes to install.
+    """
+    folder = tmp_path_factory.mktemp("user") / "environment"
+    venv.create(folder, with_pip=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    for source in map(Path, site.getsitepackages()):
+        for entry in source.iterdir():
+            link = packages / entry.name
+            if not entry.name.startswith(LEFT_OUT) and not link.exists():
+                link.symlink_to(entry)
+    (wheel,) = built.glob("*.whl")
+    run(folder / "bin" / "python", "-m", "pip", "install", "--no-deps", wheel, cwd=folder)
+    return folder / "bin" / "python"
+
+
+def test_metadata_is_what_an_index_takes(built: Path) -> None:
+    run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
+
+
+def test_both_have_all_modules_and_no_test(built: Path) -> None:
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for room in ("vil", "kernels")
+        for path in (ROOT / room).rglob("*.py")
+    }
+    (source,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert modules | {"LICENSE", "README.md", "pyproject.toml"} <= names
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.replace("kernels/", "vil/kernels/") for name in modules} <= names
+    assert all(name.startswith(("vil/", "vision_longhorn-")) for name in names)
+
+
+def test_it_works_without_numba_and_triton(python: Path, tmp_path: Path) -> None:
+    run(python, "-c", USE.format(environment=str(python.parents[1])), cwd=tmp_path)
+
+
+def test_selfcheck_says_what_is_missing(python: Path, tmp_path: Path) -> None:
+    """There is nothing to compare the definition with, which is no success."""
+    command = [str(python), "-m", "vil.selfcheck"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no backend but the reference is available: pip install numba" in done.stdout
