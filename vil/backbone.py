@@ -843,15 +843,38 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+def dense_indices(depth: int) -> tuple[int, ...]:
+    """Return the ends of the four quarters of the blocks, which dense heads take: 5, 11, 17, 23 of 24.
+
+    A quarter that does not end with a block ends with the block that it ends in, so that the last block
+    is always one of them; of fewer than four blocks they are all.
+    """
+    return tuple(sorted({-(-depth * quarter // 4) - 1 for quarter in (1, 2, 3, 4)}))
+
+
 def build_variant(
     variant: str,
     pretrained: bool,
+    depth: int,
     model_cls: type[VisionLonghorn] = VisionLonghorn,
-    out_indices: int | Sequence[int] = 3,
+    out_indices: int | Sequence[int] | None = None,
     pretrained_strict: bool = True,
     **kwargs: Any,
 ) -> VisionLonghorn:
-    """Build a registered model; arguments as of ``timm.create_model``, and the class of the model."""
+    """Build a registered model.
+
+    Args:
+        variant: Its name.
+        pretrained: As of ``timm.create_model``.
+        depth: Number of blocks.
+        model_cls: Its class.
+        out_indices: Which features ``features_only=True`` gives: the last n if int, else their numbers;
+            None for those of ``dense_indices``.
+        pretrained_strict: As of ``timm.create_model``.
+        **kwargs: Of ``timm.create_model``.
+    """
+    if out_indices is None:
+        out_indices = dense_indices(depth)
     return build_model_with_cfg(
         model_cls,
         variant,
@@ -859,6 +882,7 @@ def build_variant(
         pretrained_filter_fn=checkpoint_filter_fn,
         pretrained_strict=pretrained_strict,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        depth=depth,
         **kwargs,
     )
 

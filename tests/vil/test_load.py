@@ -565,7 +565,8 @@ def test_weights_that_do_not_fit_name_the_first_key(checkpoint: Path, tmp_path: 
     refused(lambda: vil.load(checkpoint, depth=3), "blocks.2.norm.weight is missing in the weights")
     refused(lambda: vil.load(checkpoint, depth=1), "blocks.1.norm.weight is missing in the model")
     refused(lambda: vil.load(checkpoint, d_state=8), "blocks.0.mixer")
-    refused(lambda: vil.load(checkpoint, features_only=True), str(checkpoint), "last-n (3)")
+    maps = {"features_only": True, "out_indices": 3}
+    refused(lambda: vil.load(checkpoint, **maps), str(checkpoint), "last-n (3)")
     refused(lambda: vil.load(checkpoint, nonsense=1), str(checkpoint), "nonsense")
     refused(lambda: vil.load(checkpoint, global_pool="odd"), str(checkpoint), "global_pool")
     refused(lambda: vil.load(checkpoint, checkpoint_path="x"), str(checkpoint), "checkpoint_path")
