@@ -122,6 +122,11 @@ class VisionLonghornPyramid(VisionLonghorn):
             ValueError: Another argument is out of its range, or the patches' distance no power of two.
         """
         super().__init__(dynamic_img_pad=dynamic_img_pad, **kwargs)
+        if self.patch_drop_rate:
+            raise ValueError(
+                f"patch_drop_rate must be 0 for a pyramid, whose maps have all patches, got "
+                f"{self.patch_drop_rate}"
+            )
         if output_stride not in STRIDES[1:]:
             raise ValueError(f"output_stride must be 8, 16 or 32, got {output_stride}")
         stride, across = self.patch_embed.stride
