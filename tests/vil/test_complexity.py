@@ -1,7 +1,10 @@
 """Counters of multiply-adds that others wrote: they find in our operators what ``count_macs`` does."""
 
 import logging
+import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import timm
@@ -87,6 +90,19 @@ def test_padding_that_is_cut_off_is_not_counted() -> None:
     with torch.no_grad(), whole:
         model(images(96)[:, :, :64])
     assert counts[torch.ops.vil.mixer] == whole.get_flop_counts()["Global"][torch.ops.vil.mixer]
+
+
+DOCUMENTED = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "measuring.md").read_text(), re.S
+)
+
+
+@pytest.mark.usefixtures("fvcore", "calflops")
+@pytest.mark.parametrize("block", DOCUMENTED[1:])
+def test_lines_of_the_documents_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1, img_size=64))
+    exec((DOCUMENTED[0] + block).replace("224, 224", "64, 64"), {})
+    assert "assert" in block
 
 
 @pytest.fixture

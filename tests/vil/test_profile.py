@@ -148,7 +148,8 @@ def test_a_process_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_memory_is_measured_in_a_process_of_its_own() -> None:
     setting = Setting(32, 2, "cpu", "float32", threads=1, rounds=1)
     figures = profile._memory("resnet18", setting)
-    if figures["training"] is not None:
-        weights = 4 * 11_689_512
-        assert weights < figures["inference"] < 2 * weights
-        assert 4 * weights < figures["training"] < 6 * weights  # gradients and two averages
+    if figures["training"] is None:
+        pytest.skip("this system does not tell")
+    weights = 4 * 11_689_512
+    assert weights < figures["inference"] < 2 * weights
+    assert 4 * weights < figures["training"] < 6 * weights  # gradients and two averages
