@@ -14,86 +14,47 @@ import argparse
 import itertools
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
 
 from benchmarks.provenance import environment
+from vil.measuring import PASSES, Step, in_turns, step_of
 from vil.training.files import write_text
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")
 BATCH = {224: 8, 448: 2, 1024: 1}
-STEPS = 2  # counted steps per model and round
 
 
-def inference(
-    name: str, size: int, batch: int, dtype: torch.dtype = torch.float32
-) -> Callable[[], None]:
-    """Return a function that runs one forward pass, with autocast for another dtype than float32."""
-    model = timm.create_model(name, img_size=size).eval()
-    images = torch.randn(batch, 3, size, size)
-
-    def step() -> None:
-        with torch.inference_mode(), torch.autocast("cpu", dtype, dtype != torch.float32):
-            model(images)
-
-    return step
-
-
-def training(
-    name: str, size: int, batch: int, dtype: torch.dtype = torch.float32
-) -> Callable[[], None]:
-    """Return a function that runs one training step, with autocast for another dtype than float32."""
+def step(
+    name: str, size: int, batch: int, pass_name: str, dtype: torch.dtype = torch.float32
+) -> Step:
+    """Return a function that does one step of a new model, as ``vil.measuring.step_of`` does."""
     model = timm.create_model(name, img_size=size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    images, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
-
-    def step() -> None:
-        with torch.autocast("cpu", dtype, dtype != torch.float32):
-            loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds per step in every counted round for each function."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds + 1):
-        for name, step in steps.items():
-            step()
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            if i:
-                seconds[name].append((time.perf_counter() - start) / STEPS)
-    return seconds
+    return step_of(model, torch.randn(batch, 3, size, size), pass_name, dtype)
 
 
 def compare(
     models: Sequence[str],
-    make: Callable[..., Callable[[], None]],
+    pass_name: str,
     size: int,
     batch: int,
     dtype: torch.dtype,
     rounds: int,
 ) -> list[dict[str, Any]]:
     """Return each model's median time per image and its ratio to the first's, round by round."""
-    seconds = measure({name: make(name, size, batch, dtype) for name in models}, rounds)
+    steps = {name: step(name, size, batch, pass_name, dtype) for name in models}
+    seconds = in_turns(steps, rounds)
     base = seconds[models[0]]
     return [
         {
             "size": size,
             "batch": batch,
             "dtype": str(dtype).removeprefix("torch."),
-            "pass": make.__name__,
+            "pass": pass_name,
             "model": name,
             "ms_per_image": 1e3 * statistics.median(times) / batch,
             "ratio": statistics.median(t / b for t, b in zip(times, base, strict=True)),
@@ -118,8 +79,9 @@ def main() -> None:
     print("| size | batch | dtype | pass | model | ms per image | ratio to deit_tiny |")
     print("|---|---|---|---|---|---|---|")
     rows = []
-    for size, dtype, make in itertools.product(args.sizes, args.dtypes, (inference, training)):
-        for row in compare(MODELS, make, size, BATCH[size], getattr(torch, dtype), args.rounds):
+    for size, dtype, pass_name in itertools.product(args.sizes, args.dtypes, PASSES):
+        precision, batch = getattr(torch, dtype), BATCH[size]
+        for row in compare(MODELS, pass_name, size, batch, precision, args.rounds):
             rows.append(row)
             *names, milliseconds, ratio = row.values()
             print(

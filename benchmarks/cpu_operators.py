@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cpu import MODELS, inference, training
+from benchmarks.cpu import MODELS, step
 from benchmarks.provenance import environment, processor
+from vil.measuring import PASSES
 from vil.training.files import write_text
 
-PASSES = {"inference": inference, "training": training}
 SHOWN = 0.01  # of a model's time; what takes less is one row
 REST, ALL = "all others", "all"
 
@@ -37,12 +37,12 @@ def milliseconds(name: str, pass_name: str, size: int, batch: int, steps: int) -
         batch: Images.
         steps: How many are profiled, after two that are not.
     """
-    step = PASSES[pass_name](name, size, batch)
+    run = step(name, size, batch, pass_name)
     for _ in range(2):
-        step()
+        run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):
-            step()
+            run()
     microseconds = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
     times = {key: time / (1e3 * steps * batch) for key, time in microseconds.items()}
     total = sum(times.values())

@@ -4,7 +4,7 @@
 
 Everything is as trained at 224 px, 14 x 14 patches. Timed are the convolution of one block of vil_tiny and
 whole models, forward, and forward and backward, with ``grid_aware`` on and off; on a GPU, where there is
-one, in bfloat16 and with more images. The two take turns, as in ``cpu.py``; a ratio is the median over
+one, in bfloat16 and with more images. The two take turns, as in ``vil.measuring``; a ratio is the median over
 rounds of each round's.
 """
 
@@ -18,18 +18,17 @@ import timm
 import torch
 
 import vil
-from benchmarks.cpu import measure
 from benchmarks.provenance import processor, revision
 from vil.kernels import grid_conv
 from vil.kernels.backends import backend_for
 from vil.kernels.grid import Grid, layout_of
+from vil.measuring import Step, in_turns
 from vil.training.files import write_text
 
 MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
 CHANNELS, TAPS = 384, 4
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE, BATCH = (torch.bfloat16, 32) if DEVICE.type == "cuda" else (torch.float32, 2)
-Step = Callable[[], None]
 
 
 def waited_for(step: Callable[[], object]) -> Step:
@@ -107,7 +106,7 @@ def main() -> None:
         for what in ("convolution", *MODELS):
             for backward in (False, True):
                 make = convolution if what == "convolution" else lambda *a, n=what: model(n, *a)
-                seconds = measure(make(size, backward), args.rounds)
+                seconds = in_turns(make(size, backward), args.rounds)
                 ratio = statistics.median(
                     aware / plain
                     for aware, plain in zip(seconds[True], seconds[False], strict=True)

@@ -4,7 +4,7 @@
         [--rounds 15] [--json FILE] [--note TEXT]
 
 Batch 1, 224 x 224 pixels, float32. A round runs every model by every way in turn, so that a drift of the
-machine's speed hits all alike; times and rounds are as in ``benchmarks.cpu``. A row has the median time, the
+machine's speed hits all alike; times and rounds are as in ``vil.measuring``. A row has the median time, the
 median of the round-by-round ratios to deit_tiny by the same way, and the same to this model in eager mode.
 ONNX models are made once, by ``torch.onnx.export(..., dynamo=True)`` with ``exportable=True``, after one that is
 not counted; the CPU seconds are those of this process. Whatever is timed must give the logits of eager mode.
@@ -23,8 +23,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cpu import MODELS, measure
+from benchmarks.cpu import MODELS
 from benchmarks.provenance import environment
+from vil.measuring import in_turns
 
 Program = Callable[[Tensor], Tensor]
 
@@ -109,7 +110,7 @@ def rows_of(
         for way in ways:
             program = WAYS[way](model, file, threads)
             steps[way, name] = checked(way, name, program, model)
-    seconds = measure(steps, rounds)
+    seconds = in_turns(steps, rounds)
 
     def ratio(times: list[float], others: list[float] | None) -> float | None:
         if others is None:

@@ -17,8 +17,6 @@ A training step is forward, cross-entropy and backward; gradients are part of it
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import statistics
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import environment, processor
+from vil.measuring import watch_memory
 from vil.training.files import write_text
 
 BASE = "deit_tiny_patch16_224"
@@ -57,9 +56,9 @@ def measure(name: str, size: int, pass_name: str, batch: int, device: str) -> di
     small, full = (_step(name, pixels, pass_name, batch, device) for pixels in (SMALL, size))
     small()
     del small
-    peak = _peak(device)
+    most = watch_memory(device)
     full()
-    memory = peak()
+    memory = most()
     start = _clock(device)
     full()
     return {"seconds": _clock(device) - start, "bytes": memory}
@@ -88,31 +87,6 @@ def _step(name: str, size: int, pass_name: str, batch: int, device: str) -> Call
         model.zero_grad()
 
     return step
-
-
-def _peak(device: str) -> Callable[[], float]:
-    """Start to watch the memory; the function returned tells its most since, beyond what is now."""
-    import torch
-
-    if device != "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        return lambda: torch.cuda.max_memory_allocated() - before
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # or what was freed before would take no memory when it is used
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's mark of the most
-    before = _resident("VmRSS")
-    return lambda: _resident("VmHWM") - before
-
-
-def _resident(field: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024.0 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def _clock(device: str) -> float:

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from folders import IGNORED, MaskFolder
 from pictures import draw_masks
-from training import backbone, batches, fit, model_kwargs, options
+from training import backbone, batches, fit, model_kwargs, options, stack
 
 SHOWN = 8  # images
 
@@ -38,11 +38,6 @@ def main() -> None:
     with torch.inference_mode():
         predicted = predict(model, images).argmax(1).cpu()
     draw_masks(args.output / "picture.png", images, masks, predicted, val.dataset.classes)
-
-
-def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor]:
-    """Return a batch: images, (B, 3, H, W), of 0 to 1, and class indices, (B, H, W)."""
-    return torch.stack([i for i, _ in items]), torch.stack([found["mask"] for _, found in items])
 
 
 def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:

@@ -89,6 +89,11 @@ def batches(
     return load(train, shuffle=True, drop_last=True), load(val)
 
 
+def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor]:
+    """Return a batch: images, (B, 3, H, W), of 0 to 1, and class indices, (B, H, W)."""
+    return torch.stack([i for i, _ in items]), torch.stack([found["mask"] for _, found in items])
+
+
 def backbone(args: argparse.Namespace, **arguments: object) -> nn.Module:
     """Return the feature extractor that the command line asks for; arguments are timm's."""
     arguments = {"features_only": True, "img_size": args.img_size} | arguments | model_kwargs(args)

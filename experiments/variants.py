@@ -180,8 +180,10 @@ class Variant(VisionLonghorn):
             patterns.add(f"{mixer}.parametrizations.{name}.original")
         return patterns
 
-    def _sequence(self, x: Tensor, grid: list[int]) -> tuple[Tensor, list[int]]:
-        x, numbers = super()._sequence(x, grid)
+    def _sequence(
+        self, x: Tensor, grid: list[int], keep: Tensor | None = None
+    ) -> tuple[Tensor, list[int] | None]:
+        x, numbers = super()._sequence(x, grid, keep)
         if self.class_token_at != "middle":
             x = super()._class_token_first(x)
         if self.class_token_at == "last":

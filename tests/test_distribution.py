@@ -79,7 +79,8 @@ def test_both_have_all_modules_and_no_test(built: Path) -> None:
     assert modules | {"LICENSE", "README.md", "pyproject.toml"} <= names
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {name.replace("kernels/", "vil/kernels/") for name in modules} <= names
+    installed = {name.replace("kernels/", "vil/kernels/") for name in modules} | {"vil/py.typed"}
+    assert installed <= names
     assert all(name.startswith(("vil/", "vision_longhorn-")) for name in names)
 
 

@@ -21,6 +21,13 @@ def test_every_package_folder_is_listed() -> None:
     assert set(listed) == {re.sub(r"^kernels", "vil.kernels", name) for name in names}
 
 
+def test_type_checkers_are_told_of_the_annotations() -> None:
+    """By PEP 561 of a file that an installed copy must have, and that setuptools takes only if listed."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^package-data = \{ "vil" = \["py\.typed"\] \}$', text, re.M)
+    assert (ROOT / "vil" / "py.typed").read_bytes() == b""
+
+
 def test_version_is_the_same_wherever_it_is_said() -> None:
     assert f"\nversion: {vil.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(

@@ -50,6 +50,7 @@ from vil.masks import boxes, valid_patches
 from vil.mixer import BidirectionalMixer, Recurrence
 from vil.patch_embed import OverlapPatchEmbed
 from vil.recompute import is_recomputed, recomputed
+from vil.removal import check_keep, patch_drop, refuse_other_grid, taken
 from vil.state_dicts import (
     checkpoint_filter_fn,
     refuse_another_architecture,
@@ -144,6 +145,7 @@ class VisionLonghorn(nn.Module):
 
     dynamic_img_size: Final[bool]
     grid_aware: Final[bool]
+    patch_drop_rate: Final[float]
 
     def __init__(
         self,
@@ -169,6 +171,7 @@ class VisionLonghorn(nn.Module):
         recompute_above: int | None = 2048,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
+        patch_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         norm_layer: str | type[nn.Module] | None = None,
         weight_init: Literal["", "skip"] = "",
@@ -206,6 +209,8 @@ class VisionLonghorn(nn.Module):
                 never does.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
+            patch_drop_rate: Part of the patches that each training image goes without, others every
+                time (``removal.py``). Only at the trained grid, or with ``grid_aware=False``.
             drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
             norm_layer: timm's name or class of the normalisation, RMSNorm with eps 1e-5 if None.
             weight_init: "skip" leaves the parameters as allocated by their modules.
@@ -252,6 +257,8 @@ class VisionLonghorn(nn.Module):
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
+        self.patch_drop_rate = patch_drop_rate
+        self.patch_drop = patch_drop(patch_drop_rate)
         self.pos_drop = nn.Dropout(p=pos_drop_rate)
         self.blocks = nn.Sequential(
             *[
@@ -479,7 +486,7 @@ class VisionLonghorn(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, list[int]]:
+    def _embed(self, x: Tensor) -> tuple[Tensor, list[int] | None]:
         """Return what ``_sequence`` does, of images (B, in_chans, height, width)."""
         _assert(
             x.shape[1] == self.in_chans,
@@ -493,10 +500,13 @@ class VisionLonghorn(nn.Module):
             grid = [int(grid[0]), int(grid[1])]
         return self._sequence(x.flatten(1, 2), grid)
 
-    def _sequence(self, x: Tensor, grid: list[int]) -> tuple[Tensor, list[int]]:
+    def _sequence(
+        self, x: Tensor, grid: list[int], keep: Tensor | None = None
+    ) -> tuple[Tensor, list[int] | None]:
         """Return patches (B, N, C) of a grid with their positions, class token in the middle.
 
-        And what the blocks need to know of the grid.
+        Those of the numbers ``keep`` (B, n), ascending, if given, without what is dropped. And what the
+        blocks need to know of the grid.
         """
         pos_embed = self.pos_embed
         if self.dynamic_img_size:
@@ -504,14 +514,17 @@ class VisionLonghorn(nn.Module):
             pos_embed = _pos_embed_of_grid(
                 pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
             )
-        if self.cls_token is None:
-            x = x + pos_embed
-        else:
-            x = x + pos_embed[:, 1:]
+        numbers: list[int] | None = self._grid(grid)
+        x = x + pos_embed[:, self.num_prefix_tokens :]
+        if keep is not None or (self.training and self.patch_drop_rate > 0):
+            refuse_other_grid(grid, self.trained_grid, self.grid_aware)
+            x = self.patch_drop(x) if keep is None else taken(x, keep)
+            numbers = None
+        if self.cls_token is not None:
             class_token = (self.cls_token + pos_embed[:, :1]).expand(x.shape[0], -1, -1)
             middle = x.shape[1] // 2
             x = torch.cat([x[:, :middle], class_token, x[:, middle:]], dim=1)
-        return self.pos_drop(x), self._grid(grid)
+        return self.pos_drop(x), numbers
 
     def _grid(self, grid: list[int]) -> list[int]:
         """Return the numbers of ``kernels.grid.Grid`` of (H, W)."""
@@ -562,6 +575,10 @@ class VisionLonghorn(nn.Module):
 
         Class token first, zeros where the mask has none.
         """
+        if self.training and self.patch_drop_rate > 0:
+            raise ValueError(
+                f"mask must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
+            )
         patches = self.patch_embed(x)
         H, W = patches.shape[1:3]
         valid = valid_patches(mask, x, (H, W), self.patch_embed.patch_size, self.patch_embed.stride)
@@ -607,6 +624,47 @@ class VisionLonghorn(nn.Module):
             else:  # noqa: RET506  (what follows an if would be compiled, too)
                 return self._masked_features(x, mask)[0]
         x, grid = self._embed(x)
+        return self._final_tokens(x, grid)
+
+    def forward_patches(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Return the normalised tokens of patches, class token first.
+
+        ``forward_features(images)`` is ``forward_patches(patch_embed(images))``. In between is the place
+        for what trains without labels: patches that are replaced by a mask token, or left out.
+
+        Args:
+            x: Patches before their positions, (B, H, W, C), as of ``patch_embed``.
+            keep: Numbers by rows of the patches that alone go through the blocks, int64 (B, n), n of each
+                image; None for all. Only at the trained grid, or with ``grid_aware=False``.
+
+        Returns:
+            (B, 1 + n, C), class token and patches in the order of ``keep``; they go through the blocks in
+            that of the image.
+
+        Raises:
+            ValueError: The patches have another shape, ``keep`` is out of range, or patches cannot be
+                left out.
+        """
+        grids = "any" if self.dynamic_img_size else self.patch_embed.grid_size
+        if x.ndim != 4 or x.shape[3] != self.embed_dim or grids not in ("any", tuple(x.shape[1:3])):
+            raise ValueError(
+                f"patches must be (B, H, W, {self.embed_dim}) of {grids} grid, got {tuple(x.shape)}"
+            )
+        grid = [x.shape[1], x.shape[2]]
+        if keep is None:
+            return self._final_tokens(*self._sequence(x.flatten(1, 2), grid))
+        if self.training and self.patch_drop_rate > 0:
+            raise ValueError(
+                f"keep must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
+            )
+        check_keep(keep, x)
+        ascending, order = keep.sort(1)
+        x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending))
+        prefix, patches = x.split([self.num_prefix_tokens, keep.shape[1]], 1)
+        return torch.cat([prefix, taken(patches, order.argsort(1))], 1)
+
+    def _final_tokens(self, x: Tensor, grid: list[int] | None) -> Tensor:
+        """Return what ``forward_features`` does, of what ``_sequence`` does."""
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq([partial(block, grid=grid) for block in self.blocks], x)
         else:
@@ -707,9 +765,15 @@ class VisionLonghorn(nn.Module):
 
         Raises:
             AssertionError: ``output_fmt`` or an index is unknown.
+            ValueError: Maps are asked for while patches are dropped; or as of ``forward``.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise AssertionError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
+        if output_fmt == "NCHW" and self.training and self.patch_drop_rate > 0:
+            raise ValueError(
+                f"maps have all patches: patch_drop_rate must be 0 to train with them, got "
+                f"{self.patch_drop_rate}"
+            )
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         height, width = x.shape[-2:]
         num_blocks = max_index + 1 if stop_early else len(self.blocks)
@@ -843,15 +907,38 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+def dense_indices(depth: int) -> tuple[int, ...]:
+    """Return the ends of the four quarters of the blocks, which dense heads take: 5, 11, 17, 23 of 24.
+
+    A quarter that does not end with a block ends with the block that it ends in, so that the last block
+    is always one of them; of fewer than four blocks they are all.
+    """
+    return tuple(sorted({-(-depth * quarter // 4) - 1 for quarter in (1, 2, 3, 4)}))
+
+
 def build_variant(
     variant: str,
     pretrained: bool,
+    depth: int,
     model_cls: type[VisionLonghorn] = VisionLonghorn,
-    out_indices: int | Sequence[int] = 3,
+    out_indices: int | Sequence[int] | None = None,
     pretrained_strict: bool = True,
     **kwargs: Any,
 ) -> VisionLonghorn:
-    """Build a registered model; arguments as of ``timm.create_model``, and the class of the model."""
+    """Build a registered model.
+
+    Args:
+        variant: Its name.
+        pretrained: As of ``timm.create_model``.
+        depth: Number of blocks.
+        model_cls: Its class.
+        out_indices: Which features ``features_only=True`` gives: the last n if int, else their numbers;
+            None for those of ``dense_indices``.
+        pretrained_strict: As of ``timm.create_model``.
+        **kwargs: Of ``timm.create_model``.
+    """
+    if out_indices is None:
+        out_indices = dense_indices(depth)
     return build_model_with_cfg(
         model_cls,
         variant,
@@ -859,6 +946,7 @@ def build_variant(
         pretrained_filter_fn=checkpoint_filter_fn,
         pretrained_strict=pretrained_strict,
         feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        depth=depth,
         **kwargs,
     )
 

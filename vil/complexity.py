@@ -1,12 +1,20 @@
-"""Parameters and multiply-adds of the models: ``python -m vil.complexity`` prints the table."""
+"""Parameters and multiply-adds of the models: ``python -m vil.complexity`` prints the table.
+
+PyTorch's FlopCounterMode knows the operators as soon as ``vil`` is imported. fvcore and calflops are told
+by the two functions here, which give what each takes, in the units of each.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import vil  # noqa: F401  (registers the models)
+from vil.mixer import BidirectionalMixer
 
 _PATTERNS = ("vil_*", "vim_*")
 _ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # what their levels add is what those of vil_* add
@@ -41,6 +49,48 @@ def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
 def count_parameters(model: nn.Module) -> int:
     """Count the parameters, trainable or not."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
+    """Return what fvcore needs to count the operators, by their names: ::
+
+        FlopCountAnalysis(model, images).set_op_handle(**vil.complexity.fvcore_handles())
+
+    Multiply-adds, which are fvcore's flops. With convolutions and linear layers they make the number of
+    ``count_macs``; fvcore may add others, such as norms other than RMSNorm.
+    """
+    names = {str(operator).replace(".", "::"): count for operator, count in flop_registry.items()}
+
+    def handle(count: Callable[..., int]) -> Callable[[Sequence[Any], Sequence[Any]], int]:
+        return lambda inputs, outputs: count(*map(_traced, inputs), out_val=None) // 2
+
+    return {name: handle(count) for name, count in names.items() if name.startswith("vil::")}
+
+
+def _traced(value: Any) -> Any:
+    """Return the shape of a tensor in a traced graph, or the number, text or None that it has."""
+    return tuple(value.type().sizes()) if value.isCompleteTensor() else value.toIValue()
+
+
+def calflops_hooks() -> dict[type[nn.Module], Callable[[nn.Module, tuple, Any], None]]:
+    """Return what calflops needs to count the mixers, by the type of module: ::
+
+        calflops.pytorch_ops.MODULE_HOOK_MAPPING.update(vil.complexity.calflops_hooks())
+
+    calflops counts calls of functions that it replaces, and knows modules that call others by hooks. An
+    operator that is called outside of a model is not counted.
+    """
+    return {BidirectionalMixer: _count_mixer}
+
+
+def _count_mixer(mixer: BidirectionalMixer, inputs: tuple[Tensor, ...], output: Any) -> None:
+    # Its projections are modules, which calflops counts apart.
+    xz = (*inputs[0].shape[:2], mixer.in_proj.out_features)
+    weights = (mixer.conv_weight, mixer.conv_bias, mixer.x_proj_weight, mixer.dt_weight)
+    rest = (mixer.dt_bias, mixer.A_log, mixer.D, mixer.recurrence)
+    flops = flop_registry[torch.ops.vil.mixer](xz, *weights, *rest, out_val=None)
+    mixer.__flops__ += flops
+    mixer.__macs__ += flops // 2
 
 
 def table() -> str:

@@ -52,7 +52,8 @@ def load(
         **timm_arguments: Of ``timm.create_model``: num_classes, img_size, features_only, ...
 
     Returns:
-        The model, in training mode as timm's are; or the module that was given.
+        The model, in training mode as timm's are; or the module that was given. Where the source knows
+        them and the head is its own, ``model.pretrained_cfg["label_names"]`` names the classes.
 
     Raises:
         FileNotFoundError: there is no such source.
@@ -112,7 +113,10 @@ def model_with(
         pretrained_model_args=weights.model_args,
         **arguments,
     )
-    line = _account(model, weights, _put_in(model, weights, keep_head))
+    missing = _put_in(model, weights, keep_head)
+    line = _account(model, weights, missing)
+    if any(key.startswith(tuple(_heads(model.pretrained_cfg))) for key in missing):
+        model.pretrained_cfg.pop("label_names", None)  # which are of other outputs
     if features:
         overlay = {"pretrained_cfg_overlay": _own_cfg(model)}
         model = _created(weights, name, pretrained=True, **overlay, **arguments, **features)

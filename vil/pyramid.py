@@ -15,6 +15,7 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -121,6 +122,11 @@ class VisionLonghornPyramid(VisionLonghorn):
             ValueError: Another argument is out of its range, or the patches' distance no power of two.
         """
         super().__init__(dynamic_img_pad=dynamic_img_pad, **kwargs)
+        if self.patch_drop_rate:
+            raise ValueError(
+                f"patch_drop_rate must be 0 for a pyramid, whose maps have all patches, got "
+                f"{self.patch_drop_rate}"
+            )
         if output_stride not in STRIDES[1:]:
             raise ValueError(f"output_stride must be 8, 16 or 32, got {output_stride}")
         stride, across = self.patch_embed.stride
@@ -314,12 +320,14 @@ def is_plain(state_dict: Mapping[str, Any]) -> bool:
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghornPyramid:
-    if kwargs.get("feature_cls", "getter") not in ("getter", FeatureGetterNet):
+    feature_cls = kwargs.get("feature_cls", "getter")
+    bare = feature_cls.func if isinstance(feature_cls, partial) else feature_cls
+    if bare not in ("getter", FeatureGetterNet):
         raise ValueError(
-            f'feature_cls must be "getter", got {kwargs["feature_cls"]!r}: classes do not come by the maps'
+            f'feature_cls must be "getter", got {feature_cls!r}: classes do not come by the maps'
         )
     levels = {"out_indices": tuple(range(len(STRIDES)))}
-    return build_variant(variant, pretrained, VisionLonghornPyramid, **(levels | kwargs))
+    return build_variant(variant, pretrained, model_cls=VisionLonghornPyramid, **(levels | kwargs))
 
 
 default_cfgs = generate_default_cfgs(

@@ -61,7 +61,7 @@ class PretrainedCfg(TypedDict, total=False):
 
     num_classes: int
     input_size: tuple[int, int, int]
-    label_names: list[str] | tuple[str, ...]
+    label_names: list[str] | tuple[str, ...] | dict[str, str]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str
@@ -104,8 +104,11 @@ class Weights:
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
-        """Names of the classes in the order of the head's outputs, None if unknown."""
+        """Names of the classes in the order of the head's outputs, None if unknown or not of all."""
         names = self.pretrained_cfg.get("label_names")
+        if isinstance(names, dict):  # as timm writes them where some outputs may have none
+            numbers = [str(i) for i in range(len(names))]
+            names = [names[i] for i in numbers] if names.keys() == {*numbers} else None
         return tuple(names) if isinstance(names, list | tuple) else None
 
 

@@ -16,6 +16,8 @@ import timm
 import torch
 from PIL import Image
 
+import vil
+
 for _needed in ("segmentation_models_pytorch", "torchmetrics", "pycocotools", "matplotlib", "rich"):
     pytest.importorskip(_needed)
 
@@ -93,6 +95,37 @@ def test_an_example_takes_another_backbone_and_its_weights(
     (trained,) = (value for key, value in saved.items() if key.endswith("layer1.0.conv1.weight"))
     (before,) = (v for k, v in model.state_dict().items() if k.endswith("layer1.0.conv1.weight"))
     assert torch.allclose(trained, before, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["simmim", "mae"])
+def test_training_without_labels_makes_better_tokens(
+    run: Run, way: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    sizes = {"embed_dim": 64, "depth": 2, "patch_size": 8}
+    words = [f"{key}={value}" for key, value in sizes.items()]
+    arguments = ("--way", way, "--images", "200", "--epochs", "2", "--img-size", "48")
+    run("masked", tmp_path, *arguments, "--batch-size", "8", "--model-kwargs", *words)
+    printed = capsys.readouterr().out.splitlines()
+    untrained, epochs = float(printed[0].removeprefix("untrained  miou ")), printed[2:]
+    miou = [float(line.split("miou ")[1].split()[0]) for line in epochs]
+    assert len(miou) == 2
+    assert miou[-1] > 1.2 * untrained
+    assert {path.name for path in tmp_path.iterdir()} == {"backbone.pt", "log.csv", "weights.pt"}
+    trained = torch.load(tmp_path / "weights.pt", weights_only=True)
+    model = vil.load(tmp_path / "backbone.pt", "vil_tiny", num_classes=3, img_size=48, **sizes)
+    for key, value in model.state_dict().items():
+        assert key.startswith("head.") or torch.equal(value, trained[f"backbone.{key}"])
+
+
+def test_training_without_labels_says_what_does_not_fit(run: Run, tmp_path: Path) -> None:
+    for words in (
+        ("--backbone", "test_vit", "--model-kwargs"),
+        ("--model-kwargs", "patch_stride=8"),
+    ):
+        with pytest.raises(ValueError, match="--backbone must be of this package, and its patches"):
+            run("masked", tmp_path, *words)
+    with pytest.raises(ValueError, match=r"--hide must be a part of 4 patches, got 0\.1"):
+        run("masked", tmp_path, "--hide", "0.1")
 
 
 def picture(path: Path, pixels: np.ndarray) -> None:

@@ -256,6 +256,38 @@ def test_other_classes_have_a_new_head(
     assert torch.equal(logits(headless), tokens[:, 0])
 
 
+def test_names_of_classes_are_those_of_the_head(
+    checkpoint: Path, released: Path, tmp_path: Path
+) -> None:
+    for source in (checkpoint, released):
+        for arguments in ({}, {"img_size": 32}, {"num_classes": 4}, {"global_pool": "avg"}):
+            model = vil.load(source, **arguments)
+            assert model.pretrained_cfg["label_names"] == list(CLASSES)
+        new = vil.load(source, num_classes=3)
+        assert "label_names" not in new.pretrained_cfg
+        save_for_hf(new, tmp_path / source.stem, safe_serialization=True)
+        assert "label_names" not in (tmp_path / source.stem / "config.json").read_text()
+    model = vil.load(released)
+    (predicted,) = logits(model, IMAGES[:1]).argmax(1).tolist()
+    assert model.pretrained_cfg["label_names"][predicted] in CLASSES
+
+
+@pytest.mark.parametrize(
+    ("names", "known"),
+    [
+        (dict(enumerate(CLASSES)), CLASSES),
+        ({0: "ash", 2: "cedar"}, None),
+        (list(CLASSES), CLASSES),
+    ],
+)
+def test_names_of_classes_as_timm_writes_them(names: object, known: object, tmp_path: Path) -> None:
+    model_config = {"label_names": names}
+    save_for_hf(small(), tmp_path, model_args=SMALL, model_config=model_config)
+    assert read_weights(tmp_path).label_names == known
+    told = vil.load(tmp_path).pretrained_cfg["label_names"]
+    assert told == timm.create_model(f"local-dir:{tmp_path}").pretrained_cfg["label_names"]
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "released", "bare"])
 @pytest.mark.parametrize("source_size", [16, (16, 32), (8, 32)], ids=str)
 @pytest.mark.parametrize("size", [32, (32, 16), (32, 8)], ids=str)
@@ -565,7 +597,8 @@ def test_weights_that_do_not_fit_name_the_first_key(checkpoint: Path, tmp_path: 
     refused(lambda: vil.load(checkpoint, depth=3), "blocks.2.norm.weight is missing in the weights")
     refused(lambda: vil.load(checkpoint, depth=1), "blocks.1.norm.weight is missing in the model")
     refused(lambda: vil.load(checkpoint, d_state=8), "blocks.0.mixer")
-    refused(lambda: vil.load(checkpoint, features_only=True), str(checkpoint), "last-n (3)")
+    maps = {"features_only": True, "out_indices": 3}
+    refused(lambda: vil.load(checkpoint, **maps), str(checkpoint), "last-n (3)")
     refused(lambda: vil.load(checkpoint, nonsense=1), str(checkpoint), "nonsense")
     refused(lambda: vil.load(checkpoint, global_pool="odd"), str(checkpoint), "global_pool")
     refused(lambda: vil.load(checkpoint, checkpoint_path="x"), str(checkpoint), "checkpoint_path")

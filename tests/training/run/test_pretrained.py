@@ -253,6 +253,11 @@ def test_what_does_not_fit_is_refused(
         ((str(checkpoint), "--model.embed-dim", "32"), 2, "patch_embed.proj.weight"),
         ((str(checkpoint), "--model.depth", "3"), 2, "blocks.2.norm.weight is missing"),
         ((str(released), "--model.pretrained-ema"), 2, "has no averaged weights"),
+        (
+            (str(checkpoint), "--model.args", "patch_drop_rate=0.5", "--model.img-size", "24"),
+            2,
+            "model.args patch_drop_rate=0.5: patches can be left out",
+        ),
         ((str(bare),), 2, "model.name is missing: "),
         ((str(tmp_path / "none.pt"),), 2, "none.pt does not exist"),
         ((str(checkpoint.parent),), 5, "is the folder of a run; name its checkpoint"),

@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import vil
+from vil.backbone import VisionLonghorn
 from vil.loading import create, model_with
 from vil.messages import first_line, one_line
+from vil.removal import refuse_other_grid
 from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from vil.training.data.augment import BatchAugment
 from vil.training.distributed import World
@@ -79,6 +81,7 @@ def build_training(
         model, origin = build_model(config.model), "drawn at random"
     else:
         model, origin = _model_from(weights, config.model, classes)
+    _check_patch_drop(model)
     model = model.to(device)
     optimizer = build_optimizer(model, config.optim, config.peak_lr)
     schedule = config.schedule
@@ -107,6 +110,21 @@ def build_training(
         device=device,
         world=world,
     )
+
+
+def _check_patch_drop(model: nn.Module) -> None:
+    """Refuse what the first step would, since weights bring a grid and a rate of their own.
+
+    Raises:
+        ConfigError: patches are dropped at another grid than the one that the weights are of.
+    """
+    if isinstance(model, VisionLonghorn) and model.patch_drop_rate:
+        grid = list(model.patch_embed.grid_size)
+        try:
+            refuse_other_grid(grid, model.trained_grid, model.grid_aware)
+        except ValueError as error:
+            rate = model.patch_drop_rate
+            raise ConfigError(f"model.args patch_drop_rate={rate}: {error}") from error
 
 
 def read_pretrained(config: ModelConfig) -> Weights | None:

@@ -1,0 +1,115 @@
+"""Training without labels: a backbone learns to tell the pixels of patches that it does not see.
+
+    python examples/masked.py
+    python examples/masked.py --way mae --data FOLDER --img-size 256 --model-kwargs
+
+Hidden patches are a learnt token to the backbone (simmim), or it encodes the others alone and a block of its
+own decodes (mae, faster). Images are those of segment.py. Before training and after each epoch a linear map
+from frozen tokens tells what is at the centre of each patch; printed is its mean IoU over held-out images,
+all classes counting the same. ``backbone.pt`` is for ``vil.load``, and for --weights of the other examples.
+"""
+
+from functools import partial
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassJaccardIndex
+from torchvision.transforms.v2.functional import normalize
+
+import vil
+from folders import IGNORED, MaskFolder
+from training import SMALL, backbone, batches, fit, options, stack
+from vil.training.files import write_atomically
+
+
+def main() -> None:
+    """Train, and leave log and weights."""
+    parser = options(__doc__, "output/masked", epochs=4)
+    parser.add_argument("--way", choices=("simmim", "mae"), default="simmim")
+    parser.add_argument("--hide", type=float, default=0.6, help="part of the patches")
+    parser.set_defaults(backbone="vil_tiny", model_kwargs=SMALL, img_size=64)
+    parser.set_defaults(images=400, batch_size=16, lr=4e-3)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    train, val = batches(args, MaskFolder, stack)
+    plain = backbone(args, features_only=False, num_classes=0)
+    model = Masked(plain, args.way, args.hide).to(args.device)
+    evaluate = partial(mean_iou_of_probe, model, train, val)
+    Console(soft_wrap=True).print(f"untrained  miou {evaluate()['miou']:.5g}")
+    fit(args, model, plain, train, lambda images, _: model(images), evaluate)
+    state_dict = plain.state_dict()
+    write_atomically(args.output / "backbone.pt", lambda file: torch.save(state_dict, file))
+
+
+class Masked(nn.Module):
+    """A backbone, and what tells hidden patches by its tokens."""
+
+    def __init__(self, backbone: vil.VisionLonghorn, way: str, hide: float) -> None:
+        """Put a mask token beside a backbone, and a linear map to the pixels of a patch behind it."""
+        super().__init__()
+        own = isinstance(backbone, vil.VisionLonghorn)
+        if not own or len({*backbone.patch_embed.stride, *backbone.patch_embed.patch_size}) > 1:
+            raise ValueError("--backbone must be of this package, and its patches disjoint squares")
+        embed, dim, size = backbone.patch_embed, backbone.embed_dim, backbone.patch_embed.stride[0]
+        self.hide, self.size = round(hide * embed.num_patches), size
+        if not 0 < self.hide < embed.num_patches:
+            raise ValueError(f"--hide must be a part of {embed.num_patches} patches, got {hide}")
+        self.backbone, self.prefix = backbone, backbone.num_prefix_tokens
+        self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
+        sizes = {"img_size": embed.img_size, "patch_size": size, "embed_dim": dim}
+        self.decoder = vil.VisionLonghorn(**sizes, depth=1, num_classes=0) if way == "mae" else None
+        self.pixels = nn.Linear(dim, 3 * size**2)
+
+    def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return patches, (B, H, W, C), and normalised images of those of 0 to 1, (B, 3, height, width)."""
+        cfg = self.backbone.pretrained_cfg
+        images = normalize(images.to(self.mask_token.device), cfg["mean"], cfg["std"])
+        return self.backbone.patch_embed(images), images
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the mean absolute error in pixels of hidden patches, others in each image."""
+        patches, images = self.patches(images)
+        B, H, W, C = patches.shape
+        shown = torch.rand(B, H * W, device=images.device).argsort(1)[:, self.hide :]
+        hidden = torch.ones(B, H * W, dtype=torch.bool, device=images.device)
+        hidden = hidden.scatter(1, shown, False)
+        if self.decoder is None:
+            patches = torch.where(hidden.view(B, H, W, 1), self.mask_token, patches)
+            tokens = self.backbone.forward_patches(patches)[:, self.prefix :]
+        else:
+            encoded = self.backbone.forward_patches(patches, keep=shown)[:, self.prefix :]
+            places = shown[..., None].expand_as(encoded)
+            patches = self.mask_token.expand(B, H * W, C).scatter(1, places, encoded)
+            tokens = self.decoder.forward_patches(patches.view(B, H, W, C))[:, 1:]
+        pixels = F.pixel_unshuffle(images, self.size)
+        return F.l1_loss(self.pixels(tokens[hidden]), pixels.flatten(2).mT[hidden])
+
+    @torch.inference_mode()
+    def tokens(self, batches: DataLoader) -> tuple[Tensor, Tensor]:
+        """Return tokens, (N, C + 1) with a 1 for a linear map, and classes (N,) at their centres."""
+        found, size = [], self.size
+        for images, masks in batches:
+            tokens = self.backbone.forward_patches(self.patches(images)[0])[:, self.prefix :]
+            classes = masks[:, size // 2 :: size, size // 2 :: size].flatten()
+            found.append((F.pad(tokens.flatten(0, 1).cpu(), (0, 1), value=1), classes))
+        tokens, classes = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return tokens[classes != IGNORED], classes[classes != IGNORED]
+
+
+def mean_iou_of_probe(model: Masked, train: DataLoader, val: DataLoader) -> dict[str, float]:
+    """Return how well the classes of held-out patches follow from their tokens by a linear map."""
+    model.eval()
+    tokens, classes = model.tokens(train)
+    weight = classes.bincount()[classes, None].rsqrt()  # all classes count the same
+    one_hot = F.one_hot(classes, len(val.dataset.classes)) * weight
+    linear = torch.linalg.lstsq(tokens * weight, one_hot).solution
+    tokens, classes = model.tokens(val)
+    metric = MulticlassJaccardIndex(linear.shape[1])
+    return {"miou": metric((tokens @ linear).argmax(1), classes).item()}
+
+
+if __name__ == "__main__":
+    main()

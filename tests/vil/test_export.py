@@ -1,0 +1,46 @@
+"""Every block of docs/export.md, at one layer and 32 px."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch._inductor.config as inductor
+
+PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+SECTIONS = {
+    section.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
+    for section in re.split(r"^#+ ", PAGE, flags=re.M)[1:]
+}
+SETUP = SECTIONS.pop("Exporting")
+NEEDED = {"ONNX": ("onnxscript", "onnxruntime"), "int8": ("torchao",)}
+SLOW = ("AOTInductor",)  # compiles C++
+# What is compiled around the operators need not be fast: without this, half of the time finds out what is.
+QUICK = {
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.precompile_headers": False,
+    "cpp.vec_isa_ok": False,
+}
+
+
+def test_every_way_has_a_section_with_code() -> None:
+    linked = re.findall(r"^\| \[(.+?)\]\(#(.+?)\)", PAGE, re.M)
+    named = [re.sub(r"[^a-z0-9]", "", title.lower()) for title in SECTIONS]
+    assert [anchor for _, anchor in linked] == named
+    assert all("assert " in code for code in SECTIONS.values())
+
+
+@pytest.mark.parametrize(
+    "section",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SECTIONS],
+)
+def test_code_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in NEEDED.get(section, ()):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    create = partial(timm.create_model, depth=1, img_size=32, embed_dim=32)
+    monkeypatch.setattr(timm, "create_model", create)
+    with inductor.patch(QUICK):
+        exec((SETUP + SECTIONS[section]).replace("224, 224", "32, 32"), {})
+    assert list(tmp_path.iterdir())  # what was exported

@@ -1,0 +1,85 @@
+"""Steps, turns and memory as they are measured; no test here is of a speed."""
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vil import measuring
+from vil.measuring import in_turns, step_of, watch_memory
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Maps(nn.Module):
+    """Gives what features and segmentation give: tensors in a list or a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 4, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor] | Tensor]:
+        first, second, third = (conv(x) for conv in self.convs)
+        return {"list": [first, second], "map": third}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_moves_every_parameter_and_inference_none(dtype: torch.dtype) -> None:
+    model = timm.create_model("vil_tiny", img_size=32, embed_dim=32, depth=1, num_classes=5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step_of(model, IMAGES, "inference", dtype)()
+    assert not model.training
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    step_of(model, IMAGES, "training", dtype)()
+    assert model.training
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_every_map_takes_part_in_training() -> None:
+    model = Maps()
+    before = [p.detach().clone() for p in model.parameters()]
+    step_of(model, IMAGES, "training")()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_unknown_pass_is_named() -> None:
+    with pytest.raises(ValueError, match=r"pass_name must be one of \('inference',.*got 'eval'"):
+        step_of(Maps(), IMAGES, "eval")
+
+
+def test_turns_leave_out_the_first_round_and_the_first_step_of_each(monkeypatch) -> None:
+    now, ran, begun = [0.0], [], []
+    monkeypatch.setattr(measuring, "clock", lambda device: now[0])
+
+    def step(name: str, seconds: float):
+        def run() -> None:
+            ran.append(name)
+            now[0] += seconds if ran[-3:] == [name] * 3 or ran[-2:] == [name] * 2 else 100.0
+
+        return run
+
+    seconds = in_turns({"a": step("a", 1.0), "b": step("b", 3.0)}, 2, begin=begun.append)
+    assert ran == ["a", "a", "a", "b", "b", "b"] * 3
+    assert seconds == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+    assert begun == [0, 1, 2]
+
+
+def test_memory_is_the_most_beyond_what_was() -> None:
+    try:
+        most = watch_memory("cpu")
+    except NotImplementedError:
+        pytest.skip("this system does not tell")
+    held = torch.ones(32 << 20, dtype=torch.uint8)
+    del held
+    freed = most()
+    # The kernel adds up what each thread takes only now and then.
+    assert 30 << 20 < freed < 40 << 20
+    again = watch_memory("cpu")
+    assert again() < 8 << 20
+
+
+def test_memory_that_is_not_told_is_an_error(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(measuring, "Path", lambda name: tmp_path / "no" / "file")
+    with pytest.raises(NotImplementedError, match="not told by this system"):
+        watch_memory("cpu")
