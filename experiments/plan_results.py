@@ -225,7 +225,8 @@ def runs_text(rows: Rows) -> str:
             where = sorted({(row["device"], row["commit"]) for row in own})
             made = ", ".join(f"{device} at commit {commit}" for device, commit in where)
             record = f"[`plan_{task}.json`](../experiments/results/plan_{task}.json)"
-            found += [f"Rates tried in `{task}`, {len(own)} runs in {record}, on {made}:"]
+            scores = "geometric means of the steps to leave" if task in SETTINGS else "losses"
+            found += [f"Rates tried in `{task}`, {scores}; {len(own)} runs in {record}, on {made}:"]
             found += [tuning_table(rows, task)]
         if reported:
             found += [f"Reported runs of `{task}`:", runs_table(rows, task)]

@@ -209,7 +209,7 @@ def test_what_is_not_finished_shows_no_effect(records: dict[str, Record]) -> Non
     task = plan.TASKS["fractals"]
     trials = [run | task.run(**run) | {"device": "a", "commit": "b"} for run in task.trials([])]
     text = plan_results.runs_text(nothing | {"fractals": trials})
-    assert f"Rates tried in `fractals`, {len(trials)} runs" in text
+    assert f"Rates tried in `fractals`, losses; {len(trials)} runs" in text
     assert "on a at commit b:" in text
     assert "Reported" not in text
     assert "| ViM | 0.435 | 0.434 |" in text
