@@ -4,8 +4,8 @@
     python -m experiments.faithfulness fractals
 
 The models are those of ``sizes_training.py``, ViL at the rates that ``sizes.py`` chose, trained where their weights
-are not in output/sizes. Of held-out images patches are replaced by the mean of the data in the order of a
-map, those of the highest value first (deletion), or put into an image that is all mean (insertion). The figure is the
+are not in output/sizes. Of held-out images patches are replaced by the mean of the data, or by black, in the order of
+a map, those of the highest value first (deletion), or put into an image that is nothing else (insertion). The figure is the
 area under the curve of the mean probability of the class that the model names for the whole image: a
 faithful map has a low one in deletion and a high one in insertion. Maps that need no model, brightness and a random
 order, tell what that is worth. Grad-CAM is of pytorch-grad-cam and left out where that is not installed.
@@ -35,6 +35,7 @@ from vil.training.data.batches import ValData
 from vil.training.distributed import World
 
 BRIGHTNESS, RANDOM, GRAD_CAM = "brightness", "random", "Grad-CAM"
+MEAN, BLACK = FILLS = ("mean", "black")  # what patches are replaced by
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,25 @@ class Experiment:
 
     def reported(self) -> list[Row]:
         """Return the runs."""
-        return product(model=[self.model], lr=[self.lr], seed=self.seeds)
+        return product(model=[self.model], lr=[self.lr], fill=FILLS, seed=self.seeds)
 
 
 EXPERIMENTS = {
     "digits": Experiment(lr=1e-3, images=120, patches=1),
-    "fractals": Experiment(lr=8e-3, images=64, patches=4),
+    "fractals": Experiment(lr=8e-3, images=32, patches=4),
 }
 
 
-def maps_of(model: nn.Module, images: Tensor, target: Tensor, seed: int) -> dict[str, Tensor]:
+def maps_of(
+    model: nn.Module, images: Tensor, target: Tensor, empty: Tensor, seed: int
+) -> dict[str, Tensor]:
     """Return every map of images, (B, H, W) each, the more important patches higher.
 
     Args:
         model: Of this package.
         images: (B, C, height, width).
         target: Classes, (B,).
+        empty: What patches are replaced by, (1, C, 1, 1).
         seed: Of the random order.
     """
     patch = model.patch_embed.patch_size
@@ -83,6 +87,8 @@ def maps_of(model: nn.Module, images: Tensor, target: Tensor, seed: int) -> dict
         BRIGHTNESS: brightness,
         RANDOM: torch.rand(brightness.shape, generator=generator),
     }
+    if empty.any():
+        found["evidence, baseline"] = evidence(model, images, target, patch, baseline=empty)
     if importlib.util.find_spec("pytorch_grad_cam") is not None:
         found[GRAD_CAM] = F.avg_pool2d(grad_cam(model, images, target)[:, None], patch)[:, 0]
     return found
@@ -103,6 +109,7 @@ def grad_cam(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
 def area(
     probability: Callable[[Tensor], Tensor],
     images: Tensor,
+    empty: Tensor,
     values: Tensor,
     patches: int,
     is_insertion: bool,
@@ -112,6 +119,7 @@ def area(
     Args:
         probability: Of the class, (B,), given images.
         images: (B, C, height, width).
+        empty: What patches are replaced by, (1, C, 1, 1).
         values: The map, (B, H, W).
         patches: Replaced from point to point.
         is_insertion: Whether patches come in instead of going out.
@@ -122,17 +130,18 @@ def area(
     for count in range(0, order.shape[1] + 1, patches):
         shown = (rank < count) if is_insertion else (rank >= count)
         pixels = F.interpolate(shown[:, None].to(images), images.shape[-2:], mode="nearest")
-        curve.append(probability(images * pixels).mean())
+        curve.append(probability(torch.where(pixels > 0, images, empty)).mean())
     return torch.trapezoid(torch.stack(curve)).item() / (len(curve) - 1)
 
 
-def run(experiment: str, model: str, lr: float, seed: int) -> Row:
+def run(experiment: str, model: str, lr: float, fill: str, seed: int) -> Row:
     """Train one model, unless it is there, and return the figures of every map.
 
     Args:
         experiment: Name of the experiment.
         model: As of ``sizes_training.py``.
         lr: Peak learning rate.
+        fill: What patches are replaced by, MEAN or BLACK.
         seed: Of the training and of the random order.
 
     Returns:
@@ -143,6 +152,9 @@ def run(experiment: str, model: str, lr: float, seed: int) -> Row:
     figures = train(experiment, model, lr, seed)
     net, config = trained(experiment, model, lr, seed)
     images = held_out(config, settings.images)
+    empty = torch.zeros(1, images.shape[1], 1, 1)
+    if fill == BLACK:
+        empty = Normalize(config, DEVICE)(torch.zeros_like(empty, dtype=torch.uint8))
     with torch.no_grad():
         target = net(images).argmax(1)
 
@@ -155,9 +167,11 @@ def run(experiment: str, model: str, lr: float, seed: int) -> Row:
         "deletion": {},
         "insertion": {},
     }
-    for name, values in maps_of(net, images, target, seed).items():
-        row["deletion"][name] = area(probability, images, values, settings.patches, False)
-        row["insertion"][name] = area(probability, images, values, settings.patches, True)
+    for name, values in maps_of(net, images, target, empty, seed).items():
+        for measure, is_insertion in (("deletion", False), ("insertion", True)):
+            row[measure][name] = area(
+                probability, images, empty, values, settings.patches, is_insertion
+            )
     return row
 
 

@@ -142,11 +142,17 @@ def test_evidence_adds_up_to_the_logit(name: str) -> None:
     others = name == "test_resnet"
     model = timm.create_model(name, num_classes=5).eval() if others else small(name)
     images, target = pictures(), torch.tensor([1, 3])
+    assert torch.equal(
+        maps.evidence(model, images, 1, 8),
+        maps.evidence(model, images, 1, 8, baseline=torch.zeros(3, 1, 1)),
+    )
     with torch.no_grad():
         logits = (model(images) - model(0 * images)).gather(1, target[:, None])[:, 0]
     found = maps.evidence(model, images, target, steps=32)
     torch.testing.assert_close(found.sum((1, 2)), logits, rtol=2e-2, atol=2e-2)
     patches = maps.evidence(model, images, target, (8, 16), steps=32)
+    nothing = maps.evidence(model, images, target, steps=2, baseline=images)
+    assert not nothing.any()
     assert patches.shape == (2, 4, 2)
     torch.testing.assert_close(patches[:, 0, 0], found[:, :8, :16].sum((1, 2)))
 
@@ -231,6 +237,8 @@ def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
         maps.evidence(model, images, 0, 0)
     with pytest.raises(ValueError, match="steps must be at least 0, got -1"):
         maps.evidence(model, images, 0, steps=-1)
+    with pytest.raises(ValueError, match=r"baseline must expand to \(2, 3, 32, 32\), got \(4,\)"):
+        maps.evidence(model, images, 0, baseline=torch.zeros(4))
     with pytest.raises(ValueError, match="probes must be at least 1, got 0"):
         maps.receptive_field(model, images, probes=0)
     with pytest.raises(ValueError, match=r"position must be in the map of 4 x 4, got \(4, 0\)"):

@@ -13,12 +13,13 @@ def evidence(
     target: int | Tensor,
     patch_size: int | tuple[int, int] | None = None,
     steps: int = 16,
+    baseline: Tensor | float = 0.0,
 ) -> Tensor:
     """Return what each pixel adds to the logit of a class: gradient times input, summed over channels.
 
-    The gradient is the mean of those on the way from an empty image, all 0, which is the mean of the data, to the
-    image (integrated gradients, Sundararajan et al., 2017): all pixels together add up to the logit of the image
-    less that of the empty one, but for the error of so many points.
+    The gradient is the mean of those on the way from an empty image to the image (integrated gradients,
+    Sundararajan et al., 2017), and the input is counted from the empty one: all pixels together add up to the
+    logit of the image less that of the empty one, but for the error of so many points.
 
     Args:
         model: Returns logits (B, classes); evaluated, whatever mode it is in.
@@ -27,6 +28,8 @@ def evidence(
         patch_size: Sum over patches of this height and width, of which the last may stand over; None for
             single pixels.
         steps: Points of the way, in the middles of as many parts of it; 0 takes the gradient at the image alone.
+        baseline: The empty image, normalised, of any shape that expands to that of the images; 0 is the mean
+            of the data.
 
     Returns:
         (B, height, width), or of the patches, in the dtype of the images; positive is for the class.
@@ -38,13 +41,20 @@ def evidence(
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
     images, gradient = images.detach(), torch.zeros_like(images)
+    empty = torch.as_tensor(baseline, dtype=images.dtype, device=images.device).detach()
+    try:
+        way = images - empty.expand_as(images)
+    except RuntimeError as error:
+        raise ValueError(
+            f"baseline must expand to {tuple(images.shape)}, got {tuple(empty.shape)}"
+        ) from error
     shares = [(i + 0.5) / steps for i in range(steps)] or [1.0]
     with evaluating(model), torch.enable_grad():
         for share in shares:
-            point = (share * images).requires_grad_()
+            point = (empty + share * way).requires_grad_()
             chosen = _logits_of(model(point), target, len(images)).sum()
             gradient += torch.autograd.grad(chosen, point)[0]
-    found = (gradient / len(shares) * images).sum(1)
+    found = (gradient / len(shares) * way).sum(1)
     return found if patch_size is None else _summed(found, patch_size)
 
 
