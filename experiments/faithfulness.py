@@ -58,7 +58,7 @@ class Experiment:
 
 EXPERIMENTS = {
     "digits": Experiment(lr=1e-3, images=120, patches=1),
-    "fractals": Experiment(lr=8e-3, images=32, patches=4),
+    "fractals": Experiment(lr=8e-3, images=32, patches=8),
 }
 
 

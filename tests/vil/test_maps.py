@@ -208,6 +208,21 @@ def test_maps_leave_a_model_as_it_was() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
 
 
+def test_maps_are_the_same_wherever_they_are_asked_for() -> None:
+    model, images = small(), pictures()
+    expected = maps.rollout(model, images), maps.evidence(model, images, 1)
+    with torch.inference_mode():
+        found = maps.rollout(model, images), maps.evidence(model, images.clone(), 1)
+    torch.testing.assert_close(found, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        rolled = maps.rollout(model, images)
+    assert rolled.dtype == torch.float32
+    torch.testing.assert_close(rolled, expected[0], rtol=0.05, atol=0.005)
+    half = maps.rollout(copy.deepcopy(model).bfloat16(), images.bfloat16())
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, expected[0], rtol=0.05, atol=0.005)
+
+
 def test_a_backbone_inside_another_module() -> None:
     model, images = small(), pictures()
     inside = timm.create_model("vil_tiny", features_only=True, out_indices=(1,), **SMALL)

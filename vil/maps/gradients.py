@@ -1,5 +1,8 @@
 """What a feature or a class rests on, by gradients with respect to the pixels, of any model of timm."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,16 +43,17 @@ def evidence(
     check_images(images)
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
-    images, gradient = images.detach(), torch.zeros_like(images)
-    empty = torch.as_tensor(baseline, dtype=images.dtype, device=images.device).detach()
+    empty = torch.as_tensor(baseline, dtype=images.dtype, device=images.device)
     try:
-        way = images - empty.expand_as(images)
+        empty = empty.expand_as(images)
     except RuntimeError as error:
         raise ValueError(
             f"baseline must expand to {tuple(images.shape)}, got {tuple(empty.shape)}"
         ) from error
     shares = [(i + 0.5) / steps for i in range(steps)] or [1.0]
-    with evaluating(model), torch.enable_grad():
+    with _differentiating(model):
+        empty = empty.detach().clone()
+        way, gradient = images.detach() - empty, torch.zeros_like(empty)
         for share in shares:
             point = (empty + share * way).requires_grad_()
             chosen = _logits_of(model(point), target, len(images)).sum()
@@ -88,9 +92,9 @@ def receptive_field(
     check_images(images)
     if probes < 1:
         raise ValueError(f"probes must be at least 1, got {probes}")
-    images = images.detach().requires_grad_()
     generator = torch.Generator().manual_seed(seed)
-    with evaluating(model), torch.enable_grad():
+    with _differentiating(model):
+        images = images.detach().clone().requires_grad_()
         deepest = _deepest_map(model, images)
         H, W = deepest.shape[-2:]
         row, column = (H // 2, W // 2) if position is None else position
@@ -104,6 +108,13 @@ def receptive_field(
             [gradient] = torch.autograd.grad(sums, images, retain_graph=True)
             squares += gradient.square().sum(1)
     return (squares / probes).sqrt()
+
+
+@contextlib.contextmanager
+def _differentiating(model: nn.Module) -> Iterator[None]:
+    """Take derivatives within a ``with`` block, also where a caller had switched them off."""
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _logits_of(logits: object, target: int | Tensor, B: int) -> Tensor:

@@ -114,7 +114,8 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
         matrix = _mean_matrix(backbone, scan)
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         mixed = (eye + matrix / matrix.sum(-1, keepdim=True)) / 2
-        total = mixed if total is None else mixed @ total
+        with torch.autocast(matrix.device.type, enabled=False):
+            total = mixed if total is None else mixed @ total
     return total
 
 
