@@ -2,6 +2,8 @@
 
 import builtins
 import copy
+import io
+import json
 from pathlib import Path
 
 import pytest
@@ -270,10 +272,13 @@ def test_drawing_takes_any_map_and_image() -> None:
         maps.Panel("signed", torch.randn(24, 40), "c", "signed"),
         maps.Panel("log", torch.rand(4, 4), "d", "log"),
     ]
-    figure = maps.draw(torch.rand(1, 24, 40), panels, "7, 93 %")
-    assert figure.get_suptitle() == "7, 93 %"
+    name = "great grey owl, great gray owl, Strix nebulosa at $5 or $6"
+    figure = maps.draw(torch.rand(1, 24, 40), [*panels, panels[0]._replace(label=name)], name)
+    figure.savefig(io.BytesIO(), format="png", dpi=30)
+    assert figure.get_suptitle().split() == name.split()
+    assert max(map(len, figure.get_suptitle().splitlines())) <= 36
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
-    assert titles == ["image", "a", "flat", "signed", "log"]
+    assert titles == ["image", "a", "flat", "signed", "log", "a"]
     signed = next(axes for axes in figure.axes if axes.get_xlabel() == "c")
     low, high = signed.get_xlim()
     assert low == -high
@@ -310,8 +315,6 @@ def digit(tmp_path: Path) -> Path:
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     """A released folder of a small model of digits."""
-    import json
-
     from safetensors.torch import save_file
 
     arguments = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "in_chans": 1}

@@ -1,5 +1,6 @@
 """Maps laid over their image, for a page or a phone's screen."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -58,7 +59,8 @@ def draw(image: Tensor, panels: Sequence[Panel], title: str) -> "Figure":
     height, width = image.shape[1:]
     size = (_COLUMNS * _PANEL, rows * (_PANEL * height / width + 0.95) + 0.4)
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=16)
+    # Names of classes can be long, and have a $, which would begin a formula.
+    figure.suptitle(textwrap.fill(title, 36), fontsize=16, parse_math=False)
     grid = figure.subplots(2 * rows, _COLUMNS, squeeze=False, height_ratios=(20, 1) * rows)
     for axes in grid.flat:
         axes.set_axis_off()
@@ -100,11 +102,11 @@ def _draw_panel(axes: "Axes", below: "Axes", image: Tensor, panel: Panel) -> Non
     stretched = F.interpolate(values[None, None], image.shape[1:], mode="nearest")[0, 0]
     grey = _pixels(_DARKEST + (1 - _DARKEST) * image.mean(0, keepdim=True))
     axes.imshow(colours.to_rgba(stretched.numpy())[..., :3] * grey[..., None])
-    axes.set_title(panel.title, fontsize=13, pad=12)
+    axes.set_title(panel.title, fontsize=13, pad=12, parse_math=False)
     below.set_axis_on()
     extend = "min" if panel.scale == "log" else "neither"
     bar = axes.figure.colorbar(colours, cax=below, orientation="horizontal", extend=extend)
-    bar.set_label(panel.label, fontsize=12)
+    bar.set_label(textwrap.fill(panel.label, 28), fontsize=12, parse_math=False)
     bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
     for label, side in zip(bar.ax.get_xticklabels(), _SIDES[len(ticks)], strict=True):
         label.set(fontsize=11, horizontalalignment=side)
