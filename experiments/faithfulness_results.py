@@ -48,12 +48,20 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def recommended(groups: Sequence[Sequence[Row]]) -> str:
-    """Name the maps that are better than brightness by both measures in all groups that were run.
+    """Tell which maps are better than brightness in all groups that were run, and by which measures.
 
     Args:
         groups: Rows of each, all with one fill.
     """
     won = [better(rows) for rows in groups if rows]
-    first = won[0] if won else {}
-    kept = [name for name in first if all(len(found[name]) == len(SIGNS) for found in won)]
-    return ", ".join(f"`{name}`" for name in kept) or "none"
+    parts = []
+    for measures in (list(SIGNS), *([measure] for measure in SIGNS)):
+        kept = [name for name in (won[0] if won else ()) if _common(won, name) == measures]
+        named = " and ".join(measures) if len(measures) > 1 else f"{measures[0]} alone"
+        parts += [f"{', '.join(f'`{name}`' for name in kept)} in {named}"] if kept else []
+    return ", ".join(parts) or "none"
+
+
+def _common(won: Sequence[dict[str, list[str]]], name: str) -> list[str]:
+    """Return the measures by which a map won in all groups."""
+    return [measure for measure in SIGNS if all(measure in found[name] for found in won)]

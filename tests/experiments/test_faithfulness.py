@@ -84,7 +84,9 @@ def test_only_what_beats_brightness_is_recommended() -> None:
         "rollout": ["insertion"],
         "random": [],
     }
-    assert faithfulness_results.recommended([rows, []]) == "`evidence`"
+    assert faithfulness_results.recommended([rows, []]) == (
+        "`evidence` in deletion and insertion, `rollout` in insertion alone"
+    )
     assert "| rollout | 0.500 ± 0.008 | 0.600 ± 0.008 | insertion |" in (
         faithfulness_results.table(rows)
     )

@@ -57,18 +57,19 @@ def draw(image: Tensor, panels: Sequence[Panel], title: str) -> "Figure":
     _check(image, panels)
     rows = -(-(len(panels) + 1) // _COLUMNS)
     height, width = image.shape[1:]
-    size = (_COLUMNS * _PANEL, rows * (_PANEL * height / width + 0.95) + 0.4)
+    size = (_COLUMNS * _PANEL, rows * (_PANEL * height / width + 1.1) + 0.4)
     figure = Figure(figsize=size, layout="constrained")
     # Names of classes can be long, and have a $, which would begin a formula.
     figure.suptitle(textwrap.fill(title, 36), fontsize=16, parse_math=False)
-    grid = figure.subplots(2 * rows, _COLUMNS, squeeze=False, height_ratios=(20, 1) * rows)
+    # Each row has a place for maps, one for bars, and a gap.
+    grid = figure.subplots(3 * rows, _COLUMNS, squeeze=False, height_ratios=(20, 1, 1) * rows)
     for axes in grid.flat:
         axes.set_axis_off()
     places = [
-        place for row in range(rows) for place in zip(*grid[2 * row : 2 * row + 2], strict=True)
+        pair for row in range(rows) for pair in zip(*grid[3 * row : 3 * row + 2], strict=True)
     ]
     places[0][0].imshow(_pixels(image), cmap="gray", vmin=0, vmax=1)
-    places[0][0].set_title("image", fontsize=13, pad=12)
+    places[0][0].set_title("image", fontsize=13)
     for (axes, below), panel in zip(places[1:], panels, strict=False):
         _draw_panel(axes, below, image, panel)
     return figure
@@ -102,7 +103,7 @@ def _draw_panel(axes: "Axes", below: "Axes", image: Tensor, panel: Panel) -> Non
     stretched = F.interpolate(values[None, None], image.shape[1:], mode="nearest")[0, 0]
     grey = _pixels(_DARKEST + (1 - _DARKEST) * image.mean(0, keepdim=True))
     axes.imshow(colours.to_rgba(stretched.numpy())[..., :3] * grey[..., None])
-    axes.set_title(panel.title, fontsize=13, pad=12, parse_math=False)
+    axes.set_title(panel.title, fontsize=13, parse_math=False)
     below.set_axis_on()
     extend = "min" if panel.scale == "log" else "neither"
     bar = axes.figure.colorbar(colours, cax=below, orientation="horizontal", extend=extend)
