@@ -1,4 +1,4 @@
-"""Write docs/results.md, docs/imagenet.md and their pictures from the records in experiments/results.
+"""Write docs/results.md, docs/imagenet.md, docs/maps.md and pictures from the records in experiments/results.
 
     python -m experiments.results
 
@@ -12,7 +12,15 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from experiments import comparisons, dense_results, mqar_results, plan_results, sizes_results
+from experiments import (
+    comparisons,
+    dense_results,
+    faithfulness,
+    faithfulness_results,
+    mqar_results,
+    plan_results,
+    sizes_results,
+)
 from experiments import finetune_results as finetuning
 from experiments import vision_results as vision
 from experiments.records import CHOICE_SEED, Row, select
@@ -21,7 +29,7 @@ from vil.training.files import write_text
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, TEMPLATES = ROOT / "experiments" / "results", ROOT / "experiments" / "templates"
 SPEEDS = ROOT / "benchmarks" / "results" / "train_speed.json"
-DOCUMENTS = ("results.md", "imagenet.md")
+DOCUMENTS = ("results.md", "imagenet.md", "maps.md")
 IMAGES = ROOT / "docs" / "images"
 
 
@@ -299,11 +307,32 @@ def plan_blocks() -> dict[str, str]:
     return {"verdicts": plan_results.verdict_table(rows), "runs": plan_results.runs_text(rows)}
 
 
+def faithfulness_blocks() -> dict[str, str]:
+    """Return what the faithfulness of maps adds to the templates."""
+    found: dict[str, str] = {}
+    groups: dict[str, list[list[Row]]] = {fill: [] for fill in faithfulness.FILLS}
+    for name in faithfulness.EXPERIMENTS:
+        record = f"faithfulness_{name}"
+        rows = reported(record)
+        commits = sorted({row["trained_at"] for row in rows})
+        found[f"{name}_from"] = f"{provenance(record)}; trained at commit {' or '.join(commits)}"
+        if not rows:
+            found[f"{name}_from"] = f"nothing: run `python -m experiments.faithfulness {name}`"
+        for fill in faithfulness.FILLS:
+            chosen = select(rows, fill=fill)
+            groups[fill].append(chosen)
+            table = faithfulness_results.table(chosen) if chosen else "Not run yet."
+            found[f"{name}_{fill}"] = table
+    best = {fill: faithfulness_results.recommended(rows) for fill, rows in groups.items()}
+    return found | {f"recommended_{fill}": names for fill, names in best.items()}
+
+
 def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
     groups |= {"dense": dense_blocks(), "plan": plan_blocks()}
+    groups["faithfulness"] = faithfulness_blocks()
     groups |= {f"sizes_{name}": sizes_blocks(name) for name in sizes_results.AIMS}
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()

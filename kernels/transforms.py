@@ -54,10 +54,10 @@ def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (*arguments[:9], *arguments[10:])  # all but whether to save
     check_mixer(*inputs)
     with torch.autocast(arguments[0].device.type, enabled=False):
-        return _saving_nothing(_mixed(*inputs), 3)
+        return _saving_nothing(reference.bidirectional_scan(*scan_inputs(*inputs)), 3)
 
 
-def _mixed(
+def scan_inputs(
     xz: Tensor,
     conv_weight: Tensor,
     conv_bias: Tensor,
@@ -69,8 +69,8 @@ def _mixed(
     recurrence: str,
     grid: Sequence[int] | None = None,
     valid: Tensor | None = None,
-) -> Tensor:
-    """Return the first output of ``vil::mixer``, given its arguments."""
+) -> tuple[Any, ...]:
+    """Return the arguments of ``reference.bidirectional_scan`` within ``vil::mixer``, given its own."""
     x, z = xz.chunk(2, dim=-1)
     # Not from the operators' cache: a transform would leave its own tensors in it.
     layout = layout_of(grid, conv_weight.shape[2], xz.device)
@@ -79,9 +79,7 @@ def _mixed(
     x = grid_conv.forward(reference, x, conv_weight, conv_bias, layout)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     low, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)
-    return reference.bidirectional_scan(
-        x, low, steps.A, q, k, D, dt_bias, z, recurrence, steps.key_norm, dt_weight
-    )
+    return x, low, steps.A, q, k, D, dt_bias, z, recurrence, steps.key_norm, dt_weight
 
 
 def _saving_nothing(out: Tensor, count: int) -> tuple[Tensor, ...]:

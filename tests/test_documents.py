@@ -28,7 +28,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'href="training.html"' in front
 
 
-@pytest.mark.parametrize("page", ["choosing", "questions"])
+@pytest.mark.parametrize("page", ["choosing", "maps", "questions"])
 def test_the_python_of_a_page_runs(page: str) -> None:
     """From its beginning to its end, as if typed into one session."""
     blocks = BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ ROOMS = (
     "vil.training",
     "vil.training.data",
     "vil.training.run",
+    "vil.maps",
     "scripts",
     "examples",
     "downstream",

@@ -35,6 +35,8 @@ def test_every_record_tells_where_it_is_from() -> None:
         *visions,
         "finetune",
         "dense",
+        "faithfulness_digits",
+        "faithfulness_fractals",
         "sizes_digits",
         "sizes_fractals",
     ):

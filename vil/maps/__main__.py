@@ -1,0 +1,25 @@
+"""Draw what a model reads in an image: ``python -m vil.maps SOURCE IMAGE --output maps.png``.
+
+    python -m vil.maps output/digits/best.pt digit.png --output maps.png
+    python -m vil.maps my_model photo.jpg --target tench --img-size 384
+    python -m vil.maps deit_tiny_patch16_224 photo.jpg
+
+The image is prepared as eval.py prepares it. Exit codes: see vil/training/errors.py.
+"""
+
+import sys
+
+try:
+    from vil.maps.command import draw_as, parse
+    from vil.training.errors import run_script
+except ModuleNotFoundError as error:
+    sys.exit(f"python -m vil.maps needs {error.name}: pip install 'vision-longhorn[train]'")
+
+
+def main() -> None:
+    """Draw as the command line says."""
+    draw_as(parse(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

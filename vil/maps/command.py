@@ -1,0 +1,169 @@
+"""The command line of ``python -m vil.maps``: a model and an image in, a picture out."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from torch import Tensor, nn
+from tyro.conf import Positional
+
+from vil.backbone import VisionLonghorn
+from vil.maps.drawing import Panel, draw
+from vil.maps.gradients import evidence, receptive_field
+from vil.maps.scans import decay, pooled_reads, rollout, step_size, token_matrix
+from vil.messages import one_line
+from vil.training.config import TrainConfig
+from vil.training.console import new_console
+from vil.training.data.augment import Normalize, val_transform
+from vil.training.data.sources import decode, image_mode
+from vil.training.distributed import World
+from vil.training.errors import ConfigError, DataError
+from vil.training.files import write_atomically
+from vil.training.options import EvalConfig
+from vil.training.recipes import parse_arguments
+from vil.training.run.evaluation import Subject, load_subject
+from vil.training.run.setup import resolve_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapsConfig:
+    """Draw what a model reads in an image. Models of timm that are not of this package have no scans:
+    of these, evidence and receptive field are drawn."""
+
+    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Weights, as of eval.py: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file,
+    a file with a state dict, local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
+    image: Annotated[Positional[str], tyro.conf.arg(metavar="IMAGE")]
+    """An image file."""
+    output: str = "maps.png"
+    """The picture, replaced if it exists."""
+    target: str | None = None
+    """Name or number of the class to show evidence for; None takes the most probable."""
+    block: int = -1
+    """Block whose scan is shown; negative ones count from the end."""
+    model: str | None = None
+    """timm model that the weights belong to, where SOURCE does not say it."""
+    img_size: int | None = None
+    """Height and width in pixels; None stays as trained."""
+    crop_pct: float | None = None
+    """Resize to img_size / crop_pct and keep the centre; None stays as trained."""
+    ema: bool = False
+    """Show the averaged weights instead of the last ones."""
+    device: str = "auto"
+    """cpu, cuda, ...; auto takes CUDA where there is one."""
+
+
+def parse(arguments: list[str]) -> MapsConfig:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: an argument is unknown.
+        SystemExit: a value is wrong; tyro has printed why.
+    """
+    return parse_arguments(MapsConfig, arguments)
+
+
+def draw_as(options: MapsConfig) -> None:
+    """Draw as the command line says, and say what was drawn.
+
+    Raises:
+        ConfigError: the weights, the class, the block or the output are not what they must be.
+        DataError: the image cannot be read.
+        OutputError: the weights cannot be read, or the picture cannot be written.
+    """
+    output = _checked_output(options)
+    shared = {field.name: getattr(options, field.name) for field in _shared_fields()}
+    subject = load_subject(EvalConfig(**shared))
+    device = resolve_device(subject.config.run, World())
+    model = subject.model.to(device).eval()
+    pixels = _read(options.image, subject.config)
+    images = Normalize(subject.config, device)(pixels[None])
+    target, name, probability = _classified(model, images, subject, options.target)
+    title = f"{name}, {100 * probability:.1f} %"
+    try:
+        panels = _panels(model, images, target, name, options.block)
+    except ValueError as error:
+        raise ConfigError(one_line(error)) from error
+    figure = draw(pixels / 255, panels, title)
+    write_atomically(output, lambda file: figure.savefig(file, format="png", dpi=110))
+    new_console().print(f"weights  {subject.weights}\nclass    {title}\nwritten  {output}")
+
+
+def _shared_fields() -> list[dataclasses.Field]:
+    """Return the options that are those of eval.py."""
+    names = {field.name for field in dataclasses.fields(EvalConfig)}
+    return [field for field in dataclasses.fields(MapsConfig) if field.name in names]
+
+
+def _checked_output(options: MapsConfig) -> Path:
+    output = Path(options.output)
+    if output.suffix.lower() != ".png":
+        raise ConfigError(f"--output must end with .png, got {options.output}")
+    if output.resolve() == Path(options.image).resolve():
+        raise ConfigError(f"--output must not be the image, {options.image}")
+    return output
+
+
+def _read(path: str, config: TrainConfig) -> Tensor:
+    """Return an image as evaluation sees it, uint8 (C, H, W)."""
+    channels = config.model.in_chans
+    if channels not in (1, 3):
+        raise ConfigError(f"the model must take images of 1 or 3 channels, it takes {channels}")
+    try:
+        content = Path(path).read_bytes()
+        image = decode(content, image_mode(channels), config.data.exif_rotation)
+    except (DataError, OSError) as error:
+        raise DataError(f"image {path} cannot be read: {one_line(error)}") from error
+    return torch.as_tensor(val_transform(config)(image))
+
+
+@torch.no_grad()
+def _classified(
+    model: nn.Module, images: Tensor, subject: Subject, asked: str | None
+) -> tuple[int, str, float]:
+    """Return the class to show, its name and its probability."""
+    probabilities = model(images)[0].softmax(0)
+    names = subject.label_names
+    if asked is None:
+        target = int(probabilities.argmax())
+    elif names is not None and asked in names:
+        target = names.index(asked)
+    elif asked.isdecimal() and int(asked) < len(probabilities):
+        target = int(asked)
+    else:
+        known = "the name of a class of the weights or " if names else ""
+        raise ConfigError(f"--target must be {known}0 to {len(probabilities) - 1}, got {asked}")
+    name = f"class {target}" if names is None else names[target]
+    return target, name, probabilities[target].item()
+
+
+def _panels(model: nn.Module, images: Tensor, target: int, name: str, block: int) -> list[Panel]:
+    """Return the maps that a model has."""
+    field = Panel("receptive field", receptive_field(model, images)[0], "|derivative|", "log")
+    if not isinstance(model, VisionLonghorn):
+        return [_evidence(model, images, target, name, None), field]
+    through, matrix = rollout(model, images), token_matrix(model, images, block)
+    pooled = "by the class token" if model.global_pool == "token" else "by all patches"
+    where = f"block {block % len(model.blocks)}"
+    steps, forgotten = step_size(model, images, block)[0], decay(model, images, block)[0]
+    H, W = steps.shape
+    centre = matrix[0, model.num_prefix_tokens + H // 2 * W + W // 2, model.num_prefix_tokens :]
+    return [
+        _evidence(model, images, target, name, model.patch_embed.stride),
+        Panel(f"read in {where}", pooled_reads(model, images, matrix)[0], pooled),
+        Panel("read in all blocks", pooled_reads(model, images, through)[0], pooled),
+        Panel(f"read in {where}", centre.unflatten(0, (H, W)), "by the centre", "log"),
+        field,
+        Panel(f"written in {where}", steps, "step size"),
+        Panel(f"forgotten in {where}", forgotten, "share of the state"),
+    ]
+
+
+def _evidence(
+    model: nn.Module, images: Tensor, target: int, name: str, cell: tuple[int, int] | None
+) -> Panel:
+    values = evidence(model, images, target, cell)[0]
+    return Panel("evidence", values, f"for {name}", "signed")
