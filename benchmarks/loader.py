@@ -2,17 +2,19 @@
 
     python -m benchmarks.loader [--rounds 5] [--num-workers 2] [--images 512] [--output FILE]
     python -m benchmarks.loader --data /data/imagenet/train  # a sample of its images instead
+    python -m benchmarks.loader --record FILE  # the tables of a record
 
 The recipe is DeiT's: bicubic random resized crop to 224, flip, RandAugment rand-m9-mstd0.5-inc1.
 What is counted is the CPU time of all loader processes and of the training process's share of the
 loading, per image: on a machine whose cores do nothing but load, 1000 ms / CPU-ms images per second
 and core. Wall time is that of this machine, whatever else ran on it. Every round runs each loader in
 turn, so that a drift of the machine's speed hits all alike; a loader's figure is the median over the
-rounds, its ratio the median of the round-by-round ratios to timm's first row. Each run starts its
-loader processes anew, and their start is counted.
+rounds, its ratio the median of the round-by-round ratios to timm's folder without mixing. Each run
+starts its loader processes anew, and their start is counted.
 
 timm mixes in its loader processes (FastCollateMixup, as its train.py does), and so do the rows of it
-that say so; this package mixes on the training device. Both normalise and erase there. That part is
+that say so; this package mixes on the training device, as timm can, too, so that like for like is timm's row
+without mixing, which is its faster one. Both normalise and erase there. That part is
 timed by itself, on one core of the CPU; with a GPU it runs on that. Repeated augmentation decodes an
 image once for its three draws; timm has none in a single process.
 
@@ -85,7 +87,7 @@ class Row:
     wall_ms: list[float]
     cpu_ms: list[float]
     ratio: float = 1.0
-    """Images per second and core, relative to the first row."""
+    """Images per second and core, relative to the row that is compared with."""
 
     @property
     def wall_rate(self) -> float:
@@ -202,10 +204,11 @@ def run_timm(root: Path, shards: bool, mixup: bool, batch_size: int, workers: in
 
 
 Contestant = Callable[..., Iterator[int]]
+BASE = "timm, folder"  # as ours it leaves the mixing to the training device
 
 CONTESTANTS: dict[str, Contestant] = {
-    "timm, folder, mixup": partial(run_timm, shards=False, mixup=True),
     "timm, folder": partial(run_timm, shards=False, mixup=False),
+    "timm, folder, mixup": partial(run_timm, shards=False, mixup=True),
     "timm, shards, mixup": partial(run_timm, shards=True, mixup=True),
     "ours, folder, 3 repeats": partial(run_ours, shards=False, repeats=3),
     "ours, folder": partial(run_ours, shards=False, repeats=1),
@@ -235,7 +238,7 @@ def measure(batches: Iterator[int]) -> tuple[float, float]:
 
 
 def compare(contestants: dict[str, Callable[[], Iterator[int]]], rounds: int) -> list[Row]:
-    """Measure loaders against each other; the first is what the others are relative to."""
+    """Measure loaders against each other, in turn."""
     rows = [Row(name, [], []) for name in contestants]
     for _ in range(rounds):
         for row, start in zip(rows, contestants.values(), strict=True):
@@ -246,9 +249,10 @@ def compare(contestants: dict[str, Callable[[], Iterator[int]]], rounds: int) ->
 
 
 def related(rows: list[Row]) -> list[Row]:
-    """Fill in what the rows are relative to the first, round by round."""
+    """Fill in what the rows are relative to ``BASE``, or else to the first, round by round."""
+    compared = next((row for row in rows if row.name == BASE), rows[0])
     for row in rows:
-        pairs = zip(rows[0].cpu_ms, row.cpu_ms, strict=True)
+        pairs = zip(compared.cpu_ms, row.cpu_ms, strict=True)
         row.ratio = statistics.median(base / cpu for base, cpu in pairs)
     return rows
 
@@ -359,7 +363,7 @@ def time_device_part(batch_size: int, rounds: int) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """Format rows as Markdown."""
     lines = [
-        "| loader | images/s, wall | CPU ms per image | least | images/s and core | to timm |",
+        "| loader | images/s, wall | CPU ms per image | least | images/s and core | ratio |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -391,6 +395,9 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder per class to sample images from")
     parser.add_argument("--only", default="", help="of the loaders after the first, those so named")
     parser.add_argument("--output", type=Path, help="write the figures there as JSON")
+    parser.add_argument(
+        "--record", type=Path, help="print the tables of such a file, measure nothing"
+    )
     args = parser.parse_args(arguments)
     least = max(args.num_workers * args.batch_size, SHARDS)
     if args.batch_size % 2 or args.images < least:
@@ -416,9 +423,25 @@ def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
     }
 
 
+def print_record(figures: dict[str, Any]) -> None:
+    """Print the tables of a record."""
+    loaders, device = (
+        related([Row(**row) for row in figures[part]]) for part in ("loaders", "device_part")
+    )
+    print(table(loaders))
+    print(
+        f"\n{stage_table(figures['stages'])}\n\nOn the training device, here one core of the CPU:\n"
+    )
+    print(table(device))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run, print the tables, write the figures if asked to, and return the exit status."""
     args = parse_args(arguments)
+    if args.record:
+        figures = json.loads(args.record.read_text())
+        print_record(figures)
+        return int(bool(figures["different_images"]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -438,21 +461,19 @@ def main(arguments: list[str] | None = None) -> int:
             },
             args.rounds,
         )
-        print(table(loaders), flush=True)
         where = time_stages(files, args.batch_size, args.rounds)
         reading = time_reading(sorted(root.glob("train/*/*")))
         where = {name: {"read": reading, **times} for name, times in where.items()}
     device = time_device_part(args.batch_size, args.rounds)
-    print(f"\n{stage_table(where)}\n\nOn the training device, here one core of the CPU:\n")
-    print(table(device))
+    figures = {
+        "environment": settings,
+        "different_images": different,
+        "loaders": [dataclasses.asdict(row) for row in loaders],
+        "stages": where,
+        "device_part": [dataclasses.asdict(row) for row in device],
+    }
+    print_record(figures)
     if args.output:
-        figures = {
-            "environment": settings,
-            "different_images": different,
-            "loaders": [dataclasses.asdict(row) for row in loaders],
-            "stages": where,
-            "device_part": [dataclasses.asdict(row) for row in device],
-        }
         write_text(args.output, json.dumps(figures, indent=1) + "\n")
     return int(bool(different))
 

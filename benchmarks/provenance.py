@@ -11,20 +11,29 @@ from typing import Any
 
 
 def revision() -> str:
-    """Return the commit of the checkout, or "unknown".
+    """Return the commit of the checkout, or "unknown"; "-dirty" follows if its files are not the commit's.
 
-    VIL_COMMIT comes first, for copies that have no history.
+    Records are no part of what figures depend on: a checkout in which one grows stays clean. VIL_COMMIT
+    comes first, for copies that have no history.
     """
     if os.environ.get("VIL_COMMIT"):
         return os.environ["VIL_COMMIT"]
-    command = ["git", "describe", "--always", "--dirty"]
+    folder = Path(__file__).parent
     try:
         found = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+            ["git", "describe", "--always"], cwd=folder, capture_output=True, text=True, check=False
+        )
+        changed = subprocess.run(
+            ["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)*/results/*.json"],
+            cwd=folder,
+            capture_output=True,
+            check=False,
         )
     except OSError:  # no git
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    if not found.stdout:  # no history
+        return "unknown"
+    return found.stdout.strip() + ("-dirty" if changed.returncode else "")
 
 
 def processor() -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.comparisons import holm, p_value
+from experiments.mixer import ALL
 from experiments.records import Row, select, spread, values
-from experiments.recurrences import RECURRENCES
 from vil.training.files import write_atomically
 
 BASELINE = "longhorn"
@@ -32,9 +32,9 @@ def best_of_rates(rows: Sequence[Row]) -> list[Row]:
 
 
 def names_of(rows: Iterable[Row]) -> list[str]:
-    """Return the recurrences in the order of ``RECURRENCES``."""
+    """Return the recurrences in the order of ``mixer.ALL``."""
     names = {row["recurrence"] for row in rows}
-    return [name for name in RECURRENCES if name in names]
+    return [name for name in ALL if name in names]
 
 
 def axis(rows: Sequence[Row], kind: str) -> list[int]:

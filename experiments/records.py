@@ -1,7 +1,8 @@
 """Records of experiments: runs, each with its seed and figures, in one JSON file that can be continued.
 
 A record names the command, the commit and the machine. It is written after every run, so that the same
-command finishes what an interrupted one began; with other settings or at another commit it refuses.
+command finishes what an interrupted one began; with other settings or at another commit it refuses. One
+*in pieces* may grow on several machines and at several commits, which each of its runs names.
 """
 
 import itertools
@@ -29,15 +30,17 @@ CHOICE_SEED = 100  # of runs that choose a learning rate, which are not reported
 class Record:
     """The runs of one experiment."""
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], in_pieces: bool = False) -> None:
         """Open a record, or begin it.
 
         Args:
             path: JSON file, read if it exists.
             settings: What all runs share.
+            in_pieces: Each run names its device and its commit, which the others need not share.
 
         Raises:
-            SystemExit: the file holds runs of other settings, or of another commit or machine.
+            SystemExit: the file holds runs of other settings or versions or, unless in pieces, of
+                another commit or machine.
         """
         self.path = path
         self.head = {
@@ -45,6 +48,10 @@ class Record:
             "environment": environment(),
             "settings": json.loads(json.dumps(settings)),
         }
+        self.where: Row = {}
+        if in_pieces:
+            shared = self.head["environment"]
+            self.where = {part: shared.pop(part) for part in ("device", "commit")}
         self.rows: list[Row] = []
         if path.exists():
             content = json.loads(path.read_text())
@@ -59,7 +66,7 @@ class Record:
 
     def add(self, row: Row) -> None:
         """Add a run and write the file."""
-        self.rows.append(row)
+        self.rows.append(row | self.where)
         write_text(self.path, dump(self.head, self.rows))
 
 

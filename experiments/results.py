@@ -18,6 +18,7 @@ from experiments import (
     faithfulness,
     faithfulness_results,
     mqar_results,
+    plan_results,
     sizes_results,
 )
 from experiments import finetune_results as finetuning
@@ -300,6 +301,12 @@ def sizes_blocks(name: str) -> dict[str, str]:
     }
 
 
+def plan_blocks() -> dict[str, str]:
+    """Return what the questions of PLAN.md add to the templates."""
+    rows = plan_results.load()
+    return {"verdicts": plan_results.verdict_table(rows), "runs": plan_results.runs_text(rows)}
+
+
 def faithfulness_blocks() -> dict[str, str]:
     """Return what the faithfulness of maps adds to the templates."""
     found: dict[str, str] = {}
@@ -324,7 +331,7 @@ def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
-    groups["dense"] = dense_blocks()
+    groups |= {"dense": dense_blocks(), "plan": plan_blocks()}
     groups["faithfulness"] = faithfulness_blocks()
     groups |= {f"sizes_{name}": sizes_blocks(name) for name in sizes_results.AIMS}
     found = {

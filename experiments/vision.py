@@ -158,10 +158,17 @@ def configure(
 
 
 def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int) -> Row:
+    """Train one model of a named experiment and return its figures, as ``train_and_score``."""
+    return train_and_score(EXPERIMENTS[experiment], model, images_per_class, lr, seed)
+
+
+def train_and_score(
+    settings: Experiment, model: str, images_per_class: int, lr: float, seed: int
+) -> Row:
     """Train one model and return its figures.
 
     Args:
-        experiment: Name of the experiment.
+        settings: The experiment.
         model: Name of the model in the experiment.
         images_per_class: Training images of each class.
         lr: Peak learning rate of a batch of optim.lr_base_size images.
@@ -171,7 +178,6 @@ def run(experiment: str, model: str, images_per_class: int, lr: float, seed: int
         Validation loss and top-1 in percent, parameters, steps, CPU ms per training step, and mean
         loss of the last tenth of the steps.
     """
-    settings = EXPERIMENTS[experiment]
     config = configure(settings, model, images_per_class, lr, seed)
     world = World()
     device = resolve_device(config.run, world)
@@ -216,9 +222,9 @@ def main() -> None:
     experiment = EXPERIMENTS[name]
     settings = dataclasses.asdict(experiment)
     record = Record(args.output or RESULTS / f"vision_{name}.json", settings)
-    train_and_score = functools.partial(run, name)
-    run_all(record, train_and_score, experiment.search(), args.jobs)
-    run_all(record, train_and_score, experiment.reported(record.rows), args.jobs)
+    one = functools.partial(run, name)
+    run_all(record, one, experiment.search(), args.jobs)
+    run_all(record, one, experiment.reported(record.rows), args.jobs)
 
 
 if __name__ == "__main__":

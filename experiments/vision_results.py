@@ -12,7 +12,8 @@ from experiments.records import Row, select, spread, values
 from vil.training.files import write_atomically
 
 COMPARED = ("digits", "fractals", "fractals_large")
-DIGITS = {"top1": 1, "loss": 3}  # decimals
+DIGITS = {"top1": 1, "loss": 3, "train_loss": 3}  # decimals
+TITLES = {"top1": "top1", "loss": "loss", "train_loss": "training loss"}
 
 
 def models(rows: Sequence[Row]) -> list[str]:
@@ -27,8 +28,8 @@ def sizes(rows: Sequence[Row]) -> list[int]:
 
 
 def accuracy_table(rows: Sequence[Row]) -> str:
-    """Return top-1, loss and time by model and size of the training set, mean ± deviation."""
-    columns = [f"{figure}, {size} a class" for figure in DIGITS for size in sizes(rows)]
+    """Return top-1, losses and time by model and size of the training set, mean ± deviation."""
+    columns = [f"{TITLES[figure]}, {size} a class" for figure in DIGITS for size in sizes(rows)]
     lines = [
         f"| model | parameters | {' | '.join(columns)} | time of a step |",
         "|---" * (len(columns) + 3) + "|",
@@ -83,13 +84,14 @@ def ablations(rows: Sequence[Row], form: str, figure: str = "top1") -> dict[str,
 
 
 def ablation_table(rows: Sequence[Row], found: dict[str, bool]) -> str:
-    """Return top-1 and loss of every variant.
+    """Return top-1 and losses of every variant.
 
     Args:
         rows: Of the experiment.
         found: By model, whether its top-1 differs from the published choice beyond the noise.
     """
-    lines = ["| form | changed | to | parameters | top1 | loss |", "|---|---|---|---|---|---|"]
+    heads = ["form", "changed", "to", "parameters", *TITLES.values()]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for form in variants.FORMS:
         for changed, value, name in ablation_rows(form):
             chosen = select(rows, model=name)
@@ -98,7 +100,7 @@ def ablation_table(rows: Sequence[Row], found: dict[str, bool]) -> str:
             figures = [spread(values(chosen, f), digits) for f, digits in DIGITS.items()]
             star = " *" if found.get(name) else ""
             start = f"| {form} | {changed} | {value} | {chosen[0]['parameters']:,} |"
-            lines.append(f"{start} {figures[0]}{star} | {figures[1]} |")
+            lines.append(f"{start} {figures[0]}{star} | {' | '.join(figures[1:])} |")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from experiments import mqar, mqar_results, recurrences
+from experiments.mixer import ALL, Mixer
 from experiments.records import Record
 
 # ------------------------------------------------------------------------------------------- data
@@ -114,7 +115,7 @@ def test_gated_linear_attention_forgets_by_state_channel() -> None:
 
 
 def test_gated_linear_attention_survives_the_strongest_decay() -> None:
-    model = recurrences.Mixer(4, "gla", d_state=N)
+    model = Mixer(4, "gla", d_state=N)
     torch.nn.init.constant_(model.recurrence.decay_proj.bias, -1e4)
     x = torch.randn(2, L, 4, requires_grad=True)
     model(x).sum().backward()
@@ -140,9 +141,9 @@ def test_one_beta_serves_all_channels(name: str) -> None:
     torch.testing.assert_close(module(x), expected)
 
 
-@pytest.mark.parametrize("name", recurrences.RECURRENCES)
+@pytest.mark.parametrize("name", ALL)
 def test_mixers_are_causal(name: str) -> None:
-    mixer = recurrences.Mixer(8, name, d_state=N)
+    mixer = Mixer(8, name, d_state=N)
     x = torch.randn(2, L, 8)
     y = mixer(x)
     changed = mixer(torch.cat([x[:, :20], torch.randn(2, L - 20, 8)], dim=1))
@@ -152,9 +153,7 @@ def test_mixers_are_causal(name: str) -> None:
 
 def test_mixers_of_equal_state_have_nearly_as_many_parameters() -> None:
     counts = {
-        name: mqar.parameters(recurrences.Mixer(64, name))
-        for name in recurrences.RECURRENCES
-        if name not in ("softmax", "none")
+        name: mqar.parameters(Mixer(64, name)) for name in ALL if name not in ("softmax", "none")
     }
     assert max(counts.values()) < 1.12 * min(counts.values())
 
@@ -165,7 +164,7 @@ def test_mixers_of_equal_state_have_nearly_as_many_parameters() -> None:
 )
 def test_mixer_names_a_bad_argument(arguments: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        recurrences.Mixer(8, **arguments)
+        Mixer(8, **arguments)
 
 
 # -------------------------------------------------------------------------------- runs and results

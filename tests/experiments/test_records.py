@@ -1,6 +1,7 @@
 """Records of experiments: continued by the same command, refused for other settings."""
 
 import json
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -75,3 +76,48 @@ def test_other_settings_or_another_commit_are_refused(
         monkeypatch.setattr(provenance, "revision", lambda: "another")
     with pytest.raises(SystemExit, match=f"has {part}"):
         records.Record(path, {"steps": 3 if part == "environment" else 4})
+
+
+def test_a_record_in_pieces_grows_elsewhere_and_every_run_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, runs = tmp_path / "r.json", records.product(seed=(0, 1))
+    for commit, run in zip(("one", "another"), runs, strict=True):
+        monkeypatch.setattr(provenance, "revision", lambda commit=commit: commit)
+        record = records.Record(path, {"steps": 3}, in_pieces=True)
+        assert record.missing(runs)[0] == run
+        record.add(run | {"loss": 1.0})
+    content = json.loads(path.read_text())
+    assert [run["commit"] for run in content["runs"]] == ["one", "another"]
+    assert all(run["device"] for run in content["runs"])
+    assert not {"commit", "device"} & content["environment"].keys()
+    monkeypatch.setattr(provenance.platform, "python_version", lambda: "2.7")
+    with pytest.raises(SystemExit, match="has environment"):
+        records.Record(path, {"steps": 3}, in_pieces=True)
+
+
+def test_a_checkout_in_which_a_record_grows_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", *who, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.delenv("VIL_COMMIT", raising=False)
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "benchmarks" / "provenance.py"))
+    code, record = tmp_path / "benchmarks" / "a.py", tmp_path / "experiments" / "results" / "r.json"
+    for file in (code, record):
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+    git("init", "-q")
+    assert provenance.revision() == "unknown"
+    git("add", "-A")
+    git("commit", "-qm", "a")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert provenance.revision() == commit
+    record.write_text("2")
+    assert provenance.revision() == commit
+    code.write_text("2")
+    assert provenance.revision() == f"{commit}-dirty"

@@ -127,16 +127,16 @@ def rows_of(tops: dict[str, list[float]]) -> list[Row]:
         for seed, top1 in enumerate(values):
             rows.append(
                 {"model": model, "images_per_class": 8, "seed": seed, "top1": top1, "loss": 0.1}
-                | {"parameters": 1000, "ms_per_step": 2.0}
+                | {"train_loss": 0.5, "parameters": 1000, "ms_per_step": 2.0}
             )
     return rows
 
 
 def test_tables_show_mean_and_deviation() -> None:
     rows = rows_of({"ViL": [90.0, 92.0], "DeiT": [80.0, 80.0]})
-    assert "| ViL | 1,000 | 91.0 ± 1.4 | 0.100 ± 0.000 | 1.00 |" in vision_results.accuracy_table(
-        rows
-    )
+    table = vision_results.accuracy_table(rows)
+    assert "| top1, 8 a class | loss, 8 a class | training loss, 8 a class |" in table
+    assert "| ViL | 1,000 | 91.0 ± 1.4 | 0.100 ± 0.000 | 0.500 ± 0.000 | 1.00 |" in table
     assert [c.difference for c in vision_results.pairwise(rows)] == [11.0]
 
 
@@ -144,7 +144,8 @@ def test_ablation_is_compared_with_the_model_itself() -> None:
     rows = rows_of({"both_middle_exact": [90.0, 90.5], "scalar_exact": [80.0, 80.5]})
     comparison = vision_results.ablations(rows, "exact")["scalar_exact"]
     assert (comparison.first, comparison.difference) == ("scalar", -10.0)
-    assert "80.2 ± 0.4 *" in vision_results.ablation_table(rows, {"scalar_exact": True})
+    table = vision_results.ablation_table(rows, {"scalar_exact": True})
+    assert "| 80.2 ± 0.4 * | 0.100 ± 0.000 | 0.500 ± 0.000 |" in table
 
 
 def test_pictures_are_drawn(tmp_path) -> None:
