@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import platform
 from collections.abc import Callable
 
 import pytest
@@ -359,6 +360,29 @@ def test_bfloat16_of_what_is_not_finite():
     assert expected[:, 0, :3].isinf().any()
     actual = cpu.causal_conv1d_bidirectional(x, weight, bias)
     torch.testing.assert_close(actual, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="others keep them")
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_subnormal_numbers_are_zeros_within_the_loops_alone(recurrence):
+    """Whatever the thread does with them, which it does afterwards, too."""
+    inputs = bidirectional_inputs((1, 21, 70, 16), recurrence)
+    inputs["x"] = inputs["x"] * 1e-38
+    tensors, subnormal = tuple(inputs.values()), torch.tensor([1e-40])
+    results = []
+    for flush in (False, True):
+        torch.set_flush_denormal(flush)
+        try:
+            y = cpu.bidirectional_scan(*tensors, recurrence)
+            results.append([y, *cpu.bidirectional_scan_backward(y, *tensors, recurrence)])
+            assert (subnormal * 1 == 0).item() is flush
+        finally:
+            torch.set_flush_denormal(False)
+    for a, e in zip(*results, strict=True):
+        assert a is e is None or a.equal(e)
+    y = results[0][0]
+    assert y.any()
+    assert y[y != 0].abs().min() >= torch.finfo(y.dtype).tiny
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
