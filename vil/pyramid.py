@@ -25,10 +25,11 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models._features import FeatureGetterNet, feature_take_indices
 from torch import Tensor, nn
 
-from vil.backbone import VisionLonghorn, build_variant
-from vil.backbone import default_cfgs as plain_cfgs
+from vil.backbone import VisionLonghorn
 from vil.convert import convert_official_vim, is_official_vim
 from vil.masks import valid_patches
+from vil.registry import build_variant
+from vil.registry import default_cfgs as plain_cfgs
 from vil.state_dicts import checkpoint_filter_fn as checkpoint_filter_fn  # sought beside the class
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]

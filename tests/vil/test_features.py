@@ -9,7 +9,7 @@ from timm.models._features import FeatureGetterNet
 from torch import nn
 
 import vil
-from vil.backbone import dense_indices
+from vil.registry import dense_indices
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_classes": 5}
 
