@@ -10,6 +10,8 @@ import torch
 from timm import create_model
 from torch import Tensor, nn
 
+from tests.documents.pages import block_with
+
 
 class BaseModule(nn.Module):
     """What mmengine's does with its argument here."""
@@ -38,9 +40,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Registry:
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     sys.modules["mmengine.registry"].MODELS = registry
-    text = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
-    (block,) = (b for b in text.split("```python")[1:] if "register_module" in b.split("```")[0])
-    exec(block.split("```")[0], {})
+    exec(block_with("dense", "register_module"), {})
     return registry
 
 

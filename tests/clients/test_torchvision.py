@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +10,13 @@ from torchvision.models.detection import FCOS, FasterRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
+from tests.documents.pages import block_with
+
 
 def documented(name: str) -> type[nn.Module]:
-    """Return a class of docs/features.md, as a user copies it."""
-    text = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
-    block = next(b for b in text.split("```python")[1:] if f"class {name}" in b.split("```")[0])
+    """Return a class of docs/dense.md, as a user copies it."""
     names: dict[str, object] = {}
-    exec(block.split("```")[0], names)
+    exec(block_with("dense", f"class {name}"), names)
     return names[name]
 
 

@@ -1,7 +1,7 @@
 """transformers' heads on a TimmBackbone, which is built by its name alone."""
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import vil
+from tests.documents.pages import block_with
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -103,11 +104,10 @@ def test_detr_by_name_wants_the_five_levels_of_a_convolutional_network() -> None
 
 @pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
 def test_detr_hands_its_mask_on(name: str) -> None:
-    """By the hook of docs/features.md: a padded image then gives the features that it gives alone."""
-    text = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
-    hook = text[text.rindex("from functools import partial") :]
-    names = {"vil": vil}
-    exec(hook[: hook.index("detr.register")], names)
+    """By the hook of docs/dense.md: a padded image then gives the features that it gives alone."""
+    hook = block_with("dense", "def hand_on")
+    names = {"vil": vil, "partial": partial}
+    exec(hook[hook.index("def hand_on") : hook.index("detr.register")], names)
     model = detr(name).eval()
     image = torch.randn(1, 3, 64, 96)
     padded, mask = torch.randn(1, 3, 128, 128), torch.zeros(1, 128, 128, dtype=torch.int64)

@@ -1,10 +1,8 @@
 """Counters of multiply-adds that others wrote: they find in our operators what ``count_macs`` does."""
 
 import logging
-import re
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import timm
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.documents.pages import blocks
 from vil.complexity import calflops_hooks, count_macs, fvcore_handles
 from vil.kernels import ops
 
@@ -92,9 +91,7 @@ def test_padding_that_is_cut_off_is_not_counted() -> None:
     assert counts[torch.ops.vil.mixer] == whole.get_flop_counts()["Global"][torch.ops.vil.mixer]
 
 
-DOCUMENTED = re.findall(
-    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "measuring.md").read_text(), re.S
-)
+DOCUMENTED = blocks("measuring")
 
 
 @pytest.mark.usefixtures("fvcore", "calflops")

@@ -8,7 +8,9 @@ import pytest
 import timm
 import torch._inductor.config as inductor
 
-PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+from tests.documents.pages import read
+
+PAGE = read("export")
 SECTIONS = {
     section.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
     for section in re.split(r"^#+ ", PAGE, flags=re.M)[1:]

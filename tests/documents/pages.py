@@ -1,0 +1,37 @@
+"""What the documents show: blocks of Python, and command lines."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INSTALLED = re.compile(r"^pip install -e '[^']+'( && )?")
+
+
+def read(page: str) -> str:
+    """Return the text of README or of a page of docs/, by its name without ".md"."""
+    folder = ROOT if page == "README" else ROOT / "docs"
+    return (folder / f"{page}.md").read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    """Return the blocks of a language, in order."""
+    return [text for found, text in _BLOCK.findall(read(page)) if found == language]
+
+
+def block_with(page: str, text: str) -> str:
+    """Return the one block of Python that has a text in it."""
+    (found,) = (block for block in blocks(page) if text in block)
+    return found
+
+
+def commands(page: str) -> list[str]:
+    """Return the command lines, without what installs and without comments; scripts of Slurm apart."""
+    found = []
+    for block in blocks(page, "bash"):
+        if block.startswith("#!"):
+            continue
+        bare = re.sub(r"\s+# .*$", "", block, flags=re.MULTILINE).replace("\\\n", " ")
+        lines = re.findall(r"""(?:"[^"]*"|'[^']*'|[^\n"'])+""", bare)  # quotes may hold several
+        found += [_INSTALLED.sub("", line) for line in lines]
+    return [line for line in found if line]

@@ -1,0 +1,92 @@
+"""The Python of the documents runs, each page from its beginning to its end, as if typed into one session.
+
+docs/export.md and docs/measuring.md have tests of their own in tests/vil.
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+import vil
+from tests.documents.pages import ROOT, blocks
+
+ELSEWHERE = {"export": "tests/vil/test_export.py", "measuring": "tests/vil/test_complexity.py"}
+PAGES = sorted({"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - set(ELSEWHERE))
+OPTIONAL = "pytorch_grad_cam"  # no dependency of the tests: without it its block alone is left out
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with the files that pages speak of, and mmengine's registry, which takes a compiled mmcv."""
+    small = timm.create_model("vil_tiny", num_classes=2, img_size=32, embed_dim=32, depth=2)
+    small.pretrained_cfg |= {
+        "num_classes": 2,
+        "label_names": ["cat", "dog"],
+        "input_size": (3, 32, 32),
+    }
+    sizes = {"img_size": 32, "embed_dim": 32, "depth": 2}
+    save_for_hf(small, tmp_path / "my_model", model_args=sizes, safe_serialization=True)
+    (tmp_path / "output" / "finetune").mkdir(parents=True)
+    torch.save(timm.create_model("vil_tiny").state_dict(), tmp_path / "output/finetune/best.pt")
+    Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
+    registry = SimpleNamespace(register_module=lambda: lambda cls: cls)
+    contents = {"": {}, "model": {"BaseModule": torch.nn.Module}, "registry": {"MODELS": registry}}
+    for name, content in contents.items():
+        module = ModuleType(f"mmengine.{name}".rstrip("."))
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_pages_that_are_tested_elsewhere_are() -> None:
+    for page, path in ELSEWHERE.items():
+        assert f'("{page}")' in (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The names of a module, where classes and functions that are typed in find theirs."""
+    module = ModuleType("typed_in")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return vars(module)
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_the_python_of_a_page_runs(page: str, session: dict[str, object]) -> None:
+    for block in blocks(page):
+        if OPTIONAL in block and find_spec(OPTIONAL) is None:
+            continue
+        exec(compile(block, f"{page}.md", "exec"), session)
+    modules = [value for value in session.values() if isinstance(value, torch.nn.Module)]
+    assert any(isinstance(m, vil.VisionLonghorn) for module in modules for m in module.modules())
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_to_what_it_shows(workplace: Path, session: dict[str, object]) -> None:
+    """Its cells in order; the digits that it says are right are right to two points."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text(encoding="utf-8"))
+    before = torch.get_num_threads()
+    try:
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), "first_steps.ipynb", "exec"), session)
+    finally:
+        torch.set_num_threads(before)
+    outputs = [out for cell in notebook["cells"] for out in cell.get("outputs", ())]
+    shown = [line for out in outputs for line in out.get("text", ())]
+    (said,) = (float(line.split("%")[0]) for line in shown if "held-out digits" in line)
+    assert 100 * session["reached"] == pytest.approx(said, abs=2)
+    assert session["accuracy"](session["model"], session["larger"]) > 0.6
+    assert (workplace / "my_digits" / "model.safetensors").is_file()
