@@ -1,0 +1,126 @@
+"""Every command line of the documents runs, those of a page in their order, in one folder.
+
+What would take a GPU, days or another data set is run as far as it goes without: up to the one complaint that what
+a page takes for granted is not there. What takes minutes is made shorter by further arguments. Commands that
+other tests run are theirs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+from PIL import Image
+from timm.models import save_for_hf
+
+import vil  # noqa: F401  registers the models
+from tests.documents.pages import ROOT, blocks, commands
+
+PAGES = ["README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
+# Begins of commands, and what runs them.
+ELSEWHERE = {
+    "pytest -n auto": ".ci/run",
+    "python -m vil.selfcheck": "tests/vil/test_selfcheck.py",
+    "python -m experiments.results": "tests/experiments/test_results.py",
+    "python -m benchmarks.loader": "tests/benchmarks/test_loader.py",
+    "python -m benchmarks.train_speed": "tests/benchmarks/test_train_speed.py",
+    "python examples/segment.py": "tests/examples/test_scripts.py",
+    "python examples/detect.py": "tests/examples/test_scripts.py",
+    "python examples/masked.py": "tests/examples/test_scripts.py",
+    "cp output/speed/speed.json": "tests/experiments/test_results.py",
+}
+BRIEF = "--data.num-workers 0 --schedule.epochs 1 --schedule.warmup-epochs 0"
+SMALL = f"{BRIEF} --model.embed-dim 16 --model.depth 1"
+SHORTER = {
+    "python train_imagenet.py": SMALL,
+    "python train_imagenet.py --config configs/finetune.yaml": BRIEF,
+    "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
+    "--model.img-size 32 --data.images-per-class 8 --data.batch-size 8 --augment.mix-size 8",
+    "python -m vil.profile": "--img-size 64 --rounds 1",
+    "python -m downstream.ade20k": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
+    "--num-workers 0 --precision 32-true --model-kwargs embed_dim=16 depth=4 --pyramid-blocks 0 1 2 3",
+}
+# What no machine of the tests has, and what was trained with it.
+ABSENT = re.compile(r"/data/\w+|output/vil_tiny/\w+\.pt|vil_tiny_in1k")
+LAUNCHER = re.compile(r"^torchrun .*?(?=\w+\.py|-m downstream)")  # of as many processes as GPUs
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to run in, like a checkout with weights in SOURCE and two classes in photos/."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and path.name not in ("output", "site"):
+            (folder / path.name).symlink_to(path)
+    model = timm.create_model("vil_tiny", num_classes=5, img_size=32, embed_dim=16, depth=1)
+    model.pretrained_cfg["input_size"] = (3, 32, 32)
+    sizes = {"img_size": 32, "embed_dim": 16, "depth": 1}
+    save_for_hf(model, folder / "SOURCE", model_args=sizes, safe_serialization=True)
+    for split in ("train", "val"):
+        for label, colour in (("red", (200, 40, 40)), ("blue", (40, 40, 200))):
+            (folder / "photos" / split / label).mkdir(parents=True)
+            for i in range(8):
+                image = Image.new("RGB", (40, 30), colour)
+                image.putpixel((i, 3), (0, 255, 0))
+                image.save(folder / "photos" / split / label / f"{split}{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran() -> set[str]:
+    """What other pages ran."""
+    return set()
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_what_runs_elsewhere_is_named_there() -> None:
+    for command, path in ELSEWHERE.items():
+        (name,) = re.findall(r"(\w+?)(?:\.py|\.json)?(?: -n auto)?$", command)
+        assert name in (ROOT / path).read_text(encoding="utf-8"), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands_of_a_page_run(page: str, checkout: Path, ran: set[str]) -> None:
+    for command in commands(page):
+        if command.startswith((*ELSEWHERE, "export ")):
+            continue
+        single = LAUNCHER.sub("python ", command)
+        absent = ABSENT.findall(single)
+        more = max((begin for begin in SHORTER if single.startswith(begin)), key=len, default=None)
+        if more and not absent:
+            single = f"{single} {SHORTER[more]}"
+        if single in ran:
+            continue
+        ran.add(single)
+        done = run(single, checkout)
+        if absent:
+            assert done.returncode != 0, single
+            assert any(path in done.stderr for path in absent), (single, done.stderr)
+            assert "Traceback" not in done.stderr or " -c " in single, (single, done.stderr)
+        else:
+            assert done.returncode == 0, (single, done.stderr)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_of_a_page_are_bash(page: str) -> None:
+    """Those for clusters as well, which are not run."""
+    for block in blocks(page, "bash"):
+        done = subprocess.run(
+            ["bash", "-n"], input=block, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
