@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import vil  # noqa: F401  registers the models
-from tests.documents.pages import ROOT, blocks, commands
+from tests.documents.pages import ROOT, blocks, commands, read
+from vil.training.config import TrainConfig
 
 PAGES = ["README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
 # Begins of commands, and what runs them.
@@ -124,3 +126,12 @@ def test_scripts_of_a_page_are_bash(page: str) -> None:
             ["bash", "-n"], input=block, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_named_on_a_page_exist(page: str) -> None:
+    """In text and tables as well."""
+    named = set(re.findall(r"--(model|data|augment|optim|schedule|run)\.([a-z-]+)", read(page)))
+    sections = {field.name: field.default_factory() for field in fields(TrainConfig)}
+    for section, setting in named:
+        assert hasattr(sections[section], setting.replace("-", "_")), f"--{section}.{setting}"
