@@ -18,6 +18,7 @@ from experiments import (
     faithfulness,
     faithfulness_results,
     mqar_results,
+    plan_answers,
     plan_results,
     sizes_results,
 )
@@ -304,7 +305,14 @@ def sizes_blocks(name: str) -> dict[str, str]:
 def plan_blocks() -> dict[str, str]:
     """Return what the questions of PLAN.md add to the templates."""
     rows = plan_results.load()
-    return {"verdicts": plan_results.verdict_table(rows), "runs": plan_results.runs_text(rows)}
+    plan_answers.draw_all(rows, IMAGES)
+    return {
+        "decided": plan_answers.decided_text(rows),
+        "undecided": plan_answers.undecided_text(rows),
+        "pictures": plan_answers.undecided_pictures(rows),
+        "verdicts": plan_results.verdict_table(rows),
+        "runs": plan_results.runs_text(rows),
+    }
 
 
 def faithfulness_blocks() -> dict[str, str]:

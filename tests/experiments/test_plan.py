@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.budget import Budget
-from experiments import plan, plan_results, power, vision
+from experiments import plan, plan_answers, plan_results, power, vision
 from experiments.comparisons import SignFlip
 from experiments.plan import Cell, Curve, Pair
 from experiments.records import Record, Row, select
@@ -226,6 +226,45 @@ def test_what_is_not_finished_shows_no_effect(records: dict[str, Record]) -> Non
     assert "| ViL, averaged tokens against ViL | 10 of 10 | +0.000 of loss" in line
     assert line.endswith("| 1 | open |")
     assert "| ViL | 0.002 | 10 |" in plan_results.runs_text(rows)
+
+
+# --------------------------------------------------------------------------------------- answers
+
+
+def test_answers_follow_the_verdicts(records: dict[str, Record], tmp_path: Path) -> None:
+    """What a test found is said first, with its picture; the rest is a list; the better one is named first."""
+    for question in ("exact", "vim", "deit", "averaging"):
+        answer(question, records)
+    rows = {name: record.rows for name, record in records.items()}
+    decided, rest = plan_answers.decided_text(rows), plan_answers.undecided_text(rows)
+    assert decided.startswith(
+        "The exact form leaves recall's plateau 4.11 times as fast as Longhorn as the paper has it "
+        "(95 %: 4.08 to 4.14; 24 pairs, p 0.0001).\n\n![exact: longhorn_exact and longhorn]"
+    )
+    assert "DeiT needs 3.2 times the steps of ViL for its held-out loss (median of 6" in decided
+    assert "- ViL has a held-out loss 0.000 higher than ViM (95 %: +0.000" in rest
+    assert "10 pairs, p 1), which chance may do." in rest
+    assert "- Longhorn as the paper has it and Mamba: 0 of 24 pairs." in rest
+    plan_answers.draw_all(rows, tmp_path)
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert drawn == {"plan_exact", "plan_vim", "plan_deit", "plan_averaging"}
+    assert plan_answers.undecided_pictures(rows).count("![") == 2
+    nothing = {name: [] for name in plan.TASKS}
+    assert plan_answers.decided_text(nothing) == "Nothing yet."
+    assert plan_answers.undecided_text(nothing).count("\n") == 7
+    assert plan_answers.undecided_pictures(nothing) == ""
+
+
+def test_the_better_of_a_pair_is_named_first(records: dict[str, Record]) -> None:
+    answer("peers", records)
+    rows = {name: record.rows for name, record in records.items()}
+    for row in (row for own in rows.values() for row in own):
+        if row["contestant"] == "mamba" and row["seed"] < plan.CHOICE_SEED:
+            row["steps"] = 50
+    found = [a.sentence for a in plan_answers.answers(rows) if "Mamba" in a.sentence]
+    (sentence,) = (said for said in found if "exact" not in said)
+    assert sentence.startswith("Mamba leaves recall's plateau 8.2")
+    assert "as fast as Longhorn as the paper has it (95 %: 8.17" in sentence
 
 
 @pytest.mark.parametrize(
