@@ -233,6 +233,15 @@ def ablation_blocks() -> dict[str, str]:
     }
 
 
+def changes_blocks() -> dict[str, str]:
+    """Return what the changes of Longhorn in images add to the templates."""
+    rows = reported("vision_changes")
+    table = (
+        vision.changes_table(rows) if rows else "Not run: `python -m experiments.vision changes`."
+    )
+    return {"table": table, "from": provenance("vision_changes")}
+
+
 def mqar_blocks() -> dict[str, str]:
     """Return what associative recall adds to the templates, and draw its pictures."""
     found = {}
@@ -339,6 +348,7 @@ def placeholders() -> dict[str, str]:
     """Return what the templates' placeholders stand for."""
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
+    groups["changes"] = changes_blocks()
     groups |= {"dense": dense_blocks(), "plan": plan_blocks()}
     groups["faithfulness"] = faithfulness_blocks()
     groups |= {f"sizes_{name}": sizes_blocks(name) for name in sizes_results.AIMS}

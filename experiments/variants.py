@@ -272,6 +272,7 @@ MODELS = {
 
 for _name, (_form, _ablation) in MODELS.items():
     _register(_name, recurrence=FORMS[_form], **_ablation.arguments)
+UNCHANGED = f"{AS_PUBLISHED.name}_diagonal"
 CHANGED = {f"{change}_diagonal": change for change in CHANGES}
 for _name, _change in CHANGED.items():
     _register(_name, recurrence=FORMS["diagonal"], change=_change)

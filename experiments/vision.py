@@ -126,6 +126,13 @@ EXPERIMENTS = {
         seeds=(0, 1, 2),
         rates=(2e-3,),
     ),
+    "changes": Experiment(
+        steps=300,
+        models={name: ["--model.name", name] for name in (variants.UNCHANGED, *variants.CHANGED)},
+        images_per_class=(32,),
+        seeds=(0, 1, 2, 3, 4, 5, 6, 7),
+        rates=(1e-3, 2e-3, 4e-3),
+    ),
     "fractals_large": Experiment(
         steps=3000,
         models=LARGE_MODELS,

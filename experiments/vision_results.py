@@ -104,6 +104,25 @@ def ablation_table(rows: Sequence[Row], found: dict[str, bool]) -> str:
     return "\n".join(lines)
 
 
+def changes_table(rows: Sequence[Row]) -> str:
+    """Return figures of Longhorn with every change, and its loss less the unchanged one's seed by seed."""
+    heads = ["change", "rate", *TITLES.values(), "loss, less unchanged", "lower with"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    base = values(rows, "loss", model=variants.UNCHANGED)
+    for name in (variants.UNCHANGED, *variants.CHANGED):
+        chosen = select(rows, model=name)
+        figures = [spread(values(chosen, f), digits) for f, digits in DIGITS.items()]
+        cells = [variants.CHANGED.get(name, "none"), f"{chosen[0]['lr']:g}", *figures]
+        if name in variants.CHANGED:
+            less = [own - other for own, other in zip(values(chosen, "loss"), base, strict=True)]
+            lower = sum(number < 0 for number in less)
+            cells += [spread(less, 3), f"{lower} of {len(less)} seeds"]
+        else:
+            cells += ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 # ---------------------------------------------------------------------------------------- pictures
 
 

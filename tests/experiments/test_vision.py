@@ -148,6 +148,18 @@ def test_ablation_is_compared_with_the_model_itself() -> None:
     assert "| 80.2 ± 0.4 * | 0.100 ± 0.000 | 0.500 ± 0.000 |" in table
 
 
+def test_changes_are_compared_seed_by_seed() -> None:
+    losses = {name: [0.5, 0.4] for name in vision.EXPERIMENTS["changes"].models}
+    losses["silu_diagonal"] = [0.3, 0.41]
+    rows = rows_of({name: [90.0, 91.0] for name in losses})
+    for row in rows:
+        row |= {"loss": losses[row["model"]][row["seed"]], "lr": 2e-3}
+    table = vision_results.changes_table(rows)
+    assert "| none | 0.002 | 90.5 ± 0.7 | 0.450 ± 0.071 | 0.500 ± 0.000 |  |  |" in table
+    assert "| silu | 0.002 |" in table
+    assert "| -0.095 ± 0.148 | 1 of 2 seeds |" in table
+
+
 def test_pictures_are_drawn(tmp_path) -> None:
     rows = rows_of({"ViL": [90.0, 92.0], "DeiT": [80.0, 80.0]})
     vision_results.draw_accuracy(rows, tmp_path / "a.png")
