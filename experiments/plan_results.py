@@ -13,7 +13,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from experiments.comparisons import SignFlip, holm
-from experiments.plan import QUESTIONS, TASKS, Curve, Pair, Tuned, record_path, tasks_of
+from experiments.plan import (
+    QUESTIONS,
+    TASKS,
+    Curve,
+    Pair,
+    Tuned,
+    record_path,
+    reported,
+    tasks_of,
+)
 from experiments.plateau import SETTINGS
 from experiments.records import Row, select
 from experiments.tuning import best_rate
@@ -216,11 +225,26 @@ def runs_table(rows: Rows, task: str) -> str:
 IMAGE_FIGURES = (("loss", 3), ("top1", 1))
 
 
+def answered_runs(rows: Rows) -> dict[str, list[Row]]:
+    """Return the runs of the questions that are complete, by task: the others' would show an effect."""
+    found: dict[str, list[Row]] = {name: [] for name in rows}
+    for question in QUESTIONS:
+        tuned = tuned_of(question, rows)
+        needed = reported(question, tuned) if tuned else {}
+        own = {
+            name: [row for run in runs for row in select(rows[name], **run)]
+            for name, runs in needed.items()
+        }
+        if all(len(own[name]) == len(runs) for name, runs in needed.items()):
+            for name, made in own.items():
+                found[name] += [row for row in made if row not in found[name]]
+    return found
+
+
 def runs_text(rows: Rows) -> str:
     """Return the tables of every task that runs were made of, and where they were made."""
-    found = []
+    found, answered = [], answered_runs(rows)
     for task, own in rows.items():
-        reported = [row for row in own if row["seed"] not in TASKS[task].tuning_seeds]
         if own:
             where = sorted({(row["device"], row["commit"]) for row in own})
             made = ", ".join(f"{device} at commit {commit}" for device, commit in where)
@@ -228,8 +252,8 @@ def runs_text(rows: Rows) -> str:
             scores = "geometric means of the steps to leave" if task in SETTINGS else "losses"
             found += [f"Rates tried in `{task}`, {scores}; {len(own)} runs in {record}, on {made}:"]
             found += [tuning_table(rows, task)]
-        if reported:
-            found += [f"Reported runs of `{task}`:", runs_table(rows, task)]
+        if answered[task]:
+            found += [f"Reported runs of `{task}`:", runs_table(answered, task)]
     return "\n\n".join(found) or "None was made yet."
 
 

@@ -217,6 +217,8 @@ def test_what_is_not_finished_shows_no_effect(records: dict[str, Record]) -> Non
     assert text.count("not yet") == 0
     assert half.count("| not yet |") == 4
     answer("averaging", records)
+    part = [row | {"device": "a", "commit": "b"} for row in records["fractals"].rows[:-1]]
+    assert "Reported" not in plan_results.runs_text(nothing | {"fractals": part})
     rows = nothing | {
         "fractals": [row | {"device": "a", "commit": "b"} for row in records["fractals"].rows]
     }
