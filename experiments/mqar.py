@@ -2,16 +2,18 @@
 
     python -m experiments.mqar [--setting short] [--jobs 2] [--recurrences ...] [--output ...]
     python -m experiments.mqar --setting long [--jobs 2]
+    python -m experiments.mqar --setting longer [--jobs 2] [--seconds 3600]
     python -m experiments.mqar --setting published [--lengths 512] [--dims 64] [--output ...]
 
 A sequence lists K pairs and then asks for the value of each key once, at gaps drawn from a power law.
-All models are the same but for the recurrence (``mixer.py``). ``short`` and ``long`` are for CPUs:
+All models are the same but for the recurrence (``mixer.py``). All but ``published`` are for CPUs:
 they train one layer on fresh sequences of several K, at two learning rates, of which the one with the
 better mean over the seeds is reported, and test each K apart, and at up to 16 times the length trained
 at. In ``short`` the question is how many pairs are recalled at once; in ``long``, with twice the tokens,
-who begins to recall within the steps. ``published`` is the grid of Fig. 4 of the Longhorn paper. Runs
-are recorded one by one; the same command continues. With ``--seconds``, runs of ``published`` that are
-still going then end with their epoch, and are recorded as stopped; "by_epoch" tells how far each was.
+who begins to recall within the steps; ``longer``, at 128, trains those that began to the end, at one rate
+each. ``published`` is the grid of Fig. 4 of the Longhorn paper. Runs
+are recorded one by one; the same command continues. After ``--seconds`` none is begun; runs of ``published``
+that are still going then end with their epoch, and are recorded as stopped; "by_epoch" tells how far each was.
 """
 
 import argparse
@@ -224,6 +226,17 @@ class Small:
 SMALL = {
     "short": Small(),
     "long": Small(length=64, d_state=8, pairs=(4, 8, 16), steps=800, far_pairs=8),
+    "longer": Small(
+        length=128, d_state=16, pairs=(4, 8, 16), steps=3000, far_pairs=8, factors=(1, 2, 4)
+    ),
+}
+# Chosen for 64 tokens by the tuning of PLAN.md: a run of ``longer`` takes minutes, and has one rate.
+LONGER_RATES = {
+    "longhorn": 2.83e-3,
+    "longhorn_exact": 4e-3,
+    "mamba": 1.6e-2,
+    "linear_attention": 4e-3,
+    "deltanet": 1e-3,
 }
 # Enough to tell what matters, in minutes.
 LONG_RECURRENCES = ("longhorn", "longhorn_exact", "mamba", "linear_attention", "deltanet")
@@ -277,12 +290,12 @@ def figures_of(model: LanguageModel, small: Small) -> Row:
     return figures
 
 
-def small_grid(
-    small: Small, recurrences: Sequence[str], seeds: Sequence[int], record: Record, jobs: int
-) -> None:
-    """Run every recurrence at every learning rate with every seed."""
-    runs = product(recurrence=recurrences, lr=SMALL_RATES, seed=seeds)
-    run_all(record, partial(run_small, **asdict(small)), runs, jobs)
+def small_runs(setting: str, recurrences: Sequence[str], seeds: Sequence[int]) -> list[Row]:
+    """Return the runs of a setting: each seed at every rate, in ``longer`` at the recurrence's own."""
+    if setting != "longer":
+        return product(recurrence=recurrences, lr=SMALL_RATES, seed=seeds)
+    runs = product(seed=seeds, recurrence=recurrences)  # what is stopped has as many of each
+    return [run | {"lr": LONGER_RATES[run["recurrence"]]} for run in runs]
 
 
 # ----------------------------------------------------------------------------- published setting
@@ -371,7 +384,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=ALL,
         metavar="NAME",
-        help="default: all published; of long, five",
+        help="default: all; of long and longer, five",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="reported ones")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -386,7 +399,11 @@ def parse() -> argparse.Namespace:
             option = f"--{field.name.replace('_', '-')}"
             parser.add_argument(option, type=int, default=field.default, help="of published")
     add_seconds(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.setting == "longer" and not set(args.recurrences or []) <= set(LONGER_RATES):
+        allowed = ", ".join(LONGER_RATES)
+        parser.error(f"--recurrences of longer must be of {allowed}, got {args.recurrences}")
+    return args
 
 
 def main() -> int:
@@ -394,11 +411,13 @@ def main() -> int:
     args = parse()
     budget = Budget(args.seconds)
     published = args.setting == "published"
-    names = args.recurrences or (LONG_RECURRENCES if args.setting == "long" else list(RECURRENCES))
+    few = args.setting in ("long", "longer")
+    names = args.recurrences or (LONG_RECURRENCES if few else list(RECURRENCES))
     given = {field.name: getattr(args, field.name, field.default) for field in fields(Published)}
     settings = given if published else asdict(SMALL[args.setting])
     output = args.output or RESULTS / f"mqar_{args.setting}.json"
-    record = Record(output, {"setting": args.setting} | settings)
+    in_pieces = args.setting == "longer"
+    record = Record(output, {"setting": args.setting} | settings, in_pieces=in_pieces)
     if published:
         seeds = args.seeds or [123]
         axes = {"recurrence": names, "length": args.lengths, "dim": args.dims}
@@ -407,9 +426,11 @@ def main() -> int:
         left = run_all(record, until, runs, args.jobs, budget=budget)
         print(published_table(best_of_rates(record.rows)))
         return UNFINISHED if left else 0
-    small_grid(SMALL[args.setting], names, args.seeds or [0, 1, 2], record, args.jobs)
+    seeds = args.seeds or list(range(5 if args.setting == "longer" else 3))
+    runs = small_runs(args.setting, names, seeds)
+    left = run_all(record, partial(run_small, **settings), runs, args.jobs, budget=budget)
     print(table(record.rows))
-    return 0
+    return UNFINISHED if left else 0
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def table(rows: Sequence[Row]) -> str:
     """Return a small setting's accuracies in percent, mean ± standard deviation over seeds.
 
     The trained length is not shown again: it is the number of pairs in the middle. Of each recurrence the
-    learning rate with the better mean; "other rate" is the mean accuracy over the
+    learning rate with the better mean; "other rate", where there is one, is the mean accuracy over the
     numbers of pairs at the other one. A star marks what differs from the baseline's at the 5 % level,
     by Welch's tests judged together (Holm) over the whole table.
     """
@@ -55,10 +55,9 @@ def table(rows: Sequence[Row]) -> str:
     figures = [f"pairs {n}" for n in axis(rows, "pairs")]
     figures += [f"length {n}" for n in axis(rows, "length")[1:]]
     stars = significant(best, names, figures)
-    lines = [
-        f"| recurrence | parameters | rate | {' | '.join(figures)} | other rate |",
-        "|---" * (4 + len(figures)) + "|",
-    ]
+    tried_others = len(best) < len(rows)
+    heads = ["recurrence", "parameters", "rate", *figures, *["other rate"] * tried_others]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in names:
         chosen = select(best, recurrence=name)
         others = [row for row in select(rows, recurrence=name) if row not in chosen]
@@ -68,8 +67,9 @@ def table(rows: Sequence[Row]) -> str:
             for figure in figures
         ]
         start = f"| {name} | {chosen[0]['parameters']:,} | {chosen[0]['lr']:g} |"
-        other = spread([100 * row["accuracy"] for row in others])
-        lines.append(f"{start} {' | '.join(cells)} | {other} |")
+        if tried_others:
+            cells.append(spread([100 * row["accuracy"] for row in others]))
+        lines.append(f"{start} {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -155,9 +155,13 @@ def provenance(name: str) -> str:
     environment = record["environment"]
     seeds = sorted({row["seed"] for row in reported(name)})
     versions = ", ".join(f"{part} {environment[part]}" for part in ("torch", "timm", "python"))
+    made = [environment] if "device" in environment else record["runs"]  # as a whole, or in pieces
+    device, commit = (
+        " and ".join(sorted({one[part] for one in made})) for part in ("device", "commit")
+    )
     return (
-        f"`{record['command']}` on {environment['device']}, {versions}, commit "
-        f"{environment['commit']}, seeds {', '.join(map(str, seeds))} "
+        f"`{record['command']}` on {device}, {versions}, commit "
+        f"{commit}, seeds {', '.join(map(str, seeds))} "
         f"([`{name}.json`](../experiments/results/{name}.json))"
     )
 
@@ -245,12 +249,13 @@ def changes_blocks() -> dict[str, str]:
 def mqar_blocks() -> dict[str, str]:
     """Return what associative recall adds to the templates, and draw its pictures."""
     found = {}
-    for setting in ("short", "long"):
+    for setting in ("short", "long", "longer"):
         name = f"mqar_{setting}"
         rows = reported(name)
-        mqar_results.draw(mqar_results.best_mean(rows), IMAGES / f"{name}.png")
-        found[f"{setting}_table"] = mqar_results.table(rows)
         found[f"{setting}_from"] = provenance(name)
+        found[f"{setting}_table"] = mqar_results.table(rows) if rows else "Not run yet."
+        if rows:
+            mqar_results.draw(mqar_results.best_mean(rows), IMAGES / f"{name}.png")
     rows = reported("mqar_published")
     if rows:
         best = mqar_results.best_of_rates(rows)

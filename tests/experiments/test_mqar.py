@@ -234,9 +234,9 @@ def small_rows() -> list[dict]:
 
 def test_table_gives_mean_spread_and_what_differs() -> None:
     rows = mqar_results.table(small_rows()).splitlines()
-    assert rows[0] == "| recurrence | parameters | rate | pairs 4 | length 128 | other rate |"
-    assert rows[2] == "| longhorn | 1,234 | 0.0022 | 75.1 ± 0.1 | 75.0 ± 0.0 | not run |"
-    assert rows[3] == "| mamba | 1,234 | 0.0022 | 25.1 ± 0.1 * | 25.0 ± 0.0 * | not run |"
+    assert rows[0] == "| recurrence | parameters | rate | pairs 4 | length 128 |"
+    assert rows[2] == "| longhorn | 1,234 | 0.0022 | 75.1 ± 0.1 | 75.0 ± 0.0 |"
+    assert rows[3] == "| mamba | 1,234 | 0.0022 | 25.1 ± 0.1 * | 25.0 ± 0.0 * |"
 
 
 def published_rows() -> list[dict]:
@@ -264,12 +264,13 @@ def test_the_rate_with_the_better_mean_is_reported() -> None:
     best = mqar_results.best_mean(lucky + steady)
     assert {row["lr"] for row in best} == {1e-2}
     assert len(best) == 6
-    line = mqar_results.table(lucky + steady).splitlines()[2]
+    head, _, line, _ = mqar_results.table(lucky + steady).splitlines()
+    assert head.endswith("| length 128 | other rate |")
     assert line.startswith("| longhorn | 1,234 | 0.01 | 60.0 ± 0.0 |")
     assert line.endswith("| 50.0 ± 34.6 |")
 
 
-@pytest.mark.parametrize("setting", ["short", "long", "published"])
+@pytest.mark.parametrize("setting", ["short", "long", "longer", "published"])
 def test_command_writes_record_and_table(
     setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -280,8 +281,24 @@ def test_command_writes_record_and_table(
 
     monkeypatch.setattr(mqar, "run_all", run_all)
     path = tmp_path / "mqar.json"
-    arguments = ["--recurrences", "longhorn", "none", "--output", str(path)]
+    arguments = ["--recurrences", "longhorn", "mamba", "--output", str(path)]
     monkeypatch.setattr("sys.argv", ["mqar.py", "--setting", setting, *arguments])
     mqar.main()
     assert "| longhorn |" in capsys.readouterr().out
-    assert len(Record(path, json.loads(path.read_text())["settings"]).rows) > 2
+    assert len(json.loads(path.read_text())["runs"]) > 2
+
+
+def test_longer_has_a_rate_for_each_recurrence_and_as_many_runs_of_each_when_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    runs = mqar.small_runs("longer", ["longhorn", "mamba"], [0, 1])
+    assert [(run["recurrence"], run["seed"]) for run in runs] == [
+        *(("longhorn", 0), ("mamba", 0)),
+        *(("longhorn", 1), ("mamba", 1)),
+    ]
+    assert {run["lr"] for run in runs if run["recurrence"] == "mamba"} == {1.6e-2}
+    assert set(mqar.LONGER_RATES) == set(mqar.LONG_RECURRENCES)
+    monkeypatch.setattr("sys.argv", ["mqar.py", "--setting", "longer", "--recurrences", "none"])
+    with pytest.raises(SystemExit):
+        mqar.main()
+    assert "--recurrences of longer must be of longhorn, longhorn_exact" in capsys.readouterr().err
