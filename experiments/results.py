@@ -151,7 +151,7 @@ def provenance(name: str) -> str:
     """Tell where a record's figures come from."""
     record = load(name)
     if record is None:
-        return "not run yet"
+        return "no record yet"
     environment = record["environment"]
     seeds = sorted({row["seed"] for row in reported(name)})
     versions = ", ".join(f"{part} {environment[part]}" for part in ("torch", "timm", "python"))
