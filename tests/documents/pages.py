@@ -9,8 +9,8 @@ _INSTALLED = re.compile(r"^pip install -e '[^']+'( && )?")
 
 
 def read(page: str) -> str:
-    """Return the text of README or of a page of docs/, by its name without ".md"."""
-    folder = ROOT if page == "README" else ROOT / "docs"
+    """Return the text of a page of docs/ by its name without ".md", or of README, also of a folder."""
+    folder = ROOT if page.endswith("README") else ROOT / "docs"
     return (folder / f"{page}.md").read_text(encoding="utf-8")
 
 

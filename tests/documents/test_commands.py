@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import vil  # noqa: F401  registers the models
 from tests.documents.pages import ROOT, blocks, commands, read
 from vil.training.config import TrainConfig
 
-PAGES = ["README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README", "downstream/README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
 # Begins of commands, and what runs them.
 ELSEWHERE = {
     "pytest -n auto": ".ci/run",
@@ -42,7 +43,9 @@ SHORTER = {
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
     "--model.img-size 32 --data.images-per-class 8 --data.batch-size 8 --augment.mix-size 8",
     "python -m vil.profile": "--img-size 64 --rounds 1",
-    "python -m downstream.ade20k": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
+    "python -m downstream.ade20k --generated": "--output dry_ade20k",
+    "python -m downstream.coco --generated": "--output dry_coco",
+    "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
     "--num-workers 0 --precision 32-true --model-kwargs embed_dim=16 depth=4 --pyramid-blocks 0 1 2 3",
 }
 # What no machine of the tests has, and what was trained with it.
@@ -135,3 +138,24 @@ def test_settings_named_on_a_page_exist(page: str) -> None:
     sections = {field.name: field.default_factory() for field in fields(TrainConfig)}
     for section, setting in named:
         assert hasattr(sections[section], setting.replace("-", "_")), f"--{section}.{setting}"
+
+
+DOCUMENTS = sorted(
+    path
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("tests/*/*.md"))
+    if path.parts[-2] not in ("templates", "results")
+)
+PATH = re.compile(
+    r"`((?:kernels|vil|configs|tests|docs|examples|downstream|benchmarks|experiments)/[\w./-]+\.\w+)`"
+)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_modules_named_in_a_document_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    modules = re.findall(r"python -m ((?:vil|benchmarks|experiments|downstream|tests)[\w.]*)", text)
+    missing = [name for name in set(modules) if find_spec(name.rstrip(".")) is None]
+    scripts = re.findall(r"python ([\w/]+\.py)", text)
+    named = {name for name in PATH.findall(text) if "/results/" not in name}  # some are yet to come
+    missing += [name for name in {*scripts, *named} if not (ROOT / name).exists()]
+    assert not missing
