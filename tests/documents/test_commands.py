@@ -43,8 +43,8 @@ SHORTER = {
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
     "--model.img-size 32 --data.images-per-class 8 --data.batch-size 8 --augment.mix-size 8",
     "python -m vil.profile": "--img-size 64 --rounds 1",
-    "python -m downstream.ade20k --generated": "--output dry_ade20k",
-    "python -m downstream.coco --generated": "--output dry_coco",
+    "python -m downstream.ade20k --generated": "--output dry_ade20k --steps 2",
+    "python -m downstream.coco --generated": "--output dry_coco --steps 2",
     "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
     "--num-workers 0 --precision 32-true --model-kwargs embed_dim=16 depth=4 --pyramid-blocks 0 1 2 3",
 }
