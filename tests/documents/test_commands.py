@@ -33,6 +33,8 @@ ELSEWHERE = {
     "python examples/segment.py": "tests/examples/test_scripts.py",
     "python examples/detect.py": "tests/examples/test_scripts.py",
     "python examples/masked.py": "tests/examples/test_scripts.py",
+    "python -m downstream.ade20k --generated": "tests/downstream/test_programs.py",
+    "python -m downstream.coco --generated": "tests/downstream/test_programs.py",
     "cp output/speed/speed.json": "tests/experiments/test_results.py",
 }
 BRIEF = "--data.num-workers 0 --schedule.epochs 1 --schedule.warmup-epochs 0"
@@ -43,8 +45,6 @@ SHORTER = {
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
     "--model.img-size 32 --data.images-per-class 8 --data.batch-size 8 --augment.mix-size 8",
     "python -m vil.profile": "--img-size 64 --rounds 1",
-    "python -m downstream.ade20k --generated": "--output dry_ade20k --steps 2",
-    "python -m downstream.coco --generated": "--output dry_coco --steps 2",
     "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
     "--num-workers 0 --precision 32-true --model-kwargs embed_dim=16 depth=4 --pyramid-blocks 0 1 2 3",
 }
