@@ -106,6 +106,8 @@ def test_commands_of_a_page_run(page: str, checkout: Path, ran: set[str]) -> Non
             continue
         single = LAUNCHER.sub("python ", command)
         absent = ABSENT.findall(single)
+        if any((checkout / path).exists() for path in absent):
+            continue  # a machine that has the data: the command would begin in earnest
         more = max((begin for begin in SHORTER if single.startswith(begin)), key=len, default=None)
         if more and not absent:
             single = f"{single} {SHORTER[more]}"
