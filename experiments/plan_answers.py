@@ -50,21 +50,30 @@ def answers(rows: Rows) -> list[Answer]:
     return sorted(found, key=lambda answer: list(QUESTIONS).index(answer.question))
 
 
-def decided_text(rows: Rows) -> str:
+def decided_text(found: Sequence[Answer]) -> str:
     """Return a paragraph for every question of which something is decided, and its picture."""
     paragraphs = []
-    for question in QUESTIONS:
-        own = [a for a in answers(rows) if a.question == question and a.decided]
-        if own:
-            paragraphs.append(" ".join(answer.sentence for answer in own))
-            paragraphs.append(picture_text(question))
+    for question, own in _by_question(found).items():
+        said = [answer.sentence for answer in own if answer.decided]
+        if said:
+            paragraphs += [" ".join(said), picture_text(question)]
     return "\n\n".join(paragraphs) or "Nothing yet."
 
 
-def undecided_text(rows: Rows) -> str:
+def undecided_text(found: Sequence[Answer]) -> str:
     """Return a list of the comparisons of which nothing is."""
-    own = [f"- {answer.sentence}" for answer in answers(rows) if not answer.decided]
+    own = [f"- {answer.sentence}" for answer in found if not answer.decided]
     return "\n".join(own) or "Nothing: each comparison found a difference."
+
+
+def undecided_pictures(found: Sequence[Answer]) -> str:
+    """Return the pictures of questions that were run, and of which nothing is decided."""
+    shown = [
+        picture_text(question)
+        for question, own in _by_question(found).items()
+        if any(a.complete for a in own) and not any(a.decided for a in own)
+    ]
+    return "\n\n".join(shown)
 
 
 def picture_text(question: str) -> str:
@@ -72,17 +81,8 @@ def picture_text(question: str) -> str:
     return f"![{question}: {' and '.join(_compared(question))}](images/plan_{question}.png)"
 
 
-def undecided_pictures(rows: Rows) -> str:
-    """Return the pictures of questions that were run, and of which nothing is decided."""
-    own: dict[str, list[Answer]] = {question: [] for question in QUESTIONS}
-    for answer in answers(rows):
-        own[answer.question].append(answer)
-    shown = [
-        picture_text(question)
-        for question, found in own.items()
-        if any(a.complete for a in found) and not any(a.decided for a in found)
-    ]
-    return "\n\n".join(shown)
+def _by_question(found: Sequence[Answer]) -> dict[str, list[Answer]]:
+    return {name: [a for a in found if a.question == name] for name in QUESTIONS}
 
 
 # --------------------------------------------------------------------------------------- sentences
@@ -149,14 +149,12 @@ def _curves() -> Iterator[tuple[str, Curve]]:
 
 def draw_all(rows: Rows, folder: Path) -> None:
     """Draw a picture for every question of which a comparison is complete."""
-    for question in QUESTIONS:
-        pairs = [
-            (part, found)
-            for asked, part, found, _ in judged(rows)
-            if asked == question and found and len(found.a) == len(part.seeds)
-        ]
-        if pairs:
-            draw_pairs(pairs, folder / f"plan_{question}.png")
+    complete: dict[str, list[tuple[Pair, SignFlip]]] = {}
+    for question, part, found, _ in judged(rows):
+        if found and len(found.a) == len(part.seeds):
+            complete.setdefault(question, []).append((part, found))
+    for question, pairs in complete.items():
+        draw_pairs(pairs, folder / f"plan_{question}.png")
     for question, part in _curves():
         tuned = tuned_of(question, rows)
         if tuned and len(multiples(part, tuned, rows)) == len(part.seeds):

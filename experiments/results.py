@@ -319,11 +319,12 @@ def sizes_blocks(name: str) -> dict[str, str]:
 def plan_blocks() -> dict[str, str]:
     """Return what the questions of PLAN.md add to the templates."""
     rows = plan_results.load()
+    found = plan_answers.answers(rows)
     plan_answers.draw_all(rows, IMAGES)
     return {
-        "decided": plan_answers.decided_text(rows),
-        "undecided": plan_answers.undecided_text(rows),
-        "pictures": plan_answers.undecided_pictures(rows),
+        "decided": plan_answers.decided_text(found),
+        "undecided": plan_answers.undecided_text(found),
+        "pictures": plan_answers.undecided_pictures(found),
         "verdicts": plan_results.verdict_table(rows),
         "runs": plan_results.runs_text(rows),
     }

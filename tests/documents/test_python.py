@@ -90,3 +90,5 @@ def test_the_notebook_runs_to_what_it_shows(workplace: Path, session: dict[str, 
     assert 100 * session["reached"] == pytest.approx(said, abs=2)
     assert session["accuracy"](session["model"], session["larger"]) > 0.6
     assert (workplace / "my_digits" / "model.safetensors").is_file()
+    digits = session["test_x"]
+    assert torch.equal(session["again"](digits), session["model"](digits))

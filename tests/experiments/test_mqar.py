@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments import mqar, mqar_results, recurrences
+from experiments import mqar, mqar_results, plan, recurrences
 from experiments.mixer import ALL, Mixer
 from experiments.records import Record
 
@@ -298,6 +298,8 @@ def test_longer_has_a_rate_for_each_recurrence_and_as_many_runs_of_each_when_sto
     ]
     assert {run["lr"] for run in runs if run["recurrence"] == "mamba"} == {1.6e-2}
     assert set(mqar.LONGER_RATES) == set(mqar.LONG_RECURRENCES)
+    tuned = json.loads((mqar.RESULTS / "plan_long.json").read_text())["runs"]
+    assert plan.TASKS["long"].chosen(tuned) == mqar.LONGER_RATES
     monkeypatch.setattr("sys.argv", ["mqar.py", "--setting", "longer", "--recurrences", "none"])
     with pytest.raises(SystemExit):
         mqar.main()

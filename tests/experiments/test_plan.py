@@ -238,7 +238,8 @@ def test_answers_follow_the_verdicts(records: dict[str, Record], tmp_path: Path)
     for question in ("exact", "vim", "deit", "averaging"):
         answer(question, records)
     rows = {name: record.rows for name, record in records.items()}
-    decided, rest = plan_answers.decided_text(rows), plan_answers.undecided_text(rows)
+    found = plan_answers.answers(rows)
+    decided, rest = plan_answers.decided_text(found), plan_answers.undecided_text(found)
     assert decided.startswith(
         "The exact form leaves recall's plateau 4.11 times as fast as Longhorn as the paper has it "
         "(95 %: 4.08 to 4.14; 24 pairs, p 0.0001).\n\n![exact: longhorn_exact and longhorn]"
@@ -250,8 +251,8 @@ def test_answers_follow_the_verdicts(records: dict[str, Record], tmp_path: Path)
     plan_answers.draw_all(rows, tmp_path)
     drawn = {path.stem for path in tmp_path.glob("*.png")}
     assert drawn == {"plan_exact", "plan_vim", "plan_deit", "plan_averaging"}
-    assert plan_answers.undecided_pictures(rows).count("![") == 2
-    nothing = {name: [] for name in plan.TASKS}
+    assert plan_answers.undecided_pictures(found).count("![") == 2
+    nothing = plan_answers.answers({name: [] for name in plan.TASKS})
     assert plan_answers.decided_text(nothing) == "Nothing yet."
     assert plan_answers.undecided_text(nothing).count("\n") == 7
     assert plan_answers.undecided_pictures(nothing) == ""
