@@ -10,8 +10,9 @@ from pathlib import Path
 
 from experiments.comparisons import SignFlip
 from experiments.plan import BEST_CHANGE, QUESTIONS, Curve, Pair
-from experiments.plan_results import Rows, judged, multiples, number_of, tuned_of
+from experiments.plan_results import Rows, judged, multiples, times_text, tuned_of
 from experiments.plateau import SETTINGS
+from experiments.records import Row, select
 from experiments.vision_results import save
 
 NAMES = {
@@ -97,21 +98,20 @@ def _said(question: str, part: Pair, found: SignFlip | None, is_found: bool) -> 
         )
         return Answer(question, said, decided=False, complete=False)
     middle, (low, high) = found.difference, found.interval
-    if is_found and middle < 0:
+    if middle < 0:  # the better is named first
         first, second, middle, low, high = second, first, -middle, -high, -low
     other = NAMES.get(second, second)
     if part.cells[0].task in SETTINGS:
         said = f"leaves recall's plateau {_figure(part, middle)} times as fast as {other}"
     else:
-        than = "lower" if middle > 0 else "higher"
-        said = f"has a held-out loss {abs(middle):.3f} {than} than {other}"
+        said = f"has a held-out loss lower by {_figure(part, middle)} than {other}"
     figures = f"95 %: {_figure(part, low)} to {_figure(part, high)}; {made} pairs, p {found.p:.2g}"
     chance = "" if is_found else ", which chance may do"
     return Answer(question, f"{_named(first)} {said} ({figures}){chance}.", is_found, complete=True)
 
 
 def _figure(part: Pair, number: float) -> str:
-    return f"{2**number:.2f}" if part.cells[0].task in SETTINGS else f"{number:+.3f}"
+    return f"{2**number:.2f}" if part.cells[0].task in SETTINGS else f"{number:.3f}"
 
 
 def _said_of_curve(question: str, part: Curve, rows: Rows) -> Answer:
@@ -122,10 +122,10 @@ def _said_of_curve(question: str, part: Curve, rows: Rows) -> Answer:
         said = f"{said}: {len(found)} of {len(part.seeds)} seeds."
         return Answer(question, said, decided=False, complete=False)
     numbers = (min(found), statistics.median(found), max(found))
-    low, middle, high = (f"{2**number:.1f}" for number in numbers)
-    more = " or more" if 2 ** max(found) >= part.multiples[-1] else ""
+    low, middle, high = (times_text(part, number) for number in numbers)
     said = f"{part.second} needs {middle} times the steps of {part.first} for its held-out loss"
-    of = f"median of {len(found)} seeds, from {low} to {high}{more}; an estimate, and no test"
+    span = f", from {low} to {high}" if low != high else ", all of them"
+    of = f"median of {len(found)} seeds{span}; an estimate, and no test"
     return Answer(question, f"{said} ({of}).", decided=True, complete=True)
 
 
@@ -159,7 +159,7 @@ def draw_all(rows: Rows, folder: Path) -> None:
         tuned = tuned_of(question, rows)
         if tuned and len(multiples(part, tuned, rows)) == len(part.seeds):
             runs = [
-                [number_of(rows, part.task, run) for run in part.runs(tuned, seed)]
+                [select(rows[part.task], **run)[0] for run in part.runs(tuned, seed)]
                 for seed in part.seeds
             ]
             draw_curve(part, runs, folder / f"plan_{question}.png")
@@ -193,20 +193,33 @@ def draw_pairs(pairs: Sequence[tuple[Pair, SignFlip]], path: Path) -> None:
     save(figure, path)
 
 
-def draw_curve(part: Curve, runs: Sequence[Sequence[float]], path: Path) -> None:
-    """Draw what the second loses by multiples of the steps, a line for each seed, and the first's range."""
+def draw_curve(part: Curve, runs: Sequence[Sequence[Row]], path: Path) -> None:
+    """Draw losses by multiples of the steps: a line of the second for each seed, and the first's range.
+
+    Beside the held-out loss is that of training, which tells who fits.
+
+    Args:
+        part: Who is compared.
+        runs: Of each seed the first's, and the second's at every multiple.
+        path: Destination, PNG.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
-    axes = figure.subplots()
-    targets = [own[0] for own in runs]
-    axes.axhspan(min(targets), max(targets), color="C0", alpha=0.3, label=part.first)
-    for i, own in enumerate(runs):
-        label = None if i else part.second
-        axes.plot(part.multiples, own[1:], "o-", color="C1", alpha=0.6, markersize=4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(part.multiples, [f"{m}" for m in part.multiples])
-    axes.set(xlabel=f"times the steps of {part.first}", ylabel="held-out loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, key, name in zip(
+        panels, ("loss", "train_loss"), ("held-out", "training"), strict=True
+    ):
+        targets = [own[0][key] for own in runs]
+        axes.axhspan(min(targets), max(targets), color="C0", alpha=0.3, label=part.first)
+        for i, own in enumerate(runs):
+            losses, label = [row[key] for row in own[1:]], None if i else part.second
+            axes.plot(
+                part.multiples, losses, "o-", color="C1", alpha=0.6, markersize=4, label=label
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(part.multiples, [f"{m}" for m in part.multiples])
+        axes.set(xlabel=f"times the steps of {part.first}", ylabel=f"{name} loss")
+        axes.grid(alpha=0.3)
+    panels[0].legend()
     save(figure, path)

@@ -103,6 +103,12 @@ def multiples(part: Curve, tuned: Tuned, rows: Rows) -> list[float]:
     return found
 
 
+def times_text(part: Curve, number: float) -> str:
+    """Return a multiple, given its logarithm; of a seed that did not reach the loss, that it is more."""
+    most = part.multiples[-1]
+    return f"more than {most}" if number >= math.log2(most) else f"{2**number:.1f}"
+
+
 # ---------------------------------------------------------------------------------------- verdicts
 
 
@@ -164,7 +170,7 @@ def _curve_rows(rows: Rows) -> list[str]:
             cells += [f"{len(found)} of {len(part.seeds)}"]
             if len(found) == len(part.seeds):
                 low, middle, high = (
-                    f"{2**number:.1f}"
+                    times_text(part, number)
                     for number in (min(found), statistics.median(found), max(found))
                 )
                 cells += [f"median {middle} times ({low} to {high})", "", "an estimate"]

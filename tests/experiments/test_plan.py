@@ -245,7 +245,7 @@ def test_answers_follow_the_verdicts(records: dict[str, Record], tmp_path: Path)
         "(95 %: 4.08 to 4.14; 24 pairs, p 0.0001).\n\n![exact: longhorn_exact and longhorn]"
     )
     assert "DeiT needs 3.2 times the steps of ViL for its held-out loss (median of 6" in decided
-    assert "- ViL has a held-out loss 0.000 higher than ViM (95 %: +0.000" in rest
+    assert "- ViL has a held-out loss lower by 0.000 than ViM (95 %: 0.000" in rest
     assert "10 pairs, p 1), which chance may do." in rest
     assert "- Longhorn as the paper has it and Mamba: 0 of 24 pairs." in rest
     plan_answers.draw_all(rows, tmp_path)
@@ -268,6 +268,28 @@ def test_the_better_of_a_pair_is_named_first(records: dict[str, Record]) -> None
     (sentence,) = (said for said in found if "exact" not in said)
     assert sentence.startswith("Mamba leaves recall's plateau 8.2")
     assert "as fast as Longhorn as the paper has it (95 %: 8.17" in sentence
+
+
+def test_what_is_better_has_the_lower_loss_and_a_loss_not_reached_needs_more(
+    records: dict[str, Record],
+) -> None:
+    answer("vim", records)
+    answer("deit", records)
+    rows = {name: record.rows for name, record in records.items()}
+    for row in rows["fractals"]:
+        if row["seed"] < plan.CHOICE_SEED:
+            row["loss"] -= (0.2 + row["seed"] / 100) * (row["contestant"] == "ViM")
+    said = [answer.sentence for answer in plan_answers.answers(rows)]
+    start = "ViM has a held-out loss lower by 0.245 than ViL (95 %: 0.22"
+    assert sum(sentence.startswith(start) for sentence in said) == 1
+    for row in rows["fractals"]:
+        row["loss"] += row["contestant"].startswith("DeiT") and row["seed"] in (1, 2, 3, 4)
+    table = plan_results.verdict_table(rows)
+    said = [answer.sentence for answer in plan_answers.answers(rows)]
+    span = "(median of 6 seeds, from 3.2 to more than 8; an estimate, and no test)."
+    start = "DeiT needs more than 8 times the steps of ViL for its held-out loss"
+    assert f"{start} {span}" in said
+    assert "| median more than 8 times (3.2 to more than 8) |" in table
 
 
 @pytest.mark.parametrize(
