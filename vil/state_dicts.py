@@ -65,9 +65,10 @@ def resized_pos_embed(
         grid = own_grid
     if grid is None and not square:
         raise ValueError(
-            f"pos_embed has {patches} patches, which is no square grid, and the model has a "
-            f"grid of {own_grid}; build the model with the checkpoint's img_size, load, then call "
-            "set_input_size"
+            f"pos_embed has {pos_embed.shape[1]} tokens, of which {model.num_prefix_tokens} are for "
+            f"the class in the model, and {patches} patches are no square grid, and not the model's "
+            f"of {own_grid}; class_token must be the checkpoint's; where it is, build the model with "
+            "its img_size, load, then call set_input_size"
         )
     grid = tuple(grid or (side, side))
     resampled = resample_abs_pos_embed(

@@ -567,7 +567,7 @@ def test_images_of_no_whole_patches_are_refused(
 
 def test_bad_position_embedding_is_named() -> None:
     source = small(img_size=(32, 48))
-    with pytest.raises(RuntimeError, match="24 patches, which is no square grid"):
+    with pytest.raises(RuntimeError, match="24 patches are no square grid"):
         small().load_state_dict(dict(source.state_dict()))  # without the record of its grid
 
 
@@ -626,6 +626,23 @@ def test_unknown_grid_of_equal_count_is_refused(of: dict, tmp_path: Path) -> Non
 def test_class_token_is_not_taken_for_a_patch() -> None:
     with pytest.raises(RuntimeError, match=r"17 tokens of a grid of \(4, 4\).*expects 0 beside"):
         small(class_token=False, global_pool="avg").load_state_dict(small().state_dict())
+
+
+@pytest.mark.parametrize("into_averaged", [True, False])
+def test_weights_with_and_without_a_class_token_are_told_apart(
+    into_averaged: bool, tmp_path: Path
+) -> None:
+    """By checkpoint_path and by pretrained=True, where no grid is recorded."""
+    averaged = {"class_token": False, "global_pool": "avg"}
+    of, into = ({}, averaged) if into_averaged else (averaged, {})
+    path = saved(small(**of), tmp_path / "weights.pt")
+    found = "17 tokens, of which 0" if into_averaged else "16 tokens, of which 1"
+    with pytest.raises(RuntimeError, match=f"pos_embed has {found} .*class_token must be"):
+        small(checkpoint_path=path, **into)
+    overlay = {"file": path, "num_classes": 5, "input_size": (3, 32, 32)}
+    with pytest.raises(ValueError, match="class_token must be the checkpoint's"):
+        small(pretrained=True, pretrained_cfg_overlay=overlay, **into)
+    assert small(checkpoint_path=path, **of)(images()).shape == (2, 5)
 
 
 @pytest.mark.parametrize(
