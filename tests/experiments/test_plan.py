@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 
 from benchmarks.budget import Budget
 from experiments import plan, plan_answers, plan_results, power, vision
@@ -66,6 +68,19 @@ def test_plan_has_the_tables_of_the_power_analysis() -> None:
     commands = re.findall(r"python -m experiments\.plan (\w+)", text)
     assert set(commands) == set(plan.QUESTIONS)
     assert len(plan.QUESTIONS) <= 6
+
+
+def test_averaged_tokens_are_an_option_of_the_library() -> None:
+    """What the plan compares is what ``class_token=False, global_pool="avg"`` gives."""
+    ((_, name),) = [plan.IMAGES.models["ViL, averaged tokens"]]
+    sizes = {"embed_dim": 16, "depth": 2, "img_size": 32, "patch_size": 8, "num_classes": 3}
+    torch.manual_seed(0)
+    compared = timm.create_model(name, **sizes).eval()
+    torch.manual_seed(0)
+    option = timm.create_model("vil_tiny", class_token=False, global_pool="avg", **sizes).eval()
+    assert option.state_dict().keys() == compared.state_dict().keys()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(option(images), compared(images))
 
 
 def test_everybody_compared_is_tuned_and_no_tuning_seed_is_reported() -> None:
