@@ -124,8 +124,8 @@ def _said_of_curve(question: str, part: Curve, rows: Rows) -> Answer:
     numbers = (min(found), statistics.median(found), max(found))
     low, middle, high = (times_text(part, number) for number in numbers)
     said = f"{part.second} needs {middle} times the steps of {part.first} for its held-out loss"
-    span = f", from {low} to {high}" if low != high else ", all of them"
-    of = f"median of {len(found)} seeds{span}; an estimate, and no test"
+    seeds = f"median of {len(found)} seeds, from {low} to {high}"
+    of = f"{f'all {len(found)} seeds' if low == high else seeds}; an estimate, and no test"
     return Answer(question, f"{said} ({of}).", decided=True, complete=True)
 
 

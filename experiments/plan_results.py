@@ -173,7 +173,8 @@ def _curve_rows(rows: Rows) -> list[str]:
                     times_text(part, number)
                     for number in (min(found), statistics.median(found), max(found))
                 )
-                cells += [f"median {middle} times ({low} to {high})", "", "an estimate"]
+                of = "all seeds" if low == high else f"median, {low} to {high}"
+                cells += [f"{middle} times ({of})", "", "an estimate"]
             else:
                 cells += ["", "", "not all run yet" if found else "not run yet"]
             lines.append(f"| {' | '.join(cells)} |")
