@@ -3,14 +3,13 @@
 What is said follows ``plan_results.judged``: found is what a test found, all judged together.
 """
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.comparisons import SignFlip
 from experiments.plan import BEST_CHANGE, QUESTIONS, Curve, Pair
-from experiments.plan_results import Rows, judged, multiples, times_text, tuned_of
+from experiments.plan_results import Rows, judged, median_multiple, multiples, tuned_of
 from experiments.plateau import SETTINGS
 from experiments.records import Row, select
 from experiments.vision_results import save
@@ -121,12 +120,10 @@ def _said_of_curve(question: str, part: Curve, rows: Rows) -> Answer:
         said = f"The steps that {part.second} needs for the loss of {part.first}"
         said = f"{said}: {len(found)} of {len(part.seeds)} seeds."
         return Answer(question, said, decided=False, complete=False)
-    numbers = (min(found), statistics.median(found), max(found))
-    low, middle, high = (times_text(part, number) for number in numbers)
+    middle, of = median_multiple(part, found)
     said = f"{part.second} needs {middle} times the steps of {part.first} for its held-out loss"
-    seeds = f"median of {len(found)} seeds, from {low} to {high}"
-    of = f"{f'all {len(found)} seeds' if low == high else seeds}; an estimate, and no test"
-    return Answer(question, f"{said} ({of}).", decided=True, complete=True)
+    said = f"{said} ({of}; an estimate, and no test)."
+    return Answer(question, said, decided=True, complete=True)
 
 
 def _named(contestant: str) -> str:

@@ -103,10 +103,22 @@ def multiples(part: Curve, tuned: Tuned, rows: Rows) -> list[float]:
     return found
 
 
-def times_text(part: Curve, number: float) -> str:
-    """Return a multiple, given its logarithm; of a seed that did not reach the loss, that it is more."""
-    most = part.multiples[-1]
-    return f"more than {most}" if number >= math.log2(most) else f"{2**number:.1f}"
+def median_multiple(part: Curve, found: Sequence[float]) -> tuple[str, str]:
+    """Return the median multiple, and of which seeds it is; a loss that was not reached needs more.
+
+    Args:
+        part: The curve.
+        found: Of every seed, as of ``multiples``.
+    """
+
+    def text(number: float) -> str:
+        most = part.multiples[-1]
+        return f"more than {most}" if number >= math.log2(most) else f"{2**number:.1f}"
+
+    low, middle, high = map(text, (min(found), statistics.median(found), max(found)))
+    if low == high:
+        return middle, f"all {len(found)} seeds"
+    return middle, f"median of {len(found)} seeds, from {low} to {high}"
 
 
 # ---------------------------------------------------------------------------------------- verdicts
@@ -169,11 +181,7 @@ def _curve_rows(rows: Rows) -> list[str]:
             cells = [f"`{question}`", f"steps of {part.second} for the loss of {part.first}"]
             cells += [f"{len(found)} of {len(part.seeds)}"]
             if len(found) == len(part.seeds):
-                low, middle, high = (
-                    times_text(part, number)
-                    for number in (min(found), statistics.median(found), max(found))
-                )
-                of = "all seeds" if low == high else f"median, {low} to {high}"
+                middle, of = median_multiple(part, found)
                 cells += [f"{middle} times ({of})", "", "an estimate"]
             else:
                 cells += ["", "", "not all run yet" if found else "not run yet"]

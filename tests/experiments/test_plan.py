@@ -72,7 +72,7 @@ def test_plan_has_the_tables_of_the_power_analysis() -> None:
 
 def test_averaged_tokens_are_an_option_of_the_library() -> None:
     """What the plan compares is what ``class_token=False, global_pool="avg"`` gives."""
-    ((_, name),) = [plan.IMAGES.models["ViL, averaged tokens"]]
+    _, name = plan.IMAGES.models["ViL, averaged tokens"]
     sizes = {"embed_dim": 16, "depth": 2, "img_size": 32, "patch_size": 8, "num_classes": 3}
     torch.manual_seed(0)
     compared = timm.create_model(name, **sizes).eval()
@@ -200,7 +200,7 @@ def test_verdicts_follow_the_tests(records: dict[str, Record]) -> None:
     assert "longhorn is better" in line
     line = lines["ViL against ViM"]
     assert "| 10 of 10 | +0.000 of loss (+0.000 to +0.000) | 1 | no |" in line
-    assert "| 6 of 6 | 3.2 times (all seeds) |" in table
+    assert "| 6 of 6 | 3.2 times (all 6 seeds) |" in table
     assert "| longhorn_exact | 0.004 | 24 | 24 | 100 | 1.000 |" in plan_results.runs_table(
         rows, "short"
     )
@@ -308,7 +308,7 @@ def test_what_is_better_has_the_lower_loss_and_a_loss_not_reached_needs_more(
         row["loss"] += row["contestant"].startswith("DeiT")
     said = [answer.sentence for answer in plan_answers.answers(rows)]
     assert f"{start} (all 6 seeds; an estimate, and no test)." in said
-    assert "| more than 8 times (median, 3.2 to more than 8) |" in table
+    assert "| more than 8 times (median of 6 seeds, from 3.2 to more than 8) |" in table
 
 
 @pytest.mark.parametrize(
