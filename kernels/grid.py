@@ -5,10 +5,12 @@ size how much a patch writes. On a finer grid, of larger images or a smaller str
 in patches of the trained grid. With r the tokens of the grid for each of the trained one, along a side:
 
     distance    Tap j of a token in column c meets column c - j r of its row; beyond the row's end, that
-                of the row r away. Every n-th column of every n'-th row is a sequence of its own, in
-                which the distance is j r / n: where that is no integer, between the two nearest.
+                of the row r away. Every n-th column of every n-th row is a sequence of its own, n =
+                floor(r), in which the distance is j r / n. Where that is no integer the value between
+                tokens is interpolated by Keys' cubic, since linear interpolation blurs: the taps of
+                two layers add up to a row, and the blur of all layers adds up, too.
     class token Patches pass over it, and its own taps meet the centres of those patches of the trained
-                grid that stand before and after it there, each between the four tokens around it.
+                grid that stand before and after it there, interpolated alike by row and by column.
     step        Divided by the number of tokens for each of the trained grid (``step_area.py``).
 
 At the trained grid there is nothing to do. Patches that are missing stand behind the others in the
@@ -21,7 +23,7 @@ U tokens that the class token reads.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,11 +93,7 @@ def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> La
     if grid[:2] == grid[2:4]:
         return Layout()
     rows, columns = grid.quotients()
-    # Columns floor(r + 1 / 3): beyond 5 / 3 neighbours of the taps need a seventh, and two sequences none.
-    phases = (
-        max(rows[0] // rows[1], 1),
-        max((3 * columns[0] + columns[1]) // (3 * columns[1]), 1),
-    )
+    phases = (max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1))
     resampling = _resampling(taps, columns[0], columns[1] * phases[1])
     reads: list[int] = []
     shares: list[list[list[float]]] = [[[] for _ in range(taps)] for _ in range(2)]
@@ -112,15 +110,41 @@ def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> La
 
 def _resampling(taps: int, numerator: int, denominator: int) -> list[list[float]]:
     """Return the (K, T) shares by which K taps at multiples of a quotient are T neighbouring ones."""
-    width = -((taps - 1) * numerator // -denominator) + 1
-    shares = [[0.0] * width for _ in range(taps)]
+    reads = []
     for distance in range(taps):
         nearer, rest = divmod(distance * numerator, denominator)
-        row = shares[taps - 1 - distance]
-        row[width - 1 - nearer] += 1 - rest / denominator
-        if rest:
-            row[width - 2 - nearer] += rest / denominator
+        # Nobody is nearer than the token itself, which stands in for what would be.
+        reads.append(_merged((max(n, 0), s) for n, s in _between(nearer, rest / denominator)))
+    width = max(max(read) for read in reads) + 1
+    shares = [[0.0] * width for _ in range(taps)]
+    for distance, read in enumerate(reads):
+        for place, share in read.items():
+            shares[taps - 1 - distance][width - 1 - place] = share
     return shares
+
+
+def _between(first: int, rest: float) -> list[tuple[int, float]]:
+    """Return the places around ``first + rest``, 0 <= rest < 1, and their shares in the value there.
+
+    Keys' cubic convolution with a = -1/2, which has straight lines and parabolas as they are.
+    """
+    if rest < 1e-6:
+        return [(first, 1.0)]
+    ahead = 1 - rest
+    return [
+        (first - 1, -rest * ahead**2 / 2),
+        (first, 1 - rest**2 * (2.5 - 1.5 * rest)),
+        (first + 1, 1 - ahead**2 * (2.5 - 1.5 * ahead)),
+        (first + 2, -ahead * rest**2 / 2),
+    ]
+
+
+def _merged(shares: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the sum of the shares of every place."""
+    merged: dict[int, float] = {}
+    for place, share in shares:
+        merged[place] = merged.get(place, 0.0) + share
+    return merged
 
 
 def _by_phases(grid: Grid, phases: tuple[int, int], gap: int, device: torch.device) -> Tensor:
@@ -148,13 +172,11 @@ def _patch(token: Tensor, patches: int, class_token: int) -> Tensor:
 
 
 def _around(center: float, size: int) -> list[tuple[int, float]]:
-    """Return the one or two places of a side that a point is at or between, and their shares."""
+    """Return the places of a side that a point is at or between, and their shares."""
     center = min(max(center, 0.0), size - 1.0)
     first = math.floor(center)
-    share = center - first
-    if share < 1e-6:
-        return [(first, 1.0)]
-    return [(first, 1 - share), (first + 1, share)]
+    inside = ((min(max(n, 0), size - 1), share) for n, share in _between(first, center - first))
+    return list(_merged(inside).items())
 
 
 def _class_token_reads(grid: Grid, taps: int) -> tuple[list[int], list[list[list[float]]]]:
