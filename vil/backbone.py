@@ -8,6 +8,7 @@ Papers:
 Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C channels (``embed_dim``).
 """
 
+import math
 import operator
 from collections.abc import Mapping
 from functools import partial
@@ -38,8 +39,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.convert import convert_official_vim, is_official_vim
 from vil.kernels.grid import places
-from vil.masks import boxes, valid_patches
+from vil.masks import Box, boxes, pixels, valid_patches
 from vil.mixer import BidirectionalMixer, Recurrence
+from vil.near_sizes import to_own_grid
 from vil.patch_embed import OverlapPatchEmbed
 from vil.recompute import is_recomputed, recomputed
 from vil.removal import check_keep, patch_drop, refuse_other_grid, taken
@@ -106,6 +108,9 @@ class Block(nn.Module):
         return recomputed(mixed, x)
 
 
+torch.fx.wrap("to_own_grid")  # whose branches FX cannot follow
+
+
 @torch.fx.wrap
 @register_notrace_function
 def _pos_embed_of_grid(
@@ -160,6 +165,7 @@ class VisionLonghorn(nn.Module):
         dynamic_img_pad: bool = False,
         trained_grid: tuple[int, int] | None = None,
         grid_aware: bool = True,
+        resize_below: float = 1.3,
         recompute_above: int | None = 2048,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
@@ -196,6 +202,9 @@ class VisionLonghorn(nn.Module):
                 that are loaded bring theirs.
             grid_aware: At another grid than ``trained_grid``, measure the distance of the taps and
                 the step sizes in patches of that one (``grid.py``); if False, in those that there are.
+            resize_below: With ``grid_aware``, resize images inside the model along each side that has
+                fewer than this many times the trained pixels, and the tokens back to the image's own
+                grid (``near_sizes.py``). 0 never does, which is for training at such sizes.
             recompute_above: Of images of more tokens than these, blocks keep their input and their
                 mixer's output for the backward pass and compute the rest again (``recompute.py``); None
                 never does.
@@ -221,6 +230,8 @@ class VisionLonghorn(nn.Module):
             raise ValueError(f"in_chans must be at least 1, got {in_chans}")
         if recompute_above is not None and operator.index(recompute_above) < 0:
             raise ValueError(f"recompute_above must be None or at least 0, got {recompute_above}")
+        if not 0 <= resize_below < math.inf:
+            raise ValueError(f"resize_below must be a number of at least 0, got {resize_below}")
         norm_layer = get_norm_layer(norm_layer) or partial(RmsNorm, eps=1e-5)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -232,6 +243,7 @@ class VisionLonghorn(nn.Module):
         self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
         self.grid_aware = grid_aware
+        self.resize_below = float(resize_below)
         self.recompute_above = recompute_above
         self.grad_checkpointing = False
 
@@ -478,19 +490,50 @@ class VisionLonghorn(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, list[int] | None]:
-        """Return what ``_sequence`` does, of images (B, in_chans, height, width)."""
+    def _embed(self, x: Tensor) -> tuple[Tensor, list[int] | None, list[int]]:
+        """Return what ``_sequence`` does, of images (B, in_chans, height, width), and their own grid."""
         _assert(
             x.shape[1] == self.in_chans,
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
         )
-        x = self.patch_embed(x)
-        grid = [x.shape[1], x.shape[2]]
+        height, width = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
+        x = self._patches(x)
+        grid, own_grid = [x.shape[1], x.shape[2]], [height, width]
         if (
             torch.jit.is_tracing()
         ):  # where sizes are tensors, which lists of an operator cannot be of
             grid = [int(grid[0]), int(grid[1])]
-        return self._sequence(x.flatten(1, 2), grid)
+            own_grid = [int(own_grid[0]), int(own_grid[1])]
+        x, numbers = self._sequence(x.flatten(1, 2), grid)
+        return x, numbers, own_grid
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """Embed images as patches (B, H, W, C), those near the trained size as of that size."""
+        return self.patch_embed(x, self.trained_grid, self.resize_below if self.grid_aware else 0.0)
+
+    @torch.jit.ignore
+    def grid_inside(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the grid (H, W) that images of (height, width) pixels have inside the blocks.
+
+        It is that of ``trained_grid`` along sides that ``resize_below`` resizes.
+        """
+        H, W = self.patch_embed.dynamic_feat_size(img_size)
+        trained_H, trained_W = self.trained_grid
+        below = self.resize_below if self.grid_aware else 0.0
+        return (
+            trained_H if below * trained_H > H else H,
+            trained_W if below * trained_W > W else W,
+        )
+
+    def _own_tokens(self, x: Tensor, numbers: list[int] | None, own_grid: list[int]) -> Tensor:
+        """Return tokens (B, L, C) class token first, and as many as the image's own grid has.
+
+        Dropped patches leave no grid to resize: those that remain are handed out.
+        """
+        x = self._class_token_first(x)
+        if numbers is None:
+            return x
+        return to_own_grid(x, [numbers[0], numbers[1]], own_grid, self.num_prefix_tokens)
 
     def _sequence(
         self, x: Tensor, grid: list[int], keep: Tensor | None = None
@@ -501,7 +544,7 @@ class VisionLonghorn(nn.Module):
         blocks need to know of the grid.
         """
         pos_embed = self.pos_embed
-        if self.dynamic_img_size:
+        if self.dynamic_img_size or self.resize_below > 0:
             own_grid = self.patch_embed.grid_size
             pos_embed = _pos_embed_of_grid(
                 pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
@@ -539,8 +582,9 @@ class VisionLonghorn(nn.Module):
 
         Args:
             tokens: (B, L, C) of any dtype, out of a block or its norm: class token in the middle.
-            height: Rows H of the grid of patches, the model's own if None.
-            width: Columns W of the grid of patches, the model's own if None.
+            height: Rows H of the grid of patches inside the model (``grid_inside``), that of images of
+                ``img_size`` if None.
+            width: Columns W of it, likewise.
 
         Returns:
             The patches (B, C, H, W) of the same dtype, each in its place.
@@ -548,7 +592,7 @@ class VisionLonghorn(nn.Module):
         Raises:
             ValueError: L is not the number of patches and the class token.
         """
-        own_height, own_width = self.patch_embed.grid_size
+        own_height, own_width = self.grid_inside(self.patch_embed.img_size)
         H = own_height if height is None else height
         W = own_width if width is None else width
         if tokens.ndim != 3 or tokens.shape[1] != H * W + self.num_prefix_tokens:
@@ -571,10 +615,11 @@ class VisionLonghorn(nn.Module):
             raise ValueError(
                 f"mask must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
             )
-        patches = self.patch_embed(x)
-        H, W = patches.shape[1:3]
-        valid = valid_patches(mask, x, (H, W), self.patch_embed.patch_size, self.patch_embed.stride)
-        patches, prefix = patches.flatten(1, 2), self.num_prefix_tokens
+        x = self.patch_embed.covered(x)
+        H, W = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        patch_size, stride = self.patch_embed.patch_size, self.patch_embed.stride
+        valid = valid_patches(mask, x, (H, W), patch_size, stride)
+        prefix = self.num_prefix_tokens
         results: list[Tensor] = []
         for box in boxes(valid):
             if not self.dynamic_img_size and box.size != self.patch_embed.grid_size:
@@ -582,26 +627,41 @@ class VisionLonghorn(nn.Module):
                     f"mask leaves images of {box.size} patches, and dynamic_img_size=False takes "
                     f"{self.patch_embed.grid_size} only"
                 )
-            tokens, grid = self._sequence(patches[box.images[:, None], box.patches], list(box.size))
-            place, middle = places(box.valid, prefix)
-            place = torch.cat([middle, place], 1) if prefix else place
-            missing = None if box.valid.all() else box.valid
-            if missing is not None:
-                tokens = self._class_token_first(tokens)
-                tokens = tokens.scatter(1, place[..., None].expand_as(tokens), tokens)
-            taken = []
-            for i, block in enumerate(self.blocks[:num_blocks]):
-                call = partial(checkpoint, block) if self.grad_checkpointing else block
-                tokens = call(tokens, grid, missing)
-                taken += [tokens] if i in take_indices else []
-            present = torch.cat([box.valid.new_ones(len(place), prefix), box.valid], 1)[..., None]
-            where = torch.cat([box.patches.new_zeros(len(place), prefix), box.patches + prefix], 1)
+            images = pixels(box, x, W, patch_size, stride)
+            if box.valid.all():
+                taken, tokens = self._intermediate_tokens(images, take_indices, num_blocks)
+            else:
+                taken, tokens = self._tokens_around_holes(images, box, take_indices, num_blocks)
+            where = torch.cat([box.patches.new_zeros(len(images), prefix), box.patches + prefix], 1)
             for i, out in enumerate((*taken, tokens)):
-                out = torch.where(present, out.take_along_dim(place[..., None], 1), 0)
                 if i == len(results):
                     results.append(out.new_zeros(len(x), prefix + H * W, self.embed_dim))
                 results[i] = results[i].index_put((box.images[:, None], where), out)
         return results, torch.cat([valid.new_ones(len(x), prefix), valid.flatten(1)], 1)
+
+    @torch.jit.ignore
+    def _tokens_around_holes(
+        self, images: Tensor, box: Box, take_indices: list[int], num_blocks: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return what ``_intermediate_tokens`` does, of images that lack patches; zeros for these.
+
+        Such images are not resized, which would mix what is missing into its neighbours.
+        """
+        tokens, grid = self._sequence(self.patch_embed(images).flatten(1, 2), list(box.size))
+        prefix = self.num_prefix_tokens
+        place, middle = places(box.valid, prefix)
+        place = torch.cat([middle, place], 1) if prefix else place
+        tokens = self._class_token_first(tokens)
+        tokens = tokens.scatter(1, place[..., None].expand_as(tokens), tokens)
+        present = torch.cat([box.valid.new_ones(len(place), prefix), box.valid], 1)[..., None]
+        taken = []
+        for i, block in enumerate(self.blocks[:num_blocks]):
+            call = partial(checkpoint, block) if self.grad_checkpointing else block
+            tokens = call(tokens, grid, box.valid)
+            taken += [tokens] if i in take_indices else []
+        found = [t.take_along_dim(place[..., None], 1) for t in (*taken, tokens)]
+        *taken, tokens = (torch.where(present, t, 0) for t in found)
+        return taken, tokens
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the normalised tokens (B, L, C) of images, class token first.
@@ -615,14 +675,15 @@ class VisionLonghorn(nn.Module):
                 raise RuntimeError("a scripted program takes no mask")
             else:  # noqa: RET506  (what follows an if would be compiled, too)
                 return self._masked_features(x, mask)[0]
-        x, grid = self._embed(x)
-        return self._final_tokens(x, grid)
+        x, grid, own_grid = self._embed(x)
+        return self._final_tokens(x, grid, own_grid)
 
     def forward_patches(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return the normalised tokens of patches, class token first.
 
-        ``forward_features(images)`` is ``forward_patches(patch_embed(images))``. In between is the place
-        for what trains without labels: patches that are replaced by a mask token, or left out.
+        ``forward_features(images)`` is ``forward_patches(patch_embed(images))``, except for images that
+        ``resize_below`` resizes. In between is the place for what trains without labels: patches that are
+        replaced by a mask token, or left out.
 
         Args:
             x: Patches before their positions, (B, H, W, C), as of ``patch_embed``.
@@ -644,25 +705,25 @@ class VisionLonghorn(nn.Module):
             )
         grid = [x.shape[1], x.shape[2]]
         if keep is None:
-            return self._final_tokens(*self._sequence(x.flatten(1, 2), grid))
+            return self._final_tokens(*self._sequence(x.flatten(1, 2), grid), grid)
         if self.training and self.patch_drop_rate > 0:
             raise ValueError(
                 f"keep must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
             )
         check_keep(keep, x)
         ascending, order = keep.sort(1)
-        x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending))
+        x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending), grid)
         prefix, patches = x.split([self.num_prefix_tokens, keep.shape[1]], 1)
         return torch.cat([prefix, taken(patches, order.argsort(1))], 1)
 
-    def _final_tokens(self, x: Tensor, grid: list[int] | None) -> Tensor:
-        """Return what ``forward_features`` does, of what ``_sequence`` does."""
+    def _final_tokens(self, x: Tensor, grid: list[int] | None, own_grid: list[int]) -> Tensor:
+        """Return what ``forward_features`` does, of what ``_embed`` does."""
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq([partial(block, grid=grid) for block in self.blocks], x)
         else:
             for block in self.blocks:
                 x = block(x, grid)
-        return self.norm(self._class_token_first(x))
+        return self.norm(self._own_tokens(x, grid, own_grid))
 
     @torch.jit.ignore
     def _masked_features(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -801,14 +862,14 @@ class VisionLonghorn(nn.Module):
         self, x: Tensor, take_indices: list[int], num_blocks: int
     ) -> tuple[list[Tensor], Tensor]:
         """Return tokens (B, L, C) after chosen blocks and after the last, class token first."""
-        x, grid = self._embed(x)
+        x, grid, own_grid = self._embed(x)
         taps = []
         for i, block in enumerate(self.blocks[:num_blocks]):
             recompute = self.grad_checkpointing and not torch.jit.is_scripting()
             x = checkpoint(block, x, grid) if recompute else block(x, grid)
             if i in take_indices:
-                taps.append(self._class_token_first(x))
-        return taps, self._class_token_first(x)
+                taps.append(self._own_tokens(x, grid, own_grid))
+        return taps, self._own_tokens(x, grid, own_grid)
 
     def _normalised(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         tokens = self.norm(tokens)

@@ -73,25 +73,48 @@ class Box(NamedTuple):
 
 
 def boxes(valid: Tensor) -> Iterator[Box]:
-    """Group images by the size of their boxes.
+    """Group images by the size of their boxes, those that lack patches inside apart.
 
     Args:
         valid: Which patches belong to their images, bool (B, H, W).
 
     Yields:
-        A box for each size.
+        A box for each group.
     """
     W = valid.shape[2]
     rows, columns = valid.any(2), valid.any(1)
     corners = [_first_and_last(side) for side in (rows, columns)]
     sizes = torch.stack([last - first + 1 for first, last in corners], 1)
-    for h, w in sizes.unique(dim=0).tolist():
-        images = (sizes == sizes.new_tensor([h, w])).all(1).nonzero().flatten()
+    missing = sizes.prod(1, keepdim=True) > valid.flatten(1).sum(1, keepdim=True)
+    kinds = torch.cat([sizes, missing.to(sizes.dtype)], 1)
+    for kind in kinds.unique(dim=0):
+        (h, w, _), images = kind.tolist(), (kinds == kind).all(1).nonzero().flatten()
         top, left = (first[images] for first, _ in corners)
         row = top[:, None] + torch.arange(h, device=valid.device)
         column = left[:, None] + torch.arange(w, device=valid.device)
         patches = (row[:, :, None] * W + column[:, None, :]).flatten(1)
         yield Box(images, patches, valid[images].flatten(1).gather(1, patches), (h, w))
+
+
+def pixels(
+    box: Box, images: Tensor, columns: int, patch: tuple[int, int], stride: tuple[int, int]
+) -> Tensor:
+    """Return what lies in the boxes, (b, in_chans, height, width).
+
+    Args:
+        box: Of some of the images.
+        images: As padded, (B, in_chans, height, width).
+        columns: W of their grid.
+        patch: As of ``valid_patches``.
+        stride: As of ``valid_patches``.
+    """
+    height, width = ((n - 1) * s + p for n, s, p in zip(box.size, stride, patch, strict=True))
+    corners = [divmod(first, columns) for first in box.patches[:, 0].tolist()]
+    cut = [
+        images[i, :, row * stride[0] :, column * stride[1] :][:, :height, :width]
+        for i, (row, column) in zip(box.images.tolist(), corners, strict=True)
+    ]
+    return torch.stack(cut)
 
 
 def _first_and_last(side: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,10 @@ from timm.layers import PatchEmbed, register_notrace_function, to_2tuple
 from timm.layers.trace_utils import _assert
 from torch import Tensor
 
+from vil.near_sizes import to_trained_size
+
+torch.fx.wrap("to_trained_size")  # whose branches FX cannot follow
+
 
 @torch.fx.wrap
 @register_notrace_function
@@ -90,13 +94,27 @@ class OverlapPatchEmbed(PatchEmbed):
             None if patch_size is None else to_2tuple(patch_size),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, trained_grid: tuple[int, int] | None = None, resize_below: float = 0.0
+    ) -> Tensor:
         """Embed images (B, in_chans, height, width) as patches (B, H, W, C) of the weights' dtype.
+
+        Args:
+            x: The images.
+            trained_grid: Rows and columns that images near that size are resized to; None resizes none.
+            resize_below: As of ``VisionLonghorn``.
 
         Raises:
             AssertionError: The images are not of ``img_size``, if ``strict_img_size``, or are not
                 covered by whole patches and not padded either.
         """
+        x = self.covered(x)
+        if trained_grid is not None:
+            x = to_trained_size(x, trained_grid, self.patch_size, self.stride, resize_below)
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+    def covered(self, x: Tensor) -> Tensor:
+        """Return images that whole patches cover, padded or as they are; errors as of ``forward``."""
         height, width = x.shape[-2], x.shape[-1]
         if self.strict_img_size:
             _assert(
@@ -108,10 +126,8 @@ class OverlapPatchEmbed(PatchEmbed):
                 f"Input width ({width}) doesn't match model ({self.img_size[1]}).",
             )
         if self.dynamic_img_pad:
-            x = F.pad(x, [0, -width % self.patch_size[1], 0, -height % self.patch_size[0]])
-        else:
-            x = _of_whole_patches(x, self.patch_size, self.stride)
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+            return F.pad(x, [0, -width % self.patch_size[1], 0, -height % self.patch_size[0]])
+        return _of_whole_patches(x, self.patch_size, self.stride)
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         """Return the pixels per feature, one number or (height, width)."""

@@ -135,7 +135,7 @@ def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
         ValueError: there is not one backbone in the model, or the matrix is of another size.
     """
     backbone = _backbone_of(model)
-    H, W = backbone.patch_embed.dynamic_feat_size(tuple(images.shape[-2:]))
+    H, W = backbone.grid_inside(tuple(images.shape[-2:]))
     prefix = backbone.num_prefix_tokens
     expected = (len(images), *(H * W + prefix,) * 2)
     if tuple(matrix.shape) != expected:

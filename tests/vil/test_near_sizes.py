@@ -1,0 +1,98 @@
+"""Images near the trained size, and below it: what they are inside the model, and what comes back."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
+
+
+def small(name: str = "vil_tiny", **kwargs) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(name, **(SMALL | kwargs)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def images(height: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 3, height, width, generator=generator)
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny", "vil_tiny_pyramid"])
+@pytest.mark.parametrize(
+    ("size", "inside"), [((8, 16), (32, 32)), ((40, 24), (32, 32)), ((24, 48), (32, 48))]
+)
+def test_sides_near_the_trained_one_are_resized(
+    name: str, size: tuple[int, int], inside: tuple[int, int]
+) -> None:
+    """Each side by itself, from 1.3 times the trained one on not at all; tokens come back as given."""
+    model, x = small(name), images(*size)
+    resized = F.interpolate(x, inside, mode="bicubic", antialias=True)
+    assert model.grid_inside(size) == (inside[0] // 8, inside[1] // 8)
+    tokens, expected = model.forward_features(x), model.forward_features(resized)
+    assert tokens.shape == (2, 1 + size[0] // 8 * (size[1] // 8), 32)
+    assert torch.equal(tokens[:, 0], expected[:, 0])
+    (own,) = model.get_intermediate_layers(x, reshape=True)
+    if "pyramid" not in name:
+        assert torch.equal(model(x), model(resized))
+        (of_resized,) = model.get_intermediate_layers(resized, reshape=True)
+        back = F.interpolate(of_resized, tuple(own.shape[-2:]), mode="bilinear", antialias=True)
+        torch.testing.assert_close(own, back)
+        model.resize_below = 0.0
+        assert not torch.allclose(model(x), model(resized), atol=1e-3)
+    x.requires_grad_()
+    model(x).sum().backward()
+    assert x.grad.abs().amax((1, 2, 3)).all()
+
+
+def test_what_is_not_resized() -> None:
+    for kwargs, size in (
+        ({}, (32, 48)),
+        ({"grid_aware": False}, (24, 40)),
+        ({"resize_below": 0}, (24, 40)),
+    ):
+        model, seen = small(**kwargs), []
+        model.patch_embed.proj.register_forward_hook(lambda _, x, y, seen=seen: seen.append(x[0]))
+        x = images(*size)
+        model(x)
+        assert seen[0] is x
+    overlapping = small(patch_stride=4, trained_grid=(4, 4))
+    assert overlapping.grid_inside((32, 32)) == (7, 7)
+    assert overlapping.grid_inside((24, 32)) == (4, 7)  # 5 rows are resized to 4
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_a_limit_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="resize_below must be a number of at least 0, got"):
+        small(resize_below=value)
+
+
+def test_only_whole_images_are_resized() -> None:
+    """A mask with holes leaves an image as it is, whatever lies in them; a box alone is an image."""
+    model, x = small(), images(40, 40)
+    mask = torch.ones(2, 5, 5)
+    mask[0, 2, 2] = 0
+    other = x.clone()
+    other[0, :, 16:24, 16:24] = 9.0
+    assert torch.equal(model(x, mask), model(other, mask))
+    torch.testing.assert_close(model(x, mask)[1:], model(x[1:]))
+    mask = torch.zeros(2, 5, 5)
+    mask[:, 1:4, :4] = 1
+    torch.testing.assert_close(model(x, mask), model(x[:, :, 8:32, :32]))
+
+
+def test_onnx_of_a_near_size(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, x = small(depth=1, exportable=True), images(24, 40)
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)
