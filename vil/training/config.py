@@ -58,7 +58,8 @@ class DataConfig:
 
     dataset: Literal["digits", "folder", "wds", "fractals"] = "folder"
     """scikit-learn's handwritten digits, a folder per class, webdataset shards, or fractals that are
-    computed as they are read, model.num_classes classes of them at model.img_size."""
+    computed as they are read, model.num_classes classes of them at model.img_size, or at the largest of
+    data.img_sizes for training."""
     path: str | None = None
     """Root folder of the data (folder, wds)."""
     train_split: str = "train"
@@ -71,6 +72,9 @@ class DataConfig:
     images of a smaller number are among those of a larger; None takes all (fractals: 1000)."""
     fractal_seed: int = 0
     """Names the data set (fractals); apart from run.seed, so that runs can vary on the same images."""
+    img_sizes: tuple[int, ...] | None = None
+    """Train at several sizes: each step draws one of these heights and widths, in pixels, for all of its
+    images. Validation stays at model.img_size. None trains at model.img_size only."""
     batch_size: int | None = 1024
     """Images per optimiser step, over all processes and accumulated micro-batches; None is the power of
     two that makes 16 steps of an epoch or more, 8 to 64."""
@@ -242,6 +246,11 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def train_sizes(self) -> tuple[int, ...]:
+        """Heights and widths of training images in pixels; each step draws one."""
+        return self.data.img_sizes or (self.model.img_size,)
 
     @property
     def peak_lr(self) -> float:

@@ -20,6 +20,7 @@ from vil.training.config import DataConfig, ModelConfig, TrainConfig
 from vil.training.data import batches, loader_processes, shared_memory
 from vil.training.data.base import Source
 from vil.training.data.batches import Step, TrainData, ValData
+from vil.training.data.draws import step_size
 from vil.training.data.shared_memory import check_shared_memory
 from vil.training.data.sources import decode, open_source
 from vil.training.distributed import World
@@ -468,6 +469,24 @@ def test_loader_processes_hold_what_is_told_in_shared_memory(config: TrainConfig
     assert val_data(chosen).shared_bytes == (4 + 1) * 5 * 768
     for data in (train_data(config), val_data(config)):  # no loader processes
         assert data.shared_bytes == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_all_images_of_a_step_are_made_at_its_size(config: TrainConfig, num_workers: int) -> None:
+    several = with_data(config, img_sizes=(8, 24, 16), num_workers=num_workers)
+    several = dataclasses.replace(several, run=dataclasses.replace(several.run, grad_accum_steps=2))
+    whole = train_data(several)
+    drawn = [step_size((8, 24, 16), 0, number) for number in range(12)]
+    assert set(drawn) == {8, 24, 16}
+    steps = [list(train_data(several, World(rank, 2)).steps(5)) for rank in (0, 1)]
+    for step in [*whole.steps(0), *steps[0], *steps[1]]:
+        shapes = {images.shape[1:] for images, _ in step.micro_batches}
+        assert shapes == {(3, drawn[step.number], drawn[step.number])}
+    assert whole.shared_bytes == (0 if num_workers == 0 else (4 + 4) * 4 * 3 * 24 * 24)
+    assert {images.shape[1:] for images, _ in val_data(several).batches()} == {(3, 16, 16)}
+    # No other size of the list has a part in it.
+    one = next(train_data(with_data(several, img_sizes=(drawn[0],))).steps(0))
+    assert_same_steps([one], [next(whole.steps(0))])
 
 
 @pytest.mark.parametrize("processes", [None, "8"])

@@ -1,11 +1,12 @@
 """Which image is drawn when: every process, step and epoch, and after resuming."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 
-from vil.training.data.draws import Draw, MicroBatches, epoch_length, epoch_order, key
+from vil.training.data.draws import Draw, MicroBatches, epoch_length, epoch_order, key, step_size
 
 
 def shuffled(num_images: int):
@@ -96,6 +97,19 @@ def test_keys_differ_by_purpose_and_place() -> None:
     keys = [key(purpose, *place) for purpose in ("a", "b") for place in ((1, 23), (12, 3), (123,))]
     assert len(set(keys)) == 6
     assert key("a", 1, 23) == keys[0]
+
+
+def test_sizes_of_steps_follow_from_the_seed_and_are_drawn_alike() -> None:
+    sizes = (12, 16, 24, 32)
+    drawn = {seed: [step_size(sizes, seed, step) for step in range(2000)] for seed in (0, 1)}
+    for seed, found in drawn.items():
+        assert all(450 < count < 550 for count in Counter(found).values())
+        assert set(found) == set(sizes)
+        pairs = Counter(pairwise(found))  # no size calls for another
+        assert len(pairs) == 16
+        assert min(pairs.values()) > 80
+        assert [step_size(sizes, seed, step) for step in reversed(range(9))] == found[8::-1]
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(1024, 1251), (512, 2502)])

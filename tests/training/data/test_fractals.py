@@ -200,6 +200,12 @@ def test_too_small_a_size_is_refused() -> None:
         make(size=15)
 
 
+def test_images_to_train_on_have_the_largest_size(fractal_config: TrainConfig) -> None:
+    data = dataclasses.replace(fractal_config.data, img_sizes=(12, 24))
+    sources = [open_source(data, fractal_config.model, training) for training in (True, False)]
+    assert [pixels(source, 0, 0).shape for source in sources] == [(24, 24, 3), (16, 16, 3)]
+
+
 def test_missing_numba_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "vil.training.data.fractal_loops")

@@ -270,7 +270,7 @@ def test_model_is_compiled_from_the_change_on(
 ) -> None:
     compiled = []
 
-    def compile_model(model: torch.nn.Module) -> torch.nn.Module:
+    def compile_model(model: torch.nn.Module, **options: object) -> torch.nn.Module:
         compiled.append(model)
         return model
 

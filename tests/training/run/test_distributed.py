@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def one_step_epochs(config: TrainConfig) -> TrainConfig:
-    """Twenty epochs of one step, so that the log has the loss of every step."""
+    """Twenty epochs of one step, so that the log has the loss of every step; at two image sizes."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, drop_path_rate=0.0),
-        data=dataclasses.replace(config.data, batch_size=32),
+        data=dataclasses.replace(config.data, batch_size=32, img_sizes=(16, 24)),
         augment=dataclasses.replace(config.augment, mix_size=8),
         schedule=dataclasses.replace(config.schedule, epochs=20),
     )

@@ -69,6 +69,31 @@ def test_model_of_timm_trains_and_comes_back(
     assert [tap.ndim for tap in features(images)] == [4, 4]
 
 
+def test_sizes_that_a_model_does_not_take_are_told(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    config = dataclasses.replace(
+        config,
+        model=ModelConfig(name="deit_tiny_patch16_224", img_size=32, depth=1),
+        data=dataclasses.replace(config.data, img_sizes=(32, 48)),
+        schedule=dataclasses.replace(config.schedule, epochs=1),
+    )
+    arguments = ("--run.output", str(tmp_path / "run"), "--model.args")
+    assert train(config, *arguments) == 2
+    error = capsys.readouterr().err
+    assert "data.img_sizes 48: deit_tiny_patch16_224 takes no image of 48 px (Input height" in error
+    assert "pass --model.args dynamic_img_size=True; without data.img_sizes it trains at" in error
+    assert train(config, *arguments, "dynamic_img_size=True", "--data.img-sizes", "32", "40") == 2
+    assert (
+        "40 px (Input height (40) should be divisible by patch size (16)."
+        in capsys.readouterr().err
+    )
+    assert train(config, *arguments, "dynamic_img_size=True") == 0
+
+
 def test_weights_of_one_model_are_no_start_for_another(
     config: TrainConfig,
     train: Callable[..., int],

@@ -94,6 +94,18 @@ def test_recipes_are_right_but_for_what_a_user_adds(path: Path, image_folder: Pa
         ({"model__pretrained": "none.pt"}, "model.pretrained none.pt does not exist"),
         ({"model__pretrained": "local-dir:none"}, "model.pretrained local-dir:none does not exist"),
         ({"model__img_size": 20}, "20 is not covered by patches of 8 px every 8 px: 16 or 24 is"),
+        (
+            {"data__img_sizes": (16, 24, 16)},
+            "must be different sizes of at least 1 px, got 16 24 16",
+        ),
+        (
+            {"data__img_sizes": (0, 16)},
+            "data.img_sizes must be different sizes of at least 1 px, got",
+        ),
+        (
+            {"data__img_sizes": (16, 28)},
+            "data.img_sizes 28 is not covered by patches of 8 px every 8 px: 24 or 32 is",
+        ),
         ({"model__patch_stride": 9}, "model.patch_stride must be at most the patch's 8 px, got 9"),
         ({"schedule__epochs": 0}, "schedule.epochs must be at least 1, got 0"),
         ({"schedule__warmup_epochs": 4}, "schedule.warmup_epochs 4 is longer than the run, sch"),
@@ -127,6 +139,21 @@ def test_recipes_are_right_but_for_what_a_user_adds(path: Path, image_folder: Pa
 def test_each_is_told(config: TrainConfig, settings: dict[str, object], expected: str) -> None:
     told = problems(changed(config, **settings))
     assert any(expected in line for line in told), told
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model__name": "vil_tiny_pyramid"},
+        {"model__args": ("dynamic_img_pad=True",)},
+        {"model__pretrained": "hf-hub:someone/weights", "model__patch_size": None},
+    ],
+)
+def test_sizes_pass_that_are_padded_or_whose_patches_the_weights_know(
+    config: TrainConfig, model: dict[str, object]
+) -> None:
+    config = changed(config, **model, model__img_size=20, data__img_sizes=(9, 30))
+    assert problems(config) == []
 
 
 def test_fractals_need_their_number_of_classes() -> None:

@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_refused(
         (
             (str(checkpoint), "--model.args", "patch_drop_rate=0.5", "--model.img-size", "24"),
             2,
-            "model.args patch_drop_rate=0.5: patches can be left out",
+            "model.args patch_drop_rate=0.5 at 24 px: patches can be left out",
         ),
         ((str(bare),), 2, "model.name is missing: "),
         ((str(tmp_path / "none.pt"),), 2, "none.pt does not exist"),

@@ -69,7 +69,19 @@ def test_settings_win_over_weights() -> None:
 def test_nothing_is_open_where_everything_is_said() -> None:
     filled = fill_from_weights(TrainConfig(model=ModelConfig(name="vil_tiny")), None)
     assert fill_from_weights(filled, None) == filled
-    assert fill_from_weights(filled, make_weights("vil_tiny")) == filled
+    assert fill_from_weights(filled, make_weights("vil_tiny", (3, 224, 224))) == filled
+
+
+def test_sizes_that_a_run_trains_at_are_not_resized() -> None:
+    def args(weights: Weights | None, img_size: int | None = None, **data: object) -> dict:
+        config = TrainConfig(
+            model=ModelConfig(name="vil_tiny", img_size=img_size), data=DataConfig(**data)
+        )
+        return parse_args(fill_from_weights(config, weights).model.args)
+
+    assert "resize_below" not in args(None) | args(make_weights()) | args(make_weights(), 64)
+    assert args(make_weights(), 72)["resize_below"] == 0
+    assert args(None, img_sizes=(64, 80))["resize_below"] == 0
 
 
 def test_defaults_are_those_of_imagenet() -> None:

@@ -96,6 +96,39 @@ def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
         assert_same(load(parts / name), load(whole / name))
 
 
+def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    sizes = []
+
+    def train_step(training: Training, step: Step, config: TrainConfig) -> StepResult:
+        sizes.append(step.micro_batches[0][0].shape[-1])
+        return train_step_of_engine(training, step, config)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    several = with_(config, "data", img_sizes=(8, 16, 24))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(several, "--run.output", str(whole)) == 0
+    assert "GMACs with scans at 16 px, trained at 8, 16, 24 px\n" in capsys.readouterr().out
+    assert len(sizes) == 12
+    assert set(sizes) == {8, 16, 24}
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, 5, signal.SIGTERM)
+        assert train(several, "--run.output", str(parts)) == 143
+    changed = ("--run.output", str(parts), "--data.img-sizes", "8", "16", "--run.allow-changes")
+    assert train(several, *changed) == 2
+    assert "other data.img_sizes ((8, 16, 24) -> (8, 16)), which" in capsys.readouterr().err
+    assert train(read_recipe(parts / "config.yaml")) == 0
+    assert sizes[12:] == sizes[:12]
+    assert rows(parts) == rows(whole)
+    for name in ("last.pt", "best.pt"):
+        assert_same(load(parts / name), load(whole / name))
+
+
 def test_second_interrupt_stops_at_once(
     config: TrainConfig,
     train: Callable[..., int],

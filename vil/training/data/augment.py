@@ -19,16 +19,20 @@ from vil.training.errors import ConfigError
 Transform = Callable[[Image.Image], torch.Tensor]
 
 
-def train_transform(config: TrainConfig) -> Transform:
+def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
     """Build the augmentation of a training image, to a uint8 tensor (C, H, W).
+
+    Args:
+        config: The run's configuration.
+        size: Height and width in pixels; ``model.img_size`` if None.
 
     Raises:
         ConfigError: timm does not know the auto-augment policy.
     """
-    augment, data = config.augment, config.data
+    augment, data, size = config.augment, config.data, size or config.model.img_size
     try:
         recipe = create_transform(
-            (config.model.in_chans, config.model.img_size, config.model.img_size),
+            (config.model.in_chans, size, size),
             is_training=True,
             scale=augment.scale,
             ratio=augment.ratio,

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from vil.training.config import TrainConfig
 from vil.training.data.augment import Transform, train_transform, val_transform
 from vil.training.data.base import Source
-from vil.training.data.draws import Draw, MicroBatches, epoch_order, key, seed_image
+from vil.training.data.draws import Draw, MicroBatches, epoch_order, key, seed_image, step_size
 from vil.training.data.loader_processes import (
     batches_ahead,
     outliving_deaths,
@@ -64,7 +64,7 @@ class TrainData:
         self.config = config
         self.world = world
         self.pin_memory = device.type == "cuda"
-        self.transform = train_transform(config)
+        self.transforms = {size: train_transform(config, size) for size in config.train_sizes}
         stream = self._stream(range(0))
         self.steps_per_epoch = stream.steps_per_epoch
         self.num_steps = self.steps_per_epoch * config.schedule.epochs
@@ -85,7 +85,8 @@ class TrainData:
         data = self.config.data
         ahead = batches_ahead(data.num_workers)
         at_hand = 2 * self.config.run.grad_accum_steps if ahead else 0
-        return (ahead + at_hand) * self.micro_batch * _image_bytes(self.config)
+        largest = _image_bytes(self.config, max(self.transforms))
+        return (ahead + at_hand) * self.micro_batch * largest
 
     def steps(self, first: int) -> Iterator[Step]:
         """Yield all steps from the given one to the end of the run.
@@ -123,7 +124,7 @@ class TrainData:
         config = self.config
         loader = DataLoader(
             _TrainImages(
-                self.source, self.transform, mode, config.data.exif_rotation, config.run.seed
+                self.source, self.transforms, mode, config.data.exif_rotation, config.run.seed
             ),
             batch_sampler=self._stream(range(first, self.num_steps)),
             collate_fn=_collate,
@@ -171,8 +172,8 @@ class ValData:
     @property
     def shared_bytes(self) -> int:
         """What the images of a process take in shared memory at most, the batch at hand included."""
-        ahead = batches_ahead(self.config.data.num_workers)
-        return (ahead + 1 if ahead else 0) * self.batch_size * _image_bytes(self.config)
+        ahead, size = batches_ahead(self.config.data.num_workers), self.config.model.img_size
+        return (ahead + 1 if ahead else 0) * self.batch_size * _image_bytes(self.config, size)
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,).
@@ -217,9 +218,14 @@ class _TrainImages(Dataset):
     """
 
     def __init__(
-        self, source: Source, transform: Transform, mode: str, exif_rotation: bool, seed: int
+        self,
+        source: Source,
+        transforms: dict[int, Transform],
+        mode: str,
+        exif_rotation: bool,
+        seed: int,
     ) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
+        self.source, self.transforms, self.seed = source, transforms, seed
         self.read = PatientReader(source.read)
         self.mode, self.exif_rotation = mode, exif_rotation
         # The last image decoded: repeated augmentation asks for it again at once.
@@ -230,7 +236,8 @@ class _TrainImages(Dataset):
             self.decoded = ((draw.epoch, draw.index), *self._decode(draw))
         _, image, label, bad = self.decoded
         seed_image(key("image", self.seed, draw.epoch, draw.position))
-        return self.transform(image), label, bad
+        size = step_size(list(self.transforms), self.seed, draw.step)
+        return self.transforms[size](image), label, bad
 
     def _decode(self, draw: Draw) -> tuple[Any, int, dict[int, str]]:
         """Return an image, its label, and the unreadable ones tried before it, with reasons."""
@@ -281,9 +288,9 @@ def _collate(
     return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}
 
 
-def _image_bytes(config: TrainConfig) -> int:
-    """Return the size of an image as the loaders give it, uint8."""
-    return config.model.in_chans * config.model.img_size**2
+def _image_bytes(config: TrainConfig, size: int) -> int:
+    """Return the bytes of an image of a height and width as the loaders give it, uint8."""
+    return config.model.in_chans * size**2
 
 
 def _is_rotated(image: Image.Image) -> torch.Tensor:

@@ -6,7 +6,7 @@ is drawn. A run can therefore be taken up at any step, and divided among any num
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ class Draw(NamedTuple):
     """Place in the epoch, over all processes."""
     index: int
     """Which image."""
+    step: int
+    """Step of the run."""
 
 
 class MicroBatches(Sampler[list[Draw]]):
@@ -83,7 +85,7 @@ class MicroBatches(Sampler[list[Draw]]):
             for start in range(first, first + share, self.micro_batch):
                 stop = start + self.micro_batch
                 indices = order[start:stop].tolist()
-                yield [Draw(epoch, start + i, index) for i, index in enumerate(indices)]
+                yield [Draw(epoch, start + i, index, step) for i, index in enumerate(indices)]
 
     def __len__(self) -> int:
         return len(self.steps) * (self.batch_size // self.world_size // self.micro_batch)
@@ -100,6 +102,11 @@ def epoch_length(num_images: int, repeats: int) -> int:
     if repeats <= 1 or num_images < _REPEAT_ROUND:
         return num_images
     return num_images // _REPEAT_ROUND * _REPEAT_ROUND
+
+
+def step_size(sizes: Sequence[int], seed: int, step: int) -> int:
+    """Draw the size of a step's images: the same in all processes, and after resuming."""
+    return sizes[key("image size", seed, step) % len(sizes)]
 
 
 def key(purpose: str, *place: int) -> int:

@@ -46,7 +46,8 @@ class FractalSource(Source):
         """
         if size < LEAST_SIZE:
             raise ConfigError(
-                f"model.img_size must be at least {LEAST_SIZE} for data.dataset fractals, got {size}"
+                f"model.img_size must be at least {LEAST_SIZE} for data.dataset fractals, and so must "
+                f"the largest of data.img_sizes, got {size}"
             )
         self._systems = find_classes(seed, num_classes)
         self._seed, self._size, self._training = seed, size, training

@@ -235,7 +235,8 @@ def _open(data: DataConfig, model: ModelConfig, training: bool, listed: ImageLis
         return DigitSource(training)
     if data.dataset == "fractals":
         count = data.images_per_class or TRAINING_IMAGES if training else VALIDATION_IMAGES
-        return FractalSource(data.fractal_seed, model.num_classes, count, model.img_size, training)
+        size = max(data.img_sizes or (model.img_size,)) if training else model.img_size
+        return FractalSource(data.fractal_seed, model.num_classes, count, size, training)
     if not is_folder(Path(data.path)):
         raise DataError(f"data.path {data.path} is not a folder")
     if data.dataset == "folder":

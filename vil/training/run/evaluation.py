@@ -14,6 +14,7 @@ import timm
 import torch
 from torch import nn
 
+from vil.backbone import VisionLonghorn
 from vil.loading import model_with
 from vil.messages import one_line
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -273,11 +274,20 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
     size = {} if options.img_size is None else {"img_size": options.img_size}
     try:
         model, line = model_with(weights, options.model, **size)
+        if size and _is_resized(model):  # to where the weights have positions of their own
+            model, line = model_with(weights, options.model)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
     if "; new " in line:
         raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
     return model, line
+
+
+def _is_resized(model: nn.Module) -> bool:
+    """Tell whether a model takes images of any size and resizes those of its ``img_size``."""
+    if not isinstance(model, VisionLonghorn) or not model.dynamic_img_size:
+        return False
+    return model.grid_inside(model.patch_embed.img_size) != model.patch_embed.grid_size
 
 
 def _foreign_config(name: str | None) -> TrainConfig:

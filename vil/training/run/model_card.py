@@ -80,10 +80,12 @@ def _details(weights: Weights, config: TrainConfig) -> dict[str, Any]:
     share = (
         "" if data.images_per_class is None else f", {data.images_per_class} images of each class"
     )
+    sizes = ", ".join(map(str, data.img_sizes or ()))
+    trained = f", trained at {sizes} px" if sizes else ""
     return {
         "Model": f"{model.name}, {sum(t.numel() for t in weights.state_dict.values()):,} values",
         "Weights": f"{kind} of epoch {weights.epoch}",
-        "Images": f"{model.img_size} x {model.img_size} px, {model.in_chans} channels",
+        "Images": f"{model.img_size} x {model.img_size} px, {model.in_chans} channels{trained}",
         "Classes": f"{model.num_classes}" + (f": {shown}" if shown else ""),
         "Trained on": f"{data.dataset}{share}",
         "Made with": ", ".join(f"{package} {version}" for package, version in versions().items()),

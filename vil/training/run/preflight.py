@@ -16,6 +16,7 @@ from typing import Any
 from vil.messages import printable, said
 from vil.training.config import (
     DataConfig,
+    ModelConfig,
     TrainConfig,
     data_contradictions,
     other_classes,
@@ -158,6 +159,11 @@ def out_of_range(values: dict[str, Any]) -> Iterator[str]:
             yield f"{key} must be finite, got {value}"
         if any(isinstance(number, int) and abs(number) >= 1 << 63 for number in numbers):
             yield f"{key} must be below 2 to the power of 63, got {said(value)}"
+    sizes = values["data.img_sizes"] or ()
+    if len(set(sizes)) < len(sizes) or any(size < 1 for size in sizes):
+        yield (
+            f"data.img_sizes must be different sizes of at least 1 px, got {' '.join(map(said, sizes))}"
+        )
     if values["model.in_chans"] not in (None, 1, 3):
         yield f"model.in_chans must be 1 or 3, got {values['model.in_chans']}"
 
@@ -171,7 +177,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             parse_args((word,))
         except ConfigError as error:
             yield str(error)
-    yield from _uncovered_image(config)
+    yield from _uncovered_images(config)
     yield from _unknown_policy(config.augment.aa)
     if schedule.warmup_epochs is not None and schedule.warmup_epochs > schedule.epochs > 0:
         yield (
@@ -229,25 +235,31 @@ def _missing_weights(config: TrainConfig) -> Iterator[str]:
         yield f"model.pretrained {source} does not exist"
 
 
-def _uncovered_image(config: TrainConfig) -> Iterator[str]:
-    """Check that whole patches cover the image, where the settings say both."""
+def _uncovered_images(config: TrainConfig) -> Iterator[str]:
+    """Check that whole patches cover the images, where the settings say both."""
     model = config.model
-    if (
-        not (model.name or "").startswith(_OURS)
-        or min(model.patch_size or 1, model.img_size or 1) < 1
-    ):
+    of_weights = model.pretrained is not None and model.patch_size is None
+    if of_weights or not (model.name or "").startswith(_OURS):
         return
     patch = model.patch_size or _PATCH
     stride = patch if model.patch_stride is None else model.patch_stride
-    if stride > patch:
+    if stride > patch > 0:
         yield f"model.patch_stride must be at most the patch's {patch} px, got {stride}"
-    elif model.img_size is not None and stride > 0:
-        below = max(model.img_size - patch, 0) // stride * stride + patch
-        if model.img_size != below:
-            yield (
-                f"model.img_size {model.img_size} is not covered by patches of {patch} px every "
-                f"{stride} px: {below} or {below + stride} is"
-            )
+    elif stride > 0 and not _pads(model):
+        named = [("data.img_sizes", size) for size in config.data.img_sizes or ()]
+        for name, size in [("model.img_size", model.img_size), *named]:
+            below = max((size or 0) - patch, 0) // stride * stride + patch
+            if (size or 0) > 0 and size != below:
+                yield (
+                    f"{name} {size} is not covered by patches of {patch} px every {stride} px: {below} "
+                    f"or {below + stride} is"
+                )
+
+
+def _pads(model: ModelConfig) -> bool:
+    """Tell whether a model of ours pads images to whole patches."""
+    words = [word for word in model.args if word.startswith("dynamic_img_pad=")]
+    return words[-1].endswith("=True") if words else model.name.endswith("_pyramid")
 
 
 def _list_folders(config: TrainConfig) -> tuple[dict[bool, ImageList], list[UserError]]:

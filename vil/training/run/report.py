@@ -52,12 +52,14 @@ def print_banner(
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     precision = "bfloat16 autocast" if config.run.amp else "float32"
     path = f" in {config.data.path}" if config.data.path else ""
+    sizes = ", ".join(map(str, config.data.img_sizes or ()))
+    trained = f", trained at {sizes} px" if sizes else ""
     world, parts = training.world, config.run.grad_accum_steps
     spread = f" = {world.size} processes x {parts} x {train_data.micro_batch}"
     excluded = len(train_data.source.excluded)
     console.print(
         f"model    {config.model.name}, {size['params']:,} parameters, "
-        f"{size['gmacs']:.4g} GMACs with scans at {config.model.img_size} px\n"
+        f"{size['gmacs']:.4g} GMACs with scans at {config.model.img_size} px{trained}\n"
         f"data     {config.data.dataset}{path}: {train_data.num_images:,} images to train on, "
         f"{val_data.num_images:,} held out, {config.model.num_classes} classes"
         + (f"; {excluded} without a usable label left out" if excluded else "")

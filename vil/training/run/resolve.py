@@ -18,7 +18,7 @@ from vil.training.config import (
 )
 from vil.training.data.base import Source
 from vil.training.errors import ConfigError, DataError
-from vil.weights import Weights
+from vil.weights import Weights, is_own
 
 _PREPROCESSING = {
     "mean": IMAGENET_DEFAULT_MEAN,
@@ -58,6 +58,11 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
         if key not in MODEL_ARGUMENTS or key in MODEL_SIZES
     }
     stated = parse_args(model.args)
+    if is_own(name) and (
+        config.data.img_sizes or (weights and model.img_size not in (None, height))
+    ):
+        # Sizes that a run trains at are not to be resized to that of the weights inside the model.
+        others["resize_below"] = 0
     others = {k: v for k, v in others.items() if k not in sizes and k not in stated}
     model = replace(
         model,

@@ -81,8 +81,11 @@ def build_training(
         model, origin = build_model(config.model), "drawn at random"
     else:
         model, origin = _model_from(weights, config.model, classes)
-    _check_patch_drop(model)
     model = model.to(device)
+    for size in config.data.img_sizes or ():
+        _check_size(model, config.model, size, device)
+    for size in config.train_sizes:
+        _check_patch_drop(model, size)
     optimizer = build_optimizer(model, config.optim, config.peak_lr)
     schedule = config.schedule
     scheduler, _ = create_scheduler_v2(
@@ -95,7 +98,9 @@ def build_training(
     )
     decay = config.optim.model_ema_decay
     augment = config.augment
-    compiled = torch.compile(model) if config.run.torchcompile else model
+    # A program for each of several sizes: one for all would depend on which is drawn first.
+    dynamic = False if config.data.img_sizes else None
+    compiled = torch.compile(model, dynamic=dynamic) if config.run.torchcompile else model
     return Training(
         model=model,
         origin=origin,
@@ -112,19 +117,38 @@ def build_training(
     )
 
 
-def _check_patch_drop(model: nn.Module) -> None:
-    """Refuse what the first step would, since weights bring a grid and a rate of their own.
+@torch.no_grad()
+def _check_size(model: nn.Module, config: ModelConfig, size: int, device: torch.device) -> None:
+    """Refuse a size of data.img_sizes that the model does not take, by trying one image.
+
+    Raises:
+        ConfigError: it does not; says what to do.
+    """
+    try:
+        model.eval()(torch.zeros(1, config.in_chans, size, size, device=device))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        cure = f"without data.img_sizes it trains at model.img_size {config.img_size}"
+        if not getattr(model, "dynamic_img_size", True):
+            cure = f"pass --model.args dynamic_img_size=True; {cure}"
+        raise ConfigError(
+            f"data.img_sizes {size}: {config.name} takes no image of {size} px ({one_line(error)}); {cure}"
+        ) from error
+    model.train()
+
+
+def _check_patch_drop(model: nn.Module, size: int) -> None:
+    """Refuse what the first step at a size would, since weights bring a grid and a rate of their own.
 
     Raises:
         ConfigError: patches are dropped at another grid than the one that the weights are of.
     """
     if isinstance(model, VisionLonghorn) and model.patch_drop_rate:
-        grid = list(model.patch_embed.grid_size)
+        grid = list(model.patch_embed.dynamic_feat_size((size, size)))
         try:
             refuse_other_grid(grid, model.trained_grid, model.grid_aware)
         except ValueError as error:
             rate = model.patch_drop_rate
-            raise ConfigError(f"model.args patch_drop_rate={rate}: {error}") from error
+            raise ConfigError(f"model.args patch_drop_rate={rate} at {size} px: {error}") from error
 
 
 def read_pretrained(config: ModelConfig) -> Weights | None:
