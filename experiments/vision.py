@@ -2,12 +2,13 @@
 
     python -m experiments.vision digits --jobs 2
     python -m experiments.vision fractals --jobs 2
+    python -m experiments.vision glyphs --jobs 2          # after python -m experiments.glyphs
     python -m experiments.vision ablations --jobs 2
     python -m experiments.vision fractals_large          # for a GPU
 
 Every model of an experiment has about as many parameters and makes as many steps on the same images
 in the same order. Where an experiment has several learning rates, each model takes the one that does
-best with a seed that is not reported. Each is then evaluated as it ended; at other sizes by ``sizes.py``.
+best with a seed that is not reported. Each is then evaluated as it ended; at other sizes by ``grids.py``.
 The same command again continues an interrupted experiment.
 """
 
@@ -96,6 +97,13 @@ FRACTALS = (
     *("--data.mean", "0.5", "0.5", "0.5", "--data.std", "0.25", "0.25", "0.25"),
     *("--augment.degrees", "0", "--augment.translate", "0", "--augment.zoom", "1", "1"),
 )
+GLYPHS = (
+    *("--data.dataset", "folder", "--data.path", "output/glyphs/images", "--data.batch-size", "16"),
+    *("--optim.lr-base-size", "16", "--data.interpolation", "bilinear", "--model.in-chans", "3"),
+    *("--model.img-size", "48", "--model.patch-size", "8", "--model.num-classes", "16"),
+    *("--data.mean", "0.5", "0.5", "0.5", "--data.std", "0.25", "0.25", "0.25"),
+    *("--augment.degrees", "0", "--augment.translate", "0.05", "--augment.zoom", "0.9", "1.1"),
+)
 EXPERIMENTS = {
     "digits": Experiment(
         steps=800,
@@ -118,6 +126,14 @@ EXPERIMENTS = {
         seeds=(0, 1, 2),
         rates=(1e-3,),
         arguments=FRACTALS,
+    ),
+    "glyphs": Experiment(
+        steps=1536,
+        models=MODELS,
+        images_per_class=(256,),
+        seeds=(0, 1, 2, 3, 4),
+        rates=(1e-3, 2e-3, 4e-3),
+        arguments=GLYPHS,
     ),
     "ablations": Experiment(
         steps=300,

@@ -60,7 +60,7 @@ def test_one_direction_hands_nothing_back(name: str, block: int, reached: slice)
 def test_class_token_stands_where_it_is_said_to(position: str) -> None:
     model = create(f"both_{position}_diagonal")
     model.cls_token.data.fill_(100)
-    tokens, _ = model._embed(torch.zeros(1, 1, 16, 16))
+    tokens, *_ = model._embed(torch.zeros(1, 1, 16, 16))
     place = {"first": 0, "middle": 8, "last": 16}[position]
     assert tokens[0].mean(-1).argmax() == place
     assert model._class_token_first(tokens)[0].mean(-1).argmax() == 0
