@@ -3,8 +3,8 @@
     python -m experiments.faithfulness digits
     python -m experiments.faithfulness fractals
 
-The models are those of ``sizes_training.py``, ViL at the rates that ``sizes.py`` chose, trained where their weights
-are not in output/sizes. Of held-out images patches are replaced by the mean of the data, or by black, in the order of
+The models are those of ``trained_models.py``, ViL at a rate chosen by a seed that is not reported, trained where
+their weights are not there. Of held-out images patches are replaced by the mean of the data, or by black, in the order of
 a map, those of the highest value first (deletion), or put into an image that is nothing else (insertion). The figure is the
 area under the curve of the mean probability of the class that the model names for the whole image: a
 faithful map has a low one in deletion and a high one in insertion. Maps that need no model, brightness and a random
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.records import Record, Row, product, run_all
-from experiments.sizes_training import DEVICE, train, trained
+from experiments.trained_models import DEVICE, train, trained
 from experiments.vision import RESULTS
 from vil.maps import decay, evidence, pooled_reads, rollout, step_size, token_matrix
 from vil.training.config import TrainConfig
@@ -43,7 +43,7 @@ class Experiment:
     """What the runs of a record share; the data and the training are those of ``vision.py``."""
 
     lr: float
-    """As ``sizes.py`` chose it."""
+    """Chosen by a seed that is not reported."""
     images: int
     """Held-out images, evenly spaced among all."""
     patches: int
@@ -139,7 +139,7 @@ def run(experiment: str, model: str, lr: float, fill: str, seed: int) -> Row:
 
     Args:
         experiment: Name of the experiment.
-        model: As of ``sizes_training.py``.
+        model: As of ``trained_models.py``.
         lr: Peak learning rate.
         fill: What patches are replaced by, MEAN or BLACK.
         seed: Of the training and of the random order.

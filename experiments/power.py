@@ -47,7 +47,7 @@ class Recall:
 PILOT = {"short": Recall(430, 0.7, 19.5), "long": Recall(900, 0.9, 38.0)}
 LOSS_DEVIATION = 0.05  # of ViM less ViL with seeds 0 to 2, vision_fractals.json
 MULTIPLE_DEVIATION = (
-    0.7  # octaves: of DeiT x 3's loss, sizes_fractals.json, over what doubling brings
+    0.7  # octaves: of DeiT's loss with 3 times the steps on fractals, over what doubling brings
 )
 IMAGE_MS = {"ViL": 136.0, "ViM": 169.0, "ViL, averaged tokens": 136.0, "DeiT": 90.0}
 EXTRA_TRIALS = 2  # on top of the grid, as a guess

@@ -15,12 +15,13 @@ from typing import Any
 from experiments import (
     comparisons,
     dense_results,
+    dense_sizes_results,
     faithfulness,
     faithfulness_results,
+    grids_results,
     mqar_results,
     plan_answers,
     plan_results,
-    sizes_results,
 )
 from experiments import finetune_results as finetuning
 from experiments import vision_results as vision
@@ -294,25 +295,42 @@ def dense_blocks() -> dict[str, str]:
     }
 
 
-def sizes_blocks(name: str) -> dict[str, str]:
-    """Return what other sizes add to the templates, and draw their picture."""
-    record = f"sizes_{name}"
-    rows = reported(record)
-    sizes_results.draw(rows, IMAGES / f"{record}.png")
-    commits = sorted({row["commit"] for row in select(rows, part="sizes")})
+def dense_sizes_blocks() -> dict[str, str]:
+    """Return what segmentation of larger images adds to the templates, and draw its picture."""
+    if load("dense_sizes") is None:
+        return {"results": "Not run yet: `python -m experiments.dense_sizes --jobs 2`."}
+    rows = load("dense_sizes")["runs"]
+    picture = IMAGES / "dense_sizes.png"
+    dense_sizes_results.draw(rows, picture)
+    parts = [
+        "Mean IoU of all classes, in percent:",
+        dense_sizes_results.scores_table(rows, "miou"),
+        f"![Mean IoU and small letters by size](images/{picture.name})",
+        "IoU of letters of less than 16 px, in percent:",
+        dense_sizes_results.scores_table(rows, "small"),
+        "IoU of the other letters, in percent:",
+        dense_sizes_results.scores_table(rows, "large"),
+        "CPU time of an image, as a multiple of the time of `whole`:",
+        dense_sizes_results.times_table(rows),
+        "Differences in mean IoU, seed by seed (paired t-test):",
+        comparisons.table(dense_sizes_results.differences(rows)),
+        "Training, and the mean IoU at 64 px by learning rate of a seed that is not reported:",
+        dense_sizes_results.training_table(rows),
+        dense_sizes_results.search_table(rows),
+        f"From {provenance('dense_sizes')}.",
+    ]
+    return {"results": "\n\n".join(parts)}
+
+
+def grids_blocks() -> dict[str, str]:
+    """Return what other image sizes add to the templates, and draw their picture."""
+    rows = reported("grids")
+    grids_results.draw(rows, IMAGES / "grids.png")
     return {
-        "from": f"{provenance(record)}; trained at commit {' or '.join(commits)}",
-        "rates": sizes_results.rates_table(load(record)["runs"]),
-        "resized": sizes_results.resized_table(rows),
-        "shares": sizes_results.shares_table(rows, sizes_results.AIMS[name]),
-        "differences": sizes_results.against_deit_text(rows),
-        "aims": sizes_results.aims_text(rows, sizes_results.AIMS[name]),
-        "shapes": sizes_results.shapes_table(rows),
-        "ingredients": sizes_results.ingredients_table(rows),
-        "tuning": sizes_results.curve_table(rows),
-        "batch": str(load(record)["settings"]["tuning_batch"]),
-        "several": sizes_results.several_sizes_table(rows),
-        **sizes_results.figures(rows),
+        "from": provenance("grids"),
+        "table": grids_results.table(rows),
+        "missed": grids_results.missed_text(rows),
+        **grids_results.figures(rows),
     }
 
 
@@ -355,9 +373,10 @@ def placeholders() -> dict[str, str]:
     groups = {name: vision_blocks(name) for name in (*vision.COMPARED, "digits_lower_rate")}
     groups |= {"ablations": ablation_blocks(), "mqar": mqar_blocks(), "finetune": finetune_blocks()}
     groups["changes"] = changes_blocks()
-    groups |= {"dense": dense_blocks(), "plan": plan_blocks()}
+    groups |= {"dense": dense_blocks(), "dense_sizes": dense_sizes_blocks()}
+    groups["plan"] = plan_blocks()
     groups["faithfulness"] = faithfulness_blocks()
-    groups |= {f"sizes_{name}": sizes_blocks(name) for name in sizes_results.AIMS}
+    groups["grids"] = grids_blocks()
     found = {
         f"{group}_{part}": text for group, parts in groups.items() for part, text in parts.items()
     }

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from experiments import faithfulness, faithfulness_results, sizes_training, vision
+from experiments import faithfulness, faithfulness_results, trained_models, vision
 from experiments.records import Row
 from experiments.results import faithfulness_blocks
 
@@ -22,7 +22,7 @@ def test_toy_run_scores_every_map(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(vision.EXPERIMENTS, "toy", settings)
     toy = faithfulness.Experiment(lr=1e-3, images=4, patches=4, seeds=(0,))
     monkeypatch.setitem(faithfulness.EXPERIMENTS, "toy", toy)
-    monkeypatch.setattr(sizes_training, "WEIGHTS", tmp_path / "weights")
+    monkeypatch.setattr(trained_models, "WEIGHTS", tmp_path / "weights")
     for run in toy.reported():
         row = faithfulness.run("toy", **run)
         assert row["deletion"].keys() == row["insertion"].keys() > set(NAMES)

@@ -37,8 +37,6 @@ def test_every_record_tells_where_it_is_from() -> None:
         "dense",
         "faithfulness_digits",
         "faithfulness_fractals",
-        "sizes_digits",
-        "sizes_fractals",
     ):
         text = results.provenance(name)
         commit = results.load(name)["environment"]["commit"]

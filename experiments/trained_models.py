@@ -1,34 +1,32 @@
-"""The models that ``sizes.py`` asks about: each trained once, kept in output/sizes with its figures.
+"""Train the small models that other experiments ask about, each once, and keep their weights.
 
-A name says how: "DeiT x 3" is DeiT with 3 times the steps; "ViL, sizes" is ViL on images of three sizes
-in turn, "ViL, sizes, plain" the same without ``grid_aware``.
+A name says how a model is trained: "DeiT x 3" for 3 times the steps; "ViL, averaged" without a class token,
+the tokens averaged; "ViL, sizes" on images of three sizes, a random one for each step. Weights and figures
+stay in output/trained_models.
 """
 
-import copy
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torchvision.transforms.functional import resize
 
 from benchmarks.provenance import environment
 from experiments import vision
 from experiments.records import Row
 from vil.training.config import TrainConfig
-from vil.training.data.batches import Step, TrainData, ValData
+from vil.training.data.batches import TrainData, ValData
 from vil.training.data.draws import seed_everything
 from vil.training.distributed import World
 from vil.training.run.engine import evaluate
 from vil.training.run.setup import build_model, build_training
 
-WEIGHTS = vision.ROOT / "output" / "sizes"
-SIDES = (1.0, 1.5, 2.0)  # of "sizes", by step in turn, as multiples of the trained side
+WEIGHTS = vision.ROOT / "output" / "trained_models"
+SIDES = (1.0, 1.5, 2.0)  # of "sizes", one drawn for each step, as multiples of the trained side
 DEVICE = torch.device("cpu")
 
 
@@ -42,31 +40,19 @@ def configure(experiment: str, model: str, lr: float, seed: int) -> TrainConfig:
     settings = vision.EXPERIMENTS[experiment]
     times = int(model.partition(" x ")[2] or 1)
     settings = dataclasses.replace(settings, steps=settings.steps * times)
-    return vision.configure(settings, base(model), max(settings.images_per_class), lr, seed)
+    config = vision.configure(settings, base(model), max(settings.images_per_class), lr, seed)
+    if ", averaged" in model:
+        args = (*config.model.args, "class_token=False", "global_pool=avg")
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, args=args))
+    if ", sizes" in model:
+        sizes = tuple(round(side * config.model.img_size) for side in SIDES)
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, img_sizes=sizes))
+    return config
 
 
 def at_size(config: TrainConfig, size: int) -> TrainConfig:
     """Return the configuration with images of another height and width."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, img_size=size))
-
-
-class RandomSizes(TrainData):
-    """Training images of the sides ``SIDES`` in turn, made small from those of the largest."""
-
-    def __init__(self, config: TrainConfig, device: torch.device, world: World) -> None:
-        """Open the data; arguments as of TrainData, the configuration with the trained size."""
-        self.sizes = [round(side * config.model.img_size) for side in SIDES]
-        super().__init__(at_size(config, max(self.sizes)), device, world)
-
-    def steps(self, first: int) -> Iterator[Step]:
-        """Yield all steps from the given one to the end of the run."""
-        for step in super().steps(first):
-            size = self.sizes[step.number % len(self.sizes)]
-            parts = [
-                (resize(images, [size, size], antialias=True), targets)
-                for images, targets in step.micro_batches
-            ]
-            yield step._replace(micro_batches=parts)
 
 
 def path_of(experiment: str, model: str, lr: float, seed: int) -> Path:
@@ -94,10 +80,7 @@ def train(experiment: str, model: str, lr: float, seed: int) -> Row:
     config, world = configure(experiment, model, lr, seed), World()
     seed_everything(seed)
     training = build_training(config, DEVICE, world)
-    if model.endswith(", plain"):
-        training.model.grid_aware = False
-    data = (RandomSizes if ", sizes" in model else TrainData)(config, DEVICE, world)
-    losses, _ = vision.train(training, data, config)
+    losses, _ = vision.train(training, TrainData(config, DEVICE, world), config)
     held_out = ValData(config, DEVICE, world)
     [score] = evaluate([training.model], held_out, training.augment.normalize, config.run.amp)
     row = {
@@ -123,10 +106,3 @@ def trained(experiment: str, model: str, lr: float, seed: int) -> tuple[nn.Modul
     net = build_model(config.model)
     net.load_state_dict(load_file(path_of(experiment, model, lr, seed)))
     return net.eval(), config
-
-
-def at_input_size(model: nn.Module, size: int | tuple[int, int]) -> nn.Module:
-    """Return a copy for images of another size, its position embedding resampled as timm does it."""
-    model = copy.deepcopy(model)
-    model.set_input_size(img_size=size)
-    return model
