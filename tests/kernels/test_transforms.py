@@ -1,6 +1,6 @@
 """Operators and models under what PyTorch does to functions: derivatives of every kind, vmap."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import timm
@@ -212,6 +212,13 @@ def model() -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 2, "num_classes": 3}
     return timm.create_model("vil_tiny", **sizes).eval().double()
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew() -> Iterator[None]:
+    """Let dynamo forget what it did: once given a dual tensor, it never compiles that code again."""
+    yield
+    torch.compiler.reset()
 
 
 def _compiled(model: torch.nn.Module) -> Function:
