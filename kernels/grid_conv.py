@@ -44,8 +44,8 @@ def forward(
     if reads is None or not reads.numel():
         return out
     _, v = _class_token(x, weight, bias, reads, shares)
-    place = reads[:, :1].expand(x.shape[0], 1)[None, :, :, None].expand(2, -1, -1, x.shape[2])
-    return out.scatter_(2, place, F.silu(v).to(out.dtype)[:, :, None])
+    out[:, torch.arange(len(x), device=x.device), reads[:, 0]] = F.silu(v).to(out.dtype)
+    return out
 
 
 def backward(
@@ -75,13 +75,12 @@ def backward(
     if reads is None or not reads.numel():
         return dx, dweight, dbias
     read, v = _class_token(x, weight, bias, reads, shares)
-    place = reads.expand(len(x), -1)[..., None].expand(-1, -1, x.shape[2])
-    own = place[None, :, :1].expand(2, -1, -1, -1)
+    batch = torch.arange(len(x), device=x.device)[:, None]
     s = torch.sigmoid(v)
-    dv = grad.gather(2, own)[:, :, 0].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
+    dv = grad[:, batch[:, 0], reads[:, 0]].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
     dread = dv[:, :, None] * weight.to(v.dtype).mT[:, None]  # (2, B, K, D)
     dtokens = shares.to(v.dtype).flatten(1, 2).mT @ dread.transpose(0, 1).flatten(1, 2)
-    dx.scatter_(1, place, (dx.gather(1, place).to(v.dtype) + dtokens).to(dx.dtype))
+    dx[batch, reads] = (dx[batch, reads].to(v.dtype) + dtokens).to(dx.dtype)
     dweight = dweight + (dv[:, :, None] * read).sum(1).mT.to(dweight.dtype)
     return dx, dweight, dbias + dv.sum(1).to(dbias.dtype)
 
@@ -98,8 +97,7 @@ def _class_token(
 ) -> tuple[Tensor, Tensor]:
     """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    place = reads[..., None].expand(x.shape[0], -1, x.shape[2])
-    tokens = x.gather(1, place).to(dtype)  # (B, U, D)
+    tokens = x[torch.arange(len(x), device=x.device)[:, None], reads].to(dtype)  # (B, U, D)
     read = (shares.to(dtype).flatten(1, 2) @ tokens).unflatten(1, (2, -1)).transpose(0, 1)
     v = (read * weight.to(dtype).mT[:, None]).sum(2) + bias.to(dtype)[:, None]
     return read, v

@@ -891,98 +891,108 @@ def gate_gradients(directions, L, grad, z, g):
 
 
 # ------------------------------------------------------------------------------------ convolution
+#
+# An order puts tokens at positions; without one token t is at position t. Rows are copied to scratch
+# memory in the order of positions, with K rows of zeros before and behind them and zeros where no token
+# takes part, so that no tap has to ask what it meets. Rows and taps are taken two at a time: loads, not
+# products, are what takes time, and two share theirs.
 
 
-class Order(NamedTuple):
-    """Where the tokens of a batch element stand, as two tables of integers.
-
-    The loops go over tokens as they lie in memory, and find the neighbours of each by its position.
-    Positions are counted from K - 1 on: with as many empty ones at either end, taps need not heed it.
-    """
-
-    tokens: object  # of every position, negative where there is none that takes part
-    places: object  # the position of every token
-
-
-def order_scratch_size(L: int, K: int, P: int) -> int:
-    """Return how many values of scratch memory an order of P positions takes, 0 if there is none."""
-    return 2 * (P + 2 * (K - 1) + L) if P > 0 else 0  # an integer may be two float32
+def conv_rows(L: int, K: int, P: int) -> int:
+    """Return how many rows of scratch memory the positions take, P or L without an order."""
+    return (P if P > 0 else L) + 2 * K
 
 
 @njit
-def order_of(table, view, like, b, scratch):
-    """Make the tables of batch element b, if there is an order; scalars and view as of the kernels."""
-    K, P = scalar(table, 2), scalar(table, 3)
-    given, tokens = integers(pointer(view[0] + 8 * b * view[2], like)), integers(scratch)
-    places = shift(tokens, P + 2 * (K - 1))
-    if P > 0:
-        for n in range(K - 1):
-            tokens[n] = tokens[K - 1 + P + n] = -1
+def positions_after(start, n, K, P):
+    """Return the n-th series of P rows after a pointer, with zeros before and behind it."""
+    rows = rows_after(start, n * (P + 2 * K) + K)
+    for back in range(1, K + 1):
+        store(at(rows, -back), zeros(start))
+        store(at(rows, P - 1 + back), zeros(start))
+    return rows
+
+
+@njit
+def tokens_of(view, like, b):
+    """Return the token at each position of batch element b."""
+    return integers(pointer(view[0] + 8 * b * view[2], like))
+
+
+@njit(forceinline=True)
+def token_at(tokens, n, P):
+    """Return the token at a position: -1 for none, -2 - t for the token t that takes no part."""
+    if n >= P:
+        return -1
+    return n if tokens is None else tokens[n]
+
+
+@njit(forceinline=True)
+def load_token(tokens, n, P, rows):
+    """Return the row of the token at a position, zeros where none takes part."""
+    t = token_at(tokens, n, P)
+    return load(at(rows, t)) if t >= 0 else zeros(rows[0])
+
+
+@njit(forceinline=True)
+def store_token(tokens, n, P, rows, value):
+    """Write a row to the token at a position, zeros where that takes no part."""
+    t = token_at(tokens, n, P)
+    if t >= 0:
+        store(at(rows, t), value)
+    elif t < -1:
+        store(at(rows, -2 - t), zeros(rows[0]))
+
+
+@njit
+def gather(tokens, P, source, target):
+    """Copy the rows of tokens to their positions."""
     for n in range(P):
-        t = tokens[K - 1 + n] = given[n]
-        if t != -1:
-            places[t if t >= 0 else -2 - t] = K - 1 + n
-    return Order(tokens, places)
-
-
-@njit
-def neighbour(order, t, n):
-    """Return the token n positions after that of t, negative where there is none that takes part."""
-    return order.tokens[order.places[t] + n]
-
-
-@njit
-def takes_part(order, t):
-    return neighbour(order, t, 0) >= 0
-
-
-@njit
-def before_activation(i, t, L, K, x, weight, bias):
-    """Return the convolution of direction i at token t: tap K - 1 meets t, tap 0 the farthest."""
-    result = bias
-    reach = min(K - 1, L - 1 - t if i == 1 else t)
-    for back in range(reach + 1):
-        x_t = load(at(x, t + back if i == 1 else t - back))
-        result = result + load(at(weight, K - 1 - back)) * x_t
-    return result
+        store(at(target, n), load_token(tokens, n, P, source))
 
 
 @njit(forceinline=True)
-def before_activation_in_order(i, t, K, x, weight, bias, order):
-    """Return the convolution of direction i at token t, whose taps meet its neighbours in an order."""
-    if K < 4:
-        return add_taps_in_order(i, t, 0, K, K, x, weight, bias, order)
-    # LLVM unrolls loops of a known length, and not this one else: a tenth of the whole convolution.
-    result = add_taps_in_order(i, t, 0, 4, K, x, weight, bias, order)
-    return add_taps_in_order(i, t, 4, K, K, x, weight, result, order)
-
-
-@njit(forceinline=True)
-def add_taps_in_order(i, t, begin, end, K, x, weight, result, order):
-    """Return the result with what the taps add that meet the tokens from ``begin`` to ``end`` back."""
-    ahead = 1 if i == 1 else -1
+def add_taps(step, begin, end, K, n, rows, weight, first, second):
+    """Return two results with what the taps add that meet the rows ``begin`` to ``end`` steps away."""
     for back in range(begin, end):
-        source = neighbour(order, t, ahead * back)
-        if source >= 0:
-            result = result + load(at(weight, K - 1 - back)) * load(at(x, source))
-    return result
+        tap = load(at(weight, K - 1 - back))
+        first = first + tap * load(at(rows, n + step * back))
+        second = second + tap * load(at(rows, n + 1 + step * back))
+    return first, second
+
+
+@njit(forceinline=True)
+def add_all_taps(step, K, n, rows, weight, first, second):
+    """Return results of positions n and n + 1 with what all taps add: K - 1 meets the row itself."""
+    if K < 4:
+        return add_taps(step, 0, K, K, n, rows, weight, first, second)
+    # LLVM unrolls loops of a known length, and not this one else: a tenth of the whole convolution.
+    first, second = add_taps(step, 0, 4, K, n, rows, weight, first, second)
+    return add_taps(step, 4, K, K, n, rows, weight, first, second)
+
+
+@njit(forceinline=True)
+def convolve(step, K, P, x, weight, bias, y, tokens):
+    """Write the result of the direction whose taps go by ``step``."""
+    for n in range(0, P, 2):
+        first, second = add_all_taps(step, K, n, x, weight, bias, bias)
+        store_token(tokens, n, P, y, silu(first))
+        store_token(tokens, n + 1, P, y, silu(second))
 
 
 @njit
-def convolve(i, L, K, x, weight, bias, y):
-    """Write the result of direction i."""
-    for t in range(L):
-        store(at(y, t), silu(before_activation(i, t, L, K, x, weight, bias)))
-
-
-@njit
-def convolve_in_order(i, L, K, x, weight, bias, y, order):
-    """Write the result of direction i, zeros where tokens take no part."""
-    for t in range(L):
-        if takes_part(order, t):
-            store(at(y, t), silu(before_activation_in_order(i, t, K, x, weight, bias, order)))
+def conv_task(table, like, b, c, x, P, tokens):
+    """Convolve the channels from c on of a batch element in both directions."""
+    K = scalar(table, 2)
+    gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
+    for i in range(2):
+        weight = rows_of(view(table, 1), wide(like), i, b, c)
+        bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
+        y = rows_of(view(table, 3), like, i, b, c)
+        if i == 1:
+            convolve(1, K, P, x, weight, bias, y, tokens)
         else:
-            store(at(y, t), zeros(y[0]))
+            convolve(-1, K, P, x, weight, bias, y, tokens)
 
 
 def conv_blocks(like):
@@ -994,109 +1004,79 @@ def conv_blocks(like):
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
     blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    x = rows_after(scratch, 0)  # together, and converted once
+    x = positions_after(scratch, 0, K, P if P > 0 else L)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        copy(rows_of(view(table, 0), like, 0, b, c), x, L)
-        order = order_of(table, view(table, 4), like, b, at(x, L))
-        for i in range(2):
-            weight = rows_of(view(table, 1), wide(like), i, b, c)
-            bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
-            y = rows_of(view(table, 3), like, i, b, c)
-            if P == 0:
-                convolve(i, L, K, x, weight, bias, y)
-            else:
-                convolve_in_order(i, L, K, x, weight, bias, y, order)
+        if P == 0:
+            conv_task(table, like, b, c, x, L, None)
+        else:
+            conv_task(table, like, b, c, x, P, tokens_of(view(table, 4), like, b))
         task = take(counter)
     restore(before)
 
 
-@njit
-def conv_activation_gradient(i, L, K, x, weight, bias, grad, dv):
+@njit(forceinline=True)
+def conv_activation_gradient(step, K, P, x, weight, bias, grad, dv, tokens):
     """Write the gradient before the activation and return its sum over tokens."""
     dbias = zeros(dv[0])
-    for t in range(L):
-        v = before_activation(i, t, L, K, x, weight, bias)
-        dv_t = load(at(grad, t)) * silu_gradient(v)
-        store(at(dv, t), dv_t)
-        dbias = dbias + dv_t
+    for n in range(0, P, 2):
+        first, second = add_all_taps(step, K, n, x, weight, bias, bias)
+        first = load_token(tokens, n, P, grad) * silu_gradient(first)
+        second = load_token(tokens, n + 1, P, grad) * silu_gradient(second)
+        store(at(dv, n), first)
+        store(at(dv, n + 1), second)  # behind the last position: zeros
+        dbias = dbias + first + second
     return dbias
-
-
-@njit
-def conv_activation_gradient_in_order(i, L, K, x, weight, bias, grad, dv, order):
-    """Do the same with an order; the gradient is zeros where tokens take no part."""
-    dbias = zeros(dv[0])
-    for t in range(L):
-        dv_t = zeros(dv[0])
-        if takes_part(order, t):
-            v = before_activation_in_order(i, t, K, x, weight, bias, order)
-            dv_t = load(at(grad, t)) * silu_gradient(v)
-        store(at(dv, t), dv_t)
-        dbias = dbias + dv_t
-    return dbias
-
-
-@njit
-def conv_weight_gradient(i, L, K, x, dv, dweight):
-    """Write the gradient for the taps, given that before the activation, dv."""
-    for back in range(min(K, L)):
-        tap = zeros(dv[0])
-        for n in range(L - back):
-            t, source = (n, n + back) if i == 1 else (n + back, n)  # t reads the token ``source``
-            tap = tap + load(at(dv, t)) * load(at(x, source))
-        store(at(dweight, K - 1 - back), tap)
-
-
-@njit
-def conv_weight_gradient_in_order(i, L, K, x, dv, dweight, order):
-    """Write the gradient for the taps, given that before the activation, dv."""
-    for back in range(K):
-        tap = zeros(dv[0])
-        for t in range(L):
-            source = neighbour(order, t, back if i == 1 else -back)
-            if source >= 0:
-                tap = tap + load(at(dv, t)) * load(at(x, source))
-        store(at(dweight, K - 1 - back), tap)
 
 
 @njit(forceinline=True)
-def add_readers(i, t, L, K, weight, dv, dx_t):
-    """Return the gradient for x at token t with what direction i adds, given that before activation."""
-    for back in range(min(K - 1, t if i == 1 else L - 1 - t) + 1):
-        dv_t = load(at(dv, t - back if i == 1 else t + back))
-        dx_t = dx_t + load(at(weight, K - 1 - back)) * dv_t
-    return dx_t
+def conv_weight_gradient(step, K, P, x, dv, dweight):
+    """Write the gradient for the taps, given that before the activation, dv."""
+    for back in range(0, K, 2):
+        first, second = zeros(dv[0]), zeros(dv[0])
+        for n in range(P):
+            dv_n = load(at(dv, n))
+            first = first + dv_n * load(at(x, n + step * back))
+            second = second + dv_n * load(at(x, n + step * (back + 1)))
+        store(at(dweight, K - 1 - back), first)
+        if back + 1 < K:
+            store(at(dweight, K - 2 - back), second)
+
+
+@njit(forceinline=True)
+def conv_direction_backward(step, i, table, like, b, c, x, dv, P, tokens):
+    """Write a direction's gradients before the activation and for its taps and bias."""
+    K = scalar(table, 2)
+    weight = rows_of(view(table, 1), wide(like), i, b, c)
+    bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
+    grad = rows_of(view(table, 3), like, i, b, c)
+    dbias = conv_activation_gradient(step, K, P, x, weight, bias, grad, dv, tokens)
+    store(rows_of(view(table, 6), wide(like), i, b, c)[0], dbias)
+    conv_weight_gradient(step, K, P, x, dv, rows_of(view(table, 5), wide(like), i, b, c))
 
 
 @njit
-def conv_input_gradient(L, K, weight_0, weight_1, dv_0, dv_1, dx):
+def conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens):
     """Write the gradient for x, given those before the activation of both directions."""
-    for t in range(L):
-        dx_t = add_readers(0, t, L, K, weight_0, dv_0, zeros(dv_0[0]))
-        store(at(dx, t), add_readers(1, t, L, K, weight_1, dv_1, dx_t))
-
-
-@njit(forceinline=True)
-def add_readers_in_order(i, t, K, weight, dv, dx_t, order):
-    """Return the same, direction i's tokens having an order."""
-    for back in range(K):
-        reader = neighbour(order, t, -back if i == 1 else back)
-        if reader >= 0:
-            dx_t = dx_t + load(at(weight, K - 1 - back)) * load(at(dv, reader))
-    return dx_t
+    K = scalar(table, 2)
+    weight_0 = rows_of(view(table, 1), wide(like), 0, b, c)
+    weight_1 = rows_of(view(table, 1), wide(like), 1, b, c)
+    dx, zero = rows_of(view(table, 4), like, 0, b, c), zeros(dv_0[0])
+    for n in range(0, P, 2):
+        first, second = add_all_taps(1, K, n, dv_0, weight_0, zero, zero)
+        first, second = add_all_taps(-1, K, n, dv_1, weight_1, first, second)
+        store_token(tokens, n, P, dx, first)
+        store_token(tokens, n + 1, P, dx, second)
 
 
 @njit
-def conv_input_gradient_in_order(L, K, weight_0, weight_1, dv_0, dv_1, dx, order):
-    """Write the gradient for x, zeros where tokens take no part."""
-    for t in range(L):
-        dx_t = zeros(dv_0[0])
-        if takes_part(order, t):
-            dx_t = add_readers_in_order(0, t, K, weight_0, dv_0, dx_t, order)
-            dx_t = add_readers_in_order(1, t, K, weight_1, dv_1, dx_t, order)
-        store(at(dx, t), dx_t)
+def conv_task_backward(table, like, b, c, x, dv_0, dv_1, P, tokens):
+    """Take the convolution of the channels from c on of a batch element back."""
+    gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
+    conv_direction_backward(-1, 0, table, like, b, c, x, dv_0, P, tokens)
+    conv_direction_backward(1, 1, table, like, b, c, x, dv_1, P, tokens)
+    conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens)
 
 
 def conv_blocks_backward(like):
@@ -1108,32 +1088,16 @@ def conv_blocks_backward(like):
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
     blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    x, dv_0, dv_1 = rows_after(scratch, 0), rows_after(scratch, L), rows_after(scratch, 2 * L)
+    N = P if P > 0 else L
+    x = positions_after(scratch, 0, K, N)
+    dv_0, dv_1 = positions_after(scratch, 1, K, N), positions_after(scratch, 2, K, N)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        copy(rows_of(view(table, 0), like, 0, b, c), x, L)
-        dx = rows_of(view(table, 4), like, 0, b, c)
-        weight_0, weight_1 = (
-            rows_of(view(table, 1), wide(like), 0, b, c),
-            rows_of(view(table, 1), wide(like), 1, b, c),
-        )
-        order = order_of(table, view(table, 7), like, b, at(dv_1, L))
-        for i in range(2):
-            weight, dv = (weight_1, dv_1) if i == 1 else (weight_0, dv_0)
-            bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
-            grad = rows_of(view(table, 3), like, i, b, c)
-            dweight = rows_of(view(table, 5), wide(like), i, b, c)
-            if P == 0:
-                dbias = conv_activation_gradient(i, L, K, x, weight, bias, grad, dv)
-                conv_weight_gradient(i, L, K, x, dv, dweight)
-            else:
-                dbias = conv_activation_gradient_in_order(i, L, K, x, weight, bias, grad, dv, order)
-                conv_weight_gradient_in_order(i, L, K, x, dv, dweight, order)
-            store(rows_of(view(table, 6), wide(like), i, b, c)[0], dbias)
         if P == 0:
-            conv_input_gradient(L, K, weight_0, weight_1, dv_0, dv_1, dx)
+            conv_task_backward(table, like, b, c, x, dv_0, dv_1, L, None)
         else:
-            conv_input_gradient_in_order(L, K, weight_0, weight_1, dv_0, dv_1, dx, order)
+            tokens = tokens_of(view(table, 7), like, b)
+            conv_task_backward(table, like, b, c, x, dv_0, dv_1, P, tokens)
         task = take(counter)
     restore(before)
