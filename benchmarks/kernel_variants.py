@@ -361,4 +361,6 @@ VARIANTS = (
     _conv("conv_backward"),
     _conv("conv_forward_order"),
     _conv("conv_backward_order"),
+    _conv("conv_forward_order_of_8", taps=8),  # what four taps become at most, at another grid
+    _conv("conv_backward_order_of_8", taps=8),
 )

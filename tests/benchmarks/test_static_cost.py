@@ -42,6 +42,9 @@ BUDGETS = {
     "conv_backward": (168, 0, 72),
     "conv_forward_order": (104, 0, 42),
     "conv_backward_order": (168, 0, 75.5),
+    # Before its loop, not in it.
+    "conv_forward_order_of_8": (144, 0, 63),
+    "conv_backward_order_of_8": (255, 16, 118),
 }
 # Kernel -> the one without what it adds, and the most instructions per unit as a multiple of its.
 ADDITIONS = {
@@ -167,7 +170,8 @@ class TestSm90(Compiled):
 
     @pytest.mark.parametrize("kernel", BUDGETS)
     def test_compiles_within_budget(self, kernel: str, rows: dict[str, list[str]]) -> None:
-        assert compile_ratio(rows[kernel], LONGEST) <= LONGEST
+        longest = LONGEST * (2 if kernel.endswith("of_8") else 1)  # twice the taps
+        assert compile_ratio(rows[kernel], longest) <= longest
 
 
 class Other(Compiled):

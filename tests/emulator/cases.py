@@ -405,7 +405,7 @@ def all_cases() -> list[Case]:
     for L in (5, 70):
         add("conv", 2, L, 70, order=2)
     add("conv", 2, 37, 200, dtype="bf16", order=2, quick=90)
-    add("conv", 2, 37, 40, dtype="bf16", K=7, order=3)
+    add("conv", 2, 37, 40, dtype="bf16", K=8, order=3)
     add("conv", 2, 17, 41, strides="odd", dtype="bf16", order=2, quick=80)
     add("conv", 600, 37, 8, order=2)
     # a factor on |k|^2
