@@ -44,7 +44,7 @@ def forward(
     if reads is None or not reads.numel():
         return out
     _, v = _class_token(x, weight, bias, reads, shares)
-    out[:, torch.arange(len(x), device=x.device), reads[:, 0]] = F.silu(v).to(out.dtype)
+    out[:, torch.arange(x.shape[0], device=x.device), reads[:, 0]] = F.silu(v).to(out.dtype)
     return out
 
 
@@ -75,7 +75,7 @@ def backward(
     if reads is None or not reads.numel():
         return dx, dweight, dbias
     read, v = _class_token(x, weight, bias, reads, shares)
-    batch = torch.arange(len(x), device=x.device)[:, None]
+    batch = torch.arange(x.shape[0], device=x.device)[:, None]
     s = torch.sigmoid(v)
     dv = grad[:, batch[:, 0], reads[:, 0]].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
     dread = dv[:, :, None] * weight.to(v.dtype).mT[:, None]  # (2, B, K, D)
@@ -97,7 +97,7 @@ def _class_token(
 ) -> tuple[Tensor, Tensor]:
     """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    tokens = x[torch.arange(len(x), device=x.device)[:, None], reads].to(dtype)  # (B, U, D)
+    tokens = x[torch.arange(x.shape[0], device=x.device)[:, None], reads].to(dtype)  # (B, U, D)
     read = (shares.to(dtype).flatten(1, 2) @ tokens).unflatten(1, (2, -1)).transpose(0, 1)
     v = (read * weight.to(dtype).mT[:, None]).sum(2) + bias.to(dtype)[:, None]
     return read, v

@@ -84,6 +84,9 @@ def _scan(
     if mixer.recurrence != "mamba" and area < 1:  # where beta is divided
         beta = torch.sigmoid(dt + mixer.dt_bias[i]) / area
         step = beta / (1 + beta * k.square().sum(-1, keepdim=True))
+    elif mixer.recurrence == "longhorn_exact":
+        beta = torch.sigmoid(dt + mixer.dt_bias[i])
+        step = beta / (area + area**0.5 * beta * k.square().sum(-1, keepdim=True))
     else:
         step = step / area
     state, outputs = x.new_zeros(len(x), x.shape[2], k.shape[2]), [None] * x.shape[1]

@@ -193,6 +193,15 @@ def test_equal_tokens_together_do_what_one_did(recurrence: str, area: int) -> No
         assert errors[1] < errors[0] / 5
 
 
+@pytest.mark.parametrize("area", [2, 4, 9])
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+def test_equal_tokens_of_the_exact_form_replace_as_much(area: int, scale: float) -> None:
+    """A token that replaces nearly all along its key does so, too, when it is split."""
+    still = scanned("longhorn_exact", 1.0, 1, 0.0)
+    one, split = (scanned("longhorn_exact", float(a), a, scale) for a in (1, area))
+    assert (split - one).abs().max() <= 0.09 * (one - still).abs().max()
+
+
 def test_mamba_forgets_exactly_as_much() -> None:
     one, split = (scanned("mamba", float(a), a, 0.0) for a in (1, 9))
     torch.testing.assert_close(one, split, rtol=1e-12, atol=1e-12)
