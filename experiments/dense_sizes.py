@@ -7,7 +7,7 @@ further training it then segments larger images of validation scenes. They show 
 
     whole     the image at once, at its size
     plain     the same by a scan with ``grid_aware=False``
-    steps     the same by a scan that measures only its step sizes, and not the taps, in trained patches
+    steps     the same by a scan with ``grid_aware="steps"``
     shrunk    the image resized to the size of the crops, and the logits resized back
     windows   overlapping windows of the size of the crops, and the mean of their logits
 
@@ -17,7 +17,6 @@ trained weights stay in output/dense_sizes.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,7 +24,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,6 @@ from experiments import letter_scenes
 from experiments.dense_peers import EXAMPLES
 from experiments.letter_scenes import MARGIN, Scenes, Split
 from experiments.records import CHOICE_SEED, Record, Row, product, run_all, select
-from vil.kernels import operators
-from vil.kernels.grid import Layout, layout_of
 from vil.training.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,20 +88,6 @@ class Experiment:
 
 
 # ---------------------------------------------------------------------------------------- training
-
-
-@contextlib.contextmanager
-def measured(way: str) -> Iterator[None]:
-    """Let models measure only the step sizes in trained patches while the way is STEPS."""
-    if way != STEPS:
-        yield
-        return
-    before = operators._layout_of
-    operators._layout_of = functools.cache(lambda *args: Layout(area=layout_of(*args).area))
-    try:
-        yield
-    finally:
-        operators._layout_of = before
 
 
 def segmenter(settings: Experiment, backbone: str) -> nn.Module:
@@ -278,18 +261,12 @@ def ways(
     return found
 
 
-@contextlib.contextmanager
-def measuring(model: nn.Module, way: str) -> Iterator[None]:
+def measure(model: nn.Module, way: str) -> None:
     """Let a scan measure the grid as a way asks for; other models stay as they are."""
-    scans = [part for part in model.modules() if hasattr(part, "grid_aware")]
-    for scan in scans:
-        scan.grid_aware = way != PLAIN
-    try:
-        with measured(way):
-            yield
-    finally:
-        for scan in scans:
-            scan.grid_aware = True
+    for scan in model.modules():
+        if hasattr(scan, "grid_aware"):
+            scan.grid_aware = way != PLAIN
+            scan.measured_taps = way not in (PLAIN, STEPS)
 
 
 # -------------------------------------------------------------------------------------- evaluation
@@ -381,8 +358,8 @@ def evaluate(model: nn.Module, data: Split, settings: Experiment, size: int) -> 
         images = as_images(tiles(pixels, size))
         for way, score in scores.items():
             began = time.process_time()
-            with measuring(model, way):
-                classes = predict[way](model, images).argmax(1)
+            measure(model, way)
+            classes = predict[way](model, images).argmax(1)
             score.seconds += time.process_time() - began
             score.add(assembled(classes.numpy()), data, scene)
     number = len(data.images) * (data.images.shape[1] // size) ** 2

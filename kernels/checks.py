@@ -243,8 +243,9 @@ def _check_grid(xz: Tensor, grid: Sequence[int] | None, valid: Tensor | None) ->
             raise ValueError("valid must be None where grid is None")
         return
     # Not min(), which would bind a compiled program to which of the numbers is least.
-    counts = len(grid) == len(Grid._fields) and all(number >= 1 for number in grid[:8])
-    if not counts or grid[8] not in (0, 1):
+    optional = len(Grid._field_defaults)
+    counts = 0 <= len(Grid._fields) - len(grid) <= optional and all(n >= 1 for n in grid[:8])
+    if not counts or any(number not in (0, 1) for number in grid[8:]):
         raise ValueError(f"grid must be {Grid._fields}, all positive, got {tuple(grid)}")
     own = Grid(*grid)
     if own.length != xz.shape[1]:

@@ -80,7 +80,7 @@ def _layout(
             f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
             "size, or create the model with grid_aware=False"
         )
-    return layout if valid is None else without_missing(layout, valid, grid[-1])
+    return layout if valid is None else without_missing(layout, valid, grid[8])
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout) -> Tensor:

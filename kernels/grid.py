@@ -59,6 +59,8 @@ class Grid(NamedTuple):
     stride_width: int
     class_token: int
     """1 if one stands in the middle of the sequence, else 0."""
+    measured_taps: int = 1
+    """1 if the distance of the taps is in patches of the trained grid, 0 if only the step sizes are."""
 
     @property
     def length(self) -> int:
@@ -93,6 +95,9 @@ def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> La
     if grid[:2] == grid[2:4]:
         return Layout()
     rows, columns = grid.quotients()
+    area = rows[0] / rows[1] * (columns[0] / columns[1])
+    if not grid.measured_taps:
+        return Layout(area=area)
     phases = (max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1))
     resampling = _resampling(taps, columns[0], columns[1] * phases[1])
     reads: list[int] = []
@@ -104,7 +109,7 @@ def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> La
         torch.tensor(resampling, device=device),
         torch.tensor([reads], dtype=torch.int64, device=device),
         torch.tensor([shares], device=device),
-        rows[0] / rows[1] * (columns[0] / columns[1]),
+        area,
     )
 
 
@@ -234,7 +239,7 @@ def without_missing(layout: Layout, valid: Tensor, class_token: int) -> Layout:
     if layout.order is None:
         tokens = torch.arange(n + class_token, device=device)
         present = tokens < valid.sum(1, keepdim=True) + class_token
-        return Layout(torch.where(present, tokens, -2 - tokens).to(torch.int32))
+        return layout._replace(order=torch.where(present, tokens, -2 - tokens).to(torch.int32))
     order = layout.order.repeat(B, 1)
     filled = (layout.order[0] >= 0).nonzero().flatten()
     patch = _patch(layout.order[0, filled].to(torch.int64), n, class_token)

@@ -342,7 +342,7 @@ def _layout(
     grid: Sequence[int] | None, taps: int, device: torch.device, valid: Tensor | None
 ) -> Layout:
     layout = _layout_of(None if grid is None else tuple(grid), taps, device)
-    return layout if valid is None else without_missing(layout, valid, grid[-1])
+    return layout if valid is None else without_missing(layout, valid, grid[8])
 
 
 @_operator("mixer")

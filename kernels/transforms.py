@@ -75,7 +75,7 @@ def scan_inputs(
     # Not from the operators' cache: a transform would leave its own tensors in it.
     layout = layout_of(grid, conv_weight.shape[2], xz.device)
     if valid is not None:
-        layout = without_missing(layout, valid, grid[-1])
+        layout = without_missing(layout, valid, grid[8])
     x = grid_conv.forward(reference, x, conv_weight, conv_bias, layout)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     low, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)

@@ -142,6 +142,7 @@ class VisionLonghorn(nn.Module):
 
     dynamic_img_size: Final[bool]
     grid_aware: Final[bool]
+    measured_taps: Final[bool]
     patch_drop_rate: Final[float]
 
     def __init__(
@@ -164,7 +165,7 @@ class VisionLonghorn(nn.Module):
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
         trained_grid: tuple[int, int] | None = None,
-        grid_aware: bool = True,
+        grid_aware: bool | Literal["steps"] = True,
         resize_below: float = 1.3,
         recompute_above: int | None = 2048,
         drop_rate: float = 0.0,
@@ -201,7 +202,9 @@ class VisionLonghorn(nn.Module):
                 are in units of; if None, those of ``img_size`` where patches do not overlap. Weights
                 that are loaded bring theirs.
             grid_aware: At another grid than ``trained_grid``, measure the distance of the taps and
-                the step sizes in patches of that one (``grid.py``); if False, in those that there are.
+                the step sizes in patches of that one (``grid.py``), for images of the same things
+                enlarged. "steps" measures only the step sizes, and resizes nothing: for images that show
+                more at the same scale. False measures neither.
             resize_below: With ``grid_aware``, resize images inside the model along each side that has
                 fewer than this many times the trained pixels, and the tokens back to the image's own
                 grid (``near_sizes.py``). 0 never does, which is for training at such sizes.
@@ -232,6 +235,8 @@ class VisionLonghorn(nn.Module):
             raise ValueError(f"recompute_above must be None or at least 0, got {recompute_above}")
         if not 0 <= resize_below < math.inf:
             raise ValueError(f"resize_below must be a number of at least 0, got {resize_below}")
+        if grid_aware not in (True, False, "steps"):
+            raise ValueError(f'grid_aware must be True, False or "steps", got {grid_aware!r}')
         norm_layer = get_norm_layer(norm_layer) or partial(RmsNorm, eps=1e-5)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -242,8 +247,9 @@ class VisionLonghorn(nn.Module):
         self.d_conv = d_conv
         self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
-        self.grid_aware = grid_aware
-        self.resize_below = float(resize_below)
+        self.grid_aware = bool(grid_aware)
+        self.measured_taps = self.grid_aware and grid_aware != "steps"
+        self.resize_below = float(resize_below) if self.measured_taps else 0.0
         self.recompute_above = recompute_above
         self.grad_checkpointing = False
 
@@ -509,7 +515,7 @@ class VisionLonghorn(nn.Module):
 
     def _patches(self, x: Tensor) -> Tensor:
         """Embed images as patches (B, H, W, C), those near the trained size as of that size."""
-        return self.patch_embed(x, self.trained_grid, self.resize_below if self.grid_aware else 0.0)
+        return self.patch_embed(x, self.trained_grid, self.resize_below)
 
     @torch.jit.ignore
     def grid_inside(self, img_size: tuple[int, int]) -> tuple[int, int]:
@@ -519,10 +525,9 @@ class VisionLonghorn(nn.Module):
         """
         H, W = self.patch_embed.dynamic_feat_size(img_size)
         trained_H, trained_W = self.trained_grid
-        below = self.resize_below if self.grid_aware else 0.0
         return (
-            trained_H if below * trained_H > H else H,
-            trained_W if below * trained_W > W else W,
+            trained_H if self.resize_below * trained_H > H else H,
+            trained_W if self.resize_below * trained_W > W else W,
         )
 
     def _own_tokens(self, x: Tensor, numbers: list[int] | None, own_grid: list[int]) -> Tensor:
@@ -566,7 +571,7 @@ class VisionLonghorn(nn.Module):
         trained = [self.trained_grid[0], self.trained_grid[1]] if self.grid_aware else grid
         patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
         stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
-        return grid + trained + patch + stride + [self.num_prefix_tokens]
+        return grid + trained + patch + stride + [self.num_prefix_tokens, int(self.measured_taps)]
 
     def _class_token_first(self, x: Tensor) -> Tensor:
         if self.cls_token is None:

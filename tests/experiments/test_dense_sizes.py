@@ -145,11 +145,10 @@ def test_measures_of_the_grid_differ_beside_the_trained_one_only(
     for side, distinct in ((64, 1), (128, 3)):
         images, found = torch.rand(1, 3, side, side), []
         for way in (WHOLE, PLAIN, STEPS):
-            with dense_sizes.measuring(model, way):
-                found.append(model(images))
+            dense_sizes.measure(model, way)
+            found.append(model(images))
         same = [[torch.equal(a, b) for b in found] for a in found]
         assert sum(map(sum, same)) == 9 // distinct
-        assert torch.equal(model(images), found[0])
 
 
 def test_tiles_are_put_together_again() -> None:

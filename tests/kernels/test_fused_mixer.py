@@ -49,6 +49,7 @@ GRIDS = {
     "the trained grid": None,
     "2.25 times the tokens": Grid(3, 3, 2, 2, 4, 4, 4, 4, 1),
     "half the tokens": Grid(1, 2, 2, 2, 4, 4, 4, 4, 1),
+    "step sizes alone": Grid(3, 3, 2, 2, 4, 4, 4, 4, 1, measured_taps=0),
     "twice, no class token": Grid(2, 4, 2, 2, 4, 4, 4, 4, 0),
 }
 

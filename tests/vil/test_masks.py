@@ -36,8 +36,10 @@ def padded() -> tuple[Tensor, Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pool", ["token", "avg", "max", "avgmax"])
-@pytest.mark.parametrize("grid_aware", [True, False])
-def test_padded_images_give_what_they_give_alone(name: str, pool: str, grid_aware: bool) -> None:
+@pytest.mark.parametrize("grid_aware", [True, "steps"])
+def test_padded_images_give_what_they_give_alone(
+    name: str, pool: str, grid_aware: bool | str
+) -> None:
     model = small(name, global_pool=pool, grid_aware=grid_aware)
     batch, mask, alone = padded()
     expected = torch.cat([model(image) for image in alone])

@@ -1,6 +1,7 @@
 """Other sizes than the trained one: which grid weights are of, by whatever way they come and are used."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,10 +40,21 @@ def images(height: int = 32, width: int = 32, batch: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_at_the_trained_grid_nothing_changes(name: str) -> None:
-    aware, plain = small(name), small(name, grid_aware=False)
-    assert torch.equal(aware(images()), plain(images()))
+    ways = [small(name, grid_aware=way) for way in (True, "steps", False)]
+    assert all(torch.equal(model(images()), ways[0](images())) for model in ways[1:])
     for size in SIZES:
-        assert not torch.allclose(aware(images(*size)), plain(images(*size)), atol=1e-3), size
+        for one, other in itertools.combinations([model(images(*size)) for model in ways], 2):
+            assert not torch.allclose(one, other, atol=1e-3), size
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_step_sizes_alone(name: str) -> None:
+    """Images near the trained size are not resized, and a model without taps is as by default."""
+    assert small(name, grid_aware="steps").grid_inside((40, 24)) == (5, 3)
+    one, other = (small(name, d_conv=1, grid_aware=way) for way in ("steps", True))
+    assert torch.allclose(one(images(64, 48)), other(images(64, 48)), atol=1e-5)
+    with pytest.raises(ValueError, match="grid_aware must be True, False or \"steps\", got 'taps'"):
+        small(name, grid_aware="taps")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -288,7 +288,7 @@ def _steps(scan: _Scan) -> Tensor:
 
 def _image_of(scan: _Scan, numbers: Tensor) -> Tensor:
     """Return the mean over directions and channels of (2, B, L, E) at the patches, (B, H, W)."""
-    H, W, *_, class_token = scan.grid
+    H, W, *_, class_token, _ = scan.grid
     mean, middle = numbers.mean((0, 3)), H * W // 2
     patches = torch.cat([mean[:, :middle], mean[:, middle + class_token :]], 1)
     return patches.unflatten(1, (H, W))
