@@ -89,19 +89,19 @@ def search_table(rows: Sequence[Row]) -> str:
 
 
 def differences(rows: Sequence[Row]) -> list[Paired]:
-    """Compare our ``whole`` with our other ways and with the ``whole`` of peers, seed by seed."""
+    """Compare our ``steps`` with our other ways and with the ``whole`` of peers, seed by seed."""
     others = [arm for arm in arms(rows) if OURS in arm or WHOLE in arm]
     return [
         Paired(
             f"mean IoU at {size} px",
-            f"{OURS}, {WHOLE}",
+            f"{OURS}, {STEPS}",
             ", ".join(other),
-            scores(rows, OURS, WHOLE, size, "miou"),
+            scores(rows, OURS, STEPS, size, "miou"),
             scores(rows, *other, size, "miou"),
         )
         for size in sizes(rows)[1:]
         for other in others
-        if other != (OURS, WHOLE)
+        if other != (OURS, STEPS)
     ]
 
 
@@ -127,8 +127,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for backbone, way in arms(rows):
             found = {int(s): scores(rows, backbone, way, s, name) for s in sizes(rows)}
             means = [fmean(numbers) for numbers in found.values()]
-            style, label = STYLES[way], f"{backbone}, {way}"
-            axes.plot(list(found), means, style, color=colours[backbone], label=label)
+            look = {"linestyle": STYLES[way], "color": colours[backbone]}
+            axes.plot(list(found), means, label=f"{backbone}, {way}", **look)
             for size, numbers in found.items():
                 axes.plot([size] * len(numbers), numbers, ".", color=colours[backbone], alpha=0.3)
         ticks = [int(size) for size in sizes(rows)]
