@@ -297,8 +297,6 @@ def dense_blocks() -> dict[str, str]:
 
 def dense_sizes_blocks() -> dict[str, str]:
     """Return what segmentation of larger images adds to the templates, and draw its picture."""
-    if load("dense_sizes") is None:
-        return {"results": "Not run yet: `python -m experiments.dense_sizes --jobs 2`."}
     rows = load("dense_sizes")["runs"]
     picture = IMAGES / "dense_sizes.png"
     dense_sizes_results.draw(rows, picture)
@@ -319,7 +317,7 @@ def dense_sizes_blocks() -> dict[str, str]:
         dense_sizes_results.search_table(rows),
         f"From {provenance('dense_sizes')}.",
     ]
-    return {"results": "\n\n".join(parts)}
+    return {"results": "\n\n".join(parts), **dense_sizes_results.figures(rows)}
 
 
 def grids_blocks() -> dict[str, str]:
