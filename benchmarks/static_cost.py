@@ -1,17 +1,20 @@
 """Count what every Triton kernel costs, without a GPU: registers, spills, instructions.
 
-    python -m benchmarks.static_cost [--arch 90 gfx942] [--kernel NAME ...]
+    python -m benchmarks.static_cost [--arch 90 gfx942] [--kernel NAME ...] [--record]
 
 Compiles the kernels ahead of time and prints a Markdown table. For NVIDIA it reads the machine code
 with the disassembler that Triton ships; for AMD it reads what the compiler says of it.
+
+Below the table it prints what changed since the record of the installed Triton version, in
+``results/static_cost.json``. Every version compiles the kernels differently, so versions have records
+of their own. ``--record`` writes the new figures into the record.
 
 A loop is what lies between a label and the last branch back to it, if no other loop lies there too;
 code out of line that returns to the main path looks like one.
 Latencies and cache misses are not modelled: these numbers bound a kernel's speed and show when it
 gets worse, but do not replace a measurement.
 
-The last columns are what a cold compilation took: CPU seconds, and how many times that of a plain
-kernel, a matrix product for sm_90, in the same run: seconds depend on the machine and what else it does.
+The last column is the CPU time of a cold compilation. It depends on the machine, so records leave it out.
 """
 
 import os
@@ -20,24 +23,27 @@ os.environ.pop("TRITON_INTERPRET", None)  # what the interpreter has wrapped can
 
 import argparse
 import contextlib
+import json
 import re
 import resource
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_variants import VARIANTS, D, Variant
 from vil.kernels.triton import tuning
+from vil.training.files import write_text
 
 ARCHITECTURES = ("80", "90", "100", "120", "gfx942")
+RECORDS = Path(__file__).parent / "results" / "static_cost.json"
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,6 @@ class Cost:
         per_unit: Instructions of the variant's loops, or of the whole kernel if it has none, for
             each of its units; None for AMD.
         seconds: CPU time of a cold compilation.
-        times_plain: The same as a multiple of the plain kernel's, measured before and after; None
-            where it was not.
     """
 
     warps: int
@@ -66,7 +70,14 @@ class Cost:
     instructions: int | None = None
     loops: tuple[int, ...] | None = None
     per_unit: float | None = None
-    times_plain: float | None = None
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what a record keeps: everything but the time of the compilation."""
+        fields = asdict(self)
+        del fields["seconds"]
+        if self.per_unit is not None:
+            fields |= {"per_unit": round(self.per_unit, 2), "loops": list(self.loops)}
+        return fields
 
 
 def compile_variant(variant: Variant, arch: str) -> CompiledKernel:
@@ -122,21 +133,6 @@ def blocks_on(arch: str, kernel: str) -> tuple[int, int]:
     return tuning.blocks_for(name, kernel, D)
 
 
-def costs(
-    variants: Iterable[Variant], architectures: Sequence[str]
-) -> Iterator[tuple[Variant, str, Cost]]:
-    """Compile variants for architectures, measuring the plain kernel before, between and after them."""
-    plain_seconds()  # before anything is measured, so that no kernel loads the compiler
-    before = plain_seconds()
-    for variant in variants:
-        for arch in architectures:
-            found = cost(variant, arch)
-            after = plain_seconds()
-            # As busy as the machine is just now.
-            yield variant, arch, replace(found, times_plain=2 * found.seconds / (before + after))
-            before = after
-
-
 def cost(variant: Variant, arch: str) -> Cost:
     """Compile a variant and count.
 
@@ -164,31 +160,6 @@ def cost(variant: Variant, arch: str) -> Cost:
     per_unit = counted / variant.units
     code = (len(opcodes), loops, per_unit)
     return Cost(warps, registers, spills, shared, seconds, *code)
-
-
-@triton.jit
-def _product_kernel(a_ptr, b_ptr, c_ptr, K, stride, SIZE: tl.constexpr):
-    """Multiply a tile of rows of a by one of columns of b: the plain kernel."""
-    i = tl.arange(0, SIZE)
-    c = tl.zeros((SIZE, SIZE), tl.float32)
-    for first in range(0, K, SIZE):
-        a = tl.load(a_ptr + i[:, None] * stride + (first + i)[None, :])
-        b = tl.load(b_ptr + (first + i)[:, None] * stride + i[None, :])
-        c = tl.dot(a, b, c)
-    tl.store(c_ptr + i[:, None] * stride + i[None, :], c)
-
-
-def plain_seconds() -> float:
-    """Return the CPU time of a cold compilation of the plain kernel, for 4 and for 8 warps."""
-    signature = dict.fromkeys(("a_ptr", "b_ptr"), "*bf16") | {"c_ptr": "*fp32"}
-    signature |= {"K": "i32", "stride": "i32", "SIZE": "constexpr"}
-    source = ASTSource(fn=_product_kernel, signature=signature, constexprs={"SIZE": 64})
-    with _empty_cache():
-        before = _cpu_seconds()
-        for warps in (4, 8):
-            options = {"num_warps": warps, "num_stages": 1}
-            triton.compile(source, target=_target("90"), options=options)
-        return (_cpu_seconds() - before) / 2
 
 
 @contextlib.contextmanager
@@ -259,8 +230,8 @@ def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:
     """Return the costs of (variant, architecture) pairs as a Markdown table."""
     lines = [
         "| kernel | arch | warps | registers | spills | shared | instructions | loops | per unit "
-        "| compiled in | x plain |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| compiled in |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant, arch, c in rows:
         if c.per_unit is None:
@@ -270,22 +241,54 @@ def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:
             code = f"{c.instructions} | {loops} | {c.per_unit:.2f} per {variant.unit}"
         lines.append(
             f"| {variant.name} | {arch} | {c.warps} | {c.registers} | {c.spills} "
-            f"| {c.shared} | {code} | {c.seconds:.1f} s | {c.times_plain:.1f} |"
+            f"| {c.shared} | {code} | {c.seconds:.1f} s |"
         )
     return "\n".join(lines)
 
 
+Costs = dict[str, dict[str, dict[str, Any]]]  # architecture -> kernel -> ``Cost.recorded``
+
+
+def changes(before: Costs, after: Costs) -> list[str]:
+    """Return a line for every kernel in ``after`` whose figures differ from those in ``before``."""
+    lines = []
+    for arch, kernels in after.items():
+        for name, new in kernels.items():
+            old = before.get(arch, {}).get(name)
+            if old is None:
+                lines.append(f"{name} {arch}: not recorded yet")
+            elif old != new:
+                keys = [key for key in new if old[key] != new[key]]
+                figures = ", ".join(f"{key} {old[key]} -> {new[key]}" for key in keys)
+                lines.append(f"{name} {arch}: {figures}")
+    return lines
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the table and what changed since the record."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="default: all it knows")
     names = [v.name for v in VARIANTS]
     parser.add_argument("--kernel", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument("--record", action="store_true", help="write the figures into the record")
     args = parser.parse_args()
     variants = [v for v in VARIANTS if v.name in args.kernel]
-    print(table(costs(variants, args.arch)))
+    rows = [(variant, arch, cost(variant, arch)) for arch in args.arch for variant in variants]
+    print(table(rows))
+
+    found: Costs = {arch: {} for arch in args.arch}
+    for variant, arch, c in rows:
+        found[arch][variant.name] = c.recorded()
+    records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    recorded = records.setdefault(triton.__version__, {})
+    lines = changes(recorded, found) or ["nothing changed"]
+    print(f"\nSince the record of Triton {triton.__version__}:", *lines, sep="\n")
+    if args.record:
+        for arch, kernels in found.items():
+            recorded[arch] = recorded.get(arch, {}) | kernels
+        write_text(RECORDS, json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -114,8 +114,8 @@ def test_a_call_passes_few_files_from_the_model_to_the_kernel(
         pass
 
     def launch(*_: object, **__: object) -> None:
-        files = dict.fromkeys(frame.filename for frame in traceback.extract_stack()[:-1])
-        passed[:] = [Path(name).relative_to(ROOT) for name in files if name.startswith(str(ROOT))]
+        files = dict.fromkeys(Path(frame.filename) for frame in traceback.extract_stack()[:-1])
+        passed[:] = [path.relative_to(ROOT) for path in files if path.is_relative_to(ROOT)]
         raise Launched
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

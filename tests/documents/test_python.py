@@ -54,7 +54,13 @@ def test_pages_that_are_tested_elsewhere_are() -> None:
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """The names of a module, where classes and functions that are typed in find theirs."""
+    """The names of a module, where classes and functions that are typed in find theirs.
+
+    timm forgets the models that a page registers, so that other tests do not find them.
+    """
+    for name, registered in vars(timm.models._registry).items():
+        if name.startswith("_mod") and isinstance(registered, (dict, set)):
+            monkeypatch.setattr(timm.models._registry, name, registered.copy())
     module = ModuleType("typed_in")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return vars(module)
