@@ -246,21 +246,34 @@ def table(rows: Iterable[tuple[Variant, str, Cost]]) -> str:
     return "\n".join(lines)
 
 
-Costs = dict[str, dict[str, dict[str, Any]]]  # architecture -> kernel -> ``Cost.recorded``
+Key = tuple[str, str, str]  # version of Triton, architecture, kernel
 
 
-def changes(before: Costs, after: Costs) -> list[str]:
-    """Return a line for every kernel in ``after`` whose figures differ from those in ``before``."""
+def read_records() -> dict[Key, dict[str, Any]]:
+    """Return what was recorded."""
+    rows = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
+    return {(row.pop("triton"), row.pop("arch"), row.pop("kernel")): row for row in rows}
+
+
+def write_records(records: dict[Key, dict[str, Any]]) -> None:
+    """Write all records, a line each."""
+    names = ("triton", "arch", "kernel")
+    rows = (dict(zip(names, key, strict=True)) | records[key] for key in sorted(records))
+    write_text(RECORDS, "[\n " + ",\n ".join(map(json.dumps, rows)) + "\n]\n")
+
+
+def changes(old: dict[Key, dict[str, Any]], new: dict[Key, dict[str, Any]]) -> list[str]:
+    """Return a line for every kernel in ``new`` whose figures differ from those in ``old``."""
     lines = []
-    for arch, kernels in after.items():
-        for name, new in kernels.items():
-            old = before.get(arch, {}).get(name)
-            if old is None:
-                lines.append(f"{name} {arch}: not recorded yet")
-            elif old != new:
-                keys = [key for key in new if old[key] != new[key]]
-                figures = ", ".join(f"{key} {old[key]} -> {new[key]}" for key in keys)
-                lines.append(f"{name} {arch}: {figures}")
+    for key, figures in new.items():
+        before = old.get(key)
+        if before is None:
+            what = "not recorded yet"
+        else:
+            names = [name for name in figures if figures[name] != before[name]]
+            what = ", ".join(f"{name} {before[name]} -> {figures[name]}" for name in names)
+        if what:
+            lines.append(f"{key[2]} {key[1]}: {what}")
     return lines
 
 
@@ -278,17 +291,13 @@ def main() -> None:
     rows = [(variant, arch, cost(variant, arch)) for arch in args.arch for variant in variants]
     print(table(rows))
 
-    found: Costs = {arch: {} for arch in args.arch}
-    for variant, arch, c in rows:
-        found[arch][variant.name] = c.recorded()
-    records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
-    recorded = records.setdefault(triton.__version__, {})
-    lines = changes(recorded, found) or ["nothing changed"]
-    print(f"\nSince the record of Triton {triton.__version__}:", *lines, sep="\n")
+    version = triton.__version__
+    found = {(version, arch, variant.name): c.recorded() for variant, arch, c in rows}
+    records = read_records()
+    lines = changes(records, found) or ["nothing changed"]
+    print(f"\nSince the record of Triton {version}:", *lines, sep="\n")
     if args.record:
-        for arch, kernels in found.items():
-            recorded[arch] = recorded.get(arch, {}) | kernels
-        write_text(RECORDS, json.dumps(records, indent=1) + "\n")
+        write_records(records | found)
 
 
 if __name__ == "__main__":
