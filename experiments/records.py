@@ -2,7 +2,7 @@
 
 A record names the command, the commit and the machine. It is written after every run, so that the same
 command finishes what an interrupted one began; with other settings or at another commit it refuses. One
-*in pieces* may grow on several machines and at several commits, which each of its runs names.
+*in pieces* may grow on several machines, at several commits and with several versions, which its runs name.
 """
 
 import itertools
@@ -36,11 +36,12 @@ class Record:
         Args:
             path: JSON file, read if it exists.
             settings: What all runs share.
-            in_pieces: Each run names its device and its commit, which the others need not share.
+            in_pieces: Each run names its device, its commit, and the versions that differ from those
+                of the first run.
 
         Raises:
-            SystemExit: the file holds runs of other settings or versions or, unless in pieces, of
-                another commit or machine.
+            SystemExit: the file holds runs of other settings or, unless in pieces, of other versions,
+                another commit or another machine.
         """
         self.path = path
         self.head = {
@@ -50,11 +51,15 @@ class Record:
         }
         self.where: Row = {}
         if in_pieces:
-            shared = self.head["environment"]
-            self.where = {part: shared.pop(part) for part in ("device", "commit")}
+            here = self.head["environment"]
+            self.where = {part: here.pop(part) for part in ("device", "commit")}
         self.rows: list[Row] = []
         if path.exists():
             content = json.loads(path.read_text())
+            if in_pieces:
+                first = content["environment"]
+                self.where |= {part: here[part] for part in here if here[part] != first.get(part)}
+                self.head["environment"] = first
             for part in ("settings", "environment"):
                 if content[part] != self.head[part]:
                     sys.exit(f"{path} has {part} {content[part]}, now they are {self.head[part]}")

@@ -153,16 +153,14 @@ def provenance(name: str) -> str:
     record = load(name)
     if record is None:
         return "no record yet"
-    environment = record["environment"]
     seeds = sorted({row["seed"] for row in reported(name)})
-    versions = ", ".join(f"{part} {environment[part]}" for part in ("torch", "timm", "python"))
-    made = [environment] if "device" in environment else record["runs"]  # as a whole, or in pieces
-    device, commit = (
-        " and ".join(sorted({one[part] for one in made})) for part in ("device", "commit")
-    )
+    made = [record["environment"] | row for row in record["runs"]]  # a run may name its own
+    parts = ("device", "torch", "timm", "python", "commit")
+    where = {part: " and ".join(sorted({one[part] for one in made})) for part in parts}
+    versions = ", ".join(f"{part} {where[part]}" for part in ("torch", "timm", "python"))
     return (
-        f"`{record['command']}` on {device}, {versions}, commit "
-        f"{commit}, seeds {', '.join(map(str, seeds))} "
+        f"`{record['command']}` on {where['device']}, {versions}, commit "
+        f"{where['commit']}, seeds {', '.join(map(str, seeds))} "
         f"([`{name}.json`](../experiments/results/{name}.json))"
     )
 

@@ -91,9 +91,13 @@ def test_a_record_in_pieces_grows_elsewhere_and_every_run_says_where(
     assert [run["commit"] for run in content["runs"]] == ["one", "another"]
     assert all(run["device"] for run in content["runs"])
     assert not {"commit", "device"} & content["environment"].keys()
+    assert not any("python" in run for run in content["runs"])
     monkeypatch.setattr(provenance.platform, "python_version", lambda: "2.7")
-    with pytest.raises(SystemExit, match="has environment"):
-        records.Record(path, {"steps": 3}, in_pieces=True)
+    records.Record(path, {"steps": 3}, in_pieces=True).add({"seed": 2})
+    later = json.loads(path.read_text())
+    assert later["environment"] == content["environment"]
+    assert later["runs"][2]["python"] == "2.7"
+    assert "torch" not in later["runs"][2]
 
 
 def test_a_checkout_in_which_a_record_grows_is_clean(
