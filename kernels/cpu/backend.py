@@ -188,7 +188,7 @@ def _rows(tensor: Tensor, dtype: torch.dtype, columns: int | None = None) -> Ten
     """Return the tensor in a dtype, with a contiguous last axis, filled up with zeros to columns."""
     tensor = tensor.to(dtype)
     if columns is not None and columns > tensor.shape[-1]:
-        return F.pad(tensor, (0, columns - tensor.shape[-1]))
+        tensor = F.pad(tensor, (0, columns - tensor.shape[-1]))  # which keeps channels_last strides
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

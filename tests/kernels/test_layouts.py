@@ -1,0 +1,147 @@
+"""Strides change nothing: operators on arguments laid out at random, beside the reference on plain ones."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from vil.kernels import ops
+from vil.kernels.grid import Grid
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
+OPERATORS = ["scan", "bidirectional_scan", "causal_conv1d_bidirectional", "mixer"]
+
+
+def laid_out(tensor: Tensor, rng: random.Random, expandable: bool = True) -> Tensor:
+    """Return a tensor in memory drawn at random: order of axes, gaps, offset, axes of stride 0.
+
+    What lies between its elements is NaN. An expanded axis has the first of the values everywhere.
+    """
+    axes = range(tensor.ndim)
+    expanded = [expandable and rng.random() < 0.1 for _ in axes]
+    core = tensor
+    for axis in axes:
+        core = core.narrow(axis, 0, 1) if expanded[axis] else core
+    channels_last = [0, *range(2, tensor.ndim), *([1] if tensor.ndim > 1 else [])]
+    slowest_first = rng.choice([[*axes], channels_last, rng.sample(axes, len(axes))])
+    steps = [rng.choice([1, 1, 1, 2, 3]) for _ in axes]
+    sizes = [core.shape[axis] * steps[axis] for axis in slowest_first]
+    offset = rng.choice([0, 0, 1, 2, 5])
+    gap = torch.nan if tensor.is_floating_point() else 1
+    memory = torch.full((offset + math.prod(sizes),), gap, dtype=tensor.dtype, device=tensor.device)
+    view = memory[offset:].view(sizes).permute([slowest_first.index(axis) for axis in axes])
+    view = view[tuple(slice(None, None, step) for step in steps)]
+    view.copy_(core)
+    return view.expand(tensor.shape)
+
+
+def drawn(
+    operator: str, recurrence: str, dtype: torch.dtype, most: tuple[int, int, int], seed: int
+) -> list:
+    """Return arguments of an operator, of at most so many tokens, channels and states."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tokens, channels, states = (rng.randint(1, n) for n in most)
+    channels = rng.choice([channels, channels, most[1]])
+    B, lead = rng.randint(1, 3), () if operator == "scan" else (2,)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        values = 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return laid_out(values.to(DEVICE, dtype), rng)
+
+    def parameter(*shape: int) -> Tensor:
+        return normal(*lead, *shape, dtype=rng.choice([dtype, max(dtype, torch.float32, key=bits)]))
+
+    def rates() -> Tensor | None:
+        values = -parameter(channels, states).double().exp()
+        return laid_out(values.to(dtype), rng) if recurrence == "mamba" else None
+
+    if operator == "causal_conv1d_bidirectional":
+        order = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(B)])
+        order = torch.where(torch.rand(order.shape, generator=generator) < 0.2, -2 - order, order)
+        order = laid_out(order.int().to(DEVICE), rng, expandable=False)
+        order = rng.choice([None, order, order[:1], order[:1].expand(B, -1)])
+        x, taps = normal(B, tokens, channels), rng.randint(1, 5)
+        return [x, parameter(channels, taps), parameter(channels), order]
+    if operator == "mixer":
+        H, W = rng.randint(1, 4), rng.randint(1, max(tokens // 4, 1))
+        class_token, rank = rng.randint(0, 1), rng.randint(1, 3)
+        grid = rng.choice([None, Grid(H, W, 2, 2, 4, 4, 4, 4, class_token)])
+        valid = torch.rand((B, H * W), generator=generator) < 0.8
+        valid[:, 0] = True
+        valid = None if grid is None else laid_out(valid.to(DEVICE), rng, expandable=False)
+        weights = parameter(rank + 2 * states, channels), parameter(channels, rank)
+        return [
+            *(normal(B, tokens if grid is None else grid.length, 2 * channels),),
+            *(parameter(channels, 4), parameter(channels), *weights, parameter(channels)),
+            *(rates(), parameter(channels), recurrence, True, grid, rng.choice([None, valid])),
+        ]
+    rows, keys = (*lead, B, tokens, channels), (*lead, B, tokens, states)
+    arguments = [normal(*rows), normal(*rows), rates(), normal(*keys), normal(*keys)]
+    arguments += [parameter(channels), parameter(channels)]
+    if operator == "bidirectional_scan":
+        return [*arguments, normal(*rows[1:]), recurrence, rng.random() < 0.5]
+    state = normal(B, channels, states, dtype=max(dtype, torch.float32, key=bits))
+    return [*arguments, rng.choice([None, state]), recurrence, rng.random() < 0.5]
+
+
+def bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
+def results(operator: str, backend: str, arguments: list, seed: int) -> list[Tensor]:
+    """Return outputs, and gradients from gradients of outputs that are laid out at random."""
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in arguments
+    ]
+    wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    with ops.use_backend(backend):
+        out = getattr(torch.ops.vil, operator)(*leaves)
+        outputs = [*out] if operator == "scan" else [out if isinstance(out, Tensor) else out[0]]
+        grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
+        grads = [
+            laid_out(g.to(o.device, o.dtype), rng) for g, o in zip(grads, outputs, strict=True)
+        ]
+        if backend == "reference":
+            grads = [g.contiguous() for g in grads]
+        return [*outputs, *torch.autograd.grad(outputs, wanted, grads)]
+
+
+def plain(argument: object) -> object:
+    if not isinstance(argument, Tensor):
+        return argument
+    argument = argument.clone(memory_format=torch.contiguous_format)
+    return argument.double() if argument.is_floating_point() else argument
+
+
+def assert_as_in_plain_memory(
+    operator: str, backend: str, dtype: torch.dtype, most: tuple[int, int, int], seed: int
+) -> None:
+    recurrence = ops.RECURRENCES[seed % len(ops.RECURRENCES)]
+    arguments = drawn(operator, recurrence, dtype, most, seed)
+    truths = results(operator, "reference", [plain(a) for a in arguments], seed)
+    for i, result in enumerate(results(operator, backend, arguments, seed)):
+        error = (result.double() - truths[i]).abs().max()
+        bound = TOLERANCE[dtype] * truths[i].abs().max() + 1e-24
+        assert error <= bound, f"result {i} for {recurrence} with seed {seed}: {error} > {bound}"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the tensors are on a GPU")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compiled_loops(operator: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("numba")
+    for seed in range(60):
+        assert_as_in_plain_memory(operator, "cpu", dtype, (20, 64, 7), seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_triton_kernels(operator: str, seed: int) -> None:
+    pytest.importorskip("triton")
+    assert_as_in_plain_memory(operator, "triton", torch.float32, (5, 6, 3), seed)
