@@ -39,7 +39,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.convert import convert_official_vim, is_official_vim
 from vil.kernels.grid import places
-from vil.masks import Box, boxes, pixels, valid_patches
+from vil.masks import Box, boxes, pixels, valid_patches, zeros_where_masked
 from vil.mixer import BidirectionalMixer, Recurrence
 from vil.near_sizes import to_own_grid
 from vil.patch_embed import OverlapPatchEmbed
@@ -106,6 +106,16 @@ class Block(nn.Module):
             return self.mixer(self.norm(x), grid, valid, save=False)
 
         return recomputed(mixed, x)
+
+
+def _norm_layer(norm_layer: str | type[nn.Module] | None) -> type[nn.Module] | partial:
+    try:
+        return get_norm_layer(norm_layer) or partial(RmsNorm, eps=1e-5)
+    except (AssertionError, KeyError) as error:
+        raise ValueError(
+            "norm_layer must be None, a class, or a name that timm.layers.get_norm_layer knows, such as "
+            f"layernorm or rmsnorm; got {norm_layer!r}"
+        ) from error
 
 
 torch.fx.wrap("to_own_grid")  # whose branches FX cannot follow
@@ -237,7 +247,7 @@ class VisionLonghorn(nn.Module):
             raise ValueError(f"resize_below must be a number of at least 0, got {resize_below}")
         if grid_aware not in (True, False, "steps"):
             raise ValueError(f'grid_aware must be True, False or "steps", got {grid_aware!r}')
-        norm_layer = get_norm_layer(norm_layer) or partial(RmsNorm, eps=1e-5)
+        norm_layer = _norm_layer(norm_layer)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
@@ -620,10 +630,11 @@ class VisionLonghorn(nn.Module):
             raise ValueError(
                 f"mask must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
             )
-        x = self.patch_embed.covered(x)
+        covered = self.patch_embed.covered(x)
         H, W = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         patch_size, stride = self.patch_embed.patch_size, self.patch_embed.stride
         valid = valid_patches(mask, x, (H, W), patch_size, stride)
+        x = zeros_where_masked(covered, mask, valid, patch_size, stride)
         prefix = self.num_prefix_tokens
         results: list[Tensor] = []
         for box in boxes(valid):
@@ -775,7 +786,8 @@ class VisionLonghorn(nn.Module):
             mask: Of images that are padded to one size: True, or not 0, where a pixel belongs to its
                 image, (B, height, width) as transformers' pixel_mask, or where a patch does,
                 (B, H, W). The result is that of each image alone, as large as the box around what is
-                its own. Not for programs that are scripted, traced or exported.
+                its own. All other pixels are read as zeros, whatever they contain. Not for programs
+                that are scripted, traced or exported.
 
         Raises:
             ValueError: The mask has another shape, or leaves an image without a patch.

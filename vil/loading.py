@@ -14,16 +14,11 @@ from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
-from vil.messages import first_line, one_line
+from vil.messages import first_line, one_line, printable
 from vil.pyramid import VisionLonghornPyramid, is_plain
-from vil.weights import Weights, is_own, read_weights
+from vil.timm_arguments import FEATURES, OTHER_WEIGHTS
+from vil.weights import Weights, check_finite, is_own, read_weights
 
-_FEATURES = ("features_only", "out_indices", "feature_cls")
-# Arguments of timm.create_model that fetch weights from elsewhere, or are set here.
-_OTHER_WEIGHTS = (
-    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args"),
-    *("pretrained_strict", "checkpoint_path", "cache_dir"),
-)
 _logger = logging.getLogger("vil")
 
 
@@ -59,9 +54,11 @@ def load(
         FileNotFoundError: there is no such source.
         OSError, MemoryError: it cannot be read.
         LookupError: it has no averaged weights.
-        ValueError: the source holds no weights or some that are not finite, does not say which model
-            they are of, or they do not fit the model, naming the first key that does not; a module has
-            not one backbone of this package in it, or comes with timm's arguments.
+        ValueError: the source holds no weights, or some that are not finite. Or it does not say which
+            model they are of, or says it in another form. Or a weight does not fit the model by its
+            name, its shape, its kind of number (float, int, bool, complex), or by a number too large for
+            the model's dtype; the first such weight is named. Or a module has not one backbone of this
+            package in it, or comes with timm's arguments.
     """
     if isinstance(model, nn.Module):
         if timm_arguments:
@@ -96,16 +93,18 @@ def model_with(
     arguments = {key: value for key, value in arguments.items() if value is not None}  # as in timm
     if name is None:
         raise ValueError(f"{weights.origin} does not say which model its weights are of; name it")
-    if not timm.is_model(name):
-        raise ValueError(f"{weights.origin} is of {name}, which is no model of timm")
+    if not _is_known(name):
+        raise ValueError(
+            f"{weights.origin} is of {printable(name[:50])}, which is no model of timm"
+        )
     if weights.architecture is not None:
         arguments = weights.model_args | arguments
         _check_recurrence(weights, name, _recurrence(name, arguments))
     arguments = _classes_of_the_head(weights, name) | arguments
-    for key in _OTHER_WEIGHTS:
+    for key in OTHER_WEIGHTS:
         if key in arguments:
             raise ValueError(f"{key} cannot be an argument: the weights are of {weights.origin}")
-    features = {key: arguments.pop(key) for key in _FEATURES if key in arguments}
+    features = {key: arguments.pop(key) for key in FEATURES if key in arguments}
     model = _created(
         weights,
         name,
@@ -125,13 +124,21 @@ def model_with(
     return model, line
 
 
+def _is_known(name: str) -> bool:
+    """Tell whether timm has a model of that name, and the tag if it has one."""
+    try:
+        timm.get_pretrained_cfg(name)
+    except RuntimeError:  # the tag is another
+        return False
+    return timm.is_model(name)
+
+
 def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
     """Create a model for weights, or say why timm or the model refuses, in a line."""
     try:
         return create(name, **arguments)
-    except (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
-        said = one_line(error)
-        raise ValueError(f"{weights.origin}: cannot create model {name}: {said}") from error
+    except ValueError as error:
+        raise ValueError(f"{weights.origin}: {error}") from error
 
 
 def _own_cfg(model: nn.Module) -> dict[str, Any]:
@@ -153,21 +160,22 @@ def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
     rows = [
         len(weights.state_dict[f"{h}weight"]) for h in heads if f"{h}weight" in weights.state_dict
     ]
-    return {"num_classes": rows[0]} if rows else {}
+    offset = weights.pretrained_cfg.get("label_offset", 0)  # rows of a class that is left out
+    return {"num_classes": rows[0] - offset} if rows else {}
 
 
 def create(name: str, **arguments: Any) -> nn.Module:
     """Create a timm model; ``img_size`` is passed to models that take one, as fixed sizes need it.
 
     Raises:
-        RuntimeError, TypeError, ValueError, AssertionError: as timm and the model do.
+        ValueError: timm or the model refuses; says why in a line.
     """
     try:
         return timm.create_model(name, **arguments)
-    except TypeError as error:
+    except Exception as error:  # a model raises whatever it meets
         if "img_size" not in arguments or "'img_size'" not in str(error):
-            raise
-    return timm.create_model(name, **{k: v for k, v in arguments.items() if k != "img_size"})
+            raise ValueError(f"cannot create model {name}: {one_line(error)}") from error
+    return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
 
 
 def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:
@@ -227,6 +235,7 @@ def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
     try:
         if adapt is not None:
             adapted = adapt(adapted, model)
+        _check_dtypes(model, adapted)
         load_pretrained(
             model,
             _cfg_of_weights(model, adapted, weights, keep_head) | {"state_dict": adapted},
@@ -249,13 +258,39 @@ def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
     return missing
 
 
+def _check_dtypes(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
+    """Refuse weights whose numbers the model cannot hold: of another kind, or too large.
+
+    Raises:
+        ValueError: a weight is one of these, or the model holds no numbers at all.
+    """
+    rounded = {}
+    for name, own in model.state_dict().items():
+        value = state_dict.get(name, own)
+        if own.is_meta:
+            raise ValueError("device meta holds no numbers")
+        if _kind(value) != _kind(own):
+            raise ValueError(f"{name} is {value.dtype} in the weights and {own.dtype} in the model")
+        if _kind(own) == "float" and torch.finfo(value.dtype).max > torch.finfo(own.dtype).max:
+            rounded[name] = value.to(own.dtype)
+    check_finite(rounded, "as numbers of the model's dtype")
+
+
+def _kind(value: Tensor) -> str:
+    if value.is_floating_point() or value.is_complex():
+        return "complex" if value.is_complex() else "float"
+    return "bool" if value.dtype == torch.bool else "int"
+
+
 def _cfg_of_weights(
     model: nn.Module, source: dict[str, Tensor], weights: Weights, keep_head: bool
 ) -> dict[str, Any]:
     """Describe the weights to timm by their tensors, which cannot be wrong about them."""
     cfg = model.pretrained_cfg
     rows = [len(source[f"{h}weight"]) for h in _heads(cfg) if f"{h}weight" in source]
-    offset = weights.pretrained_cfg.get("label_offset") or 0  # rows of a class that is left out
+    offset = weights.pretrained_cfg.get("label_offset", 0)
+    if rows and offset >= rows[0]:
+        raise ValueError(f"label_offset must be below the {rows[0]} rows of the head, got {offset}")
     stem = source.get(f"{cfg.get('first_conv')}.weight")
     channels = cfg["input_size"][0] if stem is None or stem.ndim != 4 else stem.shape[1]
     return cfg | {
@@ -269,7 +304,7 @@ def _cfg_of_weights(
 
 def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
     name = model.pretrained_cfg["architecture"]
-    return ValueError(f"{weights.origin} does not fit model {name}: {why}")
+    return ValueError(f"{weights.origin} does not fit model {name}: {printable(why)}")
 
 
 def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:

@@ -3,7 +3,8 @@
 Empty patches around an image would be read, written and met by the taps. Here each image is what lies in
 the smallest box around its own patches, and images with boxes of one size go through the model together,
 without the rest: the result of an image does not depend on what it was padded to. Of patches that are missing
-inside a box the kernels take care (``kernels/grid.py``).
+inside a box the kernels take care (``kernels/grid.py``). Images enter with zeros where they are masked: even
+where the kernels multiply by zero what is missing, NaN would remain NaN.
 
 Letters: B images, H W grid of patches as padded, b images with boxes of h w patches, n = h w.
 """
@@ -28,7 +29,7 @@ def valid_patches(
     Args:
         mask: True, or not 0, where a pixel belongs to its image, (B, height, width) as transformers'
             pixel_mask; or the same of patches, (B, H, W).
-        images: (B, in_chans, height, width).
+        images: As given to the model, (B, in_chans, height, width).
         grid: Rows and columns (H, W) of their patches.
         patch: Height and width of a patch.
         stride: Distance of neighbouring patches. Of those that do not overlap one belongs to an image
@@ -47,8 +48,12 @@ def valid_patches(
         )
     valid = mask != 0
     if tuple(mask.shape) != patches:
-        whole = F.pad(valid.float(), [0, -width % patch[1], 0, -height % patch[0]])[:, None]
-        if tuple(patch) == tuple(stride):
+        apart = tuple(patch) == tuple(stride)
+        # Padding to whole patches belongs to no image, and spoils no patch that is to belong to one whole.
+        below, beside = ((n - 1) * s + p for n, s, p in zip(grid, stride, patch, strict=True))
+        padding = [0, beside - width, 0, below - height]
+        whole = F.pad(valid.float(), padding, value=0.0 if apart else 1.0)[:, None]
+        if apart:
             valid = F.max_pool2d(whole, patch, stride)[:, 0] > 0
         else:
             valid = F.avg_pool2d(whole, patch, stride)[:, 0] == 1
@@ -57,6 +62,34 @@ def valid_patches(
     if empty:
         raise ValueError(f"mask must leave each image a patch, images {empty} have none")
     return valid
+
+
+def zeros_where_masked(
+    images: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    patch: tuple[int, int],
+    stride: tuple[int, int],
+) -> Tensor:
+    """Return images with zeros in pixels that are masked, or that no patch of their image meets.
+
+    Args:
+        images: As whole patches cover them, (B, in_chans, height, width).
+        mask: As of ``valid_patches``, at most as large as the images.
+        valid: What that returned, bool (B, H, W).
+        patch: As of ``valid_patches``.
+        stride: As of ``valid_patches``.
+    """
+    height, width = images.shape[-2:]
+
+    def as_large(pixels: Tensor) -> Tensor:
+        return F.pad(pixels, [0, width - pixels.shape[-1], 0, height - pixels.shape[-2]])
+
+    ones = torch.ones(1, 1, *patch, device=valid.device)
+    own = as_large(F.conv_transpose2d(valid[:, None].float(), ones, stride=stride)) > 0
+    if mask.shape != valid.shape:
+        own &= as_large(mask != 0)[:, None]
+    return images.masked_fill(~own, 0)
 
 
 class Box(NamedTuple):

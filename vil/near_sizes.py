@@ -68,6 +68,9 @@ def to_trained_size(
 def to_own_grid(tokens: Tensor, grid: list[int], own_grid: list[int], num_prefix: int) -> Tensor:
     """Resize the patches among tokens to the grid of the image as it was given.
 
+    The mean over the patches stays the same, so that averaged tokens classify as those of the resized
+    image do.
+
     Args:
         tokens: (B, num_prefix + H W, C), prefix first.
         grid: Rows and columns (H, W) inside the model.
@@ -80,5 +83,6 @@ def to_own_grid(tokens: Tensor, grid: list[int], own_grid: list[int], num_prefix
     if _equal(grid, own_grid):
         return tokens
     patches = tokens[:, num_prefix:].mT.unflatten(2, [grid[0], grid[1]])
-    patches = F.interpolate(patches, [own_grid[0], own_grid[1]], mode="bilinear", antialias=True)
-    return torch.cat([tokens[:, :num_prefix], patches.flatten(2).mT], 1)
+    own = F.interpolate(patches, [own_grid[0], own_grid[1]], mode="bilinear", antialias=True)
+    own = own + (patches.mean((2, 3), keepdim=True) - own.mean((2, 3), keepdim=True))
+    return torch.cat([tokens[:, :num_prefix], own.flatten(2).mT], 1)

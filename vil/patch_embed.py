@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed, register_notrace_function, to_2tuple
+from timm.layers import PatchEmbed, is_exporting, register_notrace_function, to_2tuple
 from timm.layers.trace_utils import _assert
 from torch import Tensor
 
@@ -31,6 +31,14 @@ def _of_whole_patches(
                 f"{stride[i]} px; with dynamic_img_pad=True images are padded instead."
             )
     return images
+
+
+def _lacking(size: int, patch: int, stride: int) -> int:
+    """Return the pixels that a side lacks until whole patches cover all of it."""
+    if not torch.jit.is_scripting() and is_exporting():
+        # A branch would bind the program to the sizes on one side.
+        return torch.sym_max(patch - size, (patch - size) % stride)
+    return max(patch - size, (patch - size) % stride)
 
 
 class OverlapPatchEmbed(PatchEmbed):
@@ -126,7 +134,9 @@ class OverlapPatchEmbed(PatchEmbed):
                 f"Input width ({width}) doesn't match model ({self.img_size[1]}).",
             )
         if self.dynamic_img_pad:
-            return F.pad(x, [0, -width % self.patch_size[1], 0, -height % self.patch_size[0]])
+            below = _lacking(height, self.patch_size[0], self.stride[0])
+            beside = _lacking(width, self.patch_size[1], self.stride[1])
+            return F.pad(x, [0, beside, 0, below])
         return _of_whole_patches(x, self.patch_size, self.stride)
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
@@ -137,8 +147,8 @@ class OverlapPatchEmbed(PatchEmbed):
         """Return the grid (H, W) of an image of (height, width) pixels."""
         height, width = img_size
         if self.dynamic_img_pad:
-            height += -height % self.patch_size[0]
-            width += -width % self.patch_size[1]
+            height += _lacking(height, self.patch_size[0], self.stride[0])
+            width += _lacking(width, self.patch_size[1], self.stride[1])
         return (
             (height - self.patch_size[0]) // self.stride[0] + 1,
             (width - self.patch_size[1]) // self.stride[1] + 1,

@@ -33,6 +33,29 @@ def refuse_another_architecture(
     raise RuntimeError(f"{difference}; vil.load(path) builds the model that a checkpoint is of")
 
 
+def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sizes that the shapes of a backbone's weights tell, by the names of its arguments."""
+    blocks = {name.split(".")[1] for name in state_dict if name.startswith("blocks.")}
+    sizes = {"depth": len(blocks)} if blocks else {}
+    proj, conv, steps, states, head = (
+        state_dict[name].shape if name in state_dict else ()
+        for name in (
+            "patch_embed.proj.weight",
+            *(f"blocks.0.mixer.{part}_weight" for part in ("conv", "dt", "x_proj")),
+            "head.weight",
+        )
+    )
+    if len(proj) == 4:
+        sizes |= {"embed_dim": proj[0], "in_chans": proj[1]}
+        if proj[2] == proj[3]:
+            sizes["patch_size"] = proj[2]
+        if len(conv) == 3 and proj[0]:
+            sizes |= {"d_conv": conv[2], "expand": conv[1] // proj[0]}
+    if len(steps) == len(states) == 3:
+        sizes |= {"dt_rank": steps[2], "d_state": (states[1] - steps[2]) // 2}
+    return sizes | {"num_classes": head[0]} if head else sizes
+
+
 def resized_pos_embed(
     pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None
 ) -> tuple[Tensor, tuple[int, int]]:

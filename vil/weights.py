@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import Annotated, Any, BinaryIO, TypedDict
 
 import timm
 import torch
@@ -23,14 +23,18 @@ from timm.models._hub import load_model_config_from_path, load_state_dict_from_p
 from torch import Tensor
 
 from vil.convert import convert_official_vim, is_official_vim
-from vil.forms import misfit
+from vil.forms import Plain, Range, is_dictionary, misfit
 from vil.messages import one_line
+from vil.state_dicts import sizes_of
+from vil.timm_arguments import NOT_OF_A_MODEL
 
 _RAW = ("state_dict", "model")  # where files of training programs keep weights
 _AVERAGED = ("state_dict_ema", "model_ema")
 _OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
 _FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 px every 8
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct")
+_Count = Annotated[int, Range(1, 2**31 - 1)]
+_CountFromZero = Annotated[int, Range(0, 2**31 - 1)]
 
 
 class _Averages(TypedDict, total=False):
@@ -59,9 +63,10 @@ class _Log(TypedDict, total=False):
 class PretrainedCfg(TypedDict, total=False):
     """Classes and preprocessing in timm's terms."""
 
-    num_classes: int
-    input_size: tuple[int, int, int]
+    num_classes: _CountFromZero
+    input_size: tuple[_Count, _Count, _Count]
     label_names: list[str] | tuple[str, ...] | dict[str, str]
+    label_offset: _CountFromZero
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str
@@ -72,11 +77,19 @@ class Described(TypedDict):
     """What train_imagenet.py, and no other program, keeps beside the weights."""
 
     arch: str
-    model_args: dict[str, Any]
+    model_args: dict[str, Plain]
     pretrained_cfg: PretrainedCfg
-    epoch: int
-    config: dict[str, dict[str, Any]]
+    epoch: _CountFromZero
+    config: dict[str, dict[str, Plain]]
     run: _Log
+
+
+class _Model(TypedDict, total=False):
+    """What is read of any source that says which model its weights are of."""
+
+    architecture: str
+    model_args: dict[str, Plain]
+    pretrained_cfg: PretrainedCfg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +140,9 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
         FileNotFoundError: there is no such file, folder or model.
         OSError, MemoryError: it cannot be read, which says nothing of what it holds.
         LookupError: it has no averaged weights.
-        ValueError: it holds no weights or some that are not finite, is damaged, or would execute code.
+        ValueError: it holds no weights, or some that are not finite, is damaged, or would execute code.
+            Or what it says of its model is nested, too large, contradicts its weights, or has arguments
+            that do not say which model it is.
     """
     name = str(source)
     scheme, _, place = name.partition(":")
@@ -342,7 +357,7 @@ def _from_file(path: Path, ema: bool) -> Weights:
 
 def _is_state_dict(value: Any) -> bool:
     return (
-        isinstance(value, dict)
+        is_dictionary(value)
         and len(value) > 0
         and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
     )
@@ -360,23 +375,74 @@ def _weights(
         averaged: Whether it is an average.
 
     Raises:
-        ValueError: a weight is not finite, or it is of an official Vision Mamba that no model here is.
+        ValueError: a weight is not finite, it is of an official Vision Mamba that no model here is, or
+            what the source says cannot be so.
     """
-    check_plain(state_dict, origin)
-    check_finite(state_dict, origin)
+    _check_state_dict(state_dict, origin)
+    _check_described(described, origin)
     state_dict = _clean(state_dict)
     if is_official_vim(state_dict):
         try:
             described = described or _describe_official_vim(state_dict)
             state_dict = convert_official_vim(state_dict)
-        except (KeyError, ValueError) as error:
+        except Exception as error:  # tensors of any shapes can have these names
             raise ValueError(f"{origin} cannot be read: {one_line(error)}") from error
     described = {"model_args": {}, "pretrained_cfg": {}} | described
     if is_own(described.get("architecture") or ""):
         # The pooling says so, too, but another one that is asked for must not move the norm.
         place = any(key.startswith("fc_norm.") for key in state_dict)
         described["model_args"] = {"fc_norm": place} | described["model_args"]
+        _check_sizes(described, state_dict, origin)
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
+
+
+def _check_state_dict(state_dict: dict[str, Tensor], origin: str) -> None:
+    """Check that a state dict has finite numbers, and beside them what PyTorch and this package record.
+
+    Raises:
+        ValueError: it has something else.
+    """
+    if not _is_state_dict(state_dict):
+        raise ValueError(f"{origin} holds no state dict")
+    recorded = getattr(state_dict, "_metadata", {})
+    wrong = misfit(recorded, dict[str, dict[str, Plain]], "the state dict's _metadata")
+    if wrong is not None:
+        raise ValueError(f"{origin}: {wrong}")
+    check_plain(state_dict, origin)
+    check_finite(state_dict, origin)
+
+
+def _check_described(described: dict[str, Any], origin: str) -> None:
+    """Check what a source says of its model, before anything prints, compares or builds it.
+
+    Raises:
+        ValueError: it has another form, or says how to build a model.
+    """
+    model = {key: value for key, value in described.items() if value is not None}
+    wrong = misfit(model, _Model, "its description")
+    if wrong is not None:
+        raise ValueError(f"{origin}: {wrong}")
+    for key in NOT_OF_A_MODEL:
+        if key in model.get("model_args", {}):
+            raise ValueError(
+                f"{origin}: model_args has {key}, which does not say which model it is"
+            )
+
+
+def _check_sizes(described: dict[str, Any], state_dict: dict[str, Tensor], origin: str) -> None:
+    """Compare the sizes that a source says its model has with those of its weights.
+
+    A model of other sizes could take all of the memory, or for ever to build, before that is found.
+
+    Raises:
+        ValueError: they differ.
+    """
+    for name, size in sizes_of(state_dict).items():
+        stated = described["model_args"].get(name)
+        if name == "num_classes":
+            size -= described["pretrained_cfg"].get("label_offset", 0)
+        if isinstance(stated, int) and stated != size:
+            raise ValueError(f"{origin}: model_args has {name} {stated}, and its weights {size}")
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -387,7 +453,7 @@ def _load(path: Path) -> dict[str, Any]:
             file.seek(0)
         with torch.serialization.safe_globals([argparse.Namespace]):  # the options of a trainer
             content = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(content, dict):
+    if not is_dictionary(content):
         raise ValueError(f"{path} holds a {type(content).__name__} and no state dict")
     return content
 
@@ -469,14 +535,10 @@ def _describe_config(
 ) -> dict[str, Any]:
     """Say what timm's config.json knows of its model."""
     classes = {key: pretrained_cfg[key] for key in ("num_classes",) if key in pretrained_cfg}
-    cfg = _relevant(pretrained_cfg)
-    wrong = misfit(cfg, PretrainedCfg, "pretrained_cfg")
-    if wrong is not None:
-        raise ValueError(wrong)
     return {
         "architecture": architecture,
         "model_args": dict(model_args or {}) | classes,
-        "pretrained_cfg": cfg,
+        "pretrained_cfg": _relevant(pretrained_cfg),
     }
 
 

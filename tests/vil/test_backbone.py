@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import vil
 from vil.complexity import count_macs, count_parameters
 from vil.convert import convert_official_vim
+from vil.patch_embed import OverlapPatchEmbed
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}
 TINY_MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
@@ -564,6 +566,23 @@ def test_images_of_no_whole_patches_are_refused(
     with pytest.raises(AssertionError, match=message):
         small(patch_stride=stride)(images(*size))
     assert small(patch_stride=stride, dynamic_img_pad=True)(images(*size)).shape == (2, 5)
+
+
+def test_padding_to_whole_patches_leaves_no_pixel_unread() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        patch = draw.randint(1, 12)
+        stride, size = draw.randint(1, patch), (draw.randint(1, 40), draw.randint(1, 40))
+        kwargs = {"dynamic_img_pad": True, "strict_img_size": False}
+        embed = OverlapPatchEmbed(patch, stride, img_size=None, embed_dim=1, **kwargs)
+        x = torch.ones(1, 3, *size, requires_grad=True)
+        found = embed(x)
+        assert tuple(found.shape[1:3]) == embed.dynamic_feat_size(size)
+        found.sum().backward()
+        case = f"patches of {patch} px every {stride} px in {size}"
+        assert x.grad.abs().sum((0, 1)).all(), case
+        covered = [(length - 1) * stride + patch for length in found.shape[1:3]]
+        assert all(c < max(n, patch) + stride for c, n in zip(covered, size, strict=True)), case
 
 
 def test_bad_position_embedding_is_named() -> None:

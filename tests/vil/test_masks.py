@@ -1,5 +1,8 @@
 """Batches of padded images with a mask: each image gives what it gives alone."""
 
+import itertools
+import random
+
 import pytest
 import timm
 import torch
@@ -55,12 +58,24 @@ def test_without_class_token_and_with_overlapping_patches() -> None:
         torch.testing.assert_close(model(batch, mask), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_images_that_are_padded_to_whole_patches() -> None:
-    model = small(dynamic_img_pad=True)
-    image = torch.randn(1, 3, 30, 45)
-    batch, mask = torch.zeros(1, 3, 48, 64), torch.zeros(1, 48, 64)
-    batch[:, :, :30, :45], mask[:, :30, :45] = image, 1
+@pytest.mark.parametrize("seed", range(12))
+def test_images_that_are_padded_to_whole_patches(seed: int) -> None:
+    """Of any size, by the batch's padding and by the model's; maps of them, too."""
+    rng = random.Random(seed)
+    name = rng.choice(MODELS) + rng.choice(["", "_pyramid"])
+    model = small(name, dynamic_img_pad=True)
+    height, width = rng.randint(1, 48), rng.randint(1, 64)
+    image = torch.randn(1, 3, height, width)
+    below, right = rng.choice([0, 5, 8]), rng.choice([0, 3, 16])
+    batch = torch.nn.functional.pad(image, [0, right, 0, below], value=torch.nan)
+    mask = torch.nn.functional.pad(torch.ones(1, height, width), [0, right, 0, below])
     torch.testing.assert_close(model(batch, mask), model(image), rtol=1e-4, atol=1e-5)
+    _, maps = model.forward_intermediates(batch, mask=mask, norm=True)
+    for padded, own in zip(maps, model.forward_intermediates(image, norm=True)[1], strict=True):
+        inside = padded[..., : own.shape[2], : own.shape[3]]
+        torch.testing.assert_close(inside, own, rtol=1e-4, atol=1e-5)
+    finer, whole = small(patch_stride=3, dynamic_img_pad=True), torch.ones(1, height, width)
+    torch.testing.assert_close(finer(image, whole), finer(image))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -123,6 +138,80 @@ def test_gradients_do_not_reach_what_is_masked() -> None:
     model(batch, mask).square().sum().backward()
     reached = batch.grad.abs().sum(1) != 0
     assert torch.equal(reached, mask.bool())
+
+
+def drawn_model(rng: random.Random) -> nn.Module:
+    """Return a model of random options, of which 4 x 4 patches were trained."""
+    name = rng.choice(MODELS) + rng.choice(["", "_pyramid"])
+    class_token, plain = rng.random() < 0.7, not name.endswith("pyramid")
+    return small(
+        name,
+        embed_dim=16,
+        class_token=class_token,
+        global_pool=rng.choice(["token", "avg", "max"] if class_token else ["avg", "max"]),
+        grid_aware=rng.choice([True, "steps", False]),
+        patch_stride=rng.choice([None, 4]) if plain else None,
+    ).train(rng.random() < 0.5)
+
+
+def drawn_mask(rng: random.Random, images: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return a mask of pixels or patches, and which pixels it leaves out, bool (B, height, width).
+
+    Boxes are drawn, holes in them, and pixels. Of a mask of patches those pixels are left out that no
+    patch of the image has.
+    """
+    (B, _, height, width), of_patches = images.shape, rng.random() < 0.5
+    patch, (stride, _) = 8, model.patch_embed.stride
+    H, W = model.patch_embed.dynamic_feat_size((height, width)) if of_patches else (height, width)
+    mask, unit = torch.zeros(B, H, W, dtype=torch.bool), 1 if of_patches else patch
+    for own in mask:
+        top, left = rng.randrange(H // unit) * unit, rng.randrange(W // unit) * unit
+        own[rng.choice([0, top]) :, rng.choice([0, left]) :] = True
+        for i, j in itertools.product(range(0, H, unit), range(0, W, unit)):
+            if rng.random() < 0.2:
+                own[i : i + rng.choice([unit, 3]), j : j + unit] = False
+        own[-unit:, -unit:] = True
+    if not of_patches:
+        return mask.to(rng.choice([torch.bool, torch.float32])), ~mask
+    left_out = torch.ones(B, height, width, dtype=torch.bool)
+    for b, i, j in mask.nonzero().tolist():
+        left_out[b, i * stride : i * stride + patch, j * stride : j * stride + patch] = False
+    return mask, left_out
+
+
+def outcomes(model: nn.Module, images: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return what every way of a model gives, and all gradients."""
+    images = images.clone().requires_grad_()
+    model.zero_grad()
+    final, maps = model.forward_intermediates(images, mask=mask, norm=True)
+    features = model.forward_features(images, mask)
+    found = {"logits": model(images, mask), "features": features, "final": final}
+    found |= {f"map {i}": made for i, made in enumerate(maps)}
+    sum(t.square().sum() for t in found.values()).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | gradients | {"images": images.grad}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_masked_may_be_anything(seed: int) -> None:
+    rng = random.Random(seed)
+    model = drawn_model(rng)
+    size = rng.choice([(32, 32), (32, 32), (40, 24), (48, 64), (16, 72)])
+    images = torch.randn(3, 3, *size)
+    mask, left_out = drawn_mask(rng, images, model)
+    left_out = left_out[:, None].expand_as(images)
+    assert left_out.any()
+    anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])[
+        torch.randint(4, images.shape)
+    ]
+    expected = outcomes(model, images.masked_fill(left_out, 0), mask)
+    found = outcomes(model, torch.where(left_out, anything, images), mask)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert expected[name].isfinite().all(), name
+        assert torch.equal(found[name], expected[name]), name
+    assert not found["images"][left_out].any()
+    assert found["images"].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

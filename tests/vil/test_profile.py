@@ -119,8 +119,11 @@ def test_a_gpu_that_is_not_there_is_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["vil_tiny", "--img-size", "225"], "vil_tiny with images of 225 x 225 px: img_size must"),
-        (["resnet10t", "vil_tiny", "--img-size", "40"], "vil_tiny with images of 40 x 40 px: img"),
+        (["vil_tiny", "--img-size", "225"], "vil_tiny with images of 225 x 225 px: cannot create"),
+        (
+            ["resnet10t", "vil_tiny", "--img-size", "40"],
+            "vil_tiny with images of 40 x 40 px: cannot",
+        ),
         (
             ["efficientnet_lite0", "--img-size", "32", "--batch-size", "1"],
             "training of efficientnet_lite0: Expected more than 1 value per channel",
@@ -131,7 +134,9 @@ def test_what_cannot_be_measured_is_named(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert f"cannot measure {message}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"cannot measure {message}" in told
+    assert "vil_tiny" not in message or "img_size must be covered by patches of 16 px" in told
 
 
 def test_a_process_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
