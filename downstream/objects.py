@@ -75,7 +75,7 @@ class Objects(Dataset):
         try:
             with PIL.Image.open(path) as file:
                 image = T.pil_to_tensor(file.convert("RGB"))
-        except OSError as error:
+        except (OSError, PIL.Image.DecompressionBombError) as error:
             raise DataError(f"cannot read {path}: {error}") from error
         objects = self._objects(number)
         masks = [torch.from_numpy(self.coco.annToMask(each)) for each in objects]

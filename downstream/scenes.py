@@ -70,7 +70,7 @@ def _read(path: Path, take: Callable[[Image.Image], Tensor]) -> Tensor:
     try:
         with Image.open(path) as image:
             return take(image)
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
 
 

@@ -183,7 +183,7 @@ def _image(path: Path) -> tv_tensors.Image:
     try:
         with Image.open(path) as file:
             return tv_tensors.Image(pil_to_tensor(file.convert("RGB")))
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise OSError(f"{path} cannot be read: {error}") from error
 
 

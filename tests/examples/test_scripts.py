@@ -198,6 +198,10 @@ def cut_off(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:200])
 
 
+def far_too_large(folder: Path) -> None:
+    Image.new("1", (20_000, 10_000)).save(folder / "images/train/0.jpg", "PNG")
+
+
 MASK_FAULTS = [
     (
         lambda folder: (folder / "masks/train/3.png").unlink(),
@@ -208,6 +212,7 @@ MASK_FAULTS = [
     (too_high_a_class, "masks/val/2.png has class 3, must be below the 3 of classes.txt"),
     (lambda folder: (folder / "classes.txt").unlink(), "classes.txt"),
     (cut_off, "images/train/0.jpg cannot be read"),
+    (far_too_large, "images/train/0.jpg cannot be read: Image size (200000000 pixels)"),
 ]
 
 

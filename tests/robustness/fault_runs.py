@@ -37,7 +37,7 @@ from vil.training.data import batches, shared_memory
 from vil.training.data.shard_writer import MakeOptions, make_shards
 from vil.training.files import write_text
 from vil.training.recipes import to_yaml
-from vil.training.run import engine, loop
+from vil.training.run import engine, loop, tracking
 
 PATIENCE = 120.0  # seconds after which a run hangs
 _ORPHANS = 5.0  # seconds that loader processes may outlive a run
@@ -69,6 +69,8 @@ class Result:
     folder: Path
     code: int
     printed: str
+    codes: tuple[int, ...] = ()
+    """Of all processes."""
 
     @property
     def error(self) -> str:
@@ -146,6 +148,7 @@ class Laboratory:
         injury: Injury | None = None,
         again: Result | None = None,
         processes: int = 1,
+        copies: tuple[Path, ...] = (),
     ) -> Result:
         """Train.
 
@@ -156,13 +159,16 @@ class Laboratory:
             injury: Fault in the training process, in the last one if there are several.
             again: Run again in the folder of this one.
             processes: How many train together.
+            copies: Images of each process, where all see theirs under the same path.
 
         Raises:
             RuntimeError: a loader process lives on.
         """
         self.count += 1
         folder = self.root / f"run-{self.count}" if again is None else again.folder
-        recipe = self._recipe(data or getattr(self, dataset), dataset)
+        processes = len(copies) or processes
+        data = Path() if copies else data or getattr(self, dataset)
+        recipe = self._recipe(data, dataset)
         command = ["--config", str(recipe), "--run.output", str(folder), *arguments]
         log = self.root / f"log-{self.count}"
         running = [
@@ -173,6 +179,7 @@ class Laboratory:
                     _place(rank, processes, self.count),
                     log,
                     injury if rank == processes - 1 else None,
+                    copies[rank] if copies else Path(),
                 ),
             )
             for rank in range(processes)
@@ -185,7 +192,8 @@ class Laboratory:
                 process.kill()
                 process.join()
         _await_orphans({process.pid for process in running})
-        return Result(folder, running[0].exitcode, log.read_text(errors="replace"))
+        codes = tuple(process.exitcode for process in running)
+        return Result(folder, codes[0], log.read_text(errors="replace"), codes)
 
     def same(self, result: Result, how: str, *arguments: str, dataset: str = "folder") -> Verdict:
         """Compare with a run left alone: it must have ended well, and with the same bits."""
@@ -281,9 +289,14 @@ def _await_orphans(sessions: set[int]) -> None:
 
 
 def _train(
-    arguments: list[str], environment: dict[str, str], log: Path, injury: Injury | None
+    arguments: list[str],
+    environment: dict[str, str],
+    log: Path,
+    injury: Injury | None,
+    place: Path,
 ) -> None:
-    """Be train_imagenet.py with a fault."""
+    """Be train_imagenet.py with a fault, in a folder."""
+    os.chdir(place)
     if injury is not None:
         _INJURIES[injury.kind](injury)
     train(arguments, environment, log, CONTEXT.RawArray("b", 8), int(environment.get("RANK", 0)))
@@ -345,7 +358,7 @@ def _hang_loaders(injury: Injury) -> None:
 def _lose_images(injury: Injury) -> None:
     """Make all images unreadable that this process itself reads from now on."""
 
-    def decode(*arguments: Any) -> None:
+    def decode(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     batches.decode = decode
@@ -369,6 +382,21 @@ def _exhaust_memory(injury: Injury) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     engine._accumulate = accumulate
+
+
+def _hang_tracker(injury: Injury) -> None:
+    """Let TensorBoard hang once a run has done some steps, and send a signal if there is one."""
+    original = tracking.TensorBoard.log
+
+    def log(self: tracking.TensorBoard, rows: list[tracking.Shown]) -> None:
+        if rows[-1][0] > injury.step:
+            if injury.number:
+                threading.Timer(0.5, os.kill, (os.getpid(), injury.number)).start()
+            threading.Event().wait()
+        original(self, rows)
+
+    tracking.TensorBoard.log = log
+    tracking._LIMIT, tracking._LIMIT_AT_SIGNAL = (1e6 if injury.number else 1.0), 1.0
 
 
 def _fill_output(injury: Injury) -> None:
@@ -456,6 +484,7 @@ _INJURIES = {
     "images": _at_step(_lose_images),
     "validation images": _at_step(_lose_validation_images),
     "memory": _at_step(_exhaust_memory),
+    "tracker": _hang_tracker,
     "output": _at_step(_fill_output),
     "shared memory": _shrink_shared_memory,
     "poison": _poison,

@@ -8,6 +8,7 @@ model, and into nothing else. Ends with status 1 if anything was lost.
 
 import argparse
 import re
+import socket
 import sys
 import tempfile
 import time
@@ -55,6 +56,7 @@ def row(fault: Fault, verdict: Verdict, root: Path) -> str:
     """Return a row of the table, without this run's temporary paths."""
     happened = " ".join(verdict.happened.replace(str(root), "").split())
     happened = re.sub(r"/(data|run)-\d+/?", r"/\1/", happened).replace("|", "\\|")
+    happened = happened.replace(f"node {socket.gethostname()}", "node host")
     happened = re.sub(r"process \d+ on \S+", "process 1234 on host", happened)
     return f"| {name_of(fault)} | {happened} | {verdict.lost} |"
 

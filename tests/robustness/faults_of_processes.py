@@ -112,6 +112,20 @@ def little_shared_memory(lab: Laboratory) -> Verdict:
     return refused(lab.run(None, "--data.num-workers", "2", injury=injury), 2, "--shm-size")
 
 
+def hanging_tracker(lab: Laboratory) -> Verdict:
+    """a tracker that hangs for ever"""
+    shown = ("--run.tracker", "tensorboard")
+    result = lab.run(None, *shown, injury=Injury("tracker", 12))
+    if result.printed.count("training goes on without: TimeoutError: no answer in 1 s") != 1:
+        return Verdict(result.printed[-300:], "the warning")
+    return lab.same(result, "a warning; exit 0", *shown)
+
+
+def hanging_tracker_and_signal(lab: Laboratory) -> Verdict:
+    """a tracker that hangs for ever, and SIGTERM"""
+    return _stopped(lab, signal.SIGTERM, 12, 143, "--run.tracker", "tensorboard", kind="tracker")
+
+
 def killed_training_process(lab: Laboratory) -> Verdict:
     """one of 2 training processes killed"""
     injury = Injury("signal", 12, number=signal.SIGKILL)
@@ -153,7 +167,8 @@ def _stopped(
     if "resumed  after" not in again.printed:
         return Verdict(again.printed[-300:], "the work before")
     how = "" if code < 0 else f"checkpoint, exit {code}; "
-    return lab.same(again, f"{how}run again: exit 0")
+    watched = arguments if "--run.tracker" in arguments else ()  # which leaves a folder
+    return lab.same(again, f"{how}run again: exit 0", *watched)
 
 
 def _goes_on(

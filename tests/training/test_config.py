@@ -11,7 +11,7 @@ from PIL import Image
 
 import vil  # noqa: F401  registers the models
 from vil.training.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
-from vil.training.data.augment import Normalize, train_transform, val_transform
+from vil.training.data.augment import Normalize, ValTransform, train_transform
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.recipes import (
@@ -222,7 +222,7 @@ def test_transforms_are_the_published_ones() -> None:
     normalized = Normalize(config, CPU)(to_tensor(image)[None])[0, :, 0, 0]
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     assert torch.equal(normalized, (torch.tensor([10, 20, 30]) / 255 - mean) / std)
-    resize, centre, last = val_transform(config).transforms
+    resize, centre, last = ValTransform(config).resize_and_crop.transforms
     assert last(image).dtype == torch.uint8
     assert (resize.size, resize.interpolation.value, centre.size) == (256, "bicubic", (224, 224))
 

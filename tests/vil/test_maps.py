@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from vil import maps
@@ -351,7 +352,10 @@ def test_command_refuses_what_it_cannot_draw(weights: Path, digit: Path) -> None
     command = pytest.importorskip("vil.maps.command")
     errors = pytest.importorskip("vil.training.errors")
     source, image, output = str(weights), str(digit), str(weights / "maps.png")
+    narrow = digit.with_name("narrow.png")
+    Image.new("1", (1, 400_000)).save(narrow)
     cases = [
+        ([source, str(narrow), "--output", output], "narrow.png cannot be read: 1 x 400000 px"),
         ([source, image, "--output", "maps.jpg"], "--output must end with .png, got maps.jpg"),
         ([source, image, "--output", image], "--output must not be the image"),
         ([source, image, "--output", output, "--target", "ten"], "or 0 to 9, got ten"),

@@ -17,7 +17,7 @@ from vil.maps.scans import decay, pooled_reads, rollout, step_size, token_matrix
 from vil.messages import one_line
 from vil.training.config import TrainConfig
 from vil.training.console import new_console
-from vil.training.data.augment import Normalize, val_transform
+from vil.training.data.augment import Normalize, ValTransform
 from vil.training.data.sources import decode, image_mode
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
@@ -115,9 +115,9 @@ def _read(path: str, config: TrainConfig) -> Tensor:
     try:
         content = Path(path).read_bytes()
         image = decode(content, image_mode(channels), config.data.exif_rotation)
+        return torch.as_tensor(ValTransform(config)(image))
     except (DataError, OSError) as error:
         raise DataError(f"image {path} cannot be read: {one_line(error)}") from error
-    return torch.as_tensor(val_transform(config)(image))
 
 
 @torch.no_grad()

@@ -7,8 +7,11 @@ share; a recipe states what it changes, and the command line overrides the recip
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from vil.forms import Range, Rule
+from vil.messages import said
+from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 
 MODEL_SIZES = ("patch_size", "embed_dim", "depth", "patch_stride")
@@ -16,14 +19,29 @@ MODEL_ARGUMENTS = ("num_classes", "in_chans", "img_size", *MODEL_SIZES)  # setti
 _STEPS_PER_EPOCH = 16  # that a batch_size of None aims at
 _BATCHES = (8, 64)  # a GPU of a few gigabytes has to hold it at 224 px
 
+# What a setting may be, beside its type; a number or a text without such a range fails a test.
+_LARGEST = 2**31 - 1  # that PyTorch takes for a number of threads, say
+_Count = Annotated[int, Range(1, _LARGEST)]
+_CountFromZero = Annotated[int, Range(0, _LARGEST)]
+_Seed = Annotated[int, Range(0, 2**32 - 1)]  # NumPy's
+_Number = Annotated[float, Range(0)]
+_Positive = Annotated[float, Range(0, open="low")]
+_Share = Annotated[float, Range(0, 1)]
+_ShareBelowOne = Annotated[float, Range(0, 1, open="high")]
+_ShareAboveZero = Annotated[float, Range(0, 1, open="low")]
+_Text = Annotated[str, Rule("that is not empty", lambda text: text != "" and "\0" not in text)]
+_Channels = Rule("of at least one value", bool)
+_Ascending = Rule("of two numbers, first <= second", lambda ends: ends[0] <= ends[1])
+_Different = Rule("of different sizes, at least one", lambda sizes: 0 < len(sizes) == len({*sizes}))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model; what is None stays as the named model defines it."""
 
-    name: str | None = None
+    name: _Text | None = None
     """Any model of timm by its name; None is the model that model.pretrained is of."""
-    pretrained: str | None = None
+    pretrained: _Text | None = None
     """Weights that a new run starts from: a checkpoint of train_imagenet.py, a folder of release.py, a
     .safetensors file, a file with a state dict (the official Vision Mamba's), local-dir:FOLDER,
     hf-hub:NAME, or the name of a timm model that has weights. What it says of its model and its images
@@ -31,24 +49,24 @@ class ModelConfig:
     is new."""
     pretrained_ema: bool = False
     """Start from the averaged weights of that checkpoint."""
-    num_classes: int | None = None
+    num_classes: _Count | None = None
     """Number of classes; None counts those of the data."""
-    in_chans: int | None = None
+    in_chans: Literal[1, 3] | None = None
     """Image channels: 3 reads images as RGB, 1 as grey; None is as of model.pretrained, or 3."""
-    img_size: int | None = None
+    img_size: _Count | None = None
     """Height and width in pixels, in training and in evaluation; None is as of model.pretrained, or
     224."""
-    patch_size: int | None = None
+    patch_size: _Count | None = None
     """Patch height and width in pixels."""
-    embed_dim: int | None = None
+    embed_dim: _Count | None = None
     """Channels of a token."""
-    depth: int | None = None
+    depth: _Count | None = None
     """Number of blocks."""
-    patch_stride: int | None = None
+    patch_stride: _Count | None = None
     """Distance of neighbouring patches in pixels; below patch_size they overlap."""
-    drop_path_rate: float = 0.0
+    drop_path_rate: _ShareBelowOne = 0.0
     """Drop-path rate of the last block; the rate grows linearly from 0 at the first."""
-    args: tuple[str, ...] = ()
+    args: tuple[_Text, ...] = ()
     """Further arguments of the model as key=value, such as global_pool=avg norm_layer=layernorm."""
 
 
@@ -60,90 +78,93 @@ class DataConfig:
     """scikit-learn's handwritten digits, a folder per class, webdataset shards, or fractals that are
     computed as they are read, model.num_classes classes of them at model.img_size, or at the largest of
     data.img_sizes for training."""
-    path: str | None = None
+    path: _Text | None = None
     """Root folder of the data (folder, wds)."""
-    train_split: str = "train"
+    train_split: _Text = "train"
     """Sub-folder (folder), or shards (wds): a split of _info.json, or a brace pattern such as
     train-{000..511}.tar."""
-    val_split: str = "validation"
+    val_split: _Text = "validation"
     """The same for validation; in a folder `validation` also finds `val`."""
-    images_per_class: int | None = None
+    images_per_class: _Count | None = None
     """Training images of each class, the first ones of an order that no seed changes, so that the
     images of a smaller number are among those of a larger; None takes all (fractals: 1000)."""
-    fractal_seed: int = 0
+    fractal_seed: _Seed = 0
     """Names the data set (fractals); apart from run.seed, so that runs can vary on the same images."""
-    img_sizes: tuple[int, ...] | None = None
+    img_sizes: Annotated[tuple[_Count, ...], _Different] | None = None
     """Train at several sizes: each step draws one of these heights and widths, in pixels, for all of its
     images. Validation stays at model.img_size. None trains at model.img_size only."""
-    batch_size: int | None = 1024
+    batch_size: _Count | None = 1024
     """Images per optimiser step, over all processes and accumulated micro-batches; None is the power of
     two that makes 16 steps of an epoch or more, 8 to 64."""
-    validation_batch_size: int | None = None
+    validation_batch_size: _Count | None = None
     """Images per process and step in validation; those of a training micro-batch if None."""
-    aug_repeats: int = 3
+    aug_repeats: _CountFromZero = 3
     """Repeated augmentation: draws of each image in a row; 0 or 1 is off."""
-    shuffle_shards: int = 16
+    shuffle_shards: _Count = 16
     """Shards (wds) whose images are shuffled together; the order of the shards is drawn anew each
     epoch."""
-    max_bad_images: float = 0.001
+    max_bad_images: _ShareBelowOne = 0.001
     """Largest share of the training images that may turn out unreadable or unlabelled before the run
     stops. Each is replaced, counted and named in skipped.txt. In validation none is tolerated."""
+    max_pixels: _Count = 89_478_485
+    """Most pixels of an image, as it is in its file and as validation resizes it before the crop; Pillow's
+    limit, against small files that fill the memory. A larger image counts as unreadable."""
     exif_rotation: bool = False
     """Turn photographs as their EXIF orientation says; off in the published recipes, which ignored
     it."""
-    num_workers: int | None = None
+    num_workers: Annotated[int, Range(0, 1024)] | None = None
     """Loader processes of each training process; 0 loads in the training process; None is one per core
     that the process may use, at most 8."""
-    mean: tuple[float, ...] | None = None
+    mean: Annotated[tuple[_Share, ...], _Channels] | None = None
     """Mean of each channel, pixels in [0, 1]; None is as of model.pretrained, or ImageNet's."""
-    std: tuple[float, ...] | None = None
+    std: Annotated[tuple[_ShareAboveZero, ...], _Channels] | None = None
     """Standard deviation of each channel, likewise."""
     interpolation: Literal["bicubic", "bilinear"] | None = None
     """Interpolation of every resize; None is as of model.pretrained, or bicubic."""
-    crop_pct: float | None = None
-    """Validation resizes to img_size / crop_pct and keeps the centre; None is as of model.pretrained, or
-    0.875."""
+    crop_pct: Annotated[float, Range(0, 2, open="low")] | None = None
+    """Validation resizes to img_size / crop_pct and keeps the centre, which is padded above 1; None is as
+    of model.pretrained, or 0.875."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
     """Augmentation of the training images, in the order it is applied."""
 
-    degrees: float = 0.0
+    degrees: _Number = 0.0
     """Rotation by up to this angle, either way."""
-    translate: float = 0.0
+    translate: _Share = 0.0
     """Shift by up to this fraction of the image."""
-    zoom: tuple[float, float] = (1.0, 1.0)
+    zoom: Annotated[tuple[_Positive, _Positive], _Ascending] = (1.0, 1.0)
     """Range of the scale factor about the centre."""
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: Annotated[tuple[_ShareAboveZero, _ShareAboveZero], _Ascending] = (0.08, 1.0)
     """Random resized crop: range of the area, as a fraction of the image."""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    ratio: Annotated[tuple[_Positive, _Positive], _Ascending] = (3 / 4, 4 / 3)
     """Random resized crop: range of width / height."""
-    hflip: float = 0.5
+    hflip: _Share = 0.5
     """Probability of a horizontal flip."""
-    aa: str | None = "rand-m9-mstd0.5-inc1"
+    aa: _Text | None = "rand-m9-mstd0.5-inc1"
     """Auto-augment policy."""
-    reprob: float = 0.25
+    reprob: _Share = 0.25
     """Probability of random erasing."""
     remode: Literal["const", "rand", "pixel"] = "pixel"
     """What random erasing fills in."""
-    recount: int = 1
+    recount: _Count = 1
     """Most regions that random erasing fills."""
-    mixup: float = 0.8
+    mixup: _Number = 0.8
     """Alpha of mixup; 0 is off."""
-    cutmix: float = 1.0
+    cutmix: _Number = 1.0
     """Alpha of cutmix; 0 is off."""
-    mixup_prob: float = 1.0
+    mixup_prob: _Share = 1.0
     """Probability that a batch is mixed at all."""
-    mixup_switch_prob: float = 0.5
+    mixup_switch_prob: _Share = 0.5
     """Probability of cutmix where both are on."""
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
     """Share mixing parameters over the batch, a pair, or nothing."""
-    mix_size: int | None = None
+    mix_size: _Count | None = None
     """Images that share one draw of mixup or cutmix, the published batch of one GPU: the result does
     not depend then on how a batch is divided among processes. None is all that one process trains
     on at a time."""
-    smoothing: float = 0.1
+    smoothing: _ShareBelowOne = 0.1
     """Label smoothing."""
 
     @property
@@ -156,34 +177,34 @@ class AugmentConfig:
 class OptimConfig:
     """Optimiser and weight average."""
 
-    opt: str = "adamw"
+    opt: _Text = "adamw"
     """Any optimiser that timm.optim.create_optimizer_v2 knows."""
-    lr_base: float = 1e-3
+    lr_base: _Number = 1e-3
     """Peak rate of a batch of lr_base_size images. That of data.batch_size images follows by
     lr_base_scale, whatever the number of processes and micro-batches; warmup_lr and min_lr are not
     scaled."""
-    lr_base_size: int = 512
+    lr_base_size: _Count = 512
     """Images that lr_base is meant for; 512 is DeiT's rule."""
     lr_base_scale: Literal["linear", "sqrt"] = "linear"
     """Whether the rate is in proportion to the batch, as DeiT's is, or to its square root, which suits
     adamw at small batches."""
-    opt_betas: tuple[float, float] = (0.9, 0.999)
+    opt_betas: tuple[_ShareBelowOne, _ShareBelowOne] = (0.9, 0.999)
     """Decay of the two moments."""
-    opt_eps: float = 1e-8
+    opt_eps: _Number = 1e-8
     """Added to the denominator."""
-    layer_decay: float | None = None
+    layer_decay: _ShareAboveZero | None = None
     """Factor of the learning rate from one block to the one below it, 0.75 say, for fine-tuning; None is
     one rate for all."""
-    weight_decay: float = 0.05
+    weight_decay: _Number = 0.05
     """Decay of matrices; none on vectors nor on what model.no_weight_decay() names."""
-    clip_grad: float | None = None
+    clip_grad: _Positive | None = None
     """Largest norm of the gradient; None does not clip."""
     best: Literal["raw", "ema"] = "raw"
     """Whether best.pt is of the epoch with the best top-1 of the weights, or of the averaged ones."""
-    max_bad_steps: int = 10
+    max_bad_steps: _CountFromZero = 10
     """Steps of the run that may have a loss or a gradient that is not finite before it stops. Such a
     step changes no weight; it is counted, and its images are named in skipped.txt."""
-    model_ema_decay: float | None = 0.99996
+    model_ema_decay: _Share | None = 0.99996
     """Decay per step of the averaged weights; None keeps no average."""
 
 
@@ -193,13 +214,13 @@ class ScheduleConfig:
 
     sched: Literal["cosine", "constant"] = "cosine"
     """Shape after the warm-up."""
-    epochs: int = 300
+    epochs: _Count = 300
     """Epochs in all, warm-up included."""
-    warmup_epochs: int | None = 5
+    warmup_epochs: _CountFromZero | None = 5
     """Epochs of linear warm-up; None is a tenth of the epochs, at most 5."""
-    warmup_lr: float = 1e-6
+    warmup_lr: _Number = 1e-6
     """Rate at the start of the warm-up."""
-    min_lr: float = 1e-5
+    min_lr: _Number = 1e-5
     """Rate at the end of the cosine."""
 
 
@@ -207,28 +228,28 @@ class ScheduleConfig:
 class RunConfig:
     """This run: where it writes, on what it computes."""
 
-    output: str | None = None
+    output: _Text | None = None
     """Output folder. A run that is in it is continued, if its configuration is the same. None is
     output/<recipe>."""
     allow_changes: bool = False
     """Continue the run in the output folder with other settings than it had so far: of schedule, augment
     and optim (not its opt), amp, torchcompile and drop path. changes.csv says what changed at which
     step. Holds for this start only."""
-    seed: int = 0
+    seed: _Seed = 0
     """Seed of the initial weights, the data order and the augmentation."""
-    device: str = "auto"
+    device: _Text = "auto"
     """cpu, cuda, ...; auto takes CUDA where there is one."""
     amp: bool = False
     """Autocast to bfloat16."""
     torchcompile: bool = False
     """Compile the model."""
-    grad_accum_steps: int = 1
+    grad_accum_steps: _Count = 1
     """Micro-batches that each process divides its part of a batch into, one after the other."""
-    num_threads: int | None = None
+    num_threads: Annotated[int, Range(1, 1024)] | None = None
     """Threads of operations on the CPU; None leaves it to torch."""
-    log_interval: int = 50
+    log_interval: _Count = 50
     """Steps between two readings of the loss."""
-    save_minutes: float = 10.0
+    save_minutes: _Number = 10.0
     """Minutes between two checkpoints within an epoch; there is one after each epoch, too."""
     tracker: Literal["tensorboard", "wandb"] | None = None
     """Where steps.csv and log.csv are shown, too, by a package to be installed; wandb takes its own
@@ -323,10 +344,15 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
     """Read model.args: Python's literals where they are some, text elsewhere.
 
     Raises:
-        ConfigError: one is not key=value, or is a setting of its own.
+        ConfigError: one is not key=value, is a setting of its own, or makes something else than a model
+            to train.
     """
     parsed = key_values("model.args", args)
     for key in parsed:
+        if key in NOT_OF_A_MODEL:
+            raise ConfigError(
+                f"model.args takes arguments that say which model it is, got {key}={said(parsed[key])}"
+            )
         if key in ("name", "drop_path_rate", *MODEL_ARGUMENTS):
             raise ConfigError(f"model.args: {key} is a setting, model.{key}")
     return parsed

@@ -63,15 +63,6 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Let the main process through before the others, which then find what it wrote."""
-        if self.size > 1 and not self.is_main:
-            dist.barrier()
-        yield
-        if self.size > 1 and self.is_main:
-            dist.barrier()
-
 
 def world_from_environment() -> World:
     """Read this process's place from the launcher's environment variables.

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 
+from vil.messages import printable
 from vil.training.console import give_up_output, new_console
 from vil.training.launcher import end_restarts, is_first
 
@@ -128,7 +129,8 @@ def run_script(script: Callable[[], None]) -> int:
     except UserError as error:
         message = str(error).strip() if isinstance(error, SettingsError) else message_of(error)
         if is_first(message):
-            console.print(f"{prefix}error: {message}")
+            lines = map(printable, message.split("\n"))  # which may quote a file's name
+            console.print(f"{prefix}error: " + "\n".join(lines))
             if error.is_final:
                 end_restarts()
         return error.exit_code

@@ -54,13 +54,13 @@ def write_atomically(
         os.replace(temporary, path)
         sync(path.parent)
     except (OSError, RuntimeError, MemoryError) as error:
-        free = 0
-        with suppress(OSError):  # of a disk that is gone
-            free = shutil.disk_usage(path.parent).free >> 20
+        free = ""
+        with suppress(OSError):  # of a disk or a folder that is gone
+            free = f" ({shutil.disk_usage(path.parent).free >> 20} MiB free)"
         reason = str(said[0] if said else error) or "not enough memory"
         if "unexpected pos" in reason:  # so torch.save reports what was not written
             reason = "the disk took only a part of it"
-        raise OutputError(f"cannot write {path} ({free} MiB free): {reason}") from error
+        raise OutputError(f"cannot write {path}{free}: {reason}") from error
     finally:
         with suppress(OSError):  # of a disk that can only be read
             temporary.unlink()

@@ -23,6 +23,8 @@ class EvalDataConfig:
     """Sub-folder, or shards."""
     validation_batch_size: int | None = None
     """Images per step."""
+    max_pixels: int | None = None
+    """Most pixels of an image, in its file and before the crop."""
     num_workers: int | None = None
     """Loader processes."""
 
@@ -63,7 +65,7 @@ class ReleaseConfig:
     """Folder to write, which must not exist."""
     ema: bool = False
     """Release the averaged weights instead of the last ones."""
-    license: str = "apache-2.0"
+    license: str = "other"
     """Licence of the weights, by its name on the Hugging Face hub."""
 
 

@@ -46,8 +46,10 @@ def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
     recipe_parser.add_argument("--config", type=Path, default=default_recipe)
     known, overrides = recipe_parser.parse_known_args(arguments)
     config = parse_arguments(TrainConfig, overrides, read_recipe(known.config))
-    output = Path(config.run.output or Path("output", known.config.stem))
-    return replace(config, run=replace(config.run, output=str(output)))
+    if config.run.output is not None:
+        return config
+    output = str(Path("output", known.config.stem))
+    return replace(config, run=replace(config.run, output=output))
 
 
 def parse_arguments(

@@ -187,7 +187,7 @@ def test_loader_processes_that_keep_dying_are_an_error(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader_processes, "_MOST_WORKER_DEATHS", 0)
-    monkeypatch.setattr(batches, "decode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(batches, "decode", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(DataError, match=r"1 loader processes died, .*lower data\.num_workers"):
         next(train_data(with_data(config, num_workers=1)).steps(0))
 

@@ -15,9 +15,10 @@ import torch
 from PIL import Image, features
 from rich.console import Console
 from timm.data import create_dataset
+from torchvision.transforms.functional import _compute_resized_output_size
 
 from vil.training.config import DataConfig, TrainConfig
-from vil.training.data import sources
+from vil.training.data.augment import ValTransform
 from vil.training.data.batches import TrainData, ValData
 from vil.training.data.image_files import (
     IMAGE_EXTENSIONS,
@@ -368,12 +369,6 @@ def test_truncated_file_is_an_error(form: str) -> None:
         decode(content[: len(content) // 2], "RGB")
 
 
-def test_image_too_large_for_pillow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(DataError, match=r"Image size \(400 pixels\) exceeds limit of 200 pixels"):
-        decode(encoded(Image.new("L", (20, 20)), "PNG"), "L")
-
-
 def test_too_many_pixels_are_an_error_before_they_are_decoded(
     config: TrainConfig, image_folder: Path
 ) -> None:
@@ -384,7 +379,7 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks
     )
-    message = "it has 169,000,000 pixels, at most 89,478,485 are decoded"
+    message = "it has 169,000,000 pixels, which exceeds data.max_pixels 89,478,485"
     with pytest.warns(Image.DecompressionBombWarning), pytest.raises(DataError, match=message):
         decode(content, "L")
     (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
@@ -396,26 +391,68 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(
 
 
 @pytest.mark.filterwarnings("ignore:Image was not the expected size")
-def test_image_within_an_icon_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_within_an_icon_is_limited() -> None:
     """The icon's own header says 256 pixels at most."""
     inner = encoded(Image.new("L", (400, 300)), "PNG")
     icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
     assert decode(icon, "L").size == (400, 300)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
-    with pytest.raises(DataError, match=r"\(120000 pixels\) exceeds limit of 100000 pixels"):
-        decode(icon, "L")
+    with pytest.raises(DataError, match=r"\(120000 pixels\) exceeds data.max_pixels 100,000$"):
+        decode(icon, "L", max_pixels=100_000)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "JPEG2000", "PPM"])
-def test_number_of_pixels_is_limited_in_any_format(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("limit", [599, 299])  # from twice the limit Pillow refuses by itself
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_number_of_pixels_is_limited_in_any_format(form: str, limit: int) -> None:
     content = encoded(Image.new("L", (20, 30)), form)
-    monkeypatch.setattr(sources, "_MOST_PIXELS", 600)
-    assert decode(content, "L").size == (20, 30)
-    monkeypatch.setattr(sources, "_MOST_PIXELS", 599)
-    with pytest.raises(DataError, match="it has 600 pixels, at most 599 are decoded"):
-        decode(content, "L")
+    usual = Image.MAX_IMAGE_PIXELS
+    assert decode(content, "L", max_pixels=600).size == (20, 30)
+    with pytest.raises(DataError, match=rf"600 pixels.* exceeds data.max_pixels {limit}$"):
+        decode(content, "L", max_pixels=limit)
+    assert usual == Image.MAX_IMAGE_PIXELS
+
+
+def test_size_of_every_image_in_between_is_limited(config: TrainConfig) -> None:
+    """Of random shapes, sizes and limits, that which torchvision resizes to counts."""
+    random, refused = np.random.default_rng(0), 0
+    for _ in range(100):
+        width, height = (2 ** random.uniform(0, 12, 2)).astype(int).tolist()
+        size, share = int(random.integers(8, 48)), round(random.uniform(0.1, 1), 2)
+        limit = int(2 ** random.uniform(8, 20))
+        model = dataclasses.replace(config.model, img_size=size)
+        data = dataclasses.replace(config.data, crop_pct=share, max_pixels=limit)
+        transform = ValTransform(dataclasses.replace(config, model=model, data=data))
+        image = Image.new("RGB", (width, height))
+        resize = transform.resize_and_crop.transforms[0]
+        wanted = _compute_resized_output_size((height, width), [resize.size])
+        if wanted[0] * wanted[1] <= limit:
+            assert transform(image).shape == (3, size, size)
+            continue
+        refused += 1
+        with pytest.raises(DataError, match=rf"{wanted[0] * wanted[1]:,} pixels.* {limit:,}$"):
+            transform(image)
+    assert 20 < refused < 80
+
+
+def test_every_image_that_grows_too_large_is_named_before_the_first_step(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    """A few hundred bytes each, that would become gigabytes."""
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, img_size=64))
+    shapes = {"ash/0": (1, 65_500), "birch/1": (65_500, 1), "cedar/2": (1, 1_000_000)}
+    for name, shape in shapes.items():
+        for split in ("train", "val"):
+            path = image_folder / split / f"{name}.jpg"
+            assert path.exists()
+            path.write_bytes(encoded(Image.new("1", shape), "PNG"))
+    with pytest.raises(DataError, match="3 validation images are no good: ") as error:
+        ValData(config, CPU, World()).check()
+    for name, (width, height) in shapes.items():
+        assert f"{name}.jpg cannot be read: {width} x {height} px, with a shorter" in str(
+            error.value
+        )
+    step = next(TrainData(config, CPU, World()).steps(0))  # whose crops are no longer than wide
+    assert not step.bad_images
 
 
 # Rotated photographs
@@ -536,9 +573,8 @@ def test_run_tells_of_rotated_images(
 def test_rotated_images_are_counted_over_all_processes(
     rotated: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = []
-    monkeypatch.setattr(World, "gather", lambda self, count: counts.append(count) or [count, 100])
+    monkeypatch.setattr(World, "gather", lambda self, found: [found, (100, ["one of the other's"])])
     data = ValData(rotated, CPU, World(1, 2))
-    data.check()
-    assert counts == [5]  # of images 1, 3, 5, ..., the first upright
-    assert data.num_rotated == 105
+    with pytest.raises(DataError, match="one of the other's"):
+        data.check()
+    assert data.num_rotated == 105  # of images 1, 3, 5, ..., the first upright

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,12 +47,18 @@ def start(config: TrainConfig, folder: Path, world_size: int) -> list[subprocess
     """Start the training script in several processes, as a launcher would."""
     recipe = folder.with_suffix(".yaml")
     recipe.write_text(to_yaml(config))
-    port = free_port()
-    command = [sys.executable, str(ROOT / "train_imagenet.py"), "--config", str(recipe)]
+    command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(folder)]
+    return start_script(command, [Path.cwd()] * world_size)
+
+
+def start_script(command: list[str], places: list[Path]) -> list[subprocess.Popen]:
+    """Start a script in several processes, each in a folder, as a launcher would."""
+    world_size, port = len(places), free_port()
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            [*command, "--run.output", str(folder)],
+            [sys.executable, str(ROOT / command[0]), *command[1:]],
+            cwd=places[rank],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,6 +101,122 @@ def test_two_processes_equal_one(
         )
         for key in ("loss", "grad_norm"):
             assert float(left[key]) == pytest.approx(float(right[key]), rel=1e-4)
+
+
+@pytest.fixture
+def places(image_folder: Path, tmp_path: Path) -> list[Path]:
+    """Two nodes, each of which has its copy of the images under the same name."""
+    nodes = [tmp_path / "node-0", tmp_path / "node-1"]
+    for node in nodes:
+        shutil.copytree(image_folder, node / "images")
+    return nodes
+
+
+def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
+    """Return the exit codes of processes, and what they say as errors, before they hang."""
+    try:
+        told = [process.communicate(timeout=90)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], told
+
+
+def remove_one(images: Path) -> None:
+    (images / "train" / "cedar" / "3.jpg").unlink()
+
+
+def swap_two_classes(images: Path) -> None:
+    for one, other in (("ash", "aside"), ("birch", "ash"), ("aside", "birch")):
+        (images / "train" / one).rename(images / "train" / other)
+
+
+def remove_a_class(images: Path) -> None:
+    for split in ("train", "val"):
+        shutil.rmtree(images / split / "birch")
+
+
+def hide_an_image(images: Path) -> None:
+    """Make one unreadable, which is found when the fingerprint is computed."""
+    path = images / "train" / "ash" / "0.jpg"
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def other_image(place: Path) -> None:
+    ash = place / "images" / "val" / "ash"
+    shutil.copy(ash / "1.jpg", ash / "0.jpg")
+
+
+def other_weights(place: Path) -> None:
+    checkpoint = torch.load(place / "best.pt", weights_only=True)
+    checkpoint["state_dict"]["head.bias"][0] += 1
+    torch.save(checkpoint, place / "best.pt")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_one, "number of training images is 31 instead of 32; fingerprint of the training"),
+        pytest.param(
+            swap_two_classes, "Differences (1): fingerprint of the training", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            remove_a_class, "resolved model.num_classes is 3 instead of 4", marks=pytest.mark.slow
+        ),
+        pytest.param(hide_an_image, r"ash/0.jpg cannot be read", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_copy_of_the_data_that_differs_ends_the_training_of_all(
+    damage: Callable[[Path], None],
+    message: str,
+    config: TrainConfig,
+    places: list[Path],
+    tmp_path: Path,
+) -> None:
+    damage(places[1] / "images")
+    model = dataclasses.replace(config.model, num_classes=None)
+    data = dataclasses.replace(config.data, path="images")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(dataclasses.replace(config, model=model, data=data)))
+    run = tmp_path / "run"
+    command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(run)]
+    codes, told = ends(start_script(command, places))
+    assert codes == [3, 3], told
+    assert told[1] == f"process 1: {told[0]}"
+    assert message in told[0]
+    assert not (run / "last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (other_image, "Differences (1): fingerprint of the validation images is "),
+        pytest.param(other_weights, "Differences (1): weights is ", marks=pytest.mark.slow),
+    ],
+    ids=["images", "weights"],
+)
+def test_copies_that_differ_end_the_evaluation_of_all(
+    damage: Callable[[Path], None],
+    message: str,
+    config: TrainConfig,
+    train: Callable[..., int],
+    places: list[Path],
+    tmp_path: Path,
+) -> None:
+    one_epoch = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, epochs=1, warmup_epochs=0)
+    )
+    assert train(one_epoch, "--run.output", str(tmp_path / "run")) == 0
+    for place in places:
+        shutil.copy(tmp_path / "run" / "best.pt", place)
+    damage(places[1])
+    command = ["eval.py", "best.pt", "--data.path", "images"]
+    codes, told = ends(start_script(command, places))
+    assert codes == [3, 3], told
+    assert message in told[0]
+    assert not list(tmp_path.glob("*/*-eval.json"))
 
 
 @pytest.mark.slow
@@ -190,12 +313,13 @@ _DIES = """
 import os, sys, torch
 from vil.training.distributed import process_group, world_from_environment
 from vil.training.errors import run_script
+from vil.training.run.stopping import opening
 def script():
     world = world_from_environment()
     with process_group(world, torch.device("cpu")):
         if world.rank == 1:
             os._exit(1)
-        with world.main_first():
+        with opening(world):
             pass
 sys.exit(run_script(script))
 """

@@ -122,8 +122,14 @@ def test_options_out_of_range_are_refused(
 ) -> None:
     capsys.readouterr()
     for option, message in (
-        *((f"--crop-pct={crop}", "crop_pct must lie in (0, 1]") for crop in (0, -1, 1.5, "nan")),
-        ("--data.validation-batch-size=0", "validation_batch_size must be at least 1"),
+        *(
+            (f"--crop-pct={crop}", "above 0 and at most 2 or None, got")
+            for crop in (0, -1, 2.5, "nan")
+        ),
+        (
+            "--data.validation-batch-size=0",
+            "validation_batch_size must be a whole number of at least 1",
+        ),
         ("--img-size=0", "img_size"),
         ("--img-size=-16", "img_size"),
     ):
@@ -365,6 +371,36 @@ def test_classes_are_told_one_by_one(
     assert statistics.fmean(row["top1"] for row in rows.values()) == pytest.approx(result["top1"])
     told = [line.split()[-1] for line in printed.splitlines() if line.startswith("class ")]
     assert told == sorted(rows, key=lambda name: rows[name]["top1"])
+
+
+ODD_NAMES = ("\x1b[31mred", "two\nlines", "a\rb", "\u202eright to left")
+
+
+def test_names_that_are_printed_are_one_line_without_commands(
+    config: TrainConfig,
+    train: Callable[..., int],
+    evaluate: Callable[..., int],
+    image_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Of classes, one by one and where they differ from the model's, and of tensors."""
+    for old, new in zip(("ash", "birch", "cedar", "dogwood"), ODD_NAMES, strict=True):
+        for split in ("train", "val"):
+            (image_folder / split / old).rename(image_folder / split / new)
+    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 0
+    weights = str(tmp_path / "run" / "last.pt")
+    assert evaluate(weights, "--per-class") == 0
+    (image_folder / "val" / ODD_NAMES[1]).rename(image_folder / "val" / "birch")
+    evaluate(weights, "--json", str(tmp_path / "other.json"))
+    content = torch.load(weights, weights_only=True)
+    values = content["state_dict"]
+    values["\x1b[31m\nred"] = values.pop("norm.weight")
+    torch.save(content, tmp_path / "renamed.pt")
+    assert evaluate(str(tmp_path / "renamed.pt")) != 0
+    printed = "".join(capsys.readouterr())
+    assert "two\\nlines" in printed
+    assert not [c for c in printed if c != "\n" and not c.isprintable()]
 
 
 @pytest.mark.slow

@@ -3,14 +3,17 @@
 import csv
 import json
 import os
+import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -80,6 +83,21 @@ def test_failure_leaves_nothing(
     with pytest.raises(OutputError, match="No space left on device"):
         release(options)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_a_killed_release_left_is_removed(checkpoint: Path, tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    numbers = {"killed": gone.pid, "another's": gone.pid, "at work": os.getppid()}
+    left = {}
+    for kind, number in numbers.items():
+        left[kind] = tmp_path / f".{kind}.{number}.tmp"
+        left[kind].mkdir()
+        (left[kind] / "model.safetensors").write_bytes(b"half")
+    (left["another's"] / "notes.txt").write_text("mine")
+    for kind in numbers:
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / kind)))
+    assert [kind for kind, path in left.items() if path.exists()] == ["another's", "at work"]
 
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -205,6 +223,34 @@ def test_card_has_the_metrics_of_the_log(checkpoint: Path, ema: bool, tmp_path: 
     assert recipe["schedule"]["epochs"] == 1
 
 
+def test_a_folder_of_any_name_is_released(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        '"; import os #',
+        "line\n# Title",
+        "*a* [b](c) <d>",
+        "\x1b[31mred",
+        "```",
+        "{name}",
+    ):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=name))
+        card = (tmp_path / name / "README.md").read_text(encoding="utf-8")
+        (title,) = [line for line in card.splitlines() if line.startswith("# ")]
+        assert not re.search(r"(?<!\\)[*\[\]()<>`]", title)
+        assert "\x1b" not in card
+        usage = (
+            card.split("```python\n")[1].split("\n```")[0].replace("import timm\nimport vil  ", "")
+        )
+        create, load = Mock(), Mock()
+        exec(usage, {"timm": Mock(create_model=create), "vil": Mock(load=load)})
+        create.assert_called_once_with(f"local-dir:{name}", pretrained=True)
+        load.assert_called_once_with(name, num_classes=3)
+        metadata = yaml.safe_load(card.split("---\n")[1])
+        assert metadata["license"] == "other"  # nobody said which
+
+
 def test_class_names_do_not_break_the_card(checkpoint: Path, tmp_path: Path) -> None:
     names = ["a|b", "line\nbreak\n---\n# Title", "\"quoted\" 'it' <b>`x`", "Ahorn 楓 [x](y)"]
     source = edited(checkpoint, tmp_path / "odd.pt", pretrained_cfg={"label_names": names})
@@ -287,7 +333,7 @@ def test_what_cannot_be_released_is_refused(
     capsys.readouterr()
     for source, code, message in (
         (unknown, 5, "nonesuch, which is no model of timm"),
-        (other, 5, "blocks.2.norm.weight is missing in the weights"),
+        (other, 5, "model_args has depth 3, and its weights 2"),
         (str(tmp_path / "bare.pt"), 2, "was not written by train_imagenet.py"),
         (str(released), 2, "was not written by train_imagenet.py"),
         (str(tmp_path / "none.pt"), 2, "none.pt is no file, no folder"),

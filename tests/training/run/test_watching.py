@@ -4,10 +4,15 @@ import csv
 import dataclasses
 import errno
 import io
+import itertools
 import math
 import os
+import random
 import resource
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
@@ -17,11 +22,14 @@ from typing import Any
 
 import pytest
 
+from tests.training.run_files import assert_same, load
+from tests.training.run_files import rows as log_rows
 from vil.training.config import TrainConfig
 from vil.training.data.batches import Step
 from vil.training.errors import OutputError
-from vil.training.run import loop, tracking
+from vil.training.run import loop, report, tracking
 from vil.training.run.engine import StepResult
+from vil.training.run.report import Report
 from vil.training.run.setup import Training
 from vil.training.run.step_log import StepLog, StepRow
 
@@ -413,7 +421,7 @@ def test_tensorboard_shows_each_step_once(
 
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder), "--run.tracker", "tensorboard")
-    for moment in (2, 6):  # before the first checkpoint, and after it
+    for moment in (2, 6, 10):  # before the first checkpoint, and after it and the second
         with killed_at(moment):
             assert train(each_step, *arguments) == 130
     assert train(each_step, *arguments) == 0
@@ -432,7 +440,7 @@ def test_tensorboard_shows_each_step_once(
         (12, pytest.approx(logged[2])),
     ]
     text = events.Tensors("config/text_summary")
-    assert {event.step for event in text} == {1, 5}  # one a start
+    assert {event.step for event in text} == {1, 5}  # where what is shown again begins
     assert b"lr_base: 0.001" in text[0].tensor_proto.string_val[0]
 
 
@@ -459,3 +467,197 @@ def test_wandb_writes_into_the_folder_without_a_network(
         assert b"step/grad_norm" in record.read_bytes()
     assert b"epoch/top1" in records[1].read_bytes()
     assert not (tmp_path / "wandb").exists()
+
+
+HANG = 25.0  # seconds; a run that waits for one is too late
+CALLS = [
+    *(("wandb", name) for name in ("init", "log", "finish")),
+    *(("tensorboard", name) for name in ("__init__", "add_text", "add_scalar", "flush", "close")),
+]
+
+
+@pytest.fixture
+def hang(
+    install: Callable[[FakeWandB], FakeWandB], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., contextmanager]:
+    """Return a function that lets a call of a tracker's package hang within a block."""
+    server = install(FakeWandB())
+    monkeypatch.setattr(tracking, "_LIMIT", 0.5, raising=False)
+
+    @contextmanager
+    def hanging(package: str, name: str, nth: int, act: Callable[[], object]) -> Iterator[None]:
+        owner: Any = server
+        if package == "tensorboard":
+            pytest.importorskip("tensorboard")
+            from torch.utils.tensorboard import SummaryWriter as owner
+        original, calls = getattr(owner, name), itertools.count(1)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == nth:
+                act()
+                threading.Event().wait(HANG)
+            return original(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, call)
+            if name == "init":  # was handed out before
+                patch.setattr(sys.modules["wandb"], "init", call)
+            yield
+
+    return hanging
+
+
+def nth_call(package: str, name: str) -> int:
+    """Draw which call of a run hangs."""
+    return random.Random(f"{package} {name}").randint(
+        1, {"log": 15, "add_scalar": 90, "flush": 3}.get(name, 1)
+    )
+
+
+@pytest.mark.parametrize(("package", "name"), CALLS)
+def test_tracker_that_hangs_is_left_out_and_changes_nothing(
+    package: str,
+    name: str,
+    hang: Callable[..., Any],
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    nth = nth_call(package, name)
+    assert train(each_step, "--run.output", str(tmp_path / "alone")) == 0
+    capsys.readouterr()
+    begun = time.monotonic()
+    with hang(package, name, nth, lambda: None):
+        arguments = ("--run.output", str(tmp_path / "run"), "--run.tracker", package)
+        assert train(each_step, *arguments) == 0
+    assert time.monotonic() - begun < HANG / 2, f"call {nth}"
+    told = capsys.readouterr().out
+    assert told.count("warning") == 1, told
+    assert (
+        f"warning: run.tracker {package} fails, training goes on without: "
+        "TimeoutError: no answer in 0.5 s\n"
+    ) in told
+    for file in ("last.pt", "best.pt"):
+        assert_same(load(tmp_path / "run" / file), load(tmp_path / "alone" / file))
+    assert log_rows(tmp_path / "run") == log_rows(tmp_path / "alone")
+    assert steps(tmp_path / "run") == steps(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(("package", "name"), CALLS)
+def test_signal_ends_a_run_whose_tracker_hangs_with_its_state_saved(
+    package: str,
+    name: str,
+    hang: Callable[..., Any],
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    nth, trained = nth_call(package, name), []
+    monkeypatch.setattr(tracking, "_LIMIT", 1e6, raising=False)
+    monkeypatch.setattr(tracking, "_LIMIT_AT_SIGNAL", 0.5, raising=False)
+    original = loop.train_step
+
+    def train_step(*given: Any) -> Any:
+        trained.append(given[1].number)
+        return original(*given)
+
+    def terminate() -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    folder, begun = tmp_path / "run", time.monotonic()
+    arguments = ("--run.output", str(folder), "--run.tracker", package)
+    with hang(package, name, nth, terminate):
+        code = train(each_step, *arguments)
+    assert time.monotonic() - begun < HANG / 2, f"call {nth}"
+    if name in ("finish", "close"):  # nothing was left to do
+        assert (code, len(trained)) == (0, 12)
+    else:
+        assert (code, len(trained) < 12) == (143, True)
+    if trained:
+        assert load(folder / "last.pt")["run"]["step"] == len(trained)
+    assert train(each_step, "--run.output", str(folder)) == 0
+    assert train(each_step, "--run.output", str(tmp_path / "alone")) == 0
+    assert_same(load(folder / "last.pt"), load(tmp_path / "alone" / "last.pt"))
+    assert log_rows(folder) == log_rows(tmp_path / "alone")
+    assert steps(folder) == steps(tmp_path / "alone")
+
+
+def test_checkpoint_of_an_epoch_is_written_before_the_epoch_is_told(
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    install: Callable[[FakeWandB], FakeWandB],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    server, folder, saved = install(FakeWandB()), tmp_path / "run", []
+
+    def note(where: str, epoch: float | None) -> None:
+        if epoch is not None:
+            path = folder / "last.pt"
+            saved.append((where, epoch, load(path)["epoch"] if path.exists() else 0))
+
+    log, write, draw = server.log, Report._write_log, report.draw_curve
+    patches = {
+        (server, "log"): lambda values, step: (
+            note("wandb", values.get("epoch/epoch")),
+            log(values, step),
+        ),
+        (Report, "_write_log"): lambda self: (note("log", len(self.state.history)), write(self)),
+        (report, "draw_curve"): lambda path, state: (
+            note("curve", len(state.history)),
+            draw(path, state),
+        ),
+        (report, "_CURVE_EVERY"): -1.0,
+    }
+    for (owner, name), replacement in patches.items():
+        monkeypatch.setattr(owner, name, replacement)
+    assert train(each_step, "--run.output", str(folder), "--run.tracker", "wandb") == 0
+    assert {where for where, *_ in saved} == {"wandb", "log", "curve"}
+    assert [epoch for where, epoch, _ in saved if where == "wandb"] == [1, 2, 3]
+    assert all(epoch == there for _, epoch, there in saved), saved
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_run_killed_between_a_checkpoint_and_its_records_tells_each_epoch_once(
+    seed: int,
+    each_step: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """At random epochs, and again in the next one. Only a tracker may lack the last epoch of a run."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    draw, folder, record = random.Random(seed), tmp_path / "run", Report.record
+    arguments = ("--run.output", str(folder), "--run.tracker", "tensorboard")
+    assert train(each_step, "--run.output", str(tmp_path / "alone")) == 0
+    kills = sorted(draw.sample((1, 2, 3), draw.randint(1, 3)))
+    for epoch in kills:
+
+        def at_epoch(self: Report, row: dict[str, Any], epoch: int = epoch) -> None:
+            if row["epoch"] == epoch:
+                raise KeyboardInterrupt
+            record(self, row)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Report, "record", at_epoch)
+            patch.setattr(tracking.Tracking, "finish", lambda self, failed: None)
+            assert train(each_step, *arguments) == 130
+            assert load(folder / "last.pt")["epoch"] == epoch
+        if epoch < 3 and draw.random() < 0.7:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tracking.Tracking, "finish", lambda self, failed: None)
+                with killed_at(4 * epoch + draw.randrange(4)):
+                    assert train(each_step, *arguments) == 130
+            assert log_rows(folder) == log_rows(tmp_path / "alone")[:epoch], f"seed {seed}"
+    assert train(each_step, *arguments) == 0
+    assert log_rows(folder) == log_rows(tmp_path / "alone"), f"seed {seed}"
+    assert steps(folder) == steps(tmp_path / "alone")
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("step/loss")] == list(range(1, 13))
+    shown = [event.step for event in events.Scalars("epoch/top1")]
+    assert shown == ([4, 8] if 3 in kills else [4, 8, 12]), f"seed {seed}"

@@ -14,7 +14,7 @@ from torchvision import transforms
 
 from vil.training.config import AugmentConfig, TrainConfig
 from vil.training.data.draws import key, seed_everything
-from vil.training.errors import ConfigError
+from vil.training.errors import ConfigError, DataError
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -57,14 +57,38 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
     return transforms.Compose([affine, recipe])
 
 
-def val_transform(config: TrainConfig) -> Transform:
-    """Build the resize and centre crop of a validation image, to a uint8 tensor (C, H, W)."""
-    return create_transform(
-        (config.model.in_chans, config.model.img_size, config.model.img_size),
-        interpolation=config.data.interpolation,
-        crop_pct=config.data.crop_pct,
-        use_prefetcher=True,
-    )
+class ValTransform:
+    """Resize and crop the centre of a validation image, to a uint8 tensor (C, H, W)."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        model, data = config.model, config.data
+        self.resize_and_crop = create_transform(
+            (model.in_chans, model.img_size, model.img_size),
+            interpolation=data.interpolation,
+            crop_pct=data.crop_pct,
+            use_prefetcher=True,
+        )
+        self.shorter = int(model.img_size / data.crop_pct)
+        self.max_pixels = data.max_pixels
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Transform an image that ``check`` lets pass."""
+        self.check(image)
+        return self.resize_and_crop(image)
+
+    def check(self, image: Image.Image) -> None:
+        """Refuse an image so long and narrow that resizing its shorter side takes too much memory.
+
+        Raises:
+            DataError: it would have more than data.max_pixels.
+        """
+        shorter, longer = sorted(image.size)
+        pixels = self.shorter * (self.shorter * longer // shorter)
+        if pixels > self.max_pixels:
+            raise DataError(
+                f"{image.width} x {image.height} px, with a shorter side of {self.shorter} px it has "
+                f"{pixels:,} pixels, which exceeds data.max_pixels {self.max_pixels:,}"
+            )
 
 
 def to_planes(image: Image.Image) -> torch.Tensor:

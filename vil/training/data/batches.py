@@ -9,7 +9,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from vil.training.config import TrainConfig
-from vil.training.data.augment import Transform, train_transform, val_transform
+from vil.training.data.augment import Transform, ValTransform, train_transform
 from vil.training.data.base import Source
 from vil.training.data.draws import Draw, MicroBatches, epoch_order, key, seed_image, step_size
 from vil.training.data.loader_processes import (
@@ -24,6 +24,7 @@ from vil.training.distributed import World
 from vil.training.errors import DataError
 
 _MOST_TRIES = 8  # unreadable images in a row are no accident
+_MOST_NAMED = 100  # bad validation images; of a disk that is gone all are
 
 
 class Step(NamedTuple):
@@ -120,12 +121,8 @@ class TrainData:
 
     def _load(self, first: int) -> Iterator[Step]:
         """Load steps by one loader for all epochs, so that none waits for its first."""
-        mode = image_mode(self.config.model.in_chans)
-        config = self.config
         loader = DataLoader(
-            _TrainImages(
-                self.source, self.transforms, mode, config.data.exif_rotation, config.run.seed
-            ),
+            _TrainImages(self.source, self.transforms, self.config),
             batch_sampler=self._stream(range(first, self.num_steps)),
             collate_fn=_collate,
             pin_memory=self.pin_memory,
@@ -181,7 +178,7 @@ class ValData:
         Raises:
             DataError: an image cannot be read, or too many loader processes died.
         """
-        return self._load(val_transform(self.config))
+        return self._load(_ValImages(self.source, self.config))
 
     def check(self) -> None:
         """Decode every image once, so that a bad one is not found after the first epoch.
@@ -189,17 +186,24 @@ class ValData:
         It also counts those that are rotated. All processes must call it.
 
         Raises:
-            DataError: an image cannot be read, or too many loader processes died.
+            DataError: images cannot be read, or too many loader processes died.
         """
-        found = sum(int(rotated.sum()) for rotated, _ in self._load(_is_rotated))
-        self.num_rotated = sum(self.world.gather(found))
+        num_rotated, bad = 0, []
+        for rotated, problems in self._load(_ValChecks(self.source, self.config)):
+            num_rotated += int(rotated.sum())
+            bad += filter(None, problems)
+        everywhere = self.world.gather((num_rotated, bad))
+        self.num_rotated = sum(number for number, _ in everywhere)
+        bad = [problem for _, problems in everywhere for problem in problems]
+        if bad:
+            several = f"{len(bad)} validation images are no good: " if len(bad) > 1 else ""
+            more = f"; and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
+            raise DataError(several + "; ".join(bad[:_MOST_NAMED]) + more)
 
-    def _load(self, transform: Transform) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        mode = image_mode(self.config.model.in_chans)
-        images = _ValImages(self.source, transform, mode, self.config.data.exif_rotation)
+    def _load(self, images: Dataset) -> Iterator[tuple[torch.Tensor, Any]]:
         share = range(self.world.rank, self.num_images, self.world.size)
 
-        def load(first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        def load(first: int) -> Iterator[tuple[torch.Tensor, Any]]:
             loader = DataLoader(
                 Subset(images, share[first * self.batch_size :]),
                 batch_size=self.batch_size,
@@ -221,13 +225,11 @@ class _TrainImages(Dataset):
         self,
         source: Source,
         transforms: dict[int, Transform],
-        mode: str,
-        exif_rotation: bool,
-        seed: int,
+        config: TrainConfig,
     ) -> None:
-        self.source, self.transforms, self.seed = source, transforms, seed
+        self.source, self.transforms, self.seed = source, transforms, config.run.seed
         self.read = PatientReader(source.read)
-        self.mode, self.exif_rotation = mode, exif_rotation
+        self.options = _decode_options(config)
         # The last image decoded: repeated augmentation asks for it again at once.
         self.decoded: tuple[Any, ...] = (None,)
 
@@ -245,7 +247,7 @@ class _TrainImages(Dataset):
         index = draw.index
         for attempt in range(_MOST_TRIES):
             try:
-                image = decode(self.read(index), self.mode, self.exif_rotation)
+                image = decode(self.read(index), **self.options)
             except (DataError, OSError) as error:
                 bad[index] = str(error)
                 place = (draw.epoch, draw.index, attempt)
@@ -262,22 +264,36 @@ class _TrainImages(Dataset):
 class _ValImages(Dataset):
     """Validation images; an unreadable one is an error, for nothing can stand in for it."""
 
-    def __init__(
-        self, source: Source, transform: Transform, mode: str, exif_rotation: bool
-    ) -> None:
-        self.source, self.transform = source, transform
+    def __init__(self, source: Source, config: TrainConfig) -> None:
+        self.source, self.transform = source, ValTransform(config)
         self.read = PatientReader(source.read)
-        self.mode, self.exif_rotation = mode, exif_rotation
+        self.options = _decode_options(config)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]:
         try:
-            image = decode(self.read(index), self.mode, self.exif_rotation)
+            return self._take(decode(self.read(index), **self.options), index)
         except (DataError, OSError) as error:
             raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
-        return self.transform(image), int(self.source.labels[index])
 
     def __len__(self) -> int:
         return self.source.num_images
+
+    def _take(self, image: Image.Image, index: int) -> tuple[torch.Tensor, int]:
+        return self.transform(image), int(self.source.labels[index])
+
+
+class _ValChecks(_ValImages):
+    """Whether EXIF still rotates an image, bool (), and what is wrong with it, or nothing."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
+        try:
+            return super().__getitem__(index)
+        except DataError as error:
+            return torch.tensor(False), str(error)
+
+    def _take(self, image: Image.Image, index: int) -> tuple[torch.Tensor, str]:
+        self.transform.check(image)
+        return torch.tensor(orientation(image) != 1), ""
 
 
 def _collate(
@@ -293,10 +309,7 @@ def _image_bytes(config: TrainConfig, size: int) -> int:
     return config.model.in_chans * size**2
 
 
-def _is_rotated(image: Image.Image) -> torch.Tensor:
-    """Stand in for a transform where no pixels are wanted: tell if EXIF still rotates an image.
-
-    Returns:
-        bool, ().
-    """
-    return torch.tensor(orientation(image) != 1)
+def _decode_options(config: TrainConfig) -> dict[str, Any]:
+    """Return how the images of a run are decoded."""
+    data, mode = config.data, image_mode(config.model.in_chans)
+    return {"mode": mode, "exif_rotation": data.exif_rotation, "max_pixels": data.max_pixels}

@@ -34,7 +34,6 @@ from vil.training.errors import ConfigError, DataError
 
 _MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360
-_MOST_PIXELS = 89_478_485  # from where Pillow warns; a few kilobytes can claim any number
 
 
 def open_source(
@@ -67,7 +66,9 @@ def open_source(
     return source
 
 
-def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Image:
+def decode(
+    content: bytes, mode: str, exif_rotation: bool = False, max_pixels: int = DataConfig.max_pixels
+) -> Image.Image:
     """Decode an image file, whatever its name says it is; of a film or a stack, the first image.
 
     Where an image is transparent its colours are those below. 16-bit pixels keep their upper byte.
@@ -76,15 +77,16 @@ def decode(content: bytes, mode: str, exif_rotation: bool = False) -> Image.Imag
         content: The file.
         mode: Pillow's name of the colours wanted, RGB or L.
         exif_rotation: Turn the image as orientation() says.
+        max_pixels: Most that are decoded; a few kilobytes can claim any number.
 
     Raises:
         DataError: it is no image, not a whole one, has too many pixels, or pixels that are 32-bit
             numbers of no defined range.
     """
     try:
-        with _icons_limited(content):
+        with _limited(content, max_pixels):
             image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
-            _check_size(image)
+            _check_size(image, max_pixels)
             image.load()
         if exif_rotation and orientation(image) != 1:
             ImageOps.exif_transpose(image, in_place=True)
@@ -254,22 +256,32 @@ def _check_excluded(source: Source, split: str, share: float) -> None:
         )
 
 
-def _check_size(image: Image.Image) -> None:
+def _check_size(image: Image.Image, max_pixels: int) -> None:
     """Refuse an opened image, of which only the header is read, that would take too much memory."""
     pixels = image.width * image.height
-    if pixels > _MOST_PIXELS:
-        raise DataError(f"it has {pixels:,} pixels, at most {_MOST_PIXELS:,} are decoded")
+    if pixels > max_pixels:
+        raise DataError(f"it has {pixels:,} pixels, which exceeds data.max_pixels {max_pixels:,}")
 
 
 @contextmanager
-def _icons_limited(content: bytes) -> Iterator[None]:
-    """Have Pillow refuse what it warns of where the header tells no size: these hold whole images."""
-    if not content.startswith((b"\0\0\1\0", b"\0\0\2\0", b"icns", b"BLP")):
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        yield
+def _limited(content: bytes, max_pixels: int) -> Iterator[None]:
+    """Give Pillow the limit, which it warns of, and refuses twice as many pixels.
+
+    Where the header tells no size, since the file holds whole images, it refuses what it would warn of.
+    """
+    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+    try:
+        if content.startswith((b"\0\0\1\0", b"\0\0\2\0", b"icns", b"BLP")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                yield
+        else:
+            yield
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        found = str(error).partition(" exceeds")[0]  # Image size (9 pixels)
+        raise DataError(f"{found} exceeds data.max_pixels {max_pixels:,}") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = usual
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:

@@ -16,28 +16,26 @@ from torch import nn
 
 from vil.backbone import VisionLonghorn
 from vil.loading import model_with
-from vil.messages import one_line
+from vil.messages import one_line, printable
 from vil.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from vil.training.console import new_console
 from vil.training.data.augment import Normalize
+from vil.training.data.base import fingerprint
 from vil.training.data.batches import ValData
+from vil.training.data.draws import seed_everything
 from vil.training.data.shared_memory import check_shared_memory
 from vil.training.distributed import World, process_group, world_from_environment
-from vil.training.errors import (
-    ConfigError,
-    DataError,
-    NonFiniteLossError,
-    OutputError,
-    SettingsError,
-)
+from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError
 from vil.training.files import write_text
 from vil.training.options import EvalConfig
-from vil.training.recipes import config_from_dict, flat_dict
+from vil.training.recipes import config_from_dict
 from vil.training.run.engine import evaluate
-from vil.training.run.preflight import out_of_range
+from vil.training.run.preflight import check_ranges
 from vil.training.run.report import model_size
 from vil.training.run.resolve import fill_from_weights
+from vil.training.run.sameness import check_same, described
 from vil.training.run.setup import build_model, read_source, resolve_device, versions
+from vil.training.run.stopping import opening
 from vil.weights import Weights, is_model_name, no_weights
 
 _BATCH_SIZE = 128  # where no checkpoint says
@@ -69,6 +67,7 @@ def load_subject(options: EvalConfig) -> Subject:
             raise ConfigError(f"--ema and --model need weights, {name} has none")
         config = fill_from_weights(_foreign_config(name), no_weights(name))
         config = _with_options(config, options)
+        seed_everything(config.run.seed)  # all processes must draw the same weights
         model = build_model(config.model)
         config = _with_classes(config, model)
         return Subject(model, config, "RANDOM (it has no pretrained ones)", None, None)
@@ -123,13 +122,19 @@ def run_evaluation(
         What is printed and written as JSON.
 
     Raises:
-        DataError: some of the data's classes are the model's, in other places.
+        DataError: some of the data's classes are the model's, in other places; or processes differ.
         NonFiniteLossError: the loss is NaN or infinite.
     """
     config = subject.config
-    model = subject.model.to(device)
-    with world.main_first():
+    with opening(world):
         data = ValData(config, device, world)
+        seen = {}
+        if world.size > 1:
+            tensors = [value.cpu().reshape(-1) for value in subject.model.state_dict().values()]
+            weights = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
+            seen = described({"validation": data.source}, setting=config) | {"weights": weights}
+    check_same(world, seen)
+    model = subject.model.to(device)
     check_shared_memory(data.shared_bytes, world)
     _check_classes(subject.label_names, data.source.classes, warn)
     by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=device)
@@ -237,7 +242,7 @@ def _class_lines(per_class: dict[str, dict[str, float]]) -> str:
     """Put the classes into lines, the worst first."""
     rows = sorted(per_class.items(), key=lambda item: item[1]["top1"])
     return "".join(
-        f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {name}"
+        f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
         for name, row in rows
     )
 
@@ -260,7 +265,8 @@ def _check_classes(
     if None in (trained, found) or trained == found:
         return
     pairs = enumerate(zip_longest(found, trained, fillvalue="missing"))
-    first, (one, other) = next((i, pair) for i, pair in pairs if len(set(pair)) > 1)
+    first, differing = next((i, pair) for i, pair in pairs if len(set(pair)) > 1)
+    one, other = map(printable, differing)
     if set(trained) & set(found):
         raise DataError(f"class {first} is {one} in the data and {other} in the model")
     warn(
@@ -276,7 +282,7 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
         model, line = model_with(weights, options.model, **size)
         if size and _is_resized(model):  # to where the weights have positions of their own
             model, line = model_with(weights, options.model)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except ValueError as error:
         raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
     if "; new " in line:
         raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
@@ -323,7 +329,5 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
         data=dataclasses.replace(config.data, **chosen),
         run=RunConfig(device=options.device, amp=amp, num_threads=config.run.num_threads),
     )
-    problems = [ConfigError(line) for line in out_of_range(flat_dict(merged))]
-    if problems:
-        raise SettingsError(problems)
+    check_ranges(merged)
     return merged

@@ -169,9 +169,9 @@ def finish_epoch(run: Run) -> None:
         "seconds": run.pace.seconds,
     }
     state.end_epoch(row)
-    # Ahead of the checkpoint: a run that is killed in between records the epoch again, or would never.
-    run.report.record(row)
+    # Ahead of all that can hang; a run that is killed in between records the epoch when it goes on.
     save(run, must=len(state.history) == config.schedule.epochs)
+    run.report.record(row)
 
 
 def read_results(run: Run) -> tuple[float, float]:

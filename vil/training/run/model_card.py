@@ -1,6 +1,7 @@
 """The README.md of a released model, as the Hugging Face hub shows it: metrics, data, recipe, licence."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import yaml
 from timm.models._hub import generate_readme
 
+from vil.messages import printable
 from vil.training.config import TrainConfig
 from vil.training.run.setup import versions
 from vil.weights import Weights
@@ -47,19 +49,21 @@ def model_card(name: str, weights: Weights, config: TrainConfig, license: str) -
             "tags": ["image-classification", "timm", "transformers", "vision-longhorn"],
             "description": _description(config),
             "details": _details(weights, config),
-            "usage": _USAGE.format(name=name) + _metrics(weights) + _recipe(config),
+            "usage": _usage(name) + _metrics(weights) + _recipe(config),
             "citation": _PAPERS,
         },
-        name,
+        _plain(name),
     )
 
 
-_USAGE = """```python
+def _usage(name: str) -> str:
+    source, folder = json.dumps(f"local-dir:{name}"), json.dumps(name)
+    return f"""```python
 import timm
 import vil  # registers the models
 
-model = timm.create_model("local-dir:{name}", pretrained=True)  # hf-hub:YOU/{name} when pushed
-model = vil.load("{name}", num_classes=3)  # to fine-tune on other classes
+model = timm.create_model({source}, pretrained=True)  # hf-hub:YOU/{printable(name)} when pushed
+model = vil.load({folder}, num_classes=3)  # to fine-tune on other classes
 ```
 """
 
@@ -129,4 +133,4 @@ def _without_place(value: Any) -> Any:
 
 def _plain(text: str) -> str:
     """Escape what Markdown or HTML would read in a name, and put it on one line."""
-    return re.sub(r"([\\`*_{}\[\]<>()#|~&$!])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_{}\[\]<>()#|~&$!])", r"\\\1", printable(" ".join(text.split())))

@@ -8,12 +8,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import isinf, isnan
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import get_type_hints
 
-from vil.messages import printable, said
+from vil.forms import misfit
+from vil.messages import printable
 from vil.training.config import (
     DataConfig,
     ModelConfig,
@@ -29,47 +29,8 @@ from vil.training.data.reading import is_folder
 from vil.training.data.shard_info import find_split as find_shards
 from vil.training.data.shard_info import read_info
 from vil.training.errors import ConfigError, DataError, SettingsError, UserError
-from vil.training.recipes import flat_dict
 from vil.training.run.tracking import missing_package
 
-_LEAST = {
-    "model.num_classes": 1,
-    "model.img_size": 1,
-    "model.patch_size": 1,
-    "model.patch_stride": 1,
-    "model.embed_dim": 1,
-    "model.depth": 1,
-    "data.images_per_class": 1,
-    "data.batch_size": 1,
-    "data.validation_batch_size": 1,
-    "data.shuffle_shards": 1,
-    "data.aug_repeats": 0,
-    "data.num_workers": 0,
-    "augment.mix_size": 1,
-    "augment.mixup": 0,
-    "augment.cutmix": 0,
-    "augment.recount": 1,
-    "optim.lr_base": 0,
-    "optim.lr_base_size": 1,
-    "optim.weight_decay": 0,
-    "optim.max_bad_steps": 0,
-    "schedule.epochs": 1,
-    "schedule.warmup_epochs": 0,
-    "schedule.warmup_lr": 0,
-    "schedule.min_lr": 0,
-    "run.grad_accum_steps": 1,
-    "run.num_threads": 1,
-    "run.log_interval": 1,
-    "run.save_minutes": 0,
-}
-_SHARES = (
-    *("model.drop_path_rate", "data.max_bad_images", "data.crop_pct"),
-    *("augment.translate", "augment.hflip", "augment.reprob", "augment.smoothing"),
-    *("augment.mixup_prob", "augment.mixup_switch_prob"),
-    *("optim.layer_decay", "optim.model_ema_decay"),
-)
-_NOT_ZERO = ("data.crop_pct", "optim.layer_decay")
-_NOT_ONE = ("model.drop_path_rate", "data.max_bad_images", "augment.smoothing")
 _OURS = ("vil_", "vim_")  # models whose patches must cover the image
 # timm's auto-augment policies and what may follow each after a dash. timm passes over what it does not
 # know, or leaves it to an assert, which python -O removes.
@@ -114,7 +75,7 @@ def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList
         SettingsError: something is wrong; tells all of it, each with what would be right.
     """
     problems: list[UserError] = [
-        *map(ConfigError, out_of_range(flat_dict(config))),
+        *map(ConfigError, _out_of_range(config)),
         *map(ConfigError, _contradictions(config)),
         *map(ConfigError, _missing_weights(config)),
         *map(ConfigError, missing_package(config.run.tracker)),
@@ -127,45 +88,33 @@ def check_settings(config: TrainConfig, world_size: int) -> dict[bool, ImageList
     return listed
 
 
-def out_of_range(values: dict[str, Any]) -> Iterator[str]:
-    """Check single numbers.
+def check_ranges(config: TrainConfig) -> None:
+    """Check each setting by itself, where something else than the command line gave some of them.
 
-    Args:
-        values: The settings, {"section.key": value}.
-
-    Yields:
-        What is wrong, a line each.
+    Raises:
+        SettingsError: some are out of range.
     """
-    for key, least in _LEAST.items():
-        if values[key] is not None and not values[key] >= least:
-            yield f"{key} must be at least {least}, got {values[key]}"
-    for key in _SHARES:
-        value = values[key]
-        wrong = (key in _NOT_ZERO and value == 0) or (key in _NOT_ONE and value == 1)
-        if value is not None and (wrong or not 0 <= value <= 1):
-            opening, closing = "(" if key in _NOT_ZERO else "[", ")" if key in _NOT_ONE else "]"
-            yield f"{key} must lie in {opening}0, 1{closing}, got {value}"
-    for key in ("augment.scale", "augment.ratio", "augment.zoom"):
-        low, high = values[key]
-        if not 0 < low <= high:
-            yield f"{key} must be two numbers, 0 < first <= second, got {low} {high}"
-    ordered = (*_LEAST, "augment.scale", "augment.ratio", "augment.zoom")  # which NaN is not
-    for key, value in values.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        floats = (
-            [] if key in _SHARES else [number for number in numbers if isinstance(number, float)]
-        )
-        if any(map(isinf, floats)) or (key not in ordered and any(map(isnan, floats))):
-            yield f"{key} must be finite, got {value}"
-        if any(isinstance(number, int) and abs(number) >= 1 << 63 for number in numbers):
-            yield f"{key} must be below 2 to the power of 63, got {said(value)}"
-    sizes = values["data.img_sizes"] or ()
-    if len(set(sizes)) < len(sizes) or any(size < 1 for size in sizes):
-        yield (
-            f"data.img_sizes must be different sizes of at least 1 px, got {' '.join(map(said, sizes))}"
-        )
-    if values["model.in_chans"] not in (None, 1, 3):
-        yield f"model.in_chans must be 1 or 3, got {values['model.in_chans']}"
+    problems = [*_out_of_range(config)] or [*_other_channels(config)]
+    if problems:
+        raise SettingsError([*map(ConfigError, problems)])
+
+
+def _out_of_range(config: TrainConfig) -> Iterator[str]:
+    """Check each setting with the type and the range that are declared beside it."""
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for key, form in get_type_hints(type(values), include_extras=True).items():
+            wrong = misfit(getattr(values, key), form, f"{section.name}.{key}")
+            if wrong is not None:
+                yield wrong
+
+
+def _other_channels(config: TrainConfig) -> Iterator[str]:
+    """Check that each channel of the images has a mean and a standard deviation."""
+    for name in ("mean", "std"):
+        values, channels = getattr(config.data, name), config.model.in_chans
+        if None not in (values, channels) and len(values) != channels:
+            yield f"data.{name} must have model.in_chans = {channels} values, got {values}"
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
@@ -184,10 +133,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"schedule.warmup_epochs {schedule.warmup_epochs} is longer than the run, schedule.epochs "
             f"{schedule.epochs}: {schedule.epochs // 10}, say"
         )
-    for name in ("mean", "std"):
-        values = getattr(data, name)
-        if None not in (values, model.in_chans) and len(values) != model.in_chans:
-            yield f"data.{name} must have model.in_chans = {model.in_chans} values, got {values}"
+    yield from _other_channels(config)
     yield from data_contradictions(data, model)
     if config.optim.best == "ema" and config.optim.model_ema_decay is None:
         yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"
@@ -286,8 +232,7 @@ def _splits(config: TrainConfig, listed: dict[bool, ImageList]) -> dict[str, _Sp
         names = tuple(map(str, range(10)))
         return {split: _Split(count, names) for split, count in _DIGITS.items()}
     if data.dataset == "fractals" and model.num_classes and (data.images_per_class or 1) > 0:
-        names = tuple(map(str, range(model.num_classes)))
-        return {"training": _Split(model.num_classes * (data.images_per_class or 1000), names)}
+        return {"training": _Split(model.num_classes * (data.images_per_class or 1000), None)}
     if data.dataset == "wds" and data.path is not None:
         return _splits_of_shards(data)
     splits = {}

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vil.training.run.model_card import model_card
 from vil.training.run.setup import read_source
 from vil.weights import Weights
 
+_FILES = {"model.safetensors", "config.json", "README.md"}
 # What timm says of the weights that it has of a model by that name.
 _OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")
 
@@ -51,6 +53,7 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
     except ValueError as error:
         raise OutputError(f"cannot release {path}: {error}") from error
     card = model_card(folder.name, weights, config, options.license)
+    _remove_leftovers(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)  # and if it is there, it is somebody else's
@@ -73,6 +76,21 @@ def release(options: ReleaseConfig) -> dict[str, Any]:
         "epoch": weights.epoch,
         "folder": str(folder.resolve()),
     }
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what releases of the same name that were killed had written, if that can be."""
+    with suppress(OSError):
+        for path in folder.parent.iterdir():
+            number = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.tmp", path.name)
+            if number is None or path.is_symlink():
+                continue
+            if {file.name for file in path.iterdir()} - _FILES:  # somebody else's
+                continue
+            try:
+                os.kill(int(number[1]), 0)
+            except ProcessLookupError:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license: str) -> None:

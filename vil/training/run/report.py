@@ -24,6 +24,7 @@ from vil.training.files import csv_text, write_atomically, write_text
 from vil.training.run.setup import Training, versions
 from vil.training.run.state import RunState
 from vil.training.run.step_log import STEPS, StepLog, StepRow
+from vil.training.run.stopping import Agreement
 from vil.training.run.tracking import Tracking
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png")
@@ -148,6 +149,7 @@ class Report:
         config: TrainConfig,
         steps_per_epoch: int,
         state: RunState,
+        agreement: Agreement,
     ) -> None:
         """Take up a run.
 
@@ -157,6 +159,7 @@ class Report:
             config: The run's configuration.
             steps_per_epoch: Steps of an epoch.
             state: How far it has come; read, never written.
+            agreement: Knows of signals.
         """
         self.console = console
         self.folder = folder
@@ -165,7 +168,7 @@ class Report:
         self.steps_per_epoch = steps_per_epoch
         self.first_step = state.step
         self.step_log = StepLog(folder / STEPS, state.step)
-        self.tracking = Tracking(config, folder, state.step, self.warn)
+        self.tracking = Tracking(config, lambda: agreement.received, self.warn)
         self.start = self.drawn = time.perf_counter()
         self.bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -182,7 +185,7 @@ class Report:
     def __enter__(self) -> "Report":
         if not self.console.quiet and self.first_step < self.epochs * self.steps_per_epoch:
             self.tolerate(self.step_log.open)
-            self.tracking.start()
+            self.tolerate(self._catch_up)
         self.bar.start()
         return self
 
@@ -194,13 +197,13 @@ class Report:
         """Record steps whose loss was read."""
         if not self.console.quiet:
             self.tolerate(lambda: self.step_log.append(rows))
-            self.tracking.log_steps(rows)
+            for row in rows:
+                self.tracking.add("step", row.step, row._asdict())
 
     def sync(self) -> None:
-        """Bring what was recorded to disk, ahead of a checkpoint that it is to agree with."""
+        """Bring the steps to disk, ahead of a checkpoint that they are to agree with."""
         if not self.console.quiet:
             self.tolerate(self.step_log.sync)
-            self.tracking.flush()
 
     def step(self, done: int, loss: float, grad_norm: float, lr: float, pace: Pace) -> None:
         """Show the state within an epoch.
@@ -212,6 +215,7 @@ class Report:
             lr: Learning rate.
             pace: Speed of the epoch.
         """
+        self.tracking.show()
         history = self.state.history
         top1 = f"top-1 {history[-1]['top1']:.2f}  " if history else ""
         status = (
@@ -235,7 +239,8 @@ class Report:
         )
         if not self.console.quiet:
             self.tolerate(self._write_log)
-            self.tracking.log_epoch(self.state.step, row)
+            self.tracking.add("epoch", self.state.step, row)
+            self.tracking.show()
         now = time.perf_counter()
         if now - self.drawn > _CURVE_EVERY:
             self._draw()
@@ -278,6 +283,18 @@ class Report:
             f"files    {self.folder}: {', '.join(present)}\n"
             f"evaluate python eval.py {shlex.quote(str(best_path))}{' --ema' if averaged else ''}"
         )
+
+    def _catch_up(self) -> None:
+        """Record the last finished epoch again; the start before may have been killed ahead of that."""
+        history, length = self.state.history, self.steps_per_epoch
+        done = max(len(history) - 1, 0) * length
+        self.tracking.start(done)
+        for row in self.step_log.rows_after(done):
+            self.tracking.add("step", row.step, row._asdict())
+        for row in history[-1:]:
+            self.tracking.add("epoch", len(history) * length, row)
+            self._write_log()
+        self.tracking.show()
 
     def _write_log(self) -> None:
         write_text(self.folder / "log.csv", csv_text(self.state.history))

@@ -188,8 +188,8 @@ def build_model(config: ModelConfig) -> nn.Module:
     """
     try:
         return create(config.name, **model_arguments(config), **_drop_path(config))
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"cannot create model {config.name}: {one_line(error)}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _model_from(
@@ -200,7 +200,7 @@ def _model_from(
     try:
         arguments = model_arguments(config) | _drop_path(config)
         return model_with(weights, config.name, keep_head=not others, **arguments)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except ValueError as error:
         raise ConfigError(f"model.pretrained: {one_line(error)}") from error
 
 

@@ -88,6 +88,12 @@ class StepLog:
         if last < self.done:
             raise OutputError(f"{self.path} has no rows of steps {last + 1} to {self.done}")
 
+    def rows_after(self, step: int) -> list[StepRow]:
+        """Read the rows of later steps; none from a file that could not be opened."""
+        lines = [] if self.size is None else self.path.read_text().splitlines()[1:]
+        rows = (line.split(",") for line in lines)
+        return [StepRow(int(n), int(e), *map(float, rest)) for n, e, *rest in rows if int(n) > step]
+
     def append(self, rows: Sequence[StepRow]) -> None:
         """Add rows, and those that could not be added before.
 

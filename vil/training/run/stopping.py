@@ -155,6 +155,20 @@ class Agreement:
             raise StoppedError(number)
 
 
+@contextmanager
+def opening(world: World) -> Iterator[None]:
+    """Open data in the main process and then in the others; an error of one process ends all."""
+    agreement = Agreement(world)
+    if not world.is_main:
+        world.gather(None)
+    with agreement.noting():
+        yield
+    if world.is_main:
+        world.gather(None)
+    agreement.ask()
+    agreement.check()
+
+
 def _foreign(error: Exception | None, rank: int) -> LostProcessError | None:
     """Return what other processes are told of an error that is no UserError."""
     if error is None:

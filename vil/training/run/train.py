@@ -14,11 +14,13 @@ from vil.training.distributed import World, process_group, world_from_environmen
 from vil.training.errors import OutputError
 from vil.training.run.checkpoint import About
 from vil.training.run.loop import Run, fit
+from vil.training.run.preflight import check_ranges
 from vil.training.run.report import Report, print_banner
 from vil.training.run.resolve import fill_from_data, fill_from_weights
 from vil.training.run.resume import RunFolder, open_for_all, restore_or_start
+from vil.training.run.sameness import check_same, described
 from vil.training.run.setup import build_training, read_pretrained, resolve_device
-from vil.training.run.stopping import Agreement
+from vil.training.run.stopping import Agreement, opening
 
 
 def train(config: TrainConfig, listed: dict[bool, ImageList]) -> None:
@@ -37,7 +39,7 @@ def train(config: TrainConfig, listed: dict[bool, ImageList]) -> None:
             process_group(world, device),
             open_for_all(config, world, console.print) as folder,
         ):
-            _train(folder, listed, console, device, world)
+            _train(folder, config, listed, console, device, world)
     except OSError as error:  # what no function above it had an answer to
         if error.errno is None:
             raise
@@ -47,6 +49,7 @@ def train(config: TrainConfig, listed: dict[bool, ImageList]) -> None:
 
 def _train(
     folder: RunFolder,
+    asked: TrainConfig,
     listed: dict[bool, ImageList],
     console: Console,
     device: torch.device,
@@ -55,12 +58,17 @@ def _train(
     """Build everything, go to where the run was, and train."""
     weights = read_pretrained(folder.config.model) if folder.checkpoint is None else None
     config = fill_from_weights(folder.config, weights)
-    with world.main_first():
+    check_ranges(config)
+    with opening(world):
         sources = [
             open_source(config.data, config.model, training, listed.get(training))
             for training in (True, False)
         ]
-    config = fill_from_data(config, *sources)
+        splits = dict(zip(("training", "validation"), sources, strict=True))
+        config = fill_from_data(config, *sources)
+        seen = described(splits, setting=asked, resolved=config)
+        seen["setting data.path"] = str(asked.data.path)  # all read below the main process's
+    check_same(world, seen)
     train_data = TrainData(config, device, world, sources[0])
     val_data = ValData(config, device, world, sources[1])
     check_shared_memory(train_data.shared_bytes + val_data.shared_bytes, world)
@@ -69,17 +77,16 @@ def _train(
     about = About(
         config=config,
         asked=folder.asked,
-        fingerprints={"training": sources[0].fingerprint, "validation": sources[1].fingerprint},
+        fingerprints={split: source.fingerprint for split, source in splits.items()},
         classes=sources[0].classes,
     )
     state = restore_or_start(training, folder, about, world)
     if state.step == 0:
         val_data.check()
     print_banner(console, training, train_data, val_data, config, state)
-    with (
-        Report(console, folder.path, config, train_data.steps_per_epoch, state) as report,
-        Agreement(world, config.run.save_minutes) as agreement,
-    ):
+    agreement = Agreement(world, config.run.save_minutes)
+    report = Report(console, folder.path, config, train_data.steps_per_epoch, state, agreement)
+    with agreement, report:
         fit(
             Run(
                 training=training,
