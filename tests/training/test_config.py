@@ -225,6 +225,9 @@ def test_transforms_are_the_published_ones() -> None:
     resize, centre, last = ValTransform(config).resize_and_crop.transforms
     assert last(image).dtype == torch.uint8
     assert (resize.size, resize.interpolation.value, centre.size) == (256, "bicubic", (224, 224))
+    closer = dataclasses.replace(config.data, crop_pct=0.5)  # 0.875 is timm's own default
+    resize = ValTransform(dataclasses.replace(config, data=closer)).resize_and_crop.transforms[0]
+    assert resize.size == 448
 
 
 def test_labels_are_smoothed_without_mixing() -> None:

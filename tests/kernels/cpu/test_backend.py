@@ -492,7 +492,7 @@ def test_concurrent_calls(openmp, threads, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(4) as callers:
         calls = [callers.submit(all_results, (2, 21, 130, 7), "longhorn") for _ in range(16)]
         for call in calls:
-            for a, e in zip(call.result(timeout=60), expected, strict=True):
+            for a, e in zip(call.result(timeout=900), expected, strict=True):
                 assert a is e is None or a.equal(e)
 
 

@@ -112,6 +112,6 @@ def test_sizes_of_steps_follow_from_the_seed_and_are_drawn_alike() -> None:
     assert drawn[0] != drawn[1]
 
 
-@pytest.mark.parametrize(("batch_size", "steps"), [(1024, 1251), (512, 2502)])
-def test_an_epoch_of_imagenet_has_the_published_steps(batch_size: int, steps: int) -> None:
-    assert epoch_length(1_281_167, 3) // batch_size == steps
+def test_an_epoch_with_repeats_is_a_multiple_of_256_images_as_deits() -> None:
+    assert [epoch_length(n, 3) for n in (255, 256, 300, 1_281_167)] == [255, 256, 256, 1_281_024]
+    assert epoch_length(300, 1) == 300

@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import os
 import re
+import stat
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -78,6 +80,28 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, error: Exception) -> N
         write_atomically(path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_contents_are_on_the_disk_before_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss in between, the new name would be that of an empty file."""
+    calls = []
+
+    def note(name: str) -> None:
+        original = getattr(os, name)
+
+        def noted(*arguments: object) -> object:
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+            calls.append("fsync of the folder" if is_folder else name)
+            return original(*arguments)
+
+        monkeypatch.setattr(os, name, noted)
+
+    note("fsync")
+    note("replace")
+    write_text(tmp_path / "file", "new")
+    assert calls == ["fsync", "replace", "fsync of the folder"]
 
 
 def test_interrupted_write_leaves_no_temporary(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vil.training.errors import ConfigError, LostProcessError
 from vil.training.recipes import to_yaml
 
 ROOT = Path(__file__).parents[3]
+LAST_RESORT = 900  # seconds for processes that end within 10, should they hang
 
 
 @pytest.fixture
@@ -68,6 +69,12 @@ def start_script(command: list[str], places: list[Path]) -> list[subprocess.Pope
     ]
 
 
+def wait_for(path: Path, processes: list[subprocess.Popen]) -> None:
+    """Wait until a run has written a file, or has ended."""
+    while not path.exists() and all(process.poll() is None for process in processes):
+        time.sleep(0.1)
+
+
 def log(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
     """Read a run's log."""
     with (folder / name).open() as file:
@@ -81,7 +88,7 @@ def test_two_processes_equal_one(
     divided = dataclasses.replace(one_step_epochs, run=run)
     processes = start(divided, tmp_path / "two", 2)
     assert train(one_step_epochs, "--run.output", str(tmp_path / "one")) == 0
-    printed = [process.communicate(timeout=120) for process in processes]
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     assert "= 2 processes x 2 x 8" in printed[0][0]
     assert printed[1] == ("", "")  # only the first logs
@@ -115,7 +122,7 @@ def places(image_folder: Path, tmp_path: Path) -> list[Path]:
 def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
     """Return the exit codes of processes, and what they say as errors, before they hang."""
     try:
-        told = [process.communicate(timeout=90)[1] for process in processes]
+        told = [process.communicate(timeout=LAST_RESORT)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -229,11 +236,9 @@ def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
         run=dataclasses.replace(config.run, save_minutes=0.0),
     )
     processes = start(endless, tmp_path / "run", 2)
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "run" / "previous.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(tmp_path / "run" / "previous.pt", processes)
     processes[1].send_signal(signal.SIGTERM)
-    printed = [process.communicate(timeout=60) for process in processes]
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [143, 143], printed
     assert printed[0][1] == "error: stopped by SIGTERM\n"
     assert printed[1][1] == "process 1: error: stopped by SIGTERM\n"
@@ -248,11 +253,9 @@ def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_pat
         config, schedule=dataclasses.replace(config.schedule, epochs=10_000)
     )
     processes = start(endless, tmp_path / "run", 2)
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "run" / "last.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(tmp_path / "run" / "last.pt", processes)
     processes[1].kill()
-    printed = [process.communicate(timeout=60) for process in processes]
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [6, -signal.SIGKILL], printed
     assert printed[0][1] == "error: another process of the run is gone\n"
 
@@ -261,7 +264,7 @@ def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_pat
 def test_compiled_model_trains_in_two_processes(config: TrainConfig, tmp_path: Path) -> None:
     run = dataclasses.replace(config.run, torchcompile=True, amp=True, grad_accum_steps=2)
     processes = start(dataclasses.replace(config, run=run), tmp_path / "run", 2)
-    printed = [process.communicate(timeout=300) for process in processes]
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     losses = [float(row["train_loss"]) for row in log(tmp_path / "run")]
     assert len(losses) == 3
@@ -339,6 +342,6 @@ def test_process_that_dies_once_connected_is_missed_at_once() -> None:
         )
         for rank in ("0", "1")
     )
-    assert main.communicate(timeout=60)[1] == "error: another process of the run is gone\n"
-    other.communicate(timeout=60)
+    assert main.communicate(timeout=LAST_RESORT)[1] == "error: another process of the run is gone\n"
+    other.communicate(timeout=LAST_RESORT)
     assert (main.returncode, other.returncode) == (6, 1)

@@ -1,4 +1,4 @@
-"""Scoring several models in one pass."""
+"""One optimiser step, and scoring several models in one pass."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vil.training.config import TrainConfig
-from vil.training.data.batches import ValData
+from vil.training.data.batches import Step, ValData
 from vil.training.distributed import World
-from vil.training.run.engine import Score, evaluate
+from vil.training.run.engine import Score, evaluate, train_step
 from vil.training.run.setup import Training, build_training
 
 CPU = torch.device("cpu")
@@ -50,6 +50,26 @@ def test_models_scored_together_score_as_alone_and_images_are_read_once(
     assert [untimed(score) for score in together] == [untimed(score) for score in alone]
     assert together[0].loss != together[1].loss
     assert not any(module.training for model in models for module in model.modules())
+
+
+def test_a_step_clips_the_gradient_and_then_moves_the_average(
+    training: Training, config: TrainConfig
+) -> None:
+    averages = dict(training.ema.module.named_parameters())
+    before = {name: average.clone() for name, average in averages.items()}
+    images = torch.arange(8 * 3 * 16 * 16).view(8, 3, 16, 16).to(torch.uint8)
+    step = Step(0, [(images, torch.arange(8) % 4)], {})
+    clipping = dataclasses.replace(config.optim, clip_grad=0.01)
+    result = train_step(training, step, dataclasses.replace(config, optim=clipping))
+
+    weights = dict(training.model.named_parameters())
+    norm = torch.stack([w.grad.norm() for w in weights.values() if w.grad is not None]).norm()
+    assert result.grad_norm > 0.1
+    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+    decay = config.optim.model_ema_decay
+    for name, average in averages.items():
+        moved = decay * before[name] + (1 - decay) * weights[name]
+        torch.testing.assert_close(average, moved)
 
 
 def untimed(score: Score) -> Score:

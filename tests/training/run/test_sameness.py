@@ -88,7 +88,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=10)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.given: list[Any] = [None] * size
 
     def errors(self, seen: list[dict[str, str]]) -> list[str | None]:
@@ -108,7 +108,7 @@ class Meeting:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join()
         return found
 
 

@@ -12,7 +12,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
@@ -469,7 +468,7 @@ def test_wandb_writes_into_the_folder_without_a_network(
     assert not (tmp_path / "wandb").exists()
 
 
-HANG = 25.0  # seconds; a run that waits for one is too late
+LAST_RESORT = 600.0  # seconds until a call that hangs ends: the run must not have waited for it
 CALLS = [
     *(("wandb", name) for name in ("init", "log", "finish")),
     *(("tensorboard", name) for name in ("__init__", "add_text", "add_scalar", "flush", "close")),
@@ -479,9 +478,12 @@ CALLS = [
 @pytest.fixture
 def hang(
     install: Callable[[FakeWandB], FakeWandB], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., contextmanager]:
-    """Return a function that lets a call of a tracker's package hang within a block."""
-    server = install(FakeWandB())
+) -> Iterator[Callable[..., contextmanager]]:
+    """Return a function that lets a call of a tracker's package hang until the test ends.
+
+    The run fails the test if it waits for the call instead.
+    """
+    server, test_ended, waited = install(FakeWandB()), threading.Event(), []
     monkeypatch.setattr(tracking, "_LIMIT", 0.5, raising=False)
 
     @contextmanager
@@ -495,7 +497,8 @@ def hang(
         def call(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == nth:
                 act()
-                threading.Event().wait(HANG)
+                if not test_ended.wait(LAST_RESORT):
+                    waited.append(name)
             return original(*args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -503,8 +506,10 @@ def hang(
             if name == "init":  # was handed out before
                 patch.setattr(sys.modules["wandb"], "init", call)
             yield
+        assert not waited
 
-    return hanging
+    yield hanging
+    test_ended.set()
 
 
 def nth_call(package: str, name: str) -> int:
@@ -527,11 +532,9 @@ def test_tracker_that_hangs_is_left_out_and_changes_nothing(
     nth = nth_call(package, name)
     assert train(each_step, "--run.output", str(tmp_path / "alone")) == 0
     capsys.readouterr()
-    begun = time.monotonic()
     with hang(package, name, nth, lambda: None):
         arguments = ("--run.output", str(tmp_path / "run"), "--run.tracker", package)
         assert train(each_step, *arguments) == 0
-    assert time.monotonic() - begun < HANG / 2, f"call {nth}"
     told = capsys.readouterr().out
     assert told.count("warning") == 1, told
     assert (
@@ -567,11 +570,10 @@ def test_signal_ends_a_run_whose_tracker_hangs_with_its_state_saved(
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    folder, begun = tmp_path / "run", time.monotonic()
+    folder = tmp_path / "run"
     arguments = ("--run.output", str(folder), "--run.tracker", package)
     with hang(package, name, nth, terminate):
         code = train(each_step, *arguments)
-    assert time.monotonic() - begun < HANG / 2, f"call {nth}"
     if name in ("finish", "close"):  # nothing was left to do
         assert (code, len(trained)) == (0, 12)
     else:
