@@ -33,6 +33,8 @@ def _of_whole_patches(
     return images
 
 
+@torch.fx.wrap  # whose branches FX cannot follow
+@register_notrace_function
 def _lacking(size: int, patch: int, stride: int) -> int:
     """Return the pixels that a side lacks until whole patches cover all of it."""
     if not torch.jit.is_scripting() and is_exporting():
