@@ -25,7 +25,7 @@ assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 assert backends.automatic_backend("cpu", False) == "reference"
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 def run(*command: object, cwd: Path) -> str:

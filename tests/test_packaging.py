@@ -12,22 +12,6 @@ import vil
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_package_folder_is_listed() -> None:
-    """``packages`` is a list by hand, since setuptools cannot find a package it has to rename."""
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = re.findall(r'"([\w.]+)"', re.search(r"^packages = \[(.+)\]", text, re.M).group(1))
-    folders = {p.parent for top in ("vil", "kernels") for p in (ROOT / top).rglob("*.py")}
-    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert set(listed) == {re.sub(r"^kernels", "vil.kernels", name) for name in names}
-
-
-def test_type_checkers_are_told_of_the_annotations() -> None:
-    """By PEP 561 of a file that an installed copy must have, and that setuptools takes only if listed."""
-    text = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r'^package-data = \{ "vil" = \["py\.typed"\] \}$', text, re.M)
-    assert (ROOT / "vil" / "py.typed").read_bytes() == b""
-
-
 def test_version_is_the_same_wherever_it_is_said() -> None:
     assert f"\nversion: {vil.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(

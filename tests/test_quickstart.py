@@ -19,7 +19,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_default_training_reaches_99_percent_and_eval_agrees(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     printed = run("train_imagenet.py", "--run.output", str(folder))

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("arch", ["90", "gfx942"])
 def test_kernels_compile(arch: str) -> None:
     """What they cost is a record for each version of Triton, since every version compiles differently."""

@@ -1,6 +1,6 @@
 """The Python of the documents runs, each page from its beginning to its end, as if typed into one session.
 
-docs/export.md and docs/measuring.md have tests of their own in tests/vil.
+tests/vil/test_export.py runs docs/export.md with smaller models.
 """
 
 import json
@@ -18,8 +18,7 @@ from timm.models import save_for_hf
 import vil
 from tests.documents.pages import ROOT, blocks
 
-ELSEWHERE = {"export": "tests/vil/test_export.py", "measuring": "tests/vil/test_complexity.py"}
-PAGES = sorted({"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - set(ELSEWHERE))
+PAGES = sorted({"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export"})
 OPTIONAL = "pytorch_grad_cam"  # no dependency of the tests: without it its block alone is left out
 
 
@@ -47,11 +46,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_pages_that_are_tested_elsewhere_are() -> None:
-    for page, path in ELSEWHERE.items():
-        assert f'("{page}")' in (ROOT / path).read_text(encoding="utf-8")
-
-
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """The names of a module, where classes and functions that are typed in find theirs.
@@ -67,7 +61,14 @@ def session(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("workplace")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page == "README" else pytest.mark.ci)
+        for page in PAGES
+        if blocks(page)
+    ],
+)
 def test_the_python_of_a_page_runs(page: str, session: dict[str, object]) -> None:
     for block in blocks(page):
         if OPTIONAL in block and find_spec(OPTIONAL) is None:
@@ -77,7 +78,7 @@ def test_the_python_of_a_page_runs(page: str, session: dict[str, object]) -> Non
     assert any(isinstance(m, vil.VisionLonghorn) for module in modules for m in module.modules())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs_to_what_it_shows(workplace: Path, session: dict[str, object]) -> None:
     """Its cells in order; the digits that it says are right are right to two points."""
     matplotlib = pytest.importorskip("matplotlib")

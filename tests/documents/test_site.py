@@ -9,6 +9,7 @@ import pytest
 from tests.documents.pages import ROOT
 
 
+@pytest.mark.ci
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Sphinx warns of links without a target, and of pages that no other leads to."""
     pytest.importorskip("sphinx")

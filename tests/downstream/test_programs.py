@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from downstream import ade20k, cascade, coco
 from downstream.run import Options, Task
 from tests.downstream.small_heads import SIZES
-from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError
+from vil.training.errors import ConfigError, NonFiniteLossError, OutputError
 from vil.training.files import LOCK_NAME
 
 SMALL = {
@@ -119,43 +119,6 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"generated": None}, "give one of --data and --generated"),
-        ({"data": Path("there")}, "give one of --data and --generated"),
-        ({"steps": 0}, "--steps must be at least 1, got 0"),
-        ({"batch_size": 3}, r"--batch-size must be divisible by 1 processes x 2 parts, got 3"),
-        ({"batch_size": 2}, "--batch-size must have at least 2 images for each"),
-    ],
-)
-def test_wrong_options_are_refused(changes: dict, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        options("ade20k", tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"model": "vil_base_pyramid", "lr": 1.0},
-            ConfigError,
-            "give --weight-decay, --layer-decay",
-        ),
-        ({"model_kwargs": ("depth",)}, ConfigError, "--model-kwargs takes key=value, got depth"),
-        ({"weights": "nowhere.pt"}, ConfigError, "nowhere.pt"),
-        ({"pyramid_blocks": (1, 2, 3, 99)}, ConfigError, "pyramid_blocks must be 4 numbers"),
-        ({"batch_size": 6}, DataError, "4 training images are less than a batch of 6"),
-        ({"generated": None, "data": Path("nowhere")}, DataError, "no images nowhere"),
-    ],
-)
-def test_what_no_run_can_be_made_of_is_refused(
-    changes: dict, error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message):
-        train("ade20k", tmp_path, **changes)
-
-
-@pytest.mark.parametrize(
     ("program", "step", "factor"),
     [
         ("ade20k", 0, 1e-6),
@@ -180,7 +143,7 @@ def test_learning_rates_are_those_published(
     assert made.factor(step) == pytest.approx(factor, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_two_processes_train_and_validate(program: str, tmp_path: Path) -> None:
     _, values = PROGRAMS[program]

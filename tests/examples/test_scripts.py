@@ -67,6 +67,7 @@ def check(name: str, output: Path, epochs: int) -> list[dict]:
     return rows
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", METRICS)
 def test_an_example_learns_shapes(
     run: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -80,6 +81,7 @@ def test_an_example_learns_shapes(
     assert [line.startswith("epoch ") for line in printed[1:]] == [True] * 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", METRICS)
 def test_an_example_takes_another_backbone_and_its_weights(
     run: Run, name: str, tmp_path: Path
@@ -97,6 +99,7 @@ def test_an_example_takes_another_backbone_and_its_weights(
     assert torch.allclose(trained, before, atol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["simmim", "mae"])
 def test_training_without_labels_makes_better_tokens(
     run: Run, way: str, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -172,6 +175,7 @@ def coco(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "data"), [("segment", "masks"), ("detect", "coco")])
 def test_an_example_learns_a_folder(
     run: Run, name: str, data: str, tmp_path: Path, request: pytest.FixtureRequest

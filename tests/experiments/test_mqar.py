@@ -1,15 +1,11 @@
 """Recall of keys and values: the data, the recurrences against loops, a model, tables and figures."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from experiments import mqar, mqar_results, plan, recurrences
+from experiments import mqar, recurrences
 from experiments.mixer import ALL, Mixer
-from experiments.records import Record
 
 # ------------------------------------------------------------------------------------------- data
 
@@ -33,31 +29,11 @@ def test_every_key_is_asked_for_once_after_all_pairs() -> None:
     assert not (data.tokens[:, 2 * pairs :] * filler).any()
 
 
-def test_gaps_follow_the_power_law_in_the_order_of_the_pairs() -> None:
-    pairs = 2
-    data = mqar.sample(torch.Generator().manual_seed(0), 50_000, 16, pairs, 16)
-    p = torch.arange(1, 7, dtype=torch.float64) ** (0.01 - 1)
-    p /= p.sum()
-    first, second = ((data.queries - 2 * pairs) // 2).unbind(1)
-    drawn = torch.bincount(first, minlength=6) / len(data)
-    torch.testing.assert_close(drawn.double(), p, atol=0.01, rtol=0)
-    # The second is drawn from what the first leaves.
-    after = (p[:, None] * p / (1 - p[:, None])).fill_diagonal_(0).sum(0)
-    drawn = torch.bincount(second, minlength=6) / len(data)
-    torch.testing.assert_close(drawn.double(), after, atol=0.01, rtol=0)
-
-
 def test_data_depend_on_the_seed_alone() -> None:
     one, same, other = (mqar.sample_many(seed, 1200, 16, 4, 16) for seed in (1, 1, 2))
     assert len(one) == 1200
     assert torch.equal(one.tokens, same.tokens)
     assert not torch.equal(one.tokens, other.tokens)
-
-
-@pytest.mark.parametrize(("pairs", "vocabulary", "named"), [(5, 64, "pairs"), (4, 8, "vocabulary")])
-def test_pairs_that_do_not_fit_are_refused(pairs: int, vocabulary: int, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        mqar.sample(torch.Generator(), 1, 16, pairs, vocabulary)
 
 
 # ------------------------------------------------------------------------------------ recurrences
@@ -151,22 +127,6 @@ def test_mixers_are_causal(name: str) -> None:
     assert not torch.allclose(y[:, 20:], changed[:, 20:])
 
 
-def test_mixers_of_equal_state_have_nearly_as_many_parameters() -> None:
-    counts = {
-        name: mqar.parameters(Mixer(64, name)) for name in ALL if name not in ("softmax", "none")
-    }
-    assert max(counts.values()) < 1.12 * min(counts.values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [({"recurrence": "lstm"}, "recurrence"), ({"recurrence": "gla", "d_state": 0}, "d_state")],
-)
-def test_mixer_names_a_bad_argument(arguments: dict, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Mixer(8, **arguments)
-
-
 # -------------------------------------------------------------------------------- runs and results
 
 
@@ -191,116 +151,3 @@ def test_small_run_trains_and_tests(name: str) -> None:
         "length 32",
     ]
     assert figures["accuracy"] == (figures["pairs 2"] + figures["pairs 4"]) / 2
-
-
-def test_a_model_without_filler_learns_to_recall() -> None:
-    """Softmax attention, one pair: the answer is the only value seen."""
-    small = {"dim": 16, "length": 8, "pairs": (1,), "vocabulary": 8, "factors": ()}
-    figures = mqar.run_small("softmax", 1e-2, 0, steps=150, warmup=10, **small)
-    assert figures["accuracy"] > 0.9
-
-
-def test_published_run_stops_when_it_recalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mqar, "PUBLISHED", {16: (2, 4)})
-    small = {"vocabulary": 16, "train_count": 8, "test_count": 4, "epochs": 3}
-    run = {"recurrence": "longhorn", "length": 16, "dim": 8, "lr": 1e-3, "seed": 0}
-    assert mqar.run_published(**run, **small)["epochs"] == 3
-    assert mqar.run_published(**run, **small, enough=-1.0)["epochs"] == 0
-
-
-def test_published_run_ends_with_the_epoch_when_the_time_is_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(mqar, "PUBLISHED", {16: (2, 4)})
-    small = {"vocabulary": 16, "train_count": 8, "test_count": 4, "epochs": 3}
-    run = {"recurrence": "longhorn", "length": 16, "dim": 8, "lr": 1e-3, "seed": 0}
-    whole = mqar.run_published(**run, **small)
-    cut = mqar.run_published(**run, **small, deadline=0.0)
-    assert (cut["epochs"], cut["stopped"]) == (1, True)
-    assert cut["by_epoch"] == whole["by_epoch"][:1]
-    assert "stopped" not in whole
-
-
-def small_rows() -> list[dict]:
-    shared = {"lr": 2.2e-3, "parameters": 1234, "accuracy": 0.5}
-    return [
-        {"recurrence": name, "seed": seed, "pairs 4": score + seed / 1000}
-        | {"length 64": 0.1, "length 128": score}  # the first is the trained one's: not shown
-        | shared
-        for name, score in (("mamba", 0.25), ("longhorn", 0.75))
-        for seed in range(3)
-    ]
-
-
-def test_table_gives_mean_spread_and_what_differs() -> None:
-    rows = mqar_results.table(small_rows()).splitlines()
-    assert rows[0] == "| recurrence | parameters | rate | pairs 4 | length 128 |"
-    assert rows[2] == "| longhorn | 1,234 | 0.0022 | 75.1 ± 0.1 | 75.0 ± 0.0 |"
-    assert rows[3] == "| mamba | 1,234 | 0.0022 | 25.1 ± 0.1 * | 25.0 ± 0.0 * |"
-
-
-def published_rows() -> list[dict]:
-    return [
-        {"recurrence": "longhorn", "length": 64, "dim": dim, "seed": 1, "lr": lr, "accuracy": a}
-        for dim, lr, a in ((64, 1e-3, 0.5), (64, 1e-2, 0.9), (128, 1e-3, 0.9), (128, 1e-2, 0.9))
-    ]
-
-
-def test_published_table_takes_the_best_learning_rate() -> None:
-    best = mqar_results.best_of_rates(published_rows())
-    assert [row["lr"] for row in best] == [1e-2, 1e-3]  # the lower one of equals
-    assert mqar_results.published_table(best).splitlines()[-1] == "| 64 | longhorn | 90.0 | 90.0 |"
-
-
-@pytest.mark.parametrize("rows", [small_rows(), published_rows()])
-def test_figures_are_drawn(rows: list[dict], tmp_path: Path) -> None:
-    mqar_results.draw(rows, tmp_path / "mqar.png")
-    assert (tmp_path / "mqar.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_rate_with_the_better_mean_is_reported() -> None:
-    lucky = [row | {"accuracy": 0.3 + 0.6 * (row["seed"] == 0)} for row in small_rows()]
-    steady = [row | {"lr": 1e-2, "accuracy": 0.6, "pairs 4": 0.6} for row in small_rows()]
-    best = mqar_results.best_mean(lucky + steady)
-    assert {row["lr"] for row in best} == {1e-2}
-    assert len(best) == 6
-    head, _, line, _ = mqar_results.table(lucky + steady).splitlines()
-    assert head.endswith("| length 128 | other rate |")
-    assert line.startswith("| longhorn | 1,234 | 0.01 | 60.0 ± 0.0 |")
-    assert line.endswith("| 50.0 ± 34.6 |")
-
-
-@pytest.mark.parametrize("setting", ["short", "long", "longer", "published"])
-def test_command_writes_record_and_table(
-    setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    def run_all(record: Record, function: object, runs: list[dict], jobs: int, **_: object) -> None:
-        figures = {"parameters": 1, "accuracy": 0.5, "pairs 2": 0.5, "length 32": 0.5}
-        for run in record.missing(runs):
-            record.add(run | figures)
-
-    monkeypatch.setattr(mqar, "run_all", run_all)
-    path = tmp_path / "mqar.json"
-    arguments = ["--recurrences", "longhorn", "mamba", "--output", str(path)]
-    monkeypatch.setattr("sys.argv", ["mqar.py", "--setting", setting, *arguments])
-    mqar.main()
-    assert "| longhorn |" in capsys.readouterr().out
-    assert len(json.loads(path.read_text())["runs"]) > 2
-
-
-def test_longer_has_a_rate_for_each_recurrence_and_as_many_runs_of_each_when_stopped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    runs = mqar.small_runs("longer", ["longhorn", "mamba"], [0, 1])
-    assert [(run["recurrence"], run["seed"]) for run in runs] == [
-        *(("longhorn", 0), ("mamba", 0)),
-        *(("longhorn", 1), ("mamba", 1)),
-    ]
-    assert {run["lr"] for run in runs if run["recurrence"] == "mamba"} == {1.6e-2}
-    assert set(mqar.LONGER_RATES) == set(mqar.LONG_RECURRENCES)
-    tuned = json.loads((mqar.RESULTS / "plan_long.json").read_text())["runs"]
-    assert plan.TASKS["long"].chosen(tuned) == mqar.LONGER_RATES
-    monkeypatch.setattr("sys.argv", ["mqar.py", "--setting", "longer", "--recurrences", "none"])
-    with pytest.raises(SystemExit):
-        mqar.main()
-    assert "--recurrences of longer must be of longhorn, longhorn_exact" in capsys.readouterr().err

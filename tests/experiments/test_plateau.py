@@ -42,16 +42,3 @@ def test_a_run_leaves_at_the_first_window_that_is_right_often_enough(
     assert before["steps"] == left["steps"] - 1
     assert before["accuracy"] < TINY.left_at
     assert run(limit=1000) == left  # what comes after a step changes nothing before it
-
-
-def test_a_run_that_stays_is_given_up_at_the_limit() -> None:
-    figures = run("none", limit=20)
-    assert (figures["left"], figures["steps"]) == (False, 20)
-    assert figures["accuracy"] < TINY.left_at
-    assert figures["train_loss"] > 0
-    assert figures != run("none", limit=20, seed=1)
-
-
-def test_a_loss_that_is_not_finite_ends_a_run_that_counts_as_one_that_stays() -> None:
-    figures = run(lr=1e30)
-    assert (figures["left"], figures["steps"], figures["train_loss"]) == (False, TINY.limit, None)

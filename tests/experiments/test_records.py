@@ -1,16 +1,12 @@
 """Records of experiments: continued by the same command, refused for other settings."""
 
 import json
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from benchmarks import provenance
-from benchmarks.budget import Budget
 from experiments import records
 
 
@@ -37,33 +33,6 @@ def test_the_same_command_runs_what_is_missing(tmp_path: Path) -> None:
     assert content["environment"]["commit"]
     found = {(run["number"], run["seed"]): run["doubled"] for run in content["runs"]}
     assert found == {(1, 0): -1, (1, 1): 3, (2, 0): 4, (2, 1): 5}
-
-
-def test_nothing_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
-    """In processes, which other tests do without."""
-    record = records.Record(tmp_path / "r.json", {"steps": 3})
-    runs = records.product(number=(1, 2), seed=(0,))
-    assert records.run_all(record, double, runs, jobs=1, budget=Budget(0)) == 2
-    assert record.rows == []
-    assert records.run_all(record, double, runs, jobs=1, budget=Budget(None)) == 0
-    assert sorted(row["doubled"] for row in record.rows) == [2, 4]
-
-
-both = threading.Barrier(2, timeout=30)
-
-
-def meet(number: int) -> records.Row:
-    both.wait()
-    return {"met": number}
-
-
-def test_as_many_runs_at_a_time_as_there_are_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "ProcessPoolExecutor", lambda jobs, **_: ThreadPoolExecutor(jobs))
-    record = records.Record(tmp_path / "r.json", {})
-    assert records.run_all(record, meet, records.product(number=(1, 2)), jobs=2) == 0
-    assert sorted(row["met"] for row in record.rows) == [1, 2]
 
 
 @pytest.mark.parametrize("part", ["settings", "environment"])
@@ -98,30 +67,3 @@ def test_a_record_in_pieces_grows_elsewhere_and_every_run_says_where(
     assert later["environment"] == content["environment"]
     assert later["runs"][2]["python"] == "2.7"
     assert "torch" not in later["runs"][2]
-
-
-def test_a_checkout_in_which_a_record_grows_is_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def git(*arguments: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", *who, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    monkeypatch.delenv("VIL_COMMIT", raising=False)
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "benchmarks" / "provenance.py"))
-    code, record = tmp_path / "benchmarks" / "a.py", tmp_path / "experiments" / "results" / "r.json"
-    for file in (code, record):
-        file.parent.mkdir(parents=True)
-        file.write_text("1")
-    git("init", "-q")
-    assert provenance.revision() == "unknown"
-    git("add", "-A")
-    git("commit", "-qm", "a")
-    commit = git("rev-parse", "--short", "HEAD")
-    assert provenance.revision() == commit
-    record.write_text("2")
-    assert provenance.revision() == commit
-    code.write_text("2")
-    assert provenance.revision() == f"{commit}-dirty"

@@ -47,6 +47,7 @@ def test_agrees_with_the_operator(recurrence: str, length: int) -> None:
     torch.testing.assert_close(made, expected, rtol=0, atol=ROUNDING[recurrence])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recurrence", reference.RECURRENCES)
 @pytest.mark.parametrize("trained", [(2, 3), (8, 9)])  # the first with a factor of |k|^2
 def test_agrees_at_another_grid(recurrence: str, trained: tuple[int, int]) -> None:
@@ -64,6 +65,8 @@ def test_agrees_where_patches_are_missing() -> None:
     torch.testing.assert_close(made, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.pairs
+@pytest.mark.ci
 @pytest.mark.parametrize("recurrence", reference.RECURRENCES)
 @pytest.mark.parametrize("bias", [-100.0, -12.0, 0.0, 100.0])
 @pytest.mark.parametrize("key", [1e-3, 1.0, 1e3])
@@ -75,29 +78,3 @@ def test_is_accurate_for_extreme_keys_and_steps(recurrence: str, bias: float, ke
         for mixer in (exportable.mixer, by_reference)
     ]
     assert errors[0] < max(2 * errors[1], 2e-6)
-
-
-@pytest.mark.parametrize("recurrence", ["longhorn", "longhorn_exact"])
-def test_equal_keys_in_full_steps_stay_bounded(recurrence: str) -> None:
-    """Here what a token writes depends most on those before it in its chunk."""
-    given = arguments(recurrence, 40, key=0.0, bias=100.0)
-    given[3][:, R : R + M] = 0.5 * torch.ones(E)
-    given[1], given[2] = given[1] * 0, given[2] * 0 + 10  # the convolution's output is its bias
-    single = to(given, torch.float32)
-    torch.testing.assert_close(
-        exportable.mixer(*single).double(), by_reference(*given), rtol=1e-4, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_returns_the_dtype_of_the_input(dtype: torch.dtype) -> None:
-    given = to(arguments("longhorn_exact", 9), dtype)
-    made, expected = exportable.mixer(*given), by_reference(*to(given, torch.float32))
-    assert made.dtype == dtype
-    assert (made.float() - expected).abs().max() < 0.01 * expected.abs().max()
-
-
-def test_softplus_keeps_small_steps() -> None:
-    v = torch.tensor([-80.0, -17.0, -16.0, -10.0, -1.0, 0.0, 1.0, 15.0, 90.0])
-    expected = torch.nn.functional.softplus(v.double(), threshold=100)
-    torch.testing.assert_close(exportable._softplus(v).double(), expected, rtol=3e-7, atol=0)

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vil.kernels import backends, checks, ops, reference
+from vil.kernels import backends, ops, reference
 
 B, L, D, M, K = 2, 5, 3, 4, 4
 
@@ -59,6 +58,7 @@ def backend(request: pytest.FixtureRequest):
         yield request.param
 
 
+@pytest.mark.pairs
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
 @pytest.mark.parametrize("reverse", [False, True])
@@ -70,6 +70,7 @@ def test_scan_gradients(recurrence: str, reverse: bool) -> None:
     torch.library.opcheck(torch.ops.vil.scan, (*arguments, recurrence, reverse))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
 def test_bidirectional_scan_gradients(backend: str, recurrence: str) -> None:
     arguments = with_gradient(bidirectional_arguments(recurrence))
@@ -110,20 +111,6 @@ def test_gradients_where_parts_of_one_result_are_contiguous(
 
 
 @pytest.mark.usefixtures("backend")
-def test_convolution_gradients() -> None:
-    arguments = with_gradient((randn(B, L, D), randn(2, D, K), randn(2, D)))
-    assert torch.autograd.gradcheck(ops.causal_conv1d_bidirectional, arguments)
-    torch.library.opcheck(torch.ops.vil.causal_conv1d_bidirectional, arguments)
-
-
-@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_reference_passes_gradcheck_by_plain_autograd(recurrence: str, reverse: bool) -> None:
-    arguments = with_gradient(scan_arguments(recurrence))
-    assert torch.autograd.gradcheck(lambda *a: reference.scan(*a, recurrence, reverse), arguments)
-
-
-@pytest.mark.usefixtures("backend")
 def test_public_functions_reach_their_recurrence() -> None:
     x, beta, _, q, k, skip, bias, state = scan_arguments("longhorn")
     for form, recurrence in (("diagonal", "longhorn"), ("exact", "longhorn_exact")):
@@ -145,15 +132,6 @@ def test_public_functions_reach_their_recurrence() -> None:
     y = ops.mamba_scan(x, dt, A, q, k)
     expected, _ = reference.scan(x, dt, A, q, k, None, None, None, "mamba", False)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_takes_float32_parameters(dtype: torch.dtype) -> None:
-    x, dt, A, q, k, skip, bias, state = scan_arguments("mamba", dtype)
-    y, final = torch.ops.vil.scan(
-        x, dt, A.float(), q, k, skip.float(), bias.float(), state, "mamba", False
-    )
-    assert (y.dtype, final.dtype) == (dtype, torch.float32)
 
 
 def replaced(position: int, value: object) -> tuple:
@@ -183,22 +161,6 @@ def replaced(position: int, value: object) -> tuple:
 def test_bidirectional_scan_names_the_wrong_argument(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         torch.ops.vil.bidirectional_scan(*arguments)
-
-
-def test_scan_and_convolution_name_the_wrong_argument() -> None:
-    x, beta, _, q, k, *_ = scan_arguments("longhorn")
-    with pytest.raises(ValueError, match='form must be "diagonal" or "exact", got \'closed\''):
-        ops.longhorn_scan(x, beta, q, k, form="closed")
-    with pytest.raises(ValueError, match=r"initial_state must have shape \(B, D, M\)"):
-        ops.longhorn_scan(x, beta, q, k, initial_state=randn(B, M, D))
-    with pytest.raises(ValueError, match="L >= 1"):
-        ops.longhorn_scan(x[:, :0], beta[:, :0], q[:, :0], k[:, :0])
-    with pytest.raises(ValueError, match=r"A must have shape \(D, M\) = \(3, 4\)"):
-        ops.mamba_scan(x, beta, randn(M, D), q, k)
-    with pytest.raises(ValueError, match=r"weight must have shape \(2, D, K\)"):
-        ops.causal_conv1d_bidirectional(x, randn(D, K), randn(2, D))
-    with pytest.raises(ValueError, match=r"bias must have shape \(2, D\) = \(2, 3\)"):
-        ops.causal_conv1d_bidirectional(x, randn(2, D, K), randn(2, D, 1))
 
 
 def flops(function: Callable[..., object], *arguments: object) -> tuple[int, int]:
@@ -239,6 +201,7 @@ def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
+@pytest.mark.ci
 def test_explicit_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with ops.use_backend("triton"), pytest.raises(RuntimeError, match="got tensors on cpu"):
@@ -277,6 +240,7 @@ def test_automatic_choice(caplog: pytest.LogCaptureFixture) -> None:
     assert "float64 on a GPU" in caplog.text
 
 
+@pytest.mark.ci
 def test_a_triton_too_old_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -314,48 +278,6 @@ def test_without_numba_falls_back_and_says_so_once(
         backends.automatic_backend.cache_clear()
 
 
-@pytest.mark.parametrize("error", [ImportError("Numba needs NumPy 2.3 or less"), SystemError()])
-def test_a_broken_numba_is_as_one_that_is_missing(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def import_module(name: str) -> ModuleType:
-        if name == "numba":
-            raise error
-        return imported(name)
-
-    imported = importlib.import_module
-    monkeypatch.delenv(backends.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    backends._missing.cache_clear()
-    backends.automatic_backend.cache_clear()
-    try:
-        longhorn = scan_arguments("longhorn")
-        with caplog.at_level(logging.WARNING, logger=backends.__name__):
-            assert ops.longhorn_scan(*longhorn[:2], *longhorn[3:5]).isfinite().all()
-        reason = str(error) or "SystemError"
-        assert f"numba is installed but cannot be imported: {reason}" in caplog.text
-        with ops.use_backend("cpu"), pytest.raises(RuntimeError, match=reason):
-            backends.backend_for(torch.device("cpu"), torch.float32)
-    finally:
-        backends._missing.cache_clear()
-        backends.automatic_backend.cache_clear()
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_a_recurrence_that_a_backend_does_not_serve_is_named(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As for one that was defined in ``reference.py`` a moment ago."""
-    pytest.importorskip({"cpu": "numba", "triton": "triton"}[backend])
-    monkeypatch.setattr(checks, "RECURRENCES", (*checks.RECURRENCES, "new"))
-    on_gpu = backend == "triton" and torch.cuda.is_available()
-    zeros = partial(torch.zeros, device="cuda" if on_gpu else "cpu")
-    x, q, D, z = zeros(2, 1, 3, 8), zeros(2, 1, 3, 4), zeros(2, 8), zeros(1, 3, 8)
-    message = f'"{backend}" does not serve the recurrence new; use "reference"'
-    with ops.use_backend(backend), pytest.raises(NotImplementedError, match=message):
-        ops.bidirectional_scan(x, x, None, q, q, D, D, z, "new")
-
-
 @pytest.mark.parametrize(
     ("order", "message"),
     [
@@ -385,15 +307,3 @@ def test_a_wrong_order_is_named(order: Tensor, message: str) -> None:
         ops.causal_conv1d_bidirectional(
             torch.randn(2, 5, 3), torch.randn(2, 3, 4), torch.randn(2, 3), order
         )
-
-
-def test_convolution_in_an_order_is_registered() -> None:
-    order = torch.tensor([[0, 2, 4, -1, -1, -1, 1, -5]], dtype=torch.int32)
-    x, weight, bias = (
-        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 5, 3), (2, 3, 4), (2, 3))
-    )
-    torch.library.opcheck(torch.ops.vil.causal_conv1d_bidirectional, (x, weight, bias, order))
-    assert torch.autograd.gradcheck(
-        lambda *t: ops.causal_conv1d_bidirectional(*t, order), (x, weight, bias)
-    )

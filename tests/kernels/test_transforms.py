@@ -14,7 +14,6 @@ from vil.kernels.ops import (
     causal_conv1d_bidirectional,
     longhorn_scan,
     mamba_scan,
-    use_backend,
 )
 from vil.mixer import BidirectionalMixer
 
@@ -137,24 +136,7 @@ def test_jvp(name: str) -> None:
     near(tangent, derivative(function))
 
 
-@each
-def test_forward_ad(name: str) -> None:
-    function, _ = CASES[name]
-    with forward_ad.dual_level():
-        dual = function(forward_ad.make_dual(INPUT, DIRECTION))
-        value, tangent = forward_ad.unpack_dual(dual)
-    near(value, function(INPUT))
-    near(tangent, derivative(function))
-
-
-@each
-def test_grad_and_vjp(name: str) -> None:
-    function, _ = CASES[name]
-    near(torch.func.grad(loss(function))(INPUT), by_autograd(function))
-    value, pull_back = torch.func.vjp(function, INPUT)
-    near(pull_back(2 * value)[0], by_autograd(function))
-
-
+@pytest.mark.ci
 @each
 def test_jacobians(name: str) -> None:
     function, _ = CASES[name]
@@ -185,20 +167,6 @@ def test_second_derivatives(name: str) -> None:
     if "tiny" not in name:
         hessian = torch.func.hessian(loss(function))(INPUT)
         near(torch.tensordot(hessian, DIRECTION, 3), product)
-
-
-@each
-def test_value_and_gradient(name: str) -> None:
-    """That all above is compared with, against plain PyTorch."""
-    function, plain = CASES[name]
-    if plain is not None:
-        near(function(INPUT), plain(INPUT))
-        near(by_autograd(function), by_autograd(plain))
-        return
-    found = function(INPUT), by_autograd(function)
-    with use_backend("reference"):
-        near(found[0], function(INPUT))
-        near(found[1], by_autograd(function))
 
 
 # ------------------------------------------------------------------------------ other ways to call a model
@@ -233,6 +201,7 @@ WAYS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_way_to_call_a_model_loses_a_tangent(way: str, model: torch.nn.Module) -> None:
@@ -249,11 +218,7 @@ def test_no_way_to_call_a_model_loses_a_tangent(way: str, model: torch.nn.Module
     near(torch.func.jvp(other, (IMAGES,), (TANGENTS,))[1], expected)
 
 
-def test_compiled_transforms() -> None:
-    gradient = torch.func.grad(loss(CASES["mixer"][0]))
-    near(_compiled(gradient)(INPUT), gradient(INPUT))
-
-
+@pytest.mark.ci
 def test_gradients_per_sample_and_ensembles(model: torch.nn.Module) -> None:
     """Two recipes of torch.func's documentation: stacked parameters, and a gradient per image."""
     parameters = dict(model.named_parameters())
@@ -269,29 +234,3 @@ def test_gradients_per_sample_and_ensembles(model: torch.nn.Module) -> None:
     both = torch.func.vmap(lambda p: torch.func.functional_call(model, p, (IMAGES,)))(stacked)
     near(both[0], model(IMAGES))
     assert not torch.allclose(both[1], both[0])
-
-
-def test_autocast_inside_a_transform() -> None:
-    torch.manual_seed(0)
-    mixer, x = BidirectionalMixer(8, d_state=M), randn(B, L, 8).float()
-
-    def in_half(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return mixer(x).float().square().sum()
-
-    leaf = x.clone().requires_grad_()
-    expected = torch.autograd.grad(in_half(leaf), leaf)[0]
-    near(torch.func.grad(in_half)(x), expected, 0.02)
-
-
-def test_low_precision_and_parameters_of_another_dtype() -> None:
-    x, beta, q, k = (randn(B, L, n).bfloat16() for n in (D, D, M, M))
-    skip = randn(D).float()
-    y, tangent = torch.func.jvp(lambda x: longhorn_scan(x, beta, q, k, skip), (x,), (x,))
-    assert y.dtype == tangent.dtype == torch.bfloat16
-    near(tangent.float(), y.float(), 0.02)  # linear in x
-
-
-def test_wrong_arguments_are_named_here_too() -> None:
-    with pytest.raises(ValueError, match="q must have shape"):
-        torch.func.grad(lambda x: longhorn_scan(x, x, x[..., :1], x[..., :2]).sum())(INPUT)

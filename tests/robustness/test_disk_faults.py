@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.disk_faults import COMPILER, HALF, DiskFault, compile_library
+from tools.faults.disk_faults import COMPILER, HALF, DiskFault, compile_library
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(COMPILER is None, reason="the library is compiled with cc")
 def test_each_call_can_fail(tmp_path: Path) -> None:
     library = compile_library(tmp_path)
-    command = [sys.executable, "-m", "tests.robustness.disk_operations", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.faults.disk_operations", str(tmp_path)]
     environment = os.environ | {"LD_PRELOAD": str(library)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["[2, 2]", "[b'1', 'EIO', b'3']"], done

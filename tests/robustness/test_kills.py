@@ -1,4 +1,4 @@
-"""Runs that are killed and continued end like one left alone; tests/robustness/kills.py does it for long."""
+"""Runs that are killed and continued end like one left alone; tools/faults/kills.py does it for long."""
 
 import random
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.kills_runs import (
+from tools.faults.kills_runs import (
     CASES,
     Case,
     differing,
@@ -15,7 +15,7 @@ from tests.robustness.kills_runs import (
     left_alone,
     make_images,
 )
-from tests.robustness.kills_torchrun import EPOCHS, stop_torchrun
+from tools.faults.kills_torchrun import EPOCHS, stop_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_process_continues(root: Path) -> None:
     """However often it is killed; with and without loader processes the end is the same."""
     tally = kill_case(root, Case("folder", 0, 1), kills=4, seed=0)
@@ -36,7 +36,7 @@ def test_killed_process_continues(root: Path) -> None:
     assert not differing(tally.reference, left_alone(root, Case("folder", 2, 1)).reference)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_continues_after_one_of_two_processes_is_killed(root: Path) -> None:
     """The other then fails, and both are started again."""
     tally = kill_case(root, Case("wds", 0, 2), kills=2, seed=0)
@@ -44,7 +44,7 @@ def test_continues_after_one_of_two_processes_is_killed(root: Path) -> None:
     assert not tally.problems
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [CASES[3], CASES[6], CASES[8]], ids=str)
 def test_killed_runs_of_other_kinds_continue(root: Path, case: Case) -> None:
     """Folders and shards, loader processes, and up to four training processes."""
@@ -53,7 +53,7 @@ def test_killed_runs_of_other_kinds_continue(root: Path, case: Case) -> None:
     assert not tally.problems
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_continues_after_sigterm(root: Path) -> None:
     """When started again. That it does by itself after a worker is killed is one of the faults."""
     case = Case("wds", 0, 2)

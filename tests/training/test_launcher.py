@@ -21,7 +21,6 @@ from vil.training.errors import (
 )
 
 ROOT = Path(__file__).parents[2]
-WAIT = "print(flush=True); input()"
 
 
 @pytest.fixture
@@ -54,51 +53,6 @@ def fail(error: UserError) -> int:
     return run_script(script)
 
 
-def test_error_is_said_once_an_attempt_and_another_one_too(
-    signals: list[tuple[int, int]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    for rank in range(3):
-        become(monkeypatch, tmp_path, rank)
-        assert fail(ConfigError("wrong")) == 2
-    assert fail(DataError("missing")) == 3
-    assert capsys.readouterr().err == "error: wrong\nprocess 2: error: missing\n"
-    assert signals == [(os.getppid(), signal.SIGTERM)]  # a second one would disturb torchrun
-    become(monkeypatch, tmp_path, 0, attempt=1)
-    assert fail(ConfigError("wrong")) == 2
-    assert capsys.readouterr().err == "error: wrong\n"
-
-
-def test_error_that_torchrun_drops_is_said_by_another_process_first(
-    signals: list[tuple[int, int]],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    waited = []
-
-    def meanwhile(seconds: float) -> None:
-        waited.append(seconds)
-        assert signals == []
-        os.dup2(shown, 2)
-        become(monkeypatch, tmp_path, 0)
-        assert fail(ConfigError("wrong")) == 2
-
-    monkeypatch.setattr(launcher.time, "sleep", meanwhile)
-    become(monkeypatch, tmp_path, 1)
-    shown = os.dup(2)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 2)
-        assert fail(ConfigError("wrong")) == 2
-    os.close(shown)
-    assert waited == [10.0]
-    # Of the first, what Python's stderr had under pytest.
-    assert capfd.readouterr().err == "process 1: error: wrong\nerror: wrong\n"
-    assert len(signals) == 1
-
-
 @pytest.mark.parametrize(
     ("error", "ends"),
     [
@@ -118,47 +72,7 @@ def test_only_what_no_restart_cures_ends_torchrun(
     assert len(signals) == int(ends)
 
 
-def test_last_attempt_and_a_process_of_nobody_signal_nothing(
-    signals: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    become(monkeypatch, tmp_path, 0, attempt=2)
-    fail(ConfigError("the last"))
-    become(monkeypatch, tmp_path, 0)
-    monkeypatch.setattr(launcher, "_is_torchrun", lambda pid: False)
-    fail(ConfigError("adopted"))
-    for name in ("RUN_ID", "MAX_RESTARTS", "RESTART_COUNT", "ERROR_FILE"):
-        monkeypatch.delenv(f"TORCHELASTIC_{name}")
-    monkeypatch.setattr(launcher, "_is_torchrun", lambda pid: True)
-    fail(ConfigError("alone"))
-    assert signals == []
-
-
-@pytest.mark.parametrize(
-    ("command", "variables", "expected"),
-    [
-        ([sys.executable, "-c", WAIT, "torchrun"], {}, True),
-        ([sys.executable, "-c", WAIT, "torch.distributed.run"], {}, True),
-        ([sys.executable, "-c", WAIT, "torch"], {}, False),
-        ([sys.executable, "-c", WAIT, "torchrun"], {"TORCHELASTIC_RUN_ID": "none"}, False),
-        (["sh", "-c", "echo; read line", "torchrun"], {}, False),
-    ],
-    ids=["torchrun", "module", "another", "its-worker", "a-shell"],
-)
-def test_torchrun_is_told_from_other_processes(
-    command: list[str], variables: dict[str, str], expected: bool
-) -> None:
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | variables
-    )
-    try:
-        process.stdout.readline()  # the command line is there only some time after the process is
-        assert launcher._is_torchrun(process.pid) == expected
-    finally:
-        process.communicate(b"\n")
-    assert not launcher._is_torchrun(process.pid)
-
-
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("arguments", "message", "restarts"),
     [

@@ -209,7 +209,7 @@ def test_structure_of_checkpoints(content: dict[str, Any], tmp_path: Path) -> No
     check_structure(content, tmp_path / "damaged.pt", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_structure_of_checkpoints_thoroughly(content: dict[str, Any], tmp_path: Path) -> None:
     check_structure(content, tmp_path / "damaged.pt", len(PICKLED))
 

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import vil
 from vil.complexity import count_macs, count_parameters
-from vil.convert import convert_official_vim
 from vil.patch_embed import OverlapPatchEmbed
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}
@@ -53,35 +51,10 @@ def test_parameter_counts(name: str) -> None:
     assert count_parameters(timm.create_model(name, device="meta")) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("vim_tiny", 7_250_344),
-        ("vim_small", 26_001_256),
-        ("vil_tiny", 6_955_432),
-        ("vil_small", 25_411_432),
-    ],
-)
-def test_parameter_counts_at_finer_granularity(name: str, parameters: int) -> None:
-    model = timm.create_model(name, patch_stride=8, device="meta")
-    assert count_parameters(model) == parameters
-    assert model.patch_embed.grid_size == (27, 27)
-    assert model.feature_info[0]["reduction"] == 8
-
-
 @pytest.mark.parametrize("name", GMACS)
 def test_multiply_adds(name: str) -> None:
     macs = count_macs(timm.create_model(name, device="meta"), (3, 224, 224))
     assert float(f"{macs / 1e9:.3g}") == GMACS[name]
-
-
-def test_all_models_are_registered_with_the_recipes_data_config() -> None:
-    pyramids = [f"{name}_pyramid" for name in PARAMETERS]
-    ours = [name for name in timm.list_models(["vil_*", "vim_*"]) if "_test" not in name]
-    assert sorted(ours) == sorted([*PARAMETERS, *pyramids])
-    config = timm.data.resolve_model_data_config(timm.create_model("vil_tiny", device="meta"))
-    assert (config["crop_pct"], config["interpolation"]) == (0.875, "bicubic")
-    assert config["mean"] == timm.data.IMAGENET_DEFAULT_MEAN
 
 
 # --------------------------------------------------------------------------- initial values, decay
@@ -119,12 +92,6 @@ def test_initial_values() -> None:
     assert not state["head.bias"].any()
     assert not state["patch_embed.proj.bias"].any()
     assert (state["norm.weight"] == 1).all()
-
-
-def test_longhorn_starts_with_beta_one_half() -> None:
-    state = timm.create_model("vil_tiny", depth=2).state_dict()
-    assert not state["blocks.0.mixer.dt_bias"].any()
-    assert not any("A_log" in name for name in state)
 
 
 def test_weight_decay_groups_are_the_published_ones() -> None:
@@ -206,6 +173,7 @@ def test_intermediates_give_patches_in_place_and_the_class_token_apart() -> None
     assert torch.allclose(layer, final[:, 1:], atol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [(32, 32), (24, 24), (40, 64)])
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
@@ -235,6 +203,7 @@ def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
     assert bool(last.any()) is (pool == "avg")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("class_token", [True, False])
 def test_reshape_transform_puts_patches_in_place(class_token: bool) -> None:
     model = small(class_token=class_token, global_pool="avg", resize_below=0)
@@ -278,77 +247,10 @@ def test_dynamic_size_equals_a_model_of_that_size(size: int | tuple[int, int]) -
     assert torch.equal(resized(x), built(x))
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_own_size_is_computed_without_resampling(name: str, monkeypatch) -> None:
-    def resampled(*args, **kwargs) -> None:
-        raise AssertionError("resampled to the same grid")
-
-    monkeypatch.setattr(torch.nn.functional, "interpolate", resampled)
-    fixed = small(name, dynamic_img_size=False)
-    assert torch.equal(small(name)(images()), fixed(images()))
-    with pytest.raises(AssertionError, match="resampled to the same grid"):
-        small(name)(images(40))
-
-
-@pytest.mark.parametrize("size", [20, 28])
-def test_overlapping_patches_take_their_own_sizes(size: int) -> None:
-    """These are whole patches of 8 px every 4 px, and no multiples of 8."""
-    model = small(patch_stride=4, img_size=size)
-    features = model.forward_intermediates(images(size, 36), intermediates_only=True)
-    assert features[0].shape[-2:] == (size // 4 - 1, 8)
-    assert model(images(size, size)).shape == (2, 5)
-
-
-def test_input_config_of_a_model_of_any_size() -> None:
-    for dynamic in (True, False):
-        traits = timm.models._input.get_model_input_config(small(dynamic_img_size=dynamic))
-        assert traits["input_size"] == (3, 32, 32)
-        assert traits["fixed_input_size"] is not dynamic
-
-
-def test_dynamic_padding_takes_any_size() -> None:
-    model = small(dynamic_img_pad=True)
-    features = model.forward_intermediates(images(30, 41), intermediates_only=True)
-    assert features[0].shape[-2:] == (4, 6)
-
-
-def test_overlapping_patches_take_the_weights_of_disjoint_ones() -> None:
-    model = small(patch_stride=4)
-    model.load_state_dict(small().state_dict())
-    assert model.pos_embed.shape == (1, 1 + 49, 32)
-    features = model.forward_intermediates(images(), intermediates_only=True)
-    assert features[0].shape[-2:] == (7, 7)
-    with pytest.raises(ValueError, match="patch_size cannot change"):
-        model.set_input_size(patch_size=16)
-
-
-def test_filter_function_resamples_equal_counts_of_another_grid() -> None:
-    source = small(img_size=(16, 64), patch_size=8)
-    target = small(img_size=32, patch_size=8)
-    target.pretrained_cfg["input_size"] = (3, 16, 64)
-    adapted = vil.backbone.checkpoint_filter_fn(source.state_dict(), target)
-    assert adapted["pos_embed"].shape == source.pos_embed.shape
-    assert not torch.equal(adapted["pos_embed"], source.pos_embed)
-
-
-def test_filter_function_resamples_patches() -> None:
-    target = small(patch_size=16)
-    adapted = vil.backbone.checkpoint_filter_fn({"model": small().state_dict()}, target)
-    target.load_state_dict(adapted)
-    assert adapted["patch_embed.proj.weight"].shape[-2:] == (16, 16)
-
-
 # ------------------------------------------------------------------------- saving, exporting, dtype
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_local_dir_round_trip(name: str, tmp_path: Path) -> None:
-    model = small(name)
-    save_for_hf(model, tmp_path, model_args=SMALL, safe_serialization=True)
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert torch.equal(loaded(images()), model(images()))
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_compiles_without_graph_breaks(name: str) -> None:
     model = small(name, depth=2).train()
@@ -361,6 +263,7 @@ def test_compiles_without_graph_breaks(name: str) -> None:
         assert torch.allclose(p.grad, p_compiled.grad, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_compiles_images_of_any_size() -> None:
     model = small(depth=1)
     counter = CompileCounterWithBackend("aot_eager")
@@ -380,6 +283,7 @@ def test_compiles_images_of_any_size() -> None:
         assert torch.allclose(*gradients, atol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_of_its_own_size_and_of_any(strict: bool) -> None:
     model = small(depth=1)
@@ -394,28 +298,7 @@ def test_exports_of_its_own_size_and_of_any(strict: bool) -> None:
         assert torch.allclose(logits, model(images(*size)), atol=1e-6)
 
 
-def test_traces_images_of_any_size() -> None:
-    model = small(depth=1)
-    traced = torch.fx.symbolic_trace(model)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-    for size in ((32, 32), (48, 64)):
-        assert torch.equal(traced(images(*size)), model(images(*size)))
-    with pytest.raises(AssertionError, match=r"Input height \(36\) must be covered"):
-        traced(images(36))
-
-
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_exports_with_dynamic_batch(name: str, tmp_path: Path) -> None:
-    model = small(name, depth=2)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    program = torch.export.export(model, (images(),), dynamic_shapes=({0: batch},))
-    torch.export.save(program, tmp_path / "model.pt2")
-    loaded = torch.export.load(tmp_path / "model.pt2").module()
-    x = torch.cat([images(), images()])
-    assert torch.allclose(loaded(x), model(x), atol=1e-6)
-
-
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_traces(name: str) -> None:
@@ -426,6 +309,7 @@ def test_traces(name: str) -> None:
         assert torch.equal(traced(other), model(other))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
     model = small(name, depth=2, scriptable=True)
@@ -435,6 +319,7 @@ def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
         assert torch.allclose(loaded(images(*size)), model(images(*size)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -448,24 +333,7 @@ def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(logits), model(images()), atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode:UserWarning")
-@pytest.mark.parametrize("arguments", [{}, {"exportable": True}])
-def test_onnx_of_other_models_is_refused(arguments: dict) -> None:
-    """Without ``exportable``, and with it while training."""
-    pytest.importorskip("onnxscript")
-    model = small(depth=1, **arguments).train(bool(arguments))
-    with pytest.raises(torch.onnx.OnnxExporterError, match=r"exportable=True, call its eval\(\)"):
-        torch.onnx.export(model, (images(),), dynamo=True, verbose=False)
-
-
-def test_programs_for_onnx_have_no_operator_of_the_library() -> None:
-    model = small("vim_tiny", depth=1, exportable=True)
-    program = torch.export.export(model, (images(),), strict=False)
-    assert not [node for node in program.graph.nodes if "vil" in str(node.target)]
-    assert torch.allclose(program.module()(images()), model(images()), atol=1e-6)
-
-
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "depth"), [("vil_tiny", 24), ("vil_tiny_exact", 4), ("vim_tiny", 4)]
 )
@@ -483,14 +351,6 @@ def test_exports_at_its_own_size_to_onnx(name: str, depth: int, tmp_path: Path) 
         assert torch.allclose(torch.from_numpy(logits), model(batch), atol=1e-5)
 
 
-def test_exportable_models_train_as_others() -> None:
-    models = [small(depth=1).train(), small(depth=1, exportable=True).train()]
-    for model in models:
-        model(images()).square().sum().backward()
-    for one, other in zip(*(m.parameters() for m in models), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
 def test_grad_checkpointing_changes_no_gradient() -> None:
     models = [small().train(), small().train()]
     models[1].set_grad_checkpointing()
@@ -498,20 +358,6 @@ def test_grad_checkpointing_changes_no_gradient() -> None:
         model(images()).square().sum().backward()
     for plain, recomputed in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(plain.grad, recomputed.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_dtype_of_the_weights_is_kept(dtype: torch.dtype) -> None:
-    model = small("vim_tiny").to(dtype)
-    logits = model(images().to(dtype))
-    assert logits.dtype == dtype
-    assert (logits.float() - small("vim_tiny")(images())).abs().max() < 0.1
-
-
-def test_other_channels_and_no_head() -> None:
-    assert small(in_chans=1)(images(channels=1)).shape == (2, 5)
-    assert small(num_classes=0)(images()).shape == (2, 32)
-    assert small(class_token=False, global_pool="avg")(images()).shape == (2, 5)
 
 
 # --------------------------------------------------------------------------------------- bad input
@@ -535,16 +381,6 @@ def test_other_channels_and_no_head() -> None:
 def test_bad_arguments_are_named(arguments: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         small(**arguments)
-
-
-def test_bad_images_are_named() -> None:
-    with pytest.raises(AssertionError, match=r"Input channels \(4\) don't match model \(3\)"):
-        small()(images(channels=4))
-    fixed = small(dynamic_img_size=False)
-    with pytest.raises(AssertionError, match=r"Input height \(40\) doesn't match model \(32\)"):
-        fixed(images(40))
-    with pytest.raises(AssertionError, match=r"Input width \(40\) doesn't match model \(32\)"):
-        fixed(images(32, 40))
 
 
 @pytest.mark.parametrize(
@@ -585,12 +421,6 @@ def test_padding_to_whole_patches_leaves_no_pixel_unread() -> None:
         assert all(c < max(n, patch) + stride for c, n in zip(covered, size, strict=True)), case
 
 
-def test_bad_position_embedding_is_named() -> None:
-    source = small(img_size=(32, 48))
-    with pytest.raises(RuntimeError, match="24 patches are no square grid"):
-        small().load_state_dict(dict(source.state_dict()))  # without the record of its grid
-
-
 WIDE, SQUARE = {"img_size": (16, 64)}, {"img_size": 32}  # grids of 2 x 8 and 4 x 4
 
 
@@ -623,29 +453,6 @@ def test_equal_count_of_patches_is_resampled_from_its_grid(
         overlay = {"file": path, "input_size": (3, height, width), "num_classes": 5}
         model = small(pretrained=True, pretrained_cfg_overlay=overlay, **into)
     assert torch.equal(model.pos_embed, expected.pos_embed)
-
-
-@pytest.mark.parametrize("of", [WIDE, SQUARE])
-def test_unknown_grid_of_equal_count_is_refused(of: dict, tmp_path: Path) -> None:
-    """By checkpoint_path timm drops the record; the error's way of loading works."""
-    source = small(**of)
-    path = saved(source, tmp_path / "weights.pt")
-    message = (
-        r"16 patches and no record of their grid, which may be \(4, 4\) or the model's \(2, 8\)"
-    )
-    with pytest.raises(RuntimeError, match=message + ".*pretrained_cfg_overlay=dict"):
-        small(checkpoint_path=path, **WIDE)
-    height, width = (32, 32) if of is SQUARE else (16, 64)
-    overlay = {"file": path, "input_size": (3, height, width), "num_classes": 5}
-    model = small(pretrained=True, pretrained_cfg_overlay=overlay, **of)
-    assert torch.equal(model.pos_embed, source.pos_embed)
-    square = small(checkpoint_path=saved(small(), tmp_path / "square.pt"), **SQUARE)
-    assert torch.equal(square.pos_embed, small().pos_embed)
-
-
-def test_class_token_is_not_taken_for_a_patch() -> None:
-    with pytest.raises(RuntimeError, match=r"17 tokens of a grid of \(4, 4\).*expects 0 beside"):
-        small(class_token=False, global_pool="avg").load_state_dict(small().state_dict())
 
 
 @pytest.mark.parametrize("into_averaged", [True, False])
@@ -685,55 +492,3 @@ def test_weights_of_another_recurrence_are_refused(of: str, into: str, tmp_path:
     with pytest.raises(RuntimeError, match=r"^blocks\.0\.mixer has the recurrence"):
         model.load_state_dict(state, strict=False)
     small(of).load_state_dict(state)
-
-
-def test_weights_without_a_record_load() -> None:
-    """Those of safetensors, of timm's checkpoint_path, or of an older version."""
-    model, source = small("vil_tiny_exact"), small("vil_tiny")
-    with torch.no_grad():
-        source.head.bias.fill_(3)
-    model.load_state_dict(dict(source.state_dict()))
-    assert (model.head.bias == 3).all()
-    destination = {}
-    source.state_dict(destination=destination)  # torch keeps no records in a plain dict
-    assert torch.equal(destination["head.bias"], source.head.bias)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "difference"),
-    [
-        ({"depth": 2}, r"blocks are 2 in the state dict and 4 in the model"),
-        ({"depth": 6}, r"blocks are 6 in the state dict and 4 in the model"),
-        (
-            {"embed_dim": 16, "depth": 2},
-            r"patch_embed\.proj\.weight is \(16, 3, 8, 8\) in the state dict and \(32, 3, 8, 8\)",
-        ),
-        (
-            {"patch_size": 16},
-            r"patch_embed\.proj\.weight is \(32, 3, 16, 16\) in the state dict and \(32, 3, 8, 8\)",
-        ),
-    ],
-)
-@pytest.mark.parametrize("key", [None, "state_dict"])
-def test_weights_of_another_architecture_are_refused_in_one_line(
-    arguments: dict, difference: str, key: str | None, tmp_path: Path
-) -> None:
-    path = saved(small(**arguments), tmp_path / "best.pt", key)
-    with pytest.raises(RuntimeError, match=f"^{difference}.*; vil.load.path. builds") as error:
-        small(checkpoint_path=path)
-    assert "\n" not in str(error.value)
-
-
-def test_other_differences_keep_the_messages_of_torch() -> None:
-    model, state = small(), small().state_dict()
-    with pytest.raises(RuntimeError, match=r"size mismatch for patch_embed\.proj\.weight"):
-        model.load_state_dict(small(in_chans=1).state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
-        model.load_state_dict({name: t for name, t in state.items() if name != "head.bias"})
-    missing = model.load_state_dict(small(depth=2).state_dict(), strict=False).missing_keys
-    assert {name.split(".")[1] for name in missing} == {"2", "3"}
-
-
-def test_conversion_leaves_other_modules_alone() -> None:
-    state = {"layers.0.mixer.in_proj.weight": torch.zeros(1), "neck.weight": torch.ones(1)}
-    assert convert_official_vim(state, prefix="backbone.") == state

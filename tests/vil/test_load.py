@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from timm.models import _hub, save_for_hf
 from torch import Tensor, nn
 
@@ -25,7 +25,6 @@ from vil.training.run.release import ReleaseConfig, release
 from vil.training.run.resolve import fill_from_weights
 from vil.training.run.setup import build_training
 from vil.training.run.state import RunState
-from vil.weights import read_weights
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}
 CLASSES = ("ash", "birch", "cedar", "dogwood")
@@ -134,6 +133,7 @@ def test_released_folder_gives_the_model_bit_for_bit(
     assert torch.equal(logits(vil.load(alone, "vil_tiny", **sizes)), expected)
 
 
+@pytest.mark.ci
 def test_hub_gives_the_model_bit_for_bit(
     run: tuple[Path, nn.Module, nn.Module], released: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +148,7 @@ def test_hub_gives_the_model_bit_for_bit(
     assert asked == [("me/small", name, "v1") for name in ("config.json", "model.safetensors")]
 
 
+@pytest.mark.ci
 def test_name_of_a_timm_model_stands_for_its_weights(
     monkeypatch: pytest.MonkeyPatch, told: Callable[[], tuple[str, int]]
 ) -> None:
@@ -181,6 +182,7 @@ def test_state_dict_of_another_program(key: str | None, prefix: str, tmp_path: P
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["model", "bare", "prefixed", "safetensors"])
 def test_official_vision_mamba(
     kind: str, tmp_path: Path, told: Callable[[], tuple[str, int]]
@@ -201,21 +203,6 @@ def test_official_vision_mamba(
     assert told() == (f"weights from {path}: 27 tensors taken", logging.INFO)
 
 
-def test_official_vision_mamba_is_told_by_its_shapes(tmp_path: Path) -> None:
-    wide = timm.create_model("vim_tiny", depth=1, img_size=32).state_dict()
-    official = {"layers.0.mixer.in_proj.weight": wide["blocks.0.mixer.in_proj.weight"]}
-    for tokens, arguments in ((28 * 28 // 4 + 1, {}), (27 * 27 + 1, {"patch_stride": 8})):
-        official["pos_embed"] = torch.zeros(1, tokens, 192)
-        torch.save({"model": official}, tmp_path / "vim.pth")
-        weights = read_weights(tmp_path / "vim.pth")
-        assert weights.architecture == "vim_tiny"
-        assert weights.model_args == {"fc_norm": False, **arguments}
-    del official["pos_embed"]
-    torch.save({"model": official}, tmp_path / "vim.pth")
-    with pytest.raises(ValueError, match=r"vim\.pth cannot be read: it lacks 'pos_embed'"):
-        read_weights(tmp_path / "vim.pth")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_weights(
     dtype: torch.dtype, tmp_path: Path, told: Callable[[], tuple[str, int]]
@@ -229,13 +216,6 @@ def test_half_precision_weights(
     same = vil.load(tmp_path / "half.pth", "vil_tiny", **SMALL, dtype=dtype)
     assert told()[0].endswith(": 25 tensors taken")
     assert {parameter.dtype for parameter in same.parameters()} == {dtype}
-
-
-def test_device_and_dtype(checkpoint: Path, told: Callable[[], tuple[str, int]]) -> None:
-    loaded = vil.load(checkpoint, dtype=torch.bfloat16, device="cpu")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    assert told()[0].endswith(": 25 tensors taken")
-    assert logits(loaded, IMAGES.bfloat16()).dtype == torch.bfloat16
 
 
 def test_other_classes_have_a_new_head(
@@ -272,22 +252,7 @@ def test_names_of_classes_are_those_of_the_head(
     assert model.pretrained_cfg["label_names"][predicted] in CLASSES
 
 
-@pytest.mark.parametrize(
-    ("names", "known"),
-    [
-        (dict(enumerate(CLASSES)), CLASSES),
-        ({0: "ash", 2: "cedar"}, None),
-        (list(CLASSES), CLASSES),
-    ],
-)
-def test_names_of_classes_as_timm_writes_them(names: object, known: object, tmp_path: Path) -> None:
-    model_config = {"label_names": names}
-    save_for_hf(small(), tmp_path, model_args=SMALL, model_config=model_config)
-    assert read_weights(tmp_path).label_names == known
-    told = vil.load(tmp_path).pretrained_cfg["label_names"]
-    assert told == timm.create_model(f"local-dir:{tmp_path}").pretrained_cfg["label_names"]
-
-
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["checkpoint", "released", "bare"])
 @pytest.mark.parametrize("source_size", [16, (16, 32), (8, 32)], ids=str)
 @pytest.mark.parametrize("size", [32, (32, 16), (32, 8)], ids=str)
@@ -335,17 +300,6 @@ def test_other_size_resamples_like_set_input_size(
     assert torch.equal(features.model.pos_embed, model.pos_embed)
 
 
-def test_resampled_is_told(checkpoint: Path, told: Callable[[], tuple[str, int]]) -> None:
-    vil.load(checkpoint, img_size=(24, 32), in_chans=1, patch_size=4)
-    assert told() == (
-        f"weights from {checkpoint}, epoch 1: 23 tensors taken; resampled pos_embed (1, 5, 16) -> "
-        "(1, 49, 16), patch_embed.proj.weight (16, 3, 8, 8) -> (16, 1, 4, 4)",
-        logging.INFO,
-    )
-    vil.load(checkpoint, img_size=(8, 32))  # the same number of patches, in another grid
-    assert told()[0].endswith("24 tensors taken; resampled pos_embed (1, 5, 16) -> (1, 5, 16)")
-
-
 @pytest.mark.parametrize("channels", [1, 2, 4, 6])
 def test_other_channels(checkpoint: Path, run: tuple, channels: int) -> None:
     loaded = vil.load(checkpoint, in_chans=channels)
@@ -360,40 +314,7 @@ def test_other_channels(checkpoint: Path, run: tuple, channels: int) -> None:
     assert torch.equal(features.model.patch_embed.proj.weight, weight)
 
 
-def test_colours_from_grey(tmp_path: Path, told: Callable[[], tuple[str, int]]) -> None:
-    model = small(in_chans=1)
-    save_for_hf(model, tmp_path / "grey", safe_serialization=True)
-    loaded = vil.load(tmp_path / "grey", in_chans=3)
-    told()
-    grey = IMAGES.mean(1, keepdim=True)
-    assert torch.allclose(
-        logits(loaded, grey.expand(-1, 3, -1, -1)), logits(model, grey), atol=1e-5
-    )
-
-
-def test_features(checkpoint: Path, run: tuple, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    features = vil.load(checkpoint, features_only=True, out_indices=(0, 1)).eval()
-    expected = run[1].forward_intermediates(IMAGES, [0, 1], intermediates_only=True)
-    taps = features(IMAGES)
-    assert [tap.shape for tap in taps] == [(2, 16, 2, 2)] * 2
-    assert all(torch.equal(a, b) for a, b in zip(taps, expected, strict=True))
-    assert not caplog.records
-    assert "state_dict" not in features.pretrained_cfg
-    assert "state_dict" not in features.model.pretrained_cfg
-    one = vil.load(checkpoint, features_only=True, out_indices=[0], num_classes=0).eval()
-    assert torch.equal(one(IMAGES)[0], expected[0])
-
-
-def test_scriptable_and_exportable(checkpoint: Path, run: tuple) -> None:
-    expected = logits(run[1])
-    scripted = torch.jit.script(vil.load(checkpoint, scriptable=True).eval())
-    assert torch.allclose(scripted(IMAGES), expected, atol=1e-6)
-    exportable = vil.load(checkpoint, exportable=True)
-    assert torch.equal(exportable.pos_embed, run[1].pos_embed)
-    assert torch.allclose(logits(exportable), expected, atol=1e-5)
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["checkpoint", "released"])
 def test_another_pooling_leaves_the_norm_where_it_was_trained(
     kind: str, checkpoint: Path, released: Path, run: tuple, told: Callable[[], tuple[str, int]]
@@ -410,26 +331,6 @@ def test_another_pooling_leaves_the_norm_where_it_was_trained(
         vil.load(source, global_pool="avg", fc_norm=True)
 
 
-def test_averaging_model_loads_as_a_class_token_model(tmp_path: Path) -> None:
-    model = small(global_pool="avg")
-    save_for_hf(model, tmp_path / "avg", safe_serialization=True)
-    assert torch.equal(logits(vil.load(tmp_path / "avg")), logits(model))
-    model.reset_classifier(0, "token")
-    assert torch.equal(
-        logits(vil.load(tmp_path / "avg", global_pool="token", num_classes=0)), logits(model)
-    )
-
-
-def test_model_of_a_checkpoint_of_timm(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model("test_vit2", num_classes=5)
-    content = {"arch": "test_vit2", "state_dict": model.state_dict(), "epoch": 3, "version": 2}
-    torch.save(content, tmp_path / "timm.pth.tar")
-    loaded = vil.load(tmp_path / "timm.pth.tar")
-    images = torch.randn(1, 3, 64, 64)
-    assert torch.equal(logits(loaded, images), logits(model, images))
-
-
 def test_background_class_of_a_hub_model_is_left_out(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=6)
     save_for_hf(model, tmp_path / "folder", safe_serialization=True)
@@ -440,22 +341,6 @@ def test_background_class_of_a_hub_model_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "folder" / "config.json").write_text(json.dumps(described))
     loaded = vil.load(tmp_path / "folder")
     assert torch.equal(loaded.get_classifier().bias, model.get_classifier().bias[1:])
-
-
-def test_renamed_tensors_count_as_taken(
-    tmp_path: Path, told: Callable[[], tuple[str, int]]
-) -> None:
-    """A filter of timm's renames what other programs call otherwise."""
-    model = timm.create_model("test_convnext", num_classes=5)
-    state = {}
-    for name, value in model.state_dict().items():
-        state[name.replace("head.norm.", "norm.").replace("head.fc.", "head.")] = value
-    assert state.keys() != model.state_dict().keys()
-    torch.save(state, tmp_path / "convnext.pth")
-    loaded = vil.load(tmp_path / "convnext.pth", "test_convnext", num_classes=5)
-    assert told()[0].endswith(f": {len(state)} tensors taken")
-    images = torch.randn(1, 3, 64, 64)
-    assert torch.equal(logits(loaded, images), logits(model, images))
 
 
 class Runs:
@@ -551,66 +436,6 @@ def test_what_is_no_source_is_refused(
     refused(lambda: vil.load("resnet18", ema=True), "no averaged weights", kind=LookupError)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {},
-        [],
-        3,
-        {"epoch": 3},
-        {"state_dict": {}},
-        {"state_dict": {"a": 1}},
-        {0: torch.zeros(1)},
-        {"arch": torch.zeros(1)},
-    ],
-    ids=str,
-)
-def test_files_without_weights_are_refused(content: object, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "file.pt")
-    refused(lambda: vil.load(tmp_path / "file.pt"), str(tmp_path / "file.pt"))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("arch", 3),
-        ("arch", "nonesuch"),
-        ("model_args", []),
-        ("model_args", {"x": 1}),
-        ("pretrained_cfg", "a"),
-        ("run", 3),
-        ("model_args", {"embed_dim": "a"}),
-        ("model_args", {"pretrained": True}),
-        ("model_args", {"checkpoint_path": "other.pt"}),
-    ],
-)
-def test_checkpoint_of_nonsense_is_refused(
-    key: str, value: object, checkpoint: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "odd.pt"
-    torch.save(torch.load(checkpoint, weights_only=True) | {key: value}, path)
-    refused(lambda: vil.load(path), str(path))
-
-
-def test_weights_that_do_not_fit_name_the_first_key(checkpoint: Path, tmp_path: Path) -> None:
-    refused(lambda: vil.load(checkpoint, embed_dim=32), str(checkpoint), "patch_embed.proj.weight")
-    refused(lambda: vil.load(checkpoint, depth=3), "blocks.2.norm.weight is missing in the weights")
-    refused(lambda: vil.load(checkpoint, depth=1), "blocks.1.norm.weight is missing in the model")
-    refused(lambda: vil.load(checkpoint, d_state=8), "blocks.0.mixer")
-    maps = {"features_only": True, "out_indices": 3}
-    refused(lambda: vil.load(checkpoint, **maps), str(checkpoint), "last-n (3)")
-    refused(lambda: vil.load(checkpoint, nonsense=1), str(checkpoint), "nonsense")
-    refused(lambda: vil.load(checkpoint, global_pool="odd"), str(checkpoint), "global_pool")
-    refused(lambda: vil.load(checkpoint, checkpoint_path="x"), str(checkpoint), "checkpoint_path")
-    refused(lambda: vil.load(checkpoint, "vil_gigantic"), str(checkpoint), "vil_gigantic")
-    path = tmp_path / "other.pth"
-    torch.save({"a.weight": torch.zeros(3)}, path)
-    refused(lambda: vil.load(path), f"{path} does not say which model its weights are of; name it")
-    refused(lambda: vil.load(path, "vil_tiny", **SMALL), str(path), "is missing in the weights")
-    torch.save({**small().state_dict(), "extra": torch.zeros(1)}, path)
-    refused(lambda: vil.load(path, "vil_tiny", **SMALL), "extra is missing in the model")
-
-
 @pytest.mark.parametrize("kind", ["checkpoint", "released", "bare"])
 def test_another_recurrence_is_refused(
     kind: str, checkpoint: Path, released: Path, tmp_path: Path
@@ -625,18 +450,3 @@ def test_another_recurrence_is_refused(
     refused(
         lambda: vil.load(source, "vil_tiny", **SMALL, recurrence="longhorn_exact"), "blocks.0.mixer"
     )
-
-
-def test_recurrence_of_an_argument_is_that_of_the_weights(tmp_path: Path) -> None:
-    model = small(recurrence="longhorn_exact")
-    save_for_hf(model, tmp_path / "exact", safe_serialization=True)
-    assert torch.equal(logits(vil.load(tmp_path / "exact", "vil_tiny_exact")), logits(model))
-    refused(lambda: vil.load(tmp_path / "exact", recurrence="longhorn"), "longhorn_exact")
-
-
-def test_the_weights_themselves_are_left_alone(released: Path) -> None:
-    before = load_file(released / "model.safetensors")
-    weights = read_weights(released)
-    vil.loading.model_with(weights, num_classes=2, img_size=32)
-    assert weights.state_dict.keys() == before.keys()
-    assert all(torch.equal(weights.state_dict[key], before[key]) for key in before)

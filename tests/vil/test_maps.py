@@ -1,7 +1,5 @@
 """Maps: exact where they claim to be, of every model, in their places, and refusing what they cannot show."""
 
-import builtins
-import copy
 import io
 import json
 from pathlib import Path
@@ -9,7 +7,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from vil import maps
@@ -47,6 +44,7 @@ def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
     return model._class_token_first(given[0]).mT
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kwargs", KINDS, ids=str)
@@ -65,23 +63,6 @@ def test_matrices_times_values_are_the_mixer(
         torch.testing.assert_close(maps.token_matrix(model, images, 0), mean)
 
 
-def test_sources_in_several_turns_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images = small(), pictures()
-    whole = maps.channel_matrices(model, images), maps.token_matrix(model, images)
-    monkeypatch.setattr(maps.scans, "_MOST_NUMBERS", 3 * 2 * 2 * 17 * 64)  # 3 of 17 tokens
-    parts = maps.channel_matrices(model, images), maps.token_matrix(model, images)
-    torch.testing.assert_close(parts, whole)
-
-
-def test_each_direction_reads_what_came_before_it() -> None:
-    model = small(class_token=False, global_pool="avg")
-    (ahead, back), _ = maps.channel_matrices(model, pictures())
-    assert not ahead.triu(1).any()
-    assert not back.tril(-1).any()
-    assert ahead.tril(-1).any()
-    assert back.triu(1).any()
-
-
 def test_rollout_is_the_product_over_blocks() -> None:
     model, images = small(), pictures()
     rolled = maps.rollout(model, images)
@@ -91,16 +72,6 @@ def test_rollout_is_the_product_over_blocks() -> None:
         expected = (torch.eye(17) + matrix / matrix.sum(-1, keepdim=True)) / 2 @ expected
     torch.testing.assert_close(rolled, expected)
     torch.testing.assert_close(rolled.sum(-1), torch.ones(2, 17))
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"class_token": False, "global_pool": "avg"}])
-def test_pooled_reads_are_the_rows_that_the_head_pools(kwargs: dict) -> None:
-    model, images = small(**kwargs), pictures(16, 24)
-    matrix = maps.token_matrix(model, images)
-    row = matrix[:, 0, 1:] if not kwargs else matrix.mean(1)
-    torch.testing.assert_close(maps.pooled_reads(model, images, matrix), row.view(2, 4, 4))
-    with pytest.raises(ValueError, match=r"matrix must be \(B, L, L\) = \(2, "):
-        maps.pooled_reads(model, pictures(48, 48), matrix)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,16 +131,7 @@ def test_evidence_adds_up_to_the_logit(name: str) -> None:
     torch.testing.assert_close(patches[:, 0, 0], found[:, :8, :16].sum((1, 2)))
 
 
-def test_evidence_of_one_point_is_gradient_times_input() -> None:
-    model, images = small(), pictures().requires_grad_()
-    [gradient] = torch.autograd.grad(model(images)[:, 2].sum(), images)
-    found = maps.evidence(model, images, 2, steps=0)
-    torch.testing.assert_close(found, (gradient * images).detach().sum(1))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    over = maps.evidence(model, images, 2, 24, steps=0)  # patches that stand over the edge
-    torch.testing.assert_close(over[:, 1, 1], found[:, 24:, 24:].sum((1, 2)))
-
-
+@pytest.mark.ci
 def test_receptive_field_is_the_norm_of_the_derivative() -> None:
     model, images = small("vil_tiny_exact"), pictures(24, 24)[:1]
 
@@ -183,56 +145,6 @@ def test_receptive_field_is_the_norm_of_the_derivative() -> None:
     assert (found - expected).abs().max() < 0.15 * expected.max()
     centre = maps.receptive_field(model, images)
     torch.testing.assert_close(centre, maps.receptive_field(model, images, (1, 1)))
-
-
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "vil_tiny_pyramid"])
-@pytest.mark.parametrize("features_only", [False, True])
-def test_receptive_field_of_other_models(name: str, features_only: bool) -> None:
-    size = {"test_vit": {"img_size": 64}, "vil_tiny_pyramid": SMALL | {"img_size": 64}}.get(
-        name, {}
-    )
-    model = timm.create_model(name, features_only=features_only, **size)
-    field = maps.receptive_field(model, torch.randn(1, 3, 64, 64), probes=1)
-    assert field.shape == (1, 64, 64)
-    assert field.min() >= 0
-    assert field.max() > 0
-
-
-def test_maps_leave_a_model_as_it_was() -> None:
-    model = small(drop_path_rate=0.9).train()
-    model.blocks[0].eval()
-    modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
-    first, second = (maps.token_matrix(model, pictures()) for _ in range(2))
-    assert torch.equal(first, second)
-    assert not first.requires_grad
-    maps.evidence(model, pictures(), 0)
-    assert [m.training for m in model.modules()] == modes
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
-
-
-def test_maps_are_the_same_wherever_they_are_asked_for() -> None:
-    model, images = small(), pictures()
-    expected = maps.rollout(model, images), maps.evidence(model, images, 1)
-    with torch.inference_mode():
-        found = maps.rollout(model, images), maps.evidence(model, images.clone(), 1)
-    torch.testing.assert_close(found, expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        rolled = maps.rollout(model, images)
-    assert rolled.dtype == torch.float32
-    torch.testing.assert_close(rolled, expected[0], rtol=0.05, atol=0.005)
-    half = maps.rollout(copy.deepcopy(model).bfloat16(), images.bfloat16())
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half, expected[0], rtol=0.05, atol=0.005)
-
-
-def test_a_backbone_inside_another_module() -> None:
-    model, images = small(), pictures()
-    inside = timm.create_model("vil_tiny", features_only=True, out_indices=(1,), **SMALL)
-    inside.model.load_state_dict(model.state_dict(), strict=False)
-    torch.testing.assert_close(maps.token_matrix(inside, images), maps.token_matrix(model, images))
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(maps.decay(compiled, images), maps.decay(model, images))
 
 
 def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
@@ -265,6 +177,7 @@ def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
         maps.receptive_field(nn.Flatten(), images)
 
 
+@pytest.mark.ci
 def test_drawing_takes_any_map_and_image() -> None:
     pytest.importorskip("matplotlib")
     panels = [
@@ -289,19 +202,6 @@ def test_drawing_takes_any_map_and_image() -> None:
         maps.draw(torch.rand(3, 8, 8), [maps.Panel("a", torch.rand(3), "")], "")
     with pytest.raises(ValueError, match="values of 'a' must be finite"):
         maps.draw(torch.rand(3, 8, 8), [maps.Panel("a", torch.tensor([[torch.nan]]), "")], "")
-
-
-def test_drawing_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def without(name: str, *args, **kwargs) -> object:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'vision-longhorn\[train\]'"):
-        maps.draw(torch.rand(3, 8, 8), [], "")
 
 
 @pytest.fixture
@@ -334,6 +234,7 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_command_draws_a_picture(
     weights: Path, digit: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,24 +247,3 @@ def test_command_draws_a_picture(
     assert "class    zero, " in capsys.readouterr().out
     command.draw_as(command.parse([*arguments, "--target", "3"]))
     assert "class    3, " in capsys.readouterr().out
-
-
-def test_command_refuses_what_it_cannot_draw(weights: Path, digit: Path) -> None:
-    command = pytest.importorskip("vil.maps.command")
-    errors = pytest.importorskip("vil.training.errors")
-    source, image, output = str(weights), str(digit), str(weights / "maps.png")
-    narrow = digit.with_name("narrow.png")
-    Image.new("1", (1, 400_000)).save(narrow)
-    cases = [
-        ([source, str(narrow), "--output", output], "narrow.png cannot be read: 1 x 400000 px"),
-        ([source, image, "--output", "maps.jpg"], "--output must end with .png, got maps.jpg"),
-        ([source, image, "--output", image], "--output must not be the image"),
-        ([source, image, "--output", output, "--target", "ten"], "or 0 to 9, got ten"),
-        ([source, image, "--output", output, "--block", "7"], "block must be a number of the 2"),
-        ([source, source, "--output", output], "cannot be read"),
-        (["no_such", image, "--output", output], "no_such is no file"),
-    ]
-    for arguments, said in cases:
-        with pytest.raises(errors.UserError, match=said):
-            command.draw_as(command.parse(arguments))
-    assert not (weights / "maps.png").exists()

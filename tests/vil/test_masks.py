@@ -8,8 +8,6 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vil.masks import boxes, valid_patches
-
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
 MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
 # Height, width, top and left of each image in a padded one of 48 x 64 pixels.
@@ -37,6 +35,7 @@ def padded() -> tuple[Tensor, Tensor, list[Tensor]]:
     return batch, mask, alone
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pool", ["token", "avg", "max", "avgmax"])
 @pytest.mark.parametrize("grid_aware", [True, "steps"])
@@ -58,32 +57,7 @@ def test_without_class_token_and_with_overlapping_patches() -> None:
         torch.testing.assert_close(model(batch, mask), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_images_that_are_padded_to_whole_patches(seed: int) -> None:
-    """Of any size, by the batch's padding and by the model's; maps of them, too."""
-    rng = random.Random(seed)
-    name = rng.choice(MODELS) + rng.choice(["", "_pyramid"])
-    model = small(name, dynamic_img_pad=True)
-    height, width = rng.randint(1, 48), rng.randint(1, 64)
-    image = torch.randn(1, 3, height, width)
-    below, right = rng.choice([0, 5, 8]), rng.choice([0, 3, 16])
-    batch = torch.nn.functional.pad(image, [0, right, 0, below], value=torch.nan)
-    mask = torch.nn.functional.pad(torch.ones(1, height, width), [0, right, 0, below])
-    torch.testing.assert_close(model(batch, mask), model(image), rtol=1e-4, atol=1e-5)
-    _, maps = model.forward_intermediates(batch, mask=mask, norm=True)
-    for padded, own in zip(maps, model.forward_intermediates(image, norm=True)[1], strict=True):
-        inside = padded[..., : own.shape[2], : own.shape[3]]
-        torch.testing.assert_close(inside, own, rtol=1e-4, atol=1e-5)
-    finer, whole = small(patch_stride=3, dynamic_img_pad=True), torch.ones(1, height, width)
-    torch.testing.assert_close(finer(image, whole), finer(image))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_mask_of_nothing_is_none(name: str) -> None:
-    model, x = small(name), torch.randn(2, 3, 32, 40)
-    torch.testing.assert_close(model(x, torch.ones(2, 32, 40)), model(x))
-
-
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("size", [(32, 32), (48, 64)])
 @pytest.mark.parametrize("pool", ["token", "avg"])
@@ -98,19 +72,6 @@ def test_patches_that_are_missing_have_no_influence(
     assert torch.equal(model(x, mask), model(other, mask))
     torch.testing.assert_close(model(x, mask)[2:], model(x[2:]), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model(x, mask)[:2], model(x)[:2], atol=1e-3)
-
-
-def test_missing_rows_at_the_trained_grid_join_what_is_around_them() -> None:
-    """Empty rows inside an image are as if its halves stood on each other, but for their positions."""
-    model = small()
-    with torch.no_grad():
-        model.pos_embed[:, 1:] = 0
-    x, mask = torch.randn(1, 3, 32, 32), torch.ones(1, 32, 32)
-    mask[:, 8:16] = 0
-    joined = torch.cat([x[:, :, :8], x[:, :, 16:]], 2)
-    plain = small(grid_aware=False)
-    plain.load_state_dict(model.state_dict())
-    torch.testing.assert_close(model(x, mask), plain(joined), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -214,24 +175,6 @@ def test_what_is_masked_may_be_anything(seed: int) -> None:
     assert found["images"].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtypes_are_those_without_a_mask(dtype: torch.dtype) -> None:
-    model, x = small(), torch.randn(2, 3, 32, 40)
-    if dtype == torch.float64:
-        model, x = model.double(), x.double()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        masked, plain = model.forward_features(x, torch.ones(2, 32, 40)), model.forward_features(x)
-    assert masked.dtype == plain.dtype
-    torch.testing.assert_close(masked, plain)
-
-
-def test_boxes_group_images_by_size() -> None:
-    _, mask, _ = padded()
-    valid = valid_patches(mask, torch.empty(5, 3, 48, 64), (6, 8), (8, 8), (8, 8))
-    found = {box.size: box.images.tolist() for box in boxes(valid)}
-    assert found == {(1, 1): [3], (3, 8): [2], (4, 4): [0, 1], (6, 8): [4]}
-
-
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -242,29 +185,3 @@ def test_boxes_group_images_by_size() -> None:
 def test_bad_masks_are_named(mask: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small()(torch.randn(2, 3, 32, 32), mask)
-
-
-def test_head_of_masked_features_averages_what_is_there() -> None:
-    model = small(global_pool="avg")
-    batch, mask, _ = padded()
-    patches = torch.nn.functional.max_pool2d(mask[:, None].float(), 8).flatten(1).bool()
-    logits = model.forward_head(model.forward_features(batch, mask), patch_valid=patches)
-    assert torch.equal(logits, model(batch, mask))
-
-
-def test_a_model_of_one_size_refuses_masks_of_others() -> None:
-    model, x, mask = small(dynamic_img_size=False), torch.randn(2, 3, 32, 32), torch.ones(2, 32, 32)
-    torch.testing.assert_close(model(x, mask), model(x))
-    mask[0, 24:] = 0
-    with pytest.raises(
-        ValueError, match=r"mask leaves images of \(3, 4\) patches, and dynamic_img"
-    ):
-        model(x, mask)
-
-
-def test_a_scripted_program_refuses_a_mask() -> None:
-    scripted = torch.jit.script(small(depth=1))
-    x = torch.randn(2, 3, 32, 32)
-    assert scripted(x).shape == (2, 5)
-    with pytest.raises(Exception, match="a scripted program takes no mask"):
-        scripted(x, torch.ones(2, 32, 32))

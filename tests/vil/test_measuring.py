@@ -3,24 +3,11 @@
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
 
 from vil import measuring
 from vil.measuring import in_turns, step_of, watch_memory
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-class Maps(nn.Module):
-    """Gives what features and segmentation give: tensors in a list or a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(3, 4, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> dict[str, list[Tensor] | Tensor]:
-        first, second, third = (conv(x) for conv in self.convs)
-        return {"list": [first, second], "map": third}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,18 +21,6 @@ def test_training_moves_every_parameter_and_inference_none(dtype: torch.dtype) -
     assert model.training
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_every_map_takes_part_in_training() -> None:
-    model = Maps()
-    before = [p.detach().clone() for p in model.parameters()]
-    step_of(model, IMAGES, "training")()
-    assert not any(map(torch.equal, model.parameters(), before))
-
-
-def test_unknown_pass_is_named() -> None:
-    with pytest.raises(ValueError, match=r"pass_name must be one of \('inference',.*got 'eval'"):
-        step_of(Maps(), IMAGES, "eval")
 
 
 def test_turns_leave_out_the_first_round_and_the_first_step_of_each(monkeypatch) -> None:
@@ -77,9 +52,3 @@ def test_memory_is_the_most_beyond_what_was() -> None:
     assert 30 << 20 < freed < 40 << 20
     again = watch_memory("cpu")
     assert again() < 8 << 20
-
-
-def test_memory_that_is_not_told_is_an_error(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(measuring, "Path", lambda name: tmp_path / "no" / "file")
-    with pytest.raises(NotImplementedError, match="not told by this system"):
-        watch_memory("cpu")

@@ -1,7 +1,6 @@
 """Images near the trained size, and below it: what they are inside the model, and what comes back."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import timm
@@ -64,28 +63,6 @@ def test_averaged_tokens_classify_as_those_of_the_resized_image() -> None:
         torch.testing.assert_close(model(x), model(resized))
 
 
-def test_what_is_not_resized() -> None:
-    for kwargs, size in (
-        ({}, (32, 48)),
-        ({"grid_aware": False}, (24, 40)),
-        ({"resize_below": 0}, (24, 40)),
-    ):
-        model, seen = small(**kwargs), []
-        model.patch_embed.proj.register_forward_hook(lambda _, x, y, seen=seen: seen.append(x[0]))
-        x = images(*size)
-        model(x)
-        assert seen[0] is x
-    overlapping = small(patch_stride=4, trained_grid=(4, 4))
-    assert overlapping.grid_inside((32, 32)) == (7, 7)
-    assert overlapping.grid_inside((24, 32)) == (4, 7)  # 5 rows are resized to 4
-
-
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
-def test_a_limit_that_is_none_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="resize_below must be a number of at least 0, got"):
-        small(resize_below=value)
-
-
 def test_only_whole_images_are_resized() -> None:
     """A mask with holes leaves an image as it is, whatever lies in them; a box alone is an image."""
     model, x = small(), images(40, 40)
@@ -98,13 +75,3 @@ def test_only_whole_images_are_resized() -> None:
     mask = torch.zeros(2, 5, 5)
     mask[:, 1:4, :4] = 1
     torch.testing.assert_close(model(x, mask), model(x[:, :, 8:32, :32]))
-
-
-def test_onnx_of_a_near_size(tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model, x = small(depth=1, exportable=True), images(24, 40)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (x,), path, dynamo=True, verbose=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)

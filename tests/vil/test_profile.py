@@ -1,7 +1,6 @@
 """``python -m vil.profile``: what it prints of one model and of two, and what it refuses."""
 
 import re
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from vil import profile
 from vil.complexity import count_macs, count_parameters
 from vil.loading import create
 from vil.measuring import PASSES
-from vil.profile import Figures, Setting, main, table
+from vil.profile import Figures, main, table
 
 ONE, TWO = (
     Figures(name, number, macs, dict.fromkeys(PASSES, seconds), dict.fromkeys(PASSES, memory))
@@ -36,6 +35,7 @@ def cells(printed: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in rows}
 
 
+@pytest.mark.ci
 def test_ratios_are_those_of_rounds_and_of_the_first_to_the_second() -> None:
     rows = cells(table([ONE, TWO], batch_size=8))
     assert rows[""] == ["first", "second", "ratio"]
@@ -45,12 +45,7 @@ def test_ratios_are_those_of_rounds_and_of_the_first_to_the_second() -> None:
     assert rows["inference, MiB"] == ["3", "2", "1.50"]
 
 
-def test_one_model_has_no_ratio_and_memory_may_be_unknown() -> None:
-    silent = Figures("silent", 1, 1, ONE.seconds, dict.fromkeys(PASSES))
-    assert cells(table([silent], 8))[""] == ["silent"]
-    assert cells(table([silent, TWO], 8))["training, MiB"] == ["not told", "2", ""]
-
-
+@pytest.mark.ci
 @pytest.mark.usefixtures("here")
 def test_prints_every_figure_of_two_models(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -72,21 +67,7 @@ def test_prints_every_figure_of_two_models(
         assert all(float(cell) >= 0 for cell in rows[f"{pass_name}, MiB"] if cell != "not told")
 
 
-def test_features_only_measures_maps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(profile, "_memory", lambda name, setting: dict.fromkeys(PASSES))
-    arguments = ["test_vit", "--batch-size", "1", "--rounds", "1"]
-    rows = []
-    for more in ([], ["--features-only"]):
-        assert main(arguments + more) == 0
-        printed = capsys.readouterr().out
-        assert "160 x 160 px" in printed  # the model's own size
-        rows.append(cells(printed))
-    with_head, without = (int(row["parameters"][0].replace(",", "")) for row in rows)
-    assert with_head > without
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,57 +85,3 @@ def test_bad_arguments_are_named(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
-
-
-def test_a_gpu_that_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        main(["vil_tiny", "--device", "cuda"])
-    assert capsys.readouterr().err.endswith("--device cuda: PyTorch finds no GPU here\n")
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["vil_tiny", "--img-size", "225"], "vil_tiny with images of 225 x 225 px: cannot create"),
-        (
-            ["resnet10t", "vil_tiny", "--img-size", "40"],
-            "vil_tiny with images of 40 x 40 px: cannot",
-        ),
-        (
-            ["efficientnet_lite0", "--img-size", "32", "--batch-size", "1"],
-            "training of efficientnet_lite0: Expected more than 1 value per channel",
-        ),
-    ],
-)
-def test_what_cannot_be_measured_is_named(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert f"cannot measure {message}" in told
-    assert "vil_tiny" not in message or "img_size must be covered by patches of 16 px" in told
-
-
-def test_a_process_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(profile.ProcessPoolExecutor):
-        def submit(self, *args: object) -> None:
-            raise BrokenProcessPool
-
-    monkeypatch.setattr(profile, "ProcessPoolExecutor", Killed)
-    with pytest.raises(ValueError, match=r"^vil_tiny: its process was killed"):
-        profile._memory("vil_tiny", Setting(32, 2, "cpu", "float32", threads=1, rounds=1))
-
-
-@pytest.mark.slow
-def test_memory_is_measured_in_a_process_of_its_own() -> None:
-    setting = Setting(32, 2, "cpu", "float32", threads=1, rounds=1)
-    figures = profile._memory("resnet18", setting)
-    if figures["training"] is None:
-        pytest.skip("this system does not tell")
-    weights = 4 * 11_689_512
-    assert weights < figures["inference"] < 2 * weights
-    assert 4 * weights < figures["training"] < 6 * weights  # gradients and two averages

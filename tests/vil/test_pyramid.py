@@ -11,7 +11,6 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 import vil
-from tests.vil.test_convert import official_state_dict
 from vil.pyramid import PyramidLevel
 
 SMALL = {"embed_dim": 32, "depth": 4}
@@ -60,19 +59,6 @@ def test_maps_are_as_large_as_a_convolutional_networks(size: tuple, patch: dict)
     assert all(m.isfinite().all() for m in maps)
 
 
-def test_maps_are_as_large_as_resnets() -> None:
-    resnet = timm.create_model("resnet18", features_only=True, out_indices=(1, 2, 3, 4)).eval()
-    x = images(100, 75)
-    assert shapes(features()(x)) == shapes(resnet(x))
-
-
-@pytest.mark.parametrize("stride", [8, 16, 32])
-def test_output_stride_bounds_the_strides(stride: int) -> None:
-    net, x = features(output_stride=stride), images()
-    assert net.feature_info.reduction() == [min(s, stride) for s in (4, 8, 16, 32)]
-    assert shapes(net(x)) == [(64 // s, 96 // s) for s in net.feature_info.reduction()]
-
-
 def test_a_level_sees_its_own_place_alone() -> None:
     """Level by level: what stands under a token's pixels is of that token."""
     for stride, to in ((16, 4), (16, 8), (16, 16), (16, 32), (8, 32)):
@@ -96,36 +82,6 @@ def test_each_level_is_made_of_its_block(blocks: tuple[int, ...]) -> None:
         assert torch.equal(made, level(plain[block]))
 
 
-def test_the_last_block_is_the_default() -> None:
-    net, x = model(), images()
-    last = vil.VisionLonghorn.forward_intermediates(net, x, 1, intermediates_only=True)[0]
-    for level, made in zip(net.pyramid, net.forward_intermediates(x)[1], strict=True):
-        assert torch.equal(made, level(last))
-
-
-def test_intermediates_come_as_asked_for() -> None:
-    net, x = model(pyramid_blocks=(0, 1, 2, 3)), images()
-    final, maps = net.forward_intermediates(x)
-    (first, third) = net.forward_intermediates(x, [0, 2], intermediates_only=True, stop_early=True)
-    assert torch.equal(first, maps[0])
-    assert torch.equal(third, maps[2])
-    (made, prefix) = net.forward_intermediates(x, 1, True, intermediates_only=True)[0]
-    assert torch.equal(made, maps[3])
-    assert prefix.shape == (2, 1, 32)
-    found = net.forward_intermediates(x, 1, True, output_dict=True)
-    assert torch.equal(found["image_features"], final)
-    assert torch.equal(found["image_intermediates"][0], maps[3])
-    assert torch.equal(found["image_intermediates_prefix"][0], prefix)
-    normed = net.forward_intermediates(x, 1, norm=True, intermediates_only=True)[0]
-    tokens = vil.VisionLonghorn.forward_intermediates(net, x, 1, norm=True)[1][0]
-    assert torch.equal(normed, net.pyramid[3](tokens))
-    flat = net.get_intermediate_layers(x, 4)
-    for one, same in zip(flat, maps, strict=True):
-        assert torch.equal(one, same.flatten(2).mT)
-    with pytest.raises(AssertionError, match="output_fmt must be NCHW or NLC, got 'NHWC'"):
-        net.forward_intermediates(x, output_fmt="NHWC")
-
-
 @pytest.mark.parametrize("recurrence", KINDS)
 @pytest.mark.parametrize("indices", [(0, 1, 2, 3), (1, 2), (3,)])
 def test_features_have_no_parameter_without_a_gradient(recurrence: str, indices: tuple) -> None:
@@ -140,18 +96,6 @@ def test_features_have_no_parameter_without_a_gradient(recurrence: str, indices:
         expected = whole.forward_intermediates(images(), list(indices), intermediates_only=True)
     for made, same in zip(maps, expected, strict=True):
         torch.testing.assert_close(made, same)
-
-
-@pytest.mark.parametrize("patch_stride", [None, 8])
-def test_checkpointing_changes_no_gradient(patch_stride: int | None) -> None:
-    def gradients(recompute: bool) -> list[Tensor]:
-        net = features(patch_stride=patch_stride).train()
-        net.model.set_grad_checkpointing(recompute)
-        sum(m.pow(3).mean() for m in net(images())).backward()
-        return [p.grad for p in net.parameters()]
-
-    for one, other in zip(gradients(False), gradients(True), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_a_padded_image_gives_the_maps_that_it_gives_alone() -> None:
@@ -173,13 +117,6 @@ def test_a_padded_image_gives_the_maps_that_it_gives_alone() -> None:
                 assert not padded[i, :, :, w:].any()
 
 
-def test_logits_are_the_plain_models() -> None:
-    plain, pyramid = model("vil_tiny", num_classes=5), model(num_classes=5)
-    pyramid.load_state_dict(plain.state_dict())
-    x = images(224, 224)
-    assert torch.equal(plain(x), pyramid(x))
-
-
 class TestWeightsOfThePlainModel:
     def test_load_strictly_and_leave_the_levels_new(self, caplog: pytest.LogCaptureFixture) -> None:
         plain, pyramid = model("vil_tiny"), model()
@@ -193,12 +130,6 @@ class TestWeightsOfThePlainModel:
             source = before if key.startswith("pyramid.") else plain.state_dict()
             assert torch.equal(value, source[key]), key
 
-    def test_not_strict_names_the_levels_as_missing(self) -> None:
-        missing, unexpected = model().load_state_dict(model("vil_tiny").state_dict(), strict=False)
-        assert missing
-        assert all(key.startswith("pyramid.") for key in missing)
-        assert not unexpected
-
     def test_anything_else_that_is_missing_is_an_error(self) -> None:
         state_dict = model("vil_tiny").state_dict()
         del state_dict["blocks.1.mixer.D"]
@@ -210,10 +141,6 @@ class TestWeightsOfThePlainModel:
         del own["pyramid.0.norm.weight"]
         with pytest.raises(RuntimeError, match=r'"pyramid.0.norm.weight"'):
             model().load_state_dict(own)
-
-    def test_another_recurrence_is_refused(self) -> None:
-        with pytest.raises(RuntimeError, match="longhorn_exact"):
-            model().load_state_dict(model("vil_tiny_exact").state_dict())
 
     @pytest.mark.parametrize("how", ["checkpoint_path", "overlay", "vil.load"])
     def test_through_every_door(self, how: str, tmp_path: Path) -> None:
@@ -232,23 +159,6 @@ class TestWeightsOfThePlainModel:
         expected = plain.forward_intermediates(images(), 1, intermediates_only=True)[0]
         made = net.forward_intermediates(images(), intermediates_only=True)[3]
         assert torch.equal(made, net.pyramid[3](expected))
-
-    def test_vil_load_says_what_is_new(self, tmp_path: Path, caplog) -> None:
-        torch.save(model("vil_tiny").state_dict(), tmp_path / "plain.pt")
-        with caplog.at_level(logging.INFO, "vil"):
-            vil.load(tmp_path / "plain.pt", "vil_tiny_pyramid", img_size=128, **SMALL)
-        line = caplog.messages[-1]
-        assert "new pyramid, 16 tensors" in line
-        assert "resampled pos_embed" in line
-
-    def test_official_names(self) -> None:
-        official = official_state_dict()
-        arguments = {"embed_dim": 32, "depth": 2, "img_size": 48, "num_classes": 7}
-        net = timm.create_model("vim_tiny_pyramid", **arguments)
-        plain = timm.create_model("vim_tiny", **arguments)
-        assert net.load_state_dict(official) == ([], [])
-        plain.load_state_dict(official)
-        assert torch.equal(net.eval()(images(48, 48)), plain.eval()(images(48, 48)))
 
 
 class TestWeightsIntoAModuleThatAnotherPackageBuilt:
@@ -269,64 +179,6 @@ class TestWeightsIntoAModuleThatAnotherPackageBuilt:
             if key.startswith("blocks."):
                 assert torch.equal(value, plain.state_dict()[key]), key
 
-    def test_a_pruned_backbone_takes_what_it_has(self, tmp_path: Path) -> None:
-        whole = model(pyramid_blocks=(0, 1, 2, 3))
-        nn.init.normal_(whole.pyramid[1].norm.weight)
-        torch.save(whole.state_dict(), tmp_path / "whole.pt")
-        outer = self.inside(pyramid_blocks=(0, 1, 2, 3), out_indices=(1, 2))
-        vil.load(tmp_path / "whole.pt", outer)
-        x = images()
-        expected = whole.forward_intermediates(x, [1, 2], intermediates_only=True)
-        for one, same in zip(outer.eval()(x), expected, strict=True):
-            assert torch.equal(one, same)
-
-    def test_what_does_not_fit_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "weights.pt"
-        torch.save(model("vil_tiny_exact").state_dict(), path)
-        with pytest.raises(ValueError, match="longhorn_exact"):
-            vil.load(path, self.inside())
-        torch.save(model("vil_tiny", depth=5).state_dict(), path)
-        with pytest.raises(ValueError, match=r"blocks\.4\..* is missing in the model"):
-            vil.load(path, self.inside())
-        torch.save(model("vil_tiny", depth=3).state_dict(), path)
-        with pytest.raises(ValueError, match=r"blocks\.3\..* is missing in the weights"):
-            vil.load(path, self.inside())
-        with pytest.raises(
-            ValueError, match="must have one backbone of this package in it, Linear"
-        ):
-            vil.load(path, nn.Linear(1, 1))
-        with pytest.raises(ValueError, match="img_size: a module that exists takes no arguments"):
-            vil.load(path, self.inside(), img_size=64)
-
-
-def test_weights_of_other_patches_are_resampled(tmp_path: Path) -> None:
-    """As for a plain model, by the function that is found beside the class."""
-    plain = model("vil_tiny", patch_size=8, num_classes=5)
-    torch.save(plain.state_dict(), tmp_path / "plain.pt")
-    found = vil.load(tmp_path / "plain.pt", "vil_tiny_pyramid", **SMALL, num_classes=5)
-    assert found.patch_embed.proj.weight.shape[-1] == 16
-    assert torch.equal(found.blocks[0].norm.weight, plain.blocks[0].norm.weight)
-
-
-def test_its_own_weights_come_back_with_their_levels(tmp_path: Path) -> None:
-    trained, other = model(output_stride=8), model(output_stride=8)
-    for parameter in trained.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    path = tmp_path / "pyramid.pt"
-    torch.save(trained.state_dict(), path)
-    other.load_state_dict(torch.load(path, weights_only=True))
-    loaded = vil.load(path, "vil_tiny_pyramid", output_stride=8, **SMALL).eval()
-    with torch.no_grad():
-        expected = trained.forward_intermediates(images(), intermediates_only=True)
-        for net in (other, loaded):
-            maps = net.forward_intermediates(images(), intermediates_only=True)
-            for one, same in zip(maps, expected, strict=True):
-                assert torch.equal(one, same)
-    with pytest.raises(RuntimeError, match="pyramid"):
-        model(output_stride=32).load_state_dict(trained.state_dict())
-    with pytest.raises(ValueError, match=r"does not fit model vil_tiny: pyramid\."):
-        vil.load(path, "vil_tiny", **SMALL)
-
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -345,23 +197,7 @@ def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
         model(**arguments)
 
 
-def test_a_mask_is_refused_where_patches_overlap() -> None:
-    net = model(patch_stride=8)
-    with pytest.raises(ValueError, match="mask must be None where patches overlap"):
-        net.forward_intermediates(images(), mask=torch.ones(2, 64, 96))
-
-
-def test_set_input_size_keeps_the_pyramid() -> None:
-    net = model()
-    net.set_input_size((128, 192))
-    assert shapes(net.forward_intermediates(images(128, 192))[1]) == [
-        (32, 48),
-        (16, 24),
-        (8, 12),
-        (4, 6),
-    ]
-
-
+@pytest.mark.ci
 def test_layer_decay_takes_the_levels_for_the_last() -> None:
     net = model()
     groups = param_groups_layer_decay(net, layer_decay=0.5)
@@ -371,6 +207,7 @@ def test_layer_decay_takes_the_levels_for_the_last() -> None:
     assert scales["blocks.0.mixer.in_proj.weight"] < scales["blocks.3.mixer.in_proj.weight"] < 1
 
 
+@pytest.mark.ci
 def test_features_compile_whole() -> None:
     net, x = features(), images()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
@@ -378,6 +215,7 @@ def test_features_compile_whole() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("example", [(96, 128), (90, 131)])
 def test_features_export_for_any_size(example: tuple[int, int]) -> None:
     net, any_size = features(), torch.export.Dim.DYNAMIC
@@ -387,30 +225,3 @@ def test_features_export_for_any_size(example: tuple[int, int]) -> None:
         x = images(*size, count=1)
         for one, other in zip(net(x), program(x), strict=True):
             torch.testing.assert_close(one, other)
-
-
-@pytest.mark.slow
-def test_features_become_onnx(tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    net, x, path = features(depth=1, exportable=True), images(100, 75), tmp_path / "model.onnx"
-    torch.onnx.export(net, (x,), path, dynamo=True, verbose=False)
-    session = runtime.InferenceSession(path)
-    made = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    for one, other in zip(net(x), made, strict=True):
-        torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_features_trace() -> None:
-    net, x = features(), images()
-    with torch.no_grad():
-        traced = torch.jit.trace(net, x)
-        for one, other in zip(net(x), traced(x), strict=True):
-            torch.testing.assert_close(one, other)
-
-
-def test_a_class_model_scripts() -> None:
-    net = model(num_classes=5, scriptable=True)
-    x = images(224, 224)
-    torch.testing.assert_close(torch.jit.script(net)(x), net(x))

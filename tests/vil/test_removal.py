@@ -1,7 +1,5 @@
 """Patches that are left out of the sequence, at random while training or by their numbers."""
 
-import copy
-
 import pytest
 import timm
 import torch
@@ -56,19 +54,6 @@ def test_patches_that_are_dropped_are_gone_and_the_others_in_order() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rate_of_nothing_changes_no_bit_and_evaluation_knows_none(name: str) -> None:
-    models = [small(name), small(name, patch_drop_rate=0.0), small(name, patch_drop_rate=0.5)]
-    assert models[0].state_dict().keys() == models[2].state_dict().keys()
-    for size in ((32, 32), (40, 48)):
-        logits = [model(images(*size)) for model in models]
-        assert torch.equal(logits[0], logits[1])
-        assert torch.equal(logits[0], logits[2])
-    trained = [model.train()(images()) for model in models]
-    assert torch.equal(trained[0], trained[1])
-    assert not torch.allclose(trained[0], trained[2], atol=1e-3)
-
-
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("arguments", [{}, {"global_pool": "avg", "class_token": False}])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_every_parameter_gets_a_gradient(name: str, arguments: dict, checkpointing: bool) -> None:
@@ -79,48 +64,6 @@ def test_every_parameter_gets_a_gradient(name: str, arguments: dict, checkpointi
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     cells = x.grad.abs().unfold(2, 8, 8).unfold(3, 8, 8).sum((1, 4, 5)) > 0
     assert cells.flatten(1).sum(1).tolist() == [8, 8]  # of 16, and no other is reached
-
-
-def test_dropping_goes_through_scripts_and_compiled_models() -> None:
-    model = small(patch_drop_rate=0.5).train()
-    torch.manual_seed(0)
-    expected = model(images())
-    for made in (torch.jit.script(model), torch.compile(model, fullgraph=True, backend="eager")):
-        torch.manual_seed(0)
-        torch.testing.assert_close(made(images()), expected)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-    compiled(images()).square().sum().backward()
-    assert all(p.grad.isfinite().all() for p in compiled.parameters())
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_scripted_models_are_saved(rate: float, tmp_path) -> None:
-    model = small(patch_drop_rate=rate)
-    torch.jit.save(torch.jit.script(model), tmp_path / "model.pt")
-    loaded = torch.jit.load(tmp_path / "model.pt")
-    assert torch.allclose(loaded(images()), model(images()))
-
-
-def test_tokens_of_features_are_those_that_are_left() -> None:
-    model = small(patch_drop_rate=0.5).train()
-    final, taps = model.forward_intermediates(images(), output_fmt="NLC")
-    assert final.shape == (2, 9, 32)
-    assert [tap.shape for tap in taps] == [(2, 8, 32)] * 2
-
-
-def test_other_grids_are_refused_unless_taps_are_of_neighbours() -> None:
-    told = r"patches can be left out .*, 4 x 4 patches, .*grid_aware=False at any, got 6 x 7"
-    model = small(patch_drop_rate=0.5).train()
-    with pytest.raises(ValueError, match=told):
-        model(images(48, 56))
-    with pytest.raises(Exception, match="patches can be left out"):
-        torch.jit.script(model)(images(48, 56))
-    plain = small(patch_drop_rate=0.5, grid_aware=False).train()
-    assert plain.forward_features(images(48, 56)).shape == (2, 22, 32)
-    other = small(patch_drop_rate=0.5)
-    other.set_input_size((48, 56))  # the weights stay those of their grid
-    with pytest.raises(ValueError, match=told):
-        other.train()(images(48, 56))
 
 
 def test_what_needs_every_patch_is_refused() -> None:
@@ -139,21 +82,7 @@ def test_what_needs_every_patch_is_refused() -> None:
         small("vil_tiny_pyramid", patch_drop_rate=0.5)
 
 
-@pytest.mark.parametrize("rate", [1.0, -0.1, float("nan")])
-def test_rates_out_of_range_are_named(rate: float) -> None:
-    with pytest.raises(ValueError, match=f"patch_drop_rate must be at least 0 .*, got {rate}"):
-        small(patch_drop_rate=rate)
-
-
 # ----------------------------------------------------------------------------------------- by numbers
-
-
-@pytest.mark.parametrize("name", [*MODELS, "vil_tiny_pyramid"])
-@pytest.mark.parametrize("size", [(32, 32), (48, 56)])
-def test_patches_give_what_images_do(name: str, size: tuple[int, int]) -> None:
-    model = small(name)
-    tokens = model.forward_patches(model.patch_embed(images(*size)))
-    assert torch.equal(tokens, model.forward_features(images(*size)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -171,73 +100,3 @@ def test_kept_patches_give_what_a_mask_of_them_does(name: str, arguments: dict) 
         tokens[:, prefix:], masked.take_along_dim(places, 1), rtol=1e-4, atol=1e-5
     )
     assert not torch.allclose(tokens[:, prefix:], model.forward_features(images())[:, keep[0]])
-
-
-def test_the_order_of_the_numbers_is_that_of_the_tokens_alone() -> None:
-    model = small()
-    patches = model.patch_embed(images())
-    keep = torch.stack([torch.randperm(16)[:7] for _ in range(2)])
-    order = torch.randperm(7)
-    tokens, shuffled = (model.forward_patches(patches, k) for k in (keep, keep[:, order]))
-    assert torch.equal(shuffled[:, 0], tokens[:, 0])
-    assert torch.equal(shuffled[:, 1:], tokens[:, 1:][:, order])
-    every = torch.arange(16).expand(2, -1)
-    torch.testing.assert_close(
-        model.forward_patches(patches, every), model.forward_patches(patches), rtol=1e-4, atol=1e-5
-    )
-
-
-def test_gradients_reach_what_is_kept() -> None:
-    model = small().train()
-    patches = model.patch_embed(images()).detach().requires_grad_()
-    keep = torch.tensor([[3, 1, 8], [0, 2, 15]])
-    model.forward_patches(patches, keep)[:, 0].sum().backward()
-    reached = patches.grad.abs().sum(-1).flatten(1) > 0
-    assert torch.equal(reached, torch.zeros(2, 16, dtype=torch.bool).scatter_(1, keep, True))
-
-
-def test_one_patch_alone_and_other_grids() -> None:
-    keep = torch.tensor([[4], [11]])
-    model = small(grid_aware=False)
-    assert model.forward_patches(model.patch_embed(images(48, 56)), keep).shape == (2, 2, 32)
-    model = small()
-    with pytest.raises(ValueError, match=r"patches can be left out .* got 6 x 7"):
-        model.forward_patches(model.patch_embed(images(48, 56)), keep)
-
-
-def test_kept_patches_are_compiled() -> None:
-    model = small()
-    patches, keep = model.patch_embed(images()), torch.tensor([[3, 1, 8], [0, 2, 15]])
-    compiled = torch.compile(model.forward_patches, fullgraph=True, backend="eager")
-    assert torch.allclose(compiled(patches, keep), model.forward_patches(patches, keep))
-
-
-@pytest.mark.parametrize(
-    ("keep", "told"),
-    [
-        (torch.zeros(1, 3, dtype=torch.int64), r"B = 2 and n of 1 to 16, got torch.int64 \(1, 3\)"),
-        (torch.zeros(2, 0, dtype=torch.int64), r"got torch.int64 \(2, 0\)"),
-        (torch.zeros(2, 17, dtype=torch.int64), r"got torch.int64 \(2, 17\)"),
-        (torch.ones(2, 16, dtype=torch.bool), r"got torch.bool \(2, 16\)"),
-        (
-            torch.tensor([[0, 16], [1, 2]]),
-            r"different numbers of 0 to 15 .* \[\[0, 16\], \[1, 2\]\]",
-        ),
-        (torch.tensor([[0, 1], [-1, 2]]), "different numbers of 0 to 15"),
-        (torch.tensor([[0, 1], [2, 2]]), "different numbers of 0 to 15"),
-    ],
-)
-def test_bad_numbers_are_named(keep: Tensor, told: str) -> None:
-    model = small()
-    with pytest.raises(ValueError, match=f"keep must (be|have) .*{told}"):
-        model.forward_patches(model.patch_embed(images()), keep)
-
-
-def test_bad_patches_are_named() -> None:
-    model = small()
-    for shape in ((2, 16, 32), (2, 32, 4, 4)):
-        with pytest.raises(ValueError, match=r"patches must be \(B, H, W, 32\) of any grid, got"):
-            model.forward_patches(torch.zeros(shape))
-    fixed = small(dynamic_img_size=False)
-    with pytest.raises(ValueError, match=r"of \(4, 4\) grid, got \(2, 5, 6, 32\)"):
-        fixed.forward_patches(torch.zeros(2, 5, 6, 32))

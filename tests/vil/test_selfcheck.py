@@ -15,6 +15,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "available_backends", lambda: {"cpu": "cpu"})
 
 
+@pytest.mark.ci
 def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert selfcheck.main() == 0
     printed = capsys.readouterr().out
@@ -39,11 +40,3 @@ def test_fails_on_a_wrong_gradient(
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == "24 passed, 18 failed"
     assert "FAIL  bfloat16  cpu bidirectional_scan mamba" in printed
-
-
-def test_nothing_to_check_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(selfcheck, "available_backends", dict)
-    assert selfcheck.main() == 1
-    assert "no backend but the reference" in capsys.readouterr().out

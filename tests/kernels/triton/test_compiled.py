@@ -1,4 +1,4 @@
-"""The kernels as compiled for GPUs, their PTX executed on the CPU: see tests/emulator/README.md."""
+"""The kernels as compiled for GPUs, their PTX executed on the CPU: see tools/emulator/README.md."""
 
 import os
 import re
@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-RUN = Path(__file__).parents[2] / "emulator" / "run.py"
+RUN = Path(__file__).parents[3] / "tools" / "emulator" / "run.py"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("g++"), reason="the emulator is compiled with g++"),
     pytest.mark.skipif(sys.platform != "linux", reason="triton compiles on Linux"),
 ]
@@ -39,6 +38,7 @@ def counts(output: str) -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.ci
 def test_compiled_kernels_are_right_and_without_races_or_bad_accesses() -> None:
     output = emulate("--quick")
     ok, failed, not_run = counts(output)
@@ -50,6 +50,7 @@ def test_compiled_kernels_are_right_and_without_races_or_bad_accesses() -> None:
         assert re.search(rf"^ok   sm_{arch} exact-", output, re.MULTILINE), output
 
 
+@pytest.mark.nightly
 def test_the_exact_form_is_neither_too_large_nor_too_small() -> None:
     output = emulate("--bias", "--no-selftest")
     assert counts(output) == (2, 0, 0), output

@@ -56,19 +56,6 @@ for _ in range(2):
 os.close(start)
 sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 """
-AHEAD = """
-if __name__ == "__main__":
-    model = warmup._create("vil_tiny", 224, None, torch.device("cpu"))
-    noted = warmup.launches(model, 2, 224, torch.float32, torch.device("cpu"))["eval"]
-    wanted = warmup.specializations(noted)
-    print(json.dumps([one.name for one, seconds in warmup.compile_ahead(wanted, jobs=1)]))
-    from triton import knobs
-    found = []
-    knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
-    for launch in noted:
-        launch.kernel.warmup(**launch.arguments, grid=(1,))
-    print(json.dumps(found))
-"""
 
 
 def start(code: str, cache: Path, *arguments: str) -> subprocess.Popen:
@@ -88,6 +75,7 @@ def lines_of(process: subprocess.Popen) -> list[str]:
     return out.splitlines()
 
 
+@pytest.mark.ci
 def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in lines_of(start(COUNT, tmp_path / "cache", *MODELS))]
     for name, training in MODELS.items():
@@ -107,14 +95,8 @@ def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -
         assert len(both) == training + 1  # evaluation saves nothing for a backward pass
 
 
+@pytest.mark.ci
 def test_processes_of_a_machine_compile_a_kernel_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert sorted(lines_of(start(PACK, cache))) == ["compiled", "hit"]
     assert [path.name for path in cache.glob("*.lock")] == ["vil.kernels.triton._pack_kernel.lock"]
-
-
-@pytest.mark.slow
-def test_kernels_compiled_ahead_are_those_that_launches_find(tmp_path: Path) -> None:
-    names, found = map(json.loads, lines_of(start(AHEAD, tmp_path / "cache")))
-    assert sorted(names) == ["_forward_kernel", "_forward_kernel", "_pack_kernel"]
-    assert found == [True, True, True]

@@ -109,6 +109,7 @@ def assert_matches_reference(
         assert error <= TOLERANCE[like.dtype], f"{name}: {error:.1e}"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize("L", [1, 3, 17, 34])
 def test_matches_reference(L: int, K: int) -> None:
@@ -116,27 +117,11 @@ def test_matches_reference(L: int, K: int) -> None:
     assert_matches_reference(*conv_inputs(2, L, 70, K))
 
 
-@pytest.mark.parametrize("K", [2, 3, 8])
-def test_any_number_of_taps(K: int) -> None:
-    """Taps that are no power of two, and more of them than tokens."""
-    assert_matches_reference(*conv_inputs(1, 5, 3, K))
-
-
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, None], ids=["float32", "same"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_half_precision(dtype: torch.dtype, parameter_dtype: torch.dtype | None) -> None:
     """Only the results are rounded; sums of float32 parameters' gradients are not."""
     assert_matches_reference(*conv_inputs(2, 17, 16, 4, dtype, parameter_dtype or dtype))
-
-
-def test_large_inputs() -> None:
-    """The SiLU saturates on both sides without overflow.
-
-    Of whole numbers, whose products add up exactly: near its zero, the SiLU would show their
-    rounding otherwise.
-    """
-    grad, x, weight, bias = conv_inputs(1, 17, 16, 4, scale=1e3)
-    assert_matches_reference(grad, x.round(), (4 * weight).round(), bias.round())
 
 
 def test_any_strides() -> None:
@@ -155,15 +140,7 @@ def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     assert_matches_reference(*conv_inputs(3, 35, 70, 4))
 
 
-def test_directions_mirror_each_other() -> None:
-    """The anti-causal direction is the causal one of the reversed sequence, to the last bit."""
-    _, x, weight, bias = conv_inputs(2, 33, 16, 4)
-    causal, anti_causal = conv.forward(x, weight, bias)
-    mirrored = conv.forward(x.flip(1), weight.flip(0), bias.flip(0)).flip(0, 2)
-    torch.testing.assert_close(mirrored[0], causal, rtol=0, atol=0)
-    torch.testing.assert_close(mirrored[1], anti_causal, rtol=0, atol=0)
-
-
+@pytest.mark.pairs
 @pytest.mark.parametrize("B", [1, 2], ids=["shared", "own"])
 @pytest.mark.parametrize("K", [4, 7, 8])
 @pytest.mark.parametrize("L", [3, 19])
@@ -172,16 +149,7 @@ def test_an_order(L: int, K: int, B: int) -> None:
     assert_matches_reference(*conv_inputs(2, L, 70, K), table(B, L, K - 1, absent=L // 3))
 
 
-def test_an_order_without_gaps_whose_neighbours_all_take_part() -> None:
-    assert_matches_reference(*conv_inputs(2, 32, 16, 4), table(1, 32, 0, phases=3))
-
-
-@pytest.mark.parametrize("gap", [1, 20])
-def test_an_order_whose_gaps_are_not_the_taps(gap: int) -> None:
-    """Sequences that see each other, and tiles that hold nothing."""
-    assert_matches_reference(*conv_inputs(2, 21, 6, 4), table(2, 21, gap, absent=5, phases=3))
-
-
+@pytest.mark.ci
 def test_an_order_of_tokens_that_all_take_no_part() -> None:
     """All zeros, and no gradient of the parameters, not even of the bias."""
     grad, x, weight, bias = conv_inputs(2, 19, 6, 4)
@@ -190,32 +158,10 @@ def test_an_order_of_tokens_that_all_take_no_part() -> None:
     assert not any(g.any() for g in conv.backward(grad, x, weight, bias, order))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_an_order_in_half_precision(dtype: torch.dtype) -> None:
     assert_matches_reference(*conv_inputs(2, 17, 16, 4, dtype), table(1, 17, 3, absent=2))
-
-
-def test_an_order_of_any_strides() -> None:
-    """Tokens of channels that come in no pairs, and an order that is a view."""
-    grad, x, weight, bias = conv_inputs(2, 17, 41, 4, torch.bfloat16)
-    order = table(2, 17, 3, absent=2).repeat_interleave(2, 1)[:, ::2]
-    x = torch.cat((x, x), 2)[..., 41:]
-    assert_matches_reference(grad, x, weight, bias, order)
-
-
-def test_programs_that_take_several_tiles_of_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
-    assert_matches_reference(*conv_inputs(3, 35, 70, 4), table(3, 35, 3, absent=4))
-
-
-def test_the_order_of_the_tokens_is_no_order() -> None:
-    """To the last bit, gradients too."""
-    grad, x, weight, bias = conv_inputs(2, 33, 16, 4)
-    order = table(1, 33, 0, phases=1)
-    with_it = (conv.forward(x, weight, bias, order), *conv.backward(grad, x, weight, bias, order))
-    without = (conv.forward(x, weight, bias), *conv.backward(grad, x, weight, bias))
-    for ours, plain in zip(with_it, without, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=0, atol=0)
 
 
 def test_no_batch() -> None:

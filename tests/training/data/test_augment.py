@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from vil.training.config import TrainConfig
-from vil.training.data.augment import BatchAugment, Normalize, train_transform
-from vil.training.data.draws import seed_image
-from vil.training.data.sources import decode, open_source
-from vil.training.errors import ConfigError
+from vil.training.data.augment import BatchAugment, Normalize
 
 CPU = torch.device("cpu")
 
@@ -66,23 +63,3 @@ def test_without_anything_random_images_are_only_normalised(config: TrainConfig)
     result, labels = BatchAugment(plain, CPU)(images, targets, 0, 0)
     assert torch.equal(result, Normalize(plain, CPU)(images))
     assert torch.equal(labels, targets)
-
-
-def test_affine_augmentation_moves_the_image(config: TrainConfig) -> None:
-    still = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0, "aa": None}
-    source = open_source(config.data, config.model, training=True)
-    image = decode(source.read(0), "RGB")
-    for degrees, differs in ((0.0, False), (20.0, True)):
-        transform = train_transform(with_augment(config, degrees=degrees, **still))
-        results = []
-        for seed in (0, 1):
-            seed_image(seed)
-            results.append(transform(image))
-        assert results[0].dtype == torch.uint8
-        assert results[0].shape == (3, 16, 16)
-        assert torch.equal(*results) != differs
-
-
-def test_unknown_policy_is_an_error(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="rand-z9"):
-        train_transform(with_augment(config, aa="rand-z9"))

@@ -1,7 +1,6 @@
 """Sources, their errors, and what becomes of an image that is no good."""
 
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import shutil
@@ -11,13 +10,12 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from vil.training.config import DataConfig, ModelConfig, TrainConfig
-from vil.training.data import batches, loader_processes, shared_memory
+from vil.training.data import shared_memory
 from vil.training.data.base import Source
 from vil.training.data.batches import Step, TrainData, ValData
 from vil.training.data.draws import step_size
@@ -67,19 +65,6 @@ def test_digits_hold_out_360_of_every_class_alike() -> None:
     assert set(Counter(held_out.labels).values()) <= {35, 36, 37}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_validation_counts_each_image_once(
-    config: TrainConfig, shard_config: TrainConfig, kind: str, num_workers: int
-) -> None:
-    chosen = with_data(config if kind == "folder" else shard_config, num_workers=num_workers)
-    batches = list(val_data(with_data(chosen, validation_batch_size=5)).batches())
-    labels = torch.cat([targets for _, targets in batches])
-    assert Counter(labels.tolist()) == {0: 3, 1: 3, 2: 3, 3: 3}
-    images = torch.cat([images for images, _ in batches])
-    assert len(torch.unique(images.flatten(1), dim=0)) == 12
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_validation_counts_each_image_once_over_all_processes(
@@ -118,16 +103,6 @@ def test_processes_make_equal_steps_of_the_same_images(
         assert torch.equal(torch.cat(images), step.micro_batches[0][0])
 
 
-@pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_epochs_have_other_orders(
-    config: TrainConfig, shard_config: TrainConfig, kind: str
-) -> None:
-    chosen = config if kind == "folder" else shard_config
-    data = train_data(chosen)
-    orders = [[data.names(step) for step in range(4 * e, 4 * e + 4)] for e in range(3)]
-    assert orders[0] != orders[1] != orders[2]
-
-
 def test_names_are_those_of_the_images_trained_on(config: TrainConfig) -> None:
     data = train_data(with_data(config, aug_repeats=0))
     for step in data.steps(6):
@@ -152,14 +127,7 @@ def test_unreadable_training_image_is_replaced_and_told(
         assert same == (str(path) not in data.names(step.number))
 
 
-def test_nothing_but_unreadable_images_is_an_error(config: TrainConfig, image_folder: Path) -> None:
-    for path in image_folder.glob("train/*/*.jpg"):
-        path.write_bytes(b"")
-    message = r"8 training images in a row cannot be read, the last: .*\.jpg: the file is empty"
-    with pytest.raises(DataError, match=message):
-        next(train_data(config).steps(0))
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_killed_loader_process_is_replaced(config: TrainConfig, when: str) -> None:
     chosen = with_data(config, num_workers=2)
@@ -173,42 +141,6 @@ def test_killed_loader_process_is_replaced(config: TrainConfig, when: str) -> No
     assert_same_steps(steps, whole)
 
 
-def test_killed_validation_loader_process_is_replaced(config: TrainConfig) -> None:
-    chosen = with_data(config, num_workers=2, validation_batch_size=1)
-    labels = []
-    for _, targets in val_data(chosen).batches():
-        labels += targets.tolist()
-        if len(labels) == 2:
-            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-    assert labels == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-
-
-def test_loader_processes_that_keep_dying_are_an_error(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader_processes, "_MOST_WORKER_DEATHS", 0)
-    monkeypatch.setattr(batches, "decode", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(DataError, match=r"1 loader processes died, .*lower data\.num_workers"):
-        next(train_data(with_data(config, num_workers=1)).steps(0))
-
-
-@pytest.mark.parametrize(
-    ("form", "arguments"),
-    [
-        ("PNG", {}),
-        ("WEBP", {"lossless": True}),
-        ("TIFF", {}),
-    ],
-)
-def test_image_is_decoded_whatever_its_name_says(
-    tmp_path: Path, form: str, arguments: dict[str, object]
-) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
-    path = tmp_path / "a.jpg"
-    Image.fromarray(pixels).save(path, form, **arguments)
-    assert np.array_equal(np.asarray(decode(path.read_bytes(), "RGB")), pixels)
-
-
 @pytest.mark.parametrize("mode", ["CMYK", "L", "P", "RGBA", "1", "I;16"])
 def test_colours_are_converted(tmp_path: Path, mode: str) -> None:
     form = "JPEG" if mode == "CMYK" else "PNG"
@@ -217,51 +149,16 @@ def test_colours_are_converted(tmp_path: Path, mode: str) -> None:
     assert decode((tmp_path / "a").read_bytes(), "L").mode == "L"
 
 
-@pytest.mark.parametrize("content", [b"", b"not an image", b"\xff\xd8\xff\xe0"])
-def test_what_is_no_image_is_an_error(content: bytes) -> None:
-    with pytest.raises(DataError):
-        decode(content, "RGB")
-
-
-def test_missing_folder_is_an_error(config: TrainConfig) -> None:
-    with pytest.raises(DataError, match=r"data\.path /nowhere is not a folder"):
-        train_data(with_data(config, path="/nowhere"))
-
-
-def test_digits_take_no_folder(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match=r"has no use for data\.dataset digits"):
-        train_data(with_data(config, dataset="digits"))
-
-
-def test_missing_split_is_an_error(config: TrainConfig, image_folder: Path) -> None:
-    (image_folder / "val").rename(image_folder / "other")
-    with pytest.raises(DataError, match="has no folder validation or val"):
-        val_data(config)
-    assert val_data(with_data(config, val_split="other")).num_images == 12
-
-
 def test_empty_class_folder_is_an_error(config: TrainConfig, image_folder: Path) -> None:
     (image_folder / "train" / "elm").mkdir()
     with pytest.raises(DataError, match=r"class folder .*train/elm has no images"):
         train_data(config)
 
 
-def test_split_without_images_is_an_error(config: TrainConfig, image_folder: Path) -> None:
-    for path in image_folder.glob("val/*/*.jpg"):
-        path.unlink()
-    with pytest.raises(DataError, match=r"no images in the sub-folders of .*val"):
-        val_data(config)
-
-
 def test_other_number_of_classes_is_an_error(config: TrainConfig) -> None:
     model = dataclasses.replace(config.model, num_classes=5)
     with pytest.raises(DataError, match=r"has 4 classes, model\.num_classes is 5"):
         train_data(dataclasses.replace(config, model=model))
-
-
-def test_fewer_images_than_a_batch_is_an_error(config: TrainConfig) -> None:
-    with pytest.raises(DataError, match=r"32 training images, fewer than data\.batch_size 34"):
-        train_data(with_data(config, batch_size=34))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -273,17 +170,6 @@ def test_unreadable_validation_image_is_an_error(
     for find in (data.check, lambda: list(data.batches())):
         with pytest.raises(DataError, match=r"image .*birch/1\.jpg cannot be read: Truncated"):
             find()
-
-
-def test_equal_images_have_equal_fingerprints_wherever_they_lie(
-    config: TrainConfig, image_folder: Path
-) -> None:
-    before = train_data(config).source.fingerprint
-    moved = image_folder.rename(image_folder.with_name("moved"))
-    there = with_data(config, path=str(moved))
-    assert train_data(there).source.fingerprint == before
-    (moved / "train" / "ash" / "7.jpg").unlink()
-    assert train_data(there).source.fingerprint != before
 
 
 def overwrite(path: Path) -> None:
@@ -314,41 +200,6 @@ def test_other_contents_under_the_same_names_have_other_fingerprints(
     other = train_data(chosen).source
     assert other.listing == source.listing
     assert other.fingerprint != source.fingerprint
-
-
-@pytest.mark.parametrize(("number", "is_noticed"), [(0, True), (1, False), (999, True)])
-def test_fingerprint_reads_some_of_many_images(
-    tmp_path: Path, number: int, is_noticed: bool
-) -> None:
-    folder = tmp_path / "train" / "a"
-    folder.mkdir(parents=True)
-    for index in range(1000):
-        (folder / f"{index}.jpg").write_bytes(b"%d" % index)
-    data, model = DataConfig(path=str(tmp_path)), ModelConfig()
-    before = open_source(data, model, training=True).fingerprint
-    overwrite(folder / f"{number}.jpg")
-    assert (open_source(data, model, training=True).fingerprint != before) == is_noticed
-    for path in folder.glob("*7.jpg"):
-        overwrite(path)
-    assert open_source(data, model, training=True).fingerprint != before
-
-
-def test_fingerprint_of_images_that_cannot_be_read_is_an_error(
-    config: TrainConfig, shard_config: TrainConfig, image_folder: Path
-) -> None:
-    sources = [train_data(chosen).source for chosen in (config, shard_config)]
-    (image_folder / "train" / "ash" / "0.jpg").unlink()
-    Path(shard_config.data.path, "train-0.tar").unlink()
-    for source, name in zip(sources, (r"ash/0\.jpg", r"train-0\.tar: ash0"), strict=True):
-        with pytest.raises(DataError, match=rf"image .*{name} cannot be read: .*No such file"):
-            assert source.fingerprint
-
-
-def test_fingerprints_of_digits_tell_all_by_themselves() -> None:
-    for count in (None, 20):
-        data = DataConfig(dataset="digits", images_per_class=count)
-        source = open_source(data, ModelConfig(num_classes=10), training=True)
-        assert source.fingerprint == source.listing
 
 
 def chosen_names(source: Source) -> set[str]:
@@ -384,91 +235,11 @@ def test_fewer_images_of_each_class_are_nested_and_read_right(
     assert fingerprints[1] == fingerprints[3]
 
 
-@pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_fewer_images_keep_the_order_of_all(
-    config: TrainConfig, shard_config: TrainConfig, kind: str
-) -> None:
-    chosen = with_data(config if kind == "folder" else shard_config, shuffle_shards=1)
-    whole, few = open_subsets(chosen, None, 3)
-    orders = [source.order(torch.Generator().manual_seed(0)) for source in (whole, few)]
-    names = [
-        [source.name(i) for i in order.tolist()]
-        for source, order in zip((whole, few), orders, strict=True)
-    ]
-    assert torch.equal(orders[1].sort().values, torch.arange(12))
-    assert names[1] == [name for name in names[0] if name in set(names[1])]
-    if kind == "wds":  # a shard's images stay together
-        shards = [name.split(":")[0] for name in names[1]]
-        assert len([shard for shard, _ in itertools.groupby(shards)]) == len(set(shards))
-
-
-def test_fewer_digits_of_each_class_leave_validation_whole() -> None:
-    model = ModelConfig(num_classes=10, in_chans=1)
-    data = DataConfig(dataset="digits", images_per_class=20)
-    source = open_source(data, model, training=True)
-    assert Counter(source.labels.tolist()) == dict.fromkeys(range(10), 20)
-    assert open_source(data, model, training=False).num_images == 360
-
-
-def test_run_on_fewer_images_trains_on_them_alone(shard_config: TrainConfig) -> None:
-    data = train_data(with_data(shard_config, images_per_class=4, aug_repeats=0))
-    assert (data.num_images, data.steps_per_epoch) == (16, 2)
-    for epoch in range(3):
-        names = [name for step in (0, 1) for name in data.names(2 * epoch + step)]
-        assert set(names) == chosen_names(data.source)
-        assert len(names) == 16
-
-
-@pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_more_images_than_a_class_has_are_refused(
-    config: TrainConfig, shard_config: TrainConfig, kind: str, image_folder: Path
-) -> None:
-    (image_folder / "train" / "birch" / "3.jpg").unlink()
-    chosen, count, name = (config, 7, "birch") if kind == "folder" else (shard_config, 8, "0")
-    message = rf"images_per_class must be at most the {count} .* class {name} has, got 9"
-    with pytest.raises(DataError, match=message):
-        train_data(with_data(chosen, images_per_class=9))
-
-
 _hanging: list[float] = []  # an entry, in seconds, for each process that shall hang when forked
 os.register_at_fork(
     after_in_child=lambda: time.sleep(_hanging[-1]) if _hanging else None,
     after_in_parent=lambda: _hanging.pop() if _hanging else None,
 )
-
-
-def test_loader_process_that_hangs_while_forked_is_replaced(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one does if a thread holds a lock just then."""
-    monkeypatch.setattr(loader_processes, "_START_SECONDS", 0.5)
-    data = with_data(config, num_workers=2)
-    _hanging.append(60)
-    assert_same_steps(list(train_data(data).steps(0)), list(train_data(config).steps(0)))
-    assert not _hanging
-    _hanging.append(60)
-    assert len(list(val_data(data).batches())) == val_data(data).num_batches
-    assert not _hanging
-    assert not multiprocessing.active_children()
-
-
-def test_loader_processes_that_keep_hanging_are_an_error(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader_processes, "_START_SECONDS", 0.2)
-    _hanging.extend([60] * 10)
-    with pytest.raises(DataError, match=r"did not begin within 0\.2 s, 5 times"):
-        next(train_data(with_data(config, num_workers=2)).steps(0))
-    assert not _hanging
-
-
-def test_loader_processes_hold_what_is_told_in_shared_memory(config: TrainConfig) -> None:
-    """At most 3 x 16 x 16 bytes an image: 2 x 2 batches of 8 ready, and two at hand."""
-    chosen = with_data(config, num_workers=2, validation_batch_size=5)
-    assert train_data(chosen).shared_bytes == (4 + 2) * 8 * 768
-    assert val_data(chosen).shared_bytes == (4 + 1) * 5 * 768
-    for data in (train_data(config), val_data(config)):  # no loader processes
-        assert data.shared_bytes == 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -489,6 +260,7 @@ def test_all_images_of_a_step_are_made_at_its_size(config: TrainConfig, num_work
     assert_same_steps([one], [next(whole.steps(0))])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("processes", [None, "8"])
 def test_too_little_shared_memory_is_refused(
     processes: str | None, monkeypatch: pytest.MonkeyPatch
@@ -503,14 +275,3 @@ def test_too_little_shared_memory_is_refused(
         check_shared_memory(need + (1 << (20 if processes is None else 17)), World())
     monkeypatch.setattr(shared_memory, "_PLACE", Path("/none"))
     check_shared_memory(1 << 60, World())  # as on macOS
-
-
-def test_full_shared_memory_is_an_error_of_one_line(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space")
-
-    monkeypatch.setattr(batches, "default_collate", fail)
-    with pytest.raises(ConfigError, match=r"^/dev/shm is full: give the container more, .*8g or"):
-        next(train_data(with_data(config, num_workers=1)).steps(0))

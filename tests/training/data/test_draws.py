@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vil.training.data.draws import Draw, MicroBatches, epoch_length, epoch_order, key, step_size
+from vil.training.data.draws import Draw, MicroBatches, epoch_length, epoch_order, step_size
 
 
 def shuffled(num_images: int):
@@ -56,13 +56,6 @@ def test_steps_hold_the_images_that_deit_gives_them() -> None:
         assert Counter(ours) == Counter(theirs)
 
 
-@pytest.mark.parametrize("repeats", [0, 1])
-def test_without_repeats_each_image_is_drawn_once(repeats: int) -> None:
-    draws = flat(stream(range(15), repeats=repeats))  # 960 of 1,000: whole steps only
-    assert max(Counter(draw.index for draw in draws).values()) == 1
-    assert [draw.index for draw in draws] != sorted(draw.index for draw in draws)
-
-
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 64), (2, 32), (2, 8), (4, 16), (8, 4)])
 def test_a_step_is_the_same_however_it_is_divided(world_size: int, micro_batch: int) -> None:
     whole = flat(stream(range(9, 15), micro_batch=64))
@@ -83,20 +76,6 @@ def test_a_step_is_the_same_however_it_is_divided(world_size: int, micro_batch: 
 @pytest.mark.parametrize("first", [0, 5, 12, 23])
 def test_resumed_stream_is_the_rest_of_the_whole(first: int) -> None:
     assert stream(range(first, 24)) == stream(range(24))[4 * first :]
-
-
-def test_epochs_and_seeds_draw_other_orders() -> None:
-    orders = [
-        epoch_order(shuffled(300), 1, seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)
-    ]
-    assert len({tuple(order) for order in orders}) == 4
-    assert epoch_order(shuffled(300), 1, 1, 1).tolist() == orders[3]
-
-
-def test_keys_differ_by_purpose_and_place() -> None:
-    keys = [key(purpose, *place) for purpose in ("a", "b") for place in ((1, 23), (12, 3), (123,))]
-    assert len(set(keys)) == 6
-    assert key("a", 1, 23) == keys[0]
 
 
 def test_sizes_of_steps_follow_from_the_seed_and_are_drawn_alike() -> None:

@@ -3,17 +3,14 @@
 import dataclasses
 import io
 import struct
-import tarfile
 import warnings
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, features
-from rich.console import Console
 from timm.data import create_dataset
 from torchvision.transforms.functional import _compute_resized_output_size
 
@@ -21,13 +18,8 @@ from vil.training.config import DataConfig, TrainConfig
 from vil.training.data.augment import ValTransform
 from vil.training.data.batches import TrainData, ValData
 from vil.training.data.image_files import (
-    IMAGE_EXTENSIONS,
-    IMAGE_FORMATS,
-    find_split,
     list_images,
 )
-from vil.training.data.shard_writer import MakeOptions, make_shards
-from vil.training.data.shards import ShardSource
 from vil.training.data.sources import FolderSource, decode, orientation
 from vil.training.distributed import World
 from vil.training.errors import DataError
@@ -92,39 +84,6 @@ def test_every_kind_that_pillow_reads_is_an_image(every_kind: Path) -> None:
         assert abs(int(pixels(source.read(number))[8, 8]) - 20 * number) <= 2
 
 
-def test_shards_hold_every_kind(tmp_path: Path, every_kind: Path) -> None:
-    console = Console(file=io.StringIO(), soft_wrap=True)
-    options = MakeOptions(images=str(every_kind), shards=str(tmp_path / "made"), num_workers=1)
-    make_shards(options, console)
-    listed = ", ".join(f"1 .{kind}" for kind in NO_IMAGES[:6])
-    for line, split in zip(console.file.getvalue().splitlines(), ("train", "val"), strict=False):
-        assert line == f"ignored in {every_kind / split}: {listed}, 6 of 6 other kinds"
-    folder = FolderSource(DataConfig(path=str(every_kind)), training=True)
-    data = DataConfig(path=str(tmp_path / "made"), dataset="wds")
-    for _ in range(2):  # by the indexes as they were written, then as they are scanned
-        shards = ShardSource(data, training=True, num_classes=2)
-        assert shards.num_images == folder.num_images == len(KINDS) + 1
-        contents = {shards.read(i): shards.labels[i] for i in range(shards.num_images)}
-        assert contents == {folder.read(i): folder.labels[i] for i in range(folder.num_images)}
-        assert shards.ignored == ""
-        for path in (tmp_path / "made").glob("train-*.tar"):
-            with tarfile.open(path) as tar:
-                extensions = {name.partition(".")[2] for name in tar.getnames()}
-            # timm looks for no other extension of JPEG files.
-            assert extensions == {"cls", "jpg", *(kind.lower() for kind in KINDS)} - {
-                "jfif",
-                "jpeg",
-            }
-        for path in (tmp_path / "made").glob("*.idx.json"):
-            path.unlink()
-
-
-def test_what_pillow_opens_and_cannot_read_is_no_image() -> None:
-    assert IMAGE_EXTENSIONS.isdisjoint([*NO_IMAGES, "palm", "mpeg", "hdf", "emf"])
-    assert {kind.lower() for kind in KINDS} | {"jpe", "mpo", "bmp", "apng"} <= IMAGE_EXTENSIONS
-    assert {"EPS", "MPEG", "HDF5", "WMF"}.isdisjoint(IMAGE_FORMATS)
-
-
 def test_drawing_named_as_an_image_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("was drawn"))
     content = encoded(Image.new("L", (8, 8)), "EPS")
@@ -149,38 +108,6 @@ def test_ignored_files_are_told_by_kind_and_number(tmp_path: Path) -> None:
     assert (list_images(tmp_path).ignored + "\n").splitlines() == [list_images(tmp_path).ignored]
 
 
-def test_nothing_is_told_where_all_are_images(image_folder: Path) -> None:
-    assert list_images(image_folder / "train").ignored == ""
-
-
-def test_hidden_files_and_folders_are_no_classes_and_no_images(tmp_path: Path) -> None:
-    fill(tmp_path, "a/1.jpg", ".ipynb_checkpoints/1.jpg", "a/.ipynb_checkpoints/1.jpg")
-    fill(tmp_path, "__MACOSX/a/1.jpg", "a/._1.jpg", ".DS_Store", "a/.DS_Store", "a/Thumbs.db")
-    found = list_images(tmp_path)
-    assert found == (["a/1.jpg"], [0], ("a",), found.ignored)
-    assert found.ignored == f"ignored in {tmp_path}: 4 hidden files, 3 hidden folders"
-
-
-def test_run_tells_what_it_ignores(
-    config: TrainConfig,
-    image_folder: Path,
-    tmp_path: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fill(image_folder, "train/ash/a.txt", "val/ash/.DS_Store")
-    chosen = dataclasses.replace(
-        config, schedule=dataclasses.replace(config.schedule, epochs=1, warmup_epochs=0)
-    )
-    arguments = ["--data.images-per-class", "4", "--run.output", str(tmp_path / "run")]
-    assert train(chosen, *arguments) == 0
-    lines = capsys.readouterr().out.splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("data "))
-    assert lines[place + 1] == f"         ignored in {image_folder / 'train'}: 1 .txt"
-    assert lines[place + 2] == f"         ignored in {image_folder / 'val'}: 1 hidden file"
-    assert lines[place + 4].startswith("epochs")
-
-
 @pytest.mark.parametrize(
     ("names", "first"),
     [
@@ -196,61 +123,6 @@ def test_image_at_another_depth_is_an_error(tmp_path: Path, names: list[str], fi
     assert str(error.value) == f"image {tmp_path / first} must lie at {tmp_path}/<class>/<image>"
 
 
-def test_error_of_missing_images_tells_what_there_is(tmp_path: Path) -> None:
-    fill(tmp_path, "a/1.heic", "a/2.heic")
-    ignored = f"; ignored in {tmp_path}: 2 .heic"
-    with pytest.raises(DataError) as error:
-        list_images(tmp_path)
-    assert str(error.value) == f"there are no images in the sub-folders of {tmp_path}{ignored}"
-    fill(tmp_path, "b/1.jpg")
-    with pytest.raises(DataError) as error:
-        list_images(tmp_path)
-    expected = f"class folder {tmp_path / 'a'} has no images (1 such, of 2){ignored}"
-    assert str(error.value) == expected
-
-
-def test_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    fill(tmp_path, "a/1.jpg")
-    (tmp_path / "a" / "loop").symlink_to("loop")
-    with pytest.raises(DataError, match=r"folder .*/a cannot be read: Too many levels of symbolic"):
-        list_images(tmp_path)
-
-
-def test_links_that_lead_upwards_are_followed_once(tmp_path: Path) -> None:
-    fill(tmp_path, "a/1.jpg", "a/notes/1.txt")
-    for number in range(3):
-        (tmp_path / "a" / "notes" / f"{number}").symlink_to(".")
-    assert list_images(tmp_path).paths == ["a/1.jpg"]
-
-
-def test_folder_that_cannot_be_asked_for_is_an_error(tmp_path: Path) -> None:
-    data = DataConfig(path=str(tmp_path), train_split="x" * 300)
-    with pytest.raises(DataError, match=r"xxx cannot be read: File name too long"):
-        find_split(data, training=True)
-    data = DataConfig(path=str(tmp_path), train_split="a\0b")
-    with pytest.raises(DataError, match="has no folder"):
-        find_split(data, training=True)
-
-
-def test_line_breaks_in_names_are_escaped(config: TrainConfig, image_folder: Path) -> None:
-    (image_folder / "val" / "ash").rename(image_folder / "val" / "a\nsh\x1b")
-    path = image_folder / "val" / "a\nsh\x1b" / "ü\n1.jpg"
-    path.write_text("404 not found")
-    with pytest.raises(DataError, match=r"image .*/val/a\\nsh\\x1b/ü\\n1\.jpg cannot be read: "):
-        ValData(config, CPU, World()).check()
-    with pytest.raises(
-        DataError, match=r"image .*/a\\nsh\\x1b/0\.jpg must lie at .*b/<class>/<image>"
-    ):
-        list_images(path.parent)
-
-
-def test_linked_class_folder_is_a_class(tmp_path: Path) -> None:
-    fill(tmp_path / "elsewhere", "1.jpg")
-    fill(tmp_path / "split", "a/1.jpg")
-    (tmp_path / "split" / "b").symlink_to(tmp_path / "elsewhere")
-    assert list_images(tmp_path / "split").paths == ["a/1.jpg", "b/1.jpg"]
-
-
 # Their order
 
 
@@ -259,21 +131,6 @@ def test_order_is_that_of_timm(tmp_path: Path) -> None:
     images = ["10.jpg", "9.jpg", "x9y10.JPEG", "x10y9.png", "A.jpg", "b.jpg", "a b.jpg", "a-1.jpg"]
     fill(tmp_path, *(f"{name}/{image}" for name in classes for image in images))
     assert listed_by_timm(tmp_path) == list_images(tmp_path)[:3]
-
-
-def test_fingerprint_of_known_images_is_as_ever(config: TrainConfig) -> None:
-    """Runs in progress compare it."""
-    now = TrainData(config, CPU, World()).source.fingerprint
-    listing, _, contents = now.partition("-")
-    assert (listing, len(contents)) == ("c1955f508c2ea6a1", 16)
-
-
-def test_classes_that_timm_puts_in_any_order_have_one(tmp_path: Path) -> None:
-    fill(tmp_path, "01/b.jpg", "1/a.jpg", "001/c.jpg", "2²2/d.jpg")  # on the last timm fails
-    found = list_images(tmp_path)
-    assert found.classes == ("001", "01", "1", "2²2")
-    assert found.paths == ["1/a.jpg", "01/b.jpg", "001/c.jpg", "2²2/d.jpg"]
-    assert found.labels == [2, 1, 0, 3]
 
 
 # How they are decoded
@@ -352,15 +209,6 @@ def test_colours_are_those_of_timm(content: bytes, colours: list[list[int]]) -> 
     assert np.abs(grey[0] - luminance).max() < 1
 
 
-@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_first_of_several_images_is_taken(form: str) -> None:
-    images = [Image.new("RGB", (8, 8), (60 * n, 0, 0)) for n in (1, 2, 3)]
-    lossless = {"lossless": True} if form == "WEBP" else {}
-    content = encoded(images[0], form, save_all=True, append_images=images[1:], **lossless)
-    assert Image.open(io.BytesIO(content)).n_frames == 3
-    assert pixels(content, "RGB")[4, 4].tolist() == [60, 0, 0]
-
-
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
 def test_truncated_file_is_an_error(form: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -388,28 +236,6 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(
         pytest.raises(DataError, match=rf"image .*ash/0\.jpg cannot be read: {message}"),
     ):
         ValData(config, CPU, World()).check()
-
-
-@pytest.mark.filterwarnings("ignore:Image was not the expected size")
-def test_image_within_an_icon_is_limited() -> None:
-    """The icon's own header says 256 pixels at most."""
-    inner = encoded(Image.new("L", (400, 300)), "PNG")
-    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
-    assert decode(icon, "L").size == (400, 300)
-    with pytest.raises(DataError, match=r"\(120000 pixels\) exceeds data.max_pixels 100,000$"):
-        decode(icon, "L", max_pixels=100_000)
-
-
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "JPEG2000", "PPM"])
-@pytest.mark.parametrize("limit", [599, 299])  # from twice the limit Pillow refuses by itself
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_number_of_pixels_is_limited_in_any_format(form: str, limit: int) -> None:
-    content = encoded(Image.new("L", (20, 30)), form)
-    usual = Image.MAX_IMAGE_PIXELS
-    assert decode(content, "L", max_pixels=600).size == (20, 30)
-    with pytest.raises(DataError, match=rf"600 pixels.* exceeds data.max_pixels {limit}$"):
-        decode(content, "L", max_pixels=limit)
-    assert usual == Image.MAX_IMAGE_PIXELS
 
 
 def test_size_of_every_image_in_between_is_limited(config: TrainConfig) -> None:
@@ -492,29 +318,6 @@ def test_photographs_are_turned_if_asked(form: str, value: int) -> None:
     assert orientation(decode(content, "RGB", exif_rotation=True)) == 1
 
 
-def test_16_bits_are_turned() -> None:
-    exif = Image.Exif()
-    exif[274] = 6
-    content = encoded(Image.fromarray(GREY), "PNG", exif=exif)
-    assert np.array_equal(pixels(content, exif_rotation=True), (GREY >> 8).T[:, ::-1])
-    assert orientation(decode(content, "L")) == 6
-
-
-@pytest.mark.parametrize("exif_rotation", [False, True])
-def test_tiff_is_turned_in_any_case_and_once(exif_rotation: bool) -> None:
-    content = with_exif("TIFF", 6)
-    assert np.array_equal(pixels(content, exif_rotation=exif_rotation), TURNED[6])
-    assert orientation(decode(content, "L")) == 1
-
-
-def test_damaged_exif_data_turn_nothing() -> None:
-    content = encoded(Image.new("L", (16, 8)), "PNG", exif=b"Exif\0\0no TIFF header")
-    with pytest.raises(SyntaxError):
-        Image.open(io.BytesIO(content)).getexif()
-    assert pixels(content, exif_rotation=True).shape == (8, 16)
-    assert orientation(decode(content, "L")) == 1
-
-
 @pytest.fixture
 def rotated(config: TrainConfig, image_folder: Path) -> TrainConfig:
     """Every image on its side, and two upright ones to validate on."""
@@ -527,16 +330,7 @@ def turning(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, exif_rotation=True))
 
 
-def test_setting_turns_images_of_validation(rotated: TrainConfig) -> None:
-    dark = []
-    for config in (rotated, turning(rotated)):
-        images = torch.cat([images for images, _ in ValData(config, CPU, World()).batches()])
-        assert images.shape == (12, 3, 16, 16)
-        # Of the upright, the upper left is dark; turned by a quarter to the right, the upper right.
-        dark.append([bool(image[0, 4, 4] < image[0, 4, 11]) for image in images])
-    assert dark == [[True] * 12, [True] * 2 + [False] * 10]
-
-
+@pytest.mark.ci
 def test_setting_turns_images_of_training(rotated: TrainConfig) -> None:
     augment = dataclasses.replace(
         rotated.augment, aa=None, hflip=0.0, scale=(1.0, 1.0), ratio=(0.5, 2.0)
@@ -547,34 +341,3 @@ def test_setting_turns_images_of_training(rotated: TrainConfig) -> None:
         images = torch.cat([step.micro_batches[0][0] for step in data.steps(8)])
         dark.append({bool(image[0, 2, 2] < image[0, 2, 13]) for image in images})
     assert dark == [{True}, {False}]
-
-
-def test_run_tells_of_rotated_images(
-    rotated: TrainConfig,
-    tmp_path: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    chosen = dataclasses.replace(
-        rotated, schedule=dataclasses.replace(rotated.schedule, epochs=1, warmup_epochs=0)
-    )
-    told = (
-        "         10 of 12 validation images are rotated by their EXIF tag, "
-        "which data.exif_rotation is to apply"
-    )
-    assert train(chosen, "--run.output", str(tmp_path / "ignoring")) == 0
-    assert capsys.readouterr().out.splitlines().count(told) == 1
-    assert train(turning(chosen), "--run.output", str(tmp_path / "applying")) == 0
-    assert "EXIF" not in capsys.readouterr().out
-    assert train(turning(chosen), "--run.output", str(tmp_path / "ignoring")) == 2
-    assert "with other data.exif_rotation (False -> True)" in capsys.readouterr().err
-
-
-def test_rotated_images_are_counted_over_all_processes(
-    rotated: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(World, "gather", lambda self, found: [found, (100, ["one of the other's"])])
-    data = ValData(rotated, CPU, World(1, 2))
-    with pytest.raises(DataError, match="one of the other's"):
-        data.check()
-    assert data.num_rotated == 105  # of images 1, 3, 5, ..., the first upright

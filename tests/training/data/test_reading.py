@@ -1,6 +1,5 @@
 """Files that are none, and disks that are away for a moment."""
 
-import dataclasses
 import errno
 import itertools
 import os
@@ -17,7 +16,6 @@ from vil.training.data.batches import TrainData, ValData
 from vil.training.data.reading import PatientReader, read_file
 from vil.training.data.shards import ShardSource
 from vil.training.distributed import World
-from vil.training.errors import DataError
 
 CPU = torch.device("cpu")
 
@@ -42,11 +40,6 @@ class Disk:
         return b"%d" % index
 
 
-def test_pauses_make_a_minute() -> None:
-    assert reading.PAUSES[:3] == (0.1, 0.2, 0.4)
-    assert 45 < sum(reading.PAUSES) < 75
-
-
 @pytest.mark.parametrize(
     "number", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV]
 )
@@ -54,14 +47,6 @@ def test_read_that_fails_for_a_moment_is_tried_again(number: int, paused: list[f
     read = PatientReader(Disk(number, True, True, True).read)
     assert [read(5), read(6)] == [b"5", b"6"]
     assert paused == [0.1, 0.2, 0.4]
-
-
-@pytest.mark.parametrize("number", [None, errno.EACCES, errno.EISDIR, errno.ELOOP, errno.EINVAL])
-def test_what_no_time_changes_is_not_tried_again(number: int | None, paused: list[float]) -> None:
-    read = PatientReader(Disk(number, True).read)
-    with pytest.raises(OSError, match=r"no reason|wrong checksum"):
-        read(5)
-    assert paused == []
 
 
 def test_minute_in_vain_is_not_spent_again(paused: list[float]) -> None:
@@ -72,46 +57,6 @@ def test_minute_in_vain_is_not_spent_again(paused: list[float]) -> None:
     assert paused == list(reading.PAUSES)
     assert read(6) == b"6"  # the disk is there again
     assert PatientReader(Disk(errno.EIO, True).read)(6) == b"6"
-
-
-def test_lost_image_costs_no_minute_when_others_can_be_read(paused: list[float]) -> None:
-    """Nor do those that come after it lose theirs."""
-    fails = [*[True] * 10, False, True, True, False]
-    read = PatientReader(Disk(errno.ENOENT, *fails).read)
-    with pytest.raises(OSError, match="no reason"):
-        read(5)
-    assert read(6) == b"6"
-    with pytest.raises(OSError, match="no reason"):
-        read(5)
-    assert paused == list(reading.PAUSES)
-    assert read(7) == b"7"
-    assert paused == [*reading.PAUSES, 0.1]
-
-
-def test_file_that_is_gone_is_waited_for_a_moment_only(tmp_path: Path, paused: list[float]) -> None:
-    """A data set may have a thousand links that lead nowhere."""
-    (tmp_path / "1").write_bytes(b"1")
-    (tmp_path / "2").symlink_to(tmp_path / "3")
-    (tmp_path / "4").symlink_to(tmp_path / "away" / "3")
-    read = PatientReader(lambda index: read_file(tmp_path / str(index)))
-    with pytest.raises(FileNotFoundError):
-        read(2)
-    assert paused == [0.1, 0.2, 0.4]
-    with pytest.raises(FileNotFoundError):
-        read(3)
-    assert paused == 2 * [0.1, 0.2, 0.4]
-    with pytest.raises(FileNotFoundError):
-        read(4)
-    assert paused == [*2 * [0.1, 0.2, 0.4], *reading.PAUSES]
-    assert read(1) == b"1"
-
-
-def test_vast_file_is_not_read(tmp_path: Path, paused: list[float]) -> None:
-    with (tmp_path / "a.jpg").open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(OSError, match=r"it has 1,099,511,627,776 bytes, at most 1,073,741,824 are"):
-        PatientReader(lambda _: read_file(tmp_path / "a.jpg"))(0)
-    assert paused == []
 
 
 def take_away_at_times(source: Source, folder: Path) -> None:
@@ -154,31 +99,6 @@ def test_data_that_are_away_for_a_moment_are_waited_for(
     assert set(waits) == {0.1}
 
 
-def test_data_that_stay_away_are_an_error(
-    config: TrainConfig, image_folder: Path, paused: list[float]
-) -> None:
-    data = TrainData(config, CPU, World())
-    val_data = ValData(config, CPU, World())
-    image_folder.rename(image_folder.with_name("away"))
-    with pytest.raises(
-        DataError, match=r"8 training images in a row cannot be read, .*No such file"
-    ):
-        next(data.steps(0))
-    assert paused == list(reading.PAUSES)
-    with pytest.raises(DataError, match=r"image .*ash/0\.jpg cannot be read: .*No such file"):
-        list(val_data.batches())
-    assert paused == 2 * list(reading.PAUSES)
-
-
-def test_image_that_is_none_is_not_waited_for(
-    config: TrainConfig, image_folder: Path, paused: list[float]
-) -> None:
-    (image_folder / "val" / "ash" / "0.jpg").write_text("404 not found")
-    with pytest.raises(DataError, match=r"ash/0\.jpg cannot be read: cannot identify"):
-        list(ValData(config, CPU, World()).batches())
-    assert paused == []
-
-
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop"])
 def test_what_is_no_file_is_an_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.jpg"
@@ -194,16 +114,3 @@ def test_what_is_no_file_is_an_error(tmp_path: Path, kind: str) -> None:
     with pytest.raises(OSError, match=r"not a regular file|Too many levels"):
         read_file(path)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_pipe_among_images_is_a_bad_image(
-    config: TrainConfig, image_folder: Path, paused: list[float]
-) -> None:
-    (image_folder / "train" / "birch" / "1.jpg").unlink()
-    os.mkfifo(image_folder / "train" / "birch" / "1.jpg")
-    data = dataclasses.replace(config.data, aug_repeats=1)
-    steps = list(TrainData(dataclasses.replace(config, data=data), CPU, World()).steps(0))
-    reasons = {why for step in steps for why in step.bad_images.values()}
-    assert len(reasons) == 1
-    assert "not a regular file" in reasons.pop()
-    assert paused == []

@@ -1,17 +1,14 @@
 """The index beside a shard: which shard it holds for, and what becomes of damaged tars."""
 
 import io
-import json
 import os
-import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from vil.training.data import shard_index
 from vil.training.data.shard_index import index_path, load_index, read_index, stamp_of, write_index
-from vil.training.data.shard_scan import Sample, scan_shard
+from vil.training.data.shard_scan import scan_shard
 from vil.training.errors import DataError
 
 MEMBERS = {"a.jpg": b"first", "a.cls": b"1", "b.jpg": b"second", "b.cls": b"2"}
@@ -39,26 +36,7 @@ def add_checksums(shard: Path) -> None:
     write_index(shard, samples, stamp_of(shard))
 
 
-def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Note the shards that are scanned from now on."""
-    scanned: list[Path] = []
-
-    def scan(shard: Path) -> list[Sample]:
-        scanned.append(shard)
-        return scan_shard(shard)
-
-    monkeypatch.setattr(shard_index, "scan_shard", scan)
-    return scanned
-
-
 # Which shard it holds for
-
-
-def test_shard_is_scanned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = write_tar(tmp_path / "a.tar", MEMBERS)
-    scanned = count_scans(monkeypatch)
-    assert labels(shard) == labels(shard) == [1, 2]
-    assert scanned == [shard]
 
 
 @pytest.mark.parametrize("keeps", ["neither time", "mtime"])
@@ -72,46 +50,6 @@ def test_shard_that_is_written_anew_is_scanned_anew(tmp_path: Path, keeps: str) 
     os.utime(shard, ns=(times, times))
     assert labels(shard) == [3, 2]
     assert read_index(shard).stamp == stamp_of(shard)
-
-
-def test_larger_shard_is_scanned_anew_if_only_a_scan_made_its_index(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "a.tar", MEMBERS)
-    assert labels(shard) == [1, 2]
-    write_tar(shard, MEMBERS | {f"c{i}.jpg": bytes(5000) for i in range(9)} | {"d.cls": b"9"})
-    assert labels(shard)[:2] == [1, 2]
-    assert len(load_index(shard)) == 12
-
-
-def test_smaller_shard_is_truncated(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "a.tar", MEMBERS)
-    load_index(shard)
-    os.truncate(shard, 10240 - 512)
-    with pytest.raises(DataError, match=r"is truncated: 9728 of 10240 bytes .*delete .*idx\.json"):
-        load_index(shard)
-
-
-def test_index_without_times_is_of_an_unknown_shard(tmp_path: Path) -> None:
-    """As they were written before they had any."""
-    shard = write_tar(tmp_path / "a.tar", MEMBERS)
-    rows = [sample._replace(label=0) for sample in scan_shard(shard)]
-    index_path(shard).write_text(json.dumps({"size": 10240, "samples": rows}))
-    assert labels(shard) == [1, 2]
-    assert read_index(shard).stamp == stamp_of(shard)
-
-
-def test_copied_shards_with_checksums_are_scanned_once_and_keep_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shard = write_tar(tmp_path / "a.tar", MEMBERS)
-    add_checksums(shard)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in (shard, index_path(shard)):
-        shutil.copy2(path, copy)
-    scanned = count_scans(monkeypatch)
-    assert load_index(shard) == load_index(copy / "a.tar") == load_index(copy / "a.tar")
-    assert scanned == [copy / "a.tar"]
-    assert {sample.crc32 for sample in read_index(copy / "a.tar").samples} == {7}
 
 
 @pytest.mark.parametrize("change", [{"a.cls": b"3"}, {"a.jpg": b"1st"}, {"c.cls": b"3"}])
@@ -129,23 +67,6 @@ def test_checksums_of_another_shard_are_an_error(tmp_path: Path, change: dict[st
     assert index_path(shard).read_bytes() == before
 
 
-def test_shard_that_is_being_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shard = write_tar(tmp_path / "a.tar", MEMBERS)
-
-    def scan(path: Path) -> list[Sample]:
-        samples = scan_shard(path)
-        write_tar(path, MEMBERS | {"a.cls": b"3"})
-        os.utime(path, ns=(1, 1))
-        return samples
-
-    monkeypatch.setattr(shard_index, "scan_shard", scan)
-    with pytest.raises(DataError, match=r"a\.tar changes while it is read"):
-        load_index(shard)
-    assert not index_path(shard).exists()
-
-
 def test_damaged_index_is_an_error(tmp_path: Path) -> None:
     """Also where it is still one of the shard."""
     shard = write_tar(tmp_path / "a.tar", MEMBERS)
@@ -158,15 +79,6 @@ def test_damaged_index_is_an_error(tmp_path: Path) -> None:
 
 
 # What is wrong with a tar
-
-
-def test_key_twice_is_an_error_wherever_it_is(tmp_path: Path) -> None:
-    shard = tmp_path / "a.tar"
-    with tarfile.open(shard, "w") as tar:
-        for name in ("a.jpg", "a.cls", "b.jpg", "b.cls", "a.jpg", "a.cls"):
-            tar.addfile(tarfile.TarInfo(name))
-    with pytest.raises(DataError, match=r"sample 'a' twice, from byte 0 and from byte 2048"):
-        load_index(shard)
 
 
 def with_size(member: bytes, size: bytes) -> bytes:
@@ -197,28 +109,3 @@ def test_impossible_size_is_an_error(tmp_path: Path, kind: bytes, size: bytes) -
     (tmp_path / "a.tar").write_bytes(content[:1024] + with_size(bytes(second), size))
     with pytest.raises(DataError, match=r"a\.tar (is|holds) "):
         load_index(tmp_path / "a.tar")
-
-
-def test_negative_size_of_extended_headers_is_an_error(tmp_path: Path) -> None:
-    for key in ("size", "GNU.sparse.size", "GNU.sparse.realsize"):
-        with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-            member = tarfile.TarInfo("a.jpg")
-            member.pax_headers = {key: "-512", "GNU.sparse.name": "a.jpg"}
-            tar.addfile(member)
-        with pytest.raises(DataError):
-            load_index(tmp_path / "a.tar")
-
-
-def test_headers_within_headers_are_an_error(tmp_path: Path) -> None:
-    header = tarfile.TarInfo("a.jpg")
-    header.type = tarfile.XHDTYPE
-    (tmp_path / "a.tar").write_bytes(header.tobuf() * 5000)
-    with pytest.raises(DataError, match=r"a\.tar is no tar"):
-        load_index(tmp_path / "a.tar")
-
-
-def test_long_label_is_no_integer(tmp_path: Path) -> None:
-    """Its beginning may be one."""
-    members = {"a.jpg": b"1", "a.cls": b"1" + b" " * 70 + b"2", "b.jpg": b"2", "b.cls": b"0" * 64}
-    write_tar(tmp_path / "a.tar", members)
-    assert [sample.label for sample in load_index(tmp_path / "a.tar")] == ["1...", 0]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vil
-from tests.training.fuzzing import quick, thorough
+from tests.training.fuzzing import quick
 from tests.training.run.test_checkpoint import about, state
 from vil.training.config import (
     DataConfig,
@@ -215,9 +215,3 @@ CASES: dict[Callable, st.SearchStrategy] = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_some_files(case: Callable, saved: Saved) -> None:
     settings(quick)(given(CASES[case])(lambda content: case(saved, content)))()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_many_files(case: Callable, saved: Saved) -> None:
-    settings(thorough)(given(CASES[case])(lambda content: case(saved, content)))()

@@ -14,9 +14,8 @@ import torch
 from tests.training.run_files import assert_same, load, rows, signal_at, with_
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
-from vil.training.files import LOCK_NAME
 from vil.training.recipes import read_recipe
-from vil.training.run import loop, report, resume
+from vil.training.run import loop, resume
 from vil.training.run.optimizer_state import load_optimizer
 from vil.training.run.setup import build_optimizer, build_training
 from vil.training.run.state import RunState
@@ -98,37 +97,6 @@ def test_finished_run_is_trained_for_more_epochs(
     assert "nothing is left to train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("epochs", [2, 5])
-def test_number_of_epochs_is_changed_on_the_way(
-    again: Callable[..., int], stopped: Path, epochs: int
-) -> None:
-    assert again("--schedule.epochs", str(epochs), ALLOW) == 0
-    assert [int(row["epoch"]) for row in rows(stopped)] == list(range(1, epochs + 1))
-    assert [int(row["step"]) for row in step_rows(stopped)] == list(range(1, STEPS * epochs + 1))
-    assert recorded(stopped) == [("6", "2", "schedule.epochs", "3", str(epochs))]
-
-
-def test_fewer_epochs_than_done_are_refused(
-    config: TrainConfig,
-    train: Callable[..., int],
-    again: Callable[..., int],
-    stopped: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Nothing would be left to train, so no other setting makes a difference either."""
-    capsys.readouterr()
-    for switch in ((ALLOW,), ()):
-        assert again("--schedule.epochs", "1", *switch) == 2
-        told = capsys.readouterr().err
-        assert "schedule.epochs must be more than the 1 epochs that the run in" in told
-        assert "has done for it to go on with other schedule.epochs (3 -> 1); got 1" in told
-    assert again() == 0
-    before = {path.name: path.read_bytes() for path in stopped.iterdir() if path.name != LOCK_NAME}
-    assert again("--optim.lr-base", "0.5", ALLOW) == 2
-    assert "must be more than the 3 epochs that" in capsys.readouterr().err
-    assert before == {name: (stopped / name).read_bytes() for name in before}
-
-
 @pytest.mark.parametrize(
     ("arguments", "key", "value"),
     [
@@ -152,32 +120,7 @@ def test_optimizer_goes_on_with_other_settings(
     ]
 
 
-def test_another_rate_shows_in_all_logs_from_the_change_on(
-    again: Callable[..., int], stopped: Path
-) -> None:
-    assert again("--optim.lr-base", "0.5", "--schedule.sched", "constant", ALLOW) == 0
-    rates = [float(row["lr"]) for row in step_rows(stopped)]
-    assert rates == pytest.approx([1e-4] * 8 + [0.5] * 4)
-    assert [float(row["lr"]) for row in rows(stopped)] == pytest.approx([1e-4, 1e-4, 0.5])
-
-
-@pytest.mark.parametrize("new", ["0.5", "None"])
-def test_layers_get_other_rates_on_the_way(
-    config: TrainConfig, train: Callable[..., int], new: str, tmp_path: Path
-) -> None:
-    """The parameters are in other groups then, and each keeps its moments."""
-    folder = tmp_path / "run"
-    old = "None" if new == "0.5" else "0.5"
-    arguments = ("--run.output", str(folder), "--optim.layer-decay")
-    stop_at(5, lambda: train(config, *arguments, old))
-    assert train(config, *arguments, new, ALLOW) == 0
-    rates = {group["lr"] for group in groups(folder)}
-    assert len(rates) == (4 if new == "0.5" else 1)
-    assert float(rows(folder)[-1]["lr"]) == max(rates)  # the head's
-    states = load(folder / "last.pt")["optimizer"]["state"].values()
-    assert all(state["step"] == 3 * STEPS for state in states)
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lookahead_adamw"])
 @pytest.mark.parametrize("decays", [(None, None), (None, 0.5), (0.5, None)], ids=str)
 def test_state_follows_its_parameter(
@@ -206,116 +149,6 @@ def test_state_follows_its_parameter(
         assert other["weight_decay"] == 2 * one["weight_decay"]
         for key in {"step", "lookahead_step"} & one.keys():
             assert other[key] == one[key] != 0
-
-
-def test_gradient_is_clipped_from_the_change_on(again: Callable[..., int], stopped: Path) -> None:
-    before = load(stopped / "last.pt")["state_dict"]
-    # Of clipped gradients and forgotten moments, nothing is left to move the weights by.
-    arguments = ("--optim.clip-grad", "1e-30", "--optim.opt-betas", "0", "0.999")
-    assert again(*arguments, "--optim.weight-decay", "0", ALLOW) == 0
-    assert_same(dict(load(stopped / "last.pt")["state_dict"]), dict(before))
-
-
-def test_warm_up_that_suits_the_epochs_is_written_as_a_number(
-    again: Callable[..., int], stopped: Path
-) -> None:
-    assert again("--schedule.epochs", "20", "--schedule.warmup-epochs", "None", ALLOW) == 0
-    assert recorded(stopped) == [
-        ("6", "2", "schedule.epochs", "3", "20"),
-        ("6", "2", "schedule.warmup_epochs", "1", "2"),
-    ]
-    assert read_recipe(stopped / "config.yaml").schedule.warmup_epochs == 2
-
-
-def test_warm_up_that_suits_and_is_the_same_is_no_change(
-    again: Callable[..., int], stopped: Path
-) -> None:
-    arguments = ("--schedule.epochs", "10", "--schedule.warmup-epochs", "None")
-    assert again(*arguments, ALLOW) == 0
-    assert recorded(stopped) == [("6", "2", "schedule.epochs", "3", "10")]
-    assert again(*arguments) == 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--run.amp",),
-        ("--augment.mixup", "0", "--augment.cutmix", "0"),
-        ("--augment.aa", "None", "--augment.reprob", "0"),
-        ("--model.drop-path-rate", "0.5"),
-        ("--optim.model-ema-decay", "0.5"),
-    ],
-    ids=["amp", "mixing", "images", "drop-path", "average"],
-)
-def test_what_trains_is_another_one_from_the_change_on(
-    again: Callable[..., int],
-    config: TrainConfig,
-    train: Callable[..., int],
-    stopped: Path,
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-) -> None:
-    assert again(*arguments, ALLOW) == 0
-    assert train(config, "--run.output", str(tmp_path / "unchanged")) == 0
-    changed, unchanged = (load(path / "last.pt") for path in (stopped, tmp_path / "unchanged"))
-    part = "state_dict_ema" if "--optim.model-ema-decay" in arguments else "state_dict"
-    same = [torch.equal(changed[part][key], unchanged[part][key]) for key in changed[part]]
-    assert not all(same)
-    assert rows(stopped)[0] == rows(tmp_path / "unchanged")[0]
-    assert len(recorded(stopped)) == sum(word.startswith("--") for word in arguments)
-
-
-def test_model_is_compiled_from_the_change_on(
-    again: Callable[..., int], stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = []
-
-    def compile_model(model: torch.nn.Module, **options: object) -> torch.nn.Module:
-        compiled.append(model)
-        return model
-
-    monkeypatch.setattr(torch, "compile", compile_model)
-    assert again("--run.torchcompile", ALLOW) == 0
-    assert len(compiled) == 1
-    assert recorded(stopped) == [("6", "2", "run.torchcompile", "False", "True")]
-
-
-@pytest.mark.parametrize("start", [True, False])
-def test_average_begins_and_ends_on_the_way(
-    config: TrainConfig,
-    train: Callable[..., int],
-    start: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn = []
-    original = report.draw_curve
-    monkeypatch.setattr(report, "draw_curve", lambda *a: (original(*a), drawn.append(labels())))
-    labels = labels_of_figures(monkeypatch)
-    folder = tmp_path / "run"
-    arguments = ("--run.output", str(folder), "--optim.model-ema-decay")
-    old, new = ("None", "0.9") if start else ("0.9", "None")
-    stop_at(5, lambda: train(config, *arguments, old))
-    assert train(config, *arguments, new, ALLOW) == 0
-    table = rows(folder)
-    assert [bool(row["ema_top1"]) for row in table] == [not start, start, start]
-    assert all(row["top1"] and row["skipped_steps"] == "0" for row in table)
-    assert ("state_dict_ema" in load(folder / "last.pt")) == start
-    assert "EMA" in drawn[-1]
-
-
-def labels_of_figures(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Return a function that names the lines of the axes drawn last."""
-    from matplotlib.axes import Axes
-
-    original, lines = Axes.legend, []
-
-    def legend(self: Axes) -> object:
-        lines[:] = [line.get_label() for line in self.get_lines()]
-        return original(self)
-
-    monkeypatch.setattr(Axes, "legend", legend)
-    return lambda: list(lines)
 
 
 @pytest.mark.parametrize(
@@ -357,34 +190,7 @@ def test_what_makes_another_run_is_refused_with_the_switch_and_without(
     assert recorded(stopped) == []
 
 
-def test_same_command_after_a_change_continues_without_another(
-    again: Callable[..., int], stopped: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--optim.lr-base", "0.5")
-    stop_at(7, lambda: again(*arguments, ALLOW))
-    expected = [("6", "2", "optim.lr_base", "0.001", "0.5")]
-    assert recorded(stopped) == expected
-    stop_at(9, lambda: again(*arguments, ALLOW))
-    assert recorded(stopped) == expected
-    assert again(*arguments) == 0  # nor is the switch needed
-    assert recorded(stopped) == expected
-    line = "changed  after step 6: optim.lr_base (0.001 -> 0.5)\n"
-    assert capsys.readouterr().out.count(line) == 3
-
-
-def test_mind_is_changed_back(
-    again: Callable[..., int], stopped: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stop_at(7, lambda: again("--optim.lr-base", "0.5", ALLOW))
-    assert again() == 2
-    assert "optim.lr_base (0.5 -> 0.001)" in capsys.readouterr().err
-    assert again(ALLOW) == 0
-    assert recorded(stopped) == [
-        ("6", "2", "optim.lr_base", "0.001", "0.5"),
-        ("8", "2", "optim.lr_base", "0.5", "0.001"),
-    ]
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize("written", [False, True], ids=["before-files", "after-files"])
 def test_change_of_a_run_that_is_killed_at_once_is_kept_once(
     again: Callable[..., int], train: Callable[..., int], stopped: Path, written: bool
@@ -406,34 +212,6 @@ def test_change_of_a_run_that_is_killed_at_once_is_kept_once(
         assert again("--optim.lr-base", "0.5", ALLOW) == 0
     assert recorded(stopped) == [("6", "2", "optim.lr_base", "0.001", "0.5")]
     assert read_recipe(stopped / "config.yaml").optim.lr_base == 0.5
-
-
-def test_change_that_was_not_saved_was_not_made(
-    again: Callable[..., int], stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume, "save_checkpoint", die)
-        assert again("--optim.lr-base", "0.5", ALLOW) == 130
-    assert again() == 0
-    assert recorded(stopped) == []
-    assert read_recipe(stopped / "config.yaml").optim.lr_base == 0.001
-
-
-def test_permission_is_not_handed_on(
-    again: Callable[..., int],
-    train: Callable[..., int],
-    stopped: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stop_at(7, lambda: again("--optim.lr-base", "0.5", ALLOW))
-    assert not read_recipe(stopped / "config.yaml").run.allow_changes
-    assert train(read_recipe(stopped / "config.yaml"), "--optim.lr-base", "0.1") == 2
-    assert "optim.lr_base (0.5 -> 0.1)" in capsys.readouterr().err
-    assert train(read_recipe(stopped / "config.yaml")) == 0
-    assert len(recorded(stopped)) == 1
 
 
 def test_changed_run_that_is_stopped_ends_with_the_same_bits(
@@ -464,17 +242,6 @@ def test_changed_run_that_is_stopped_ends_with_the_same_bits(
     assert len(kept[0]) == 4 * STEPS
 
 
-def scored(monkeypatch: pytest.MonkeyPatch, raw: list[float], averaged: list[float]) -> None:
-    """Let the epochs have these top-1."""
-    original, values = loop.evaluate, iter(zip(raw, averaged, strict=True))
-
-    def evaluate(*arguments: object) -> list[object]:
-        scores = original(*arguments)
-        return [s._replace(top1=v) for s, v in zip(scores, next(values), strict=False)]
-
-    monkeypatch.setattr(loop, "evaluate", evaluate)
-
-
 def test_best_by_the_average_is_what_evaluation_prints(
     config: TrainConfig,
     train: Callable[..., int],
@@ -496,89 +263,9 @@ def test_best_by_the_average_is_what_evaluation_prints(
     assert json.loads((folder / "best-ema-eval.json").read_text())["top1"] == max(averages)
 
 
-@pytest.mark.parametrize(("best", "epoch"), [("raw", 2), ("ema", 3)])
-def test_best_is_chosen_by_either(
-    config: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    best: str,
-    epoch: int,
-    tmp_path: Path,
-) -> None:
-    scored(monkeypatch, [30.0, 50.0, 50.0], [20.0, 10.0, 60.0])  # the first of equals
-    assert train(config, "--run.output", str(tmp_path / "run"), "--optim.best", best) == 0
-    checkpoint = load(tmp_path / "run" / "best.pt")
-    assert (checkpoint["epoch"], checkpoint["metric"]) == (epoch, 50.0 if best == "raw" else 60.0)
-
-
-def test_best_by_other_weights_from_the_change_on(
-    config: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """Epoch 1 has the best average, but best.pt was of epoch 2 by then."""
-    folder = tmp_path / "run"
-    scored(monkeypatch, [30.0, 50.0, 40.0, 20.0], [90.0, 10.0, 30.0, 20.0])
-    arguments = ("--run.output", str(folder), "--schedule.epochs")
-    assert train(config, *arguments, "2") == 0
-    best = (*arguments, "4", "--optim.best", "ema", ALLOW)
-    stop_at(9, lambda: train(config, *best))
-    assert load(folder / "best.pt")["epoch"] == 2
-    assert train(config, *best) == 0
-    checkpoint = load(folder / "best.pt")
-    assert (checkpoint["epoch"], checkpoint["metric"]) == (3, 30.0)
-    assert "top-1 30.00% (best, EMA, epoch 3)" in capsys.readouterr().out
-
-
-def test_best_keeps_the_average_that_ends(
-    config: TrainConfig, train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The checkpoint of a change is no other epoch's: it does not become best.pt."""
-    folder = tmp_path / "run"
-    scored(monkeypatch, [30.0, 50.0, 40.0], [1.0, 1.0, 1.0])
-    arguments = ("--run.output", str(folder), "--schedule.epochs")
-    assert train(config, *arguments, "2") == 0
-    before = (folder / "best.pt").read_bytes()
-    without = (*arguments, "3", "--optim.model-ema-decay", "None", ALLOW)
-    stop_at(8, lambda: train(config, *without))
-    assert train(config, *without) == 0
-    assert "state_dict_ema" not in load(folder / "last.pt")
-    assert (folder / "best.pt").read_bytes() == before
-
-
 def test_epochs_before_the_average_are_not_best_by_it() -> None:
     state = RunState(best_key="ema_top1")
     for top1, averaged in ((90.0, None), (95.0, None), (50.0, 0.0), (60.0, 0.0)):
         row = {"epoch": len(state.history) + 1, "top1": top1}
         state.end_epoch(row if averaged is None else row | {"ema_top1": averaged})
     assert (state.best_epoch, state.best_top1) == (3, 0.0)
-
-
-def test_averaged_weights_are_a_start(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    first, folder = tmp_path / "first", tmp_path / "second"
-    assert train(config, "--run.output", str(first), "--schedule.epochs", "1") == 0
-    capsys.readouterr()
-    start = ("--model.pretrained", str(first / "last.pt"), "--model.pretrained-ema")
-    still = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-lr", "0")
-    assert train(config, "--run.output", str(folder), *start, *still) == 0
-    assert "average" in capsys.readouterr().out.split("weights  ")[1].splitlines()[0]
-    source, end = load(first / "last.pt"), load(folder / "last.pt")
-    assert_same(dict(end["state_dict"]), dict(source["state_dict_ema"]))
-    assert not torch.equal(source["state_dict"]["head.bias"], end["state_dict"]["head.bias"])
-    assert train(config, "--run.output", str(folder), *start, *still) == 0
-
-
-def test_files_of_the_folder_follow_what_is_free_to_differ(
-    again: Callable[..., int], stopped: Path
-) -> None:
-    """So that the recipe in it is the one of the run that was started last."""
-    assert again("--run.log-interval", "2") == 0
-    assert read_recipe(stopped / "config.yaml").run.log_interval == 2
-    assert recorded(stopped) == []

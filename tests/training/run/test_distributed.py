@@ -161,17 +161,14 @@ def other_weights(place: Path) -> None:
     torch.save(checkpoint, place / "best.pt")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (remove_one, "number of training images is 31 instead of 32; fingerprint of the training"),
-        pytest.param(
-            swap_two_classes, "Differences (1): fingerprint of the training", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            remove_a_class, "resolved model.num_classes is 3 instead of 4", marks=pytest.mark.slow
-        ),
-        pytest.param(hide_an_image, r"ash/0.jpg cannot be read", marks=pytest.mark.slow),
+        (swap_two_classes, "Differences (1): fingerprint of the training"),
+        (remove_a_class, "resolved model.num_classes is 3 instead of 4"),
+        (hide_an_image, r"ash/0.jpg cannot be read"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -196,11 +193,12 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
     assert not (run / "last.pt").exists()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (other_image, "Differences (1): fingerprint of the validation images is "),
-        pytest.param(other_weights, "Differences (1): weights is ", marks=pytest.mark.slow),
+        (other_weights, "Differences (1): weights is "),
     ],
     ids=["images", "weights"],
 )
@@ -226,7 +224,7 @@ def test_copies_that_differ_end_the_evaluation_of_all(
     assert not list(tmp_path.glob("*/*-eval.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
     config: TrainConfig, tmp_path: Path
 ) -> None:
@@ -247,7 +245,7 @@ def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
     assert optimizer + len(checkpoint["run"]["bad_steps"]) == checkpoint["run"]["step"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_path: Path) -> None:
     endless = dataclasses.replace(
         config, schedule=dataclasses.replace(config.schedule, epochs=10_000)
@@ -260,7 +258,7 @@ def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_pat
     assert printed[0][1] == "error: another process of the run is gone\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_model_trains_in_two_processes(config: TrainConfig, tmp_path: Path) -> None:
     run = dataclasses.replace(config.run, torchcompile=True, amp=True, grad_accum_steps=2)
     processes = start(dataclasses.replace(config, run=run), tmp_path / "run", 2)
@@ -284,6 +282,7 @@ def test_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     assert not world_from_environment().is_main
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
@@ -301,47 +300,3 @@ def test_process_that_comes_alone_does_not_wait_for_long(
     connected = process_group(world_from_environment(), torch.device("cpu"))
     with pytest.raises(LostProcessError, match=message):
         connected.__enter__()
-
-
-@pytest.mark.parametrize("port", ["", "65536", "none"])
-def test_meeting_place_that_is_none_is_refused(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", port)
-    connected = process_group(World(0, 2), torch.device("cpu"))
-    with pytest.raises(ConfigError, match="MASTER_PORT"):
-        connected.__enter__()
-
-
-_DIES = """
-import os, sys, torch
-from vil.training.distributed import process_group, world_from_environment
-from vil.training.errors import run_script
-from vil.training.run.stopping import opening
-def script():
-    world = world_from_environment()
-    with process_group(world, torch.device("cpu")):
-        if world.rank == 1:
-            os._exit(1)
-        with opening(world):
-            pass
-sys.exit(run_script(script))
-"""
-
-
-@pytest.mark.slow
-def test_process_that_dies_once_connected_is_missed_at_once() -> None:
-    """As it may while it opens the data."""
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    main, other = (
-        subprocess.Popen(
-            [sys.executable, "-c", _DIES],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    )
-    assert main.communicate(timeout=LAST_RESORT)[1] == "error: another process of the run is gone\n"
-    other.communicate(timeout=LAST_RESORT)
-    assert (main.returncode, other.returncode) == (6, 1)

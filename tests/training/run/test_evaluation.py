@@ -1,8 +1,6 @@
 """eval.py: every kind of source, its options, and a result that is not lost where it cannot be written."""
 
 import json
-import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -11,15 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import timm
 import torch
-from rich.console import Console
 
 import vil
 from vil.training.config import TrainConfig
-from vil.training.data.shard_writer import MakeOptions, make_shards
 from vil.training.errors import OutputError
-from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.release import ReleaseConfig, release
 
 ROOT = Path(__file__).parents[3]
@@ -63,49 +57,6 @@ def test_all_sources_of_the_same_weights_score_the_same(
         assert result["checkpoint"] == str(source)
 
 
-def test_weights_of_another_program_are_scored(
-    checkpoint: Path,
-    image_folder: Path,
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """The head tells the number of classes, and ImageNet's preprocessing is taken."""
-    torch.manual_seed(0)
-    model = timm.create_model("test_vit", num_classes=4, img_size=32)
-    path = tmp_path / "other.pth"
-    torch.save({"model": model.state_dict()}, path)
-    data = ("--data.path", str(image_folder))
-    assert evaluate(str(path), *data) == 2
-    assert "--model is missing: " in capsys.readouterr().err
-    assert evaluate(str(path), "--model", "test_vit", "--img-size", "32", *data) == 0
-    result = json.loads((tmp_path / "other-eval.json").read_text())
-    assert (result["img_size"], result["num_images"], result["model"]) == (32, 12, "test_vit")
-    assert result["epoch"] is None
-
-
-def test_missing_file_is_no_model_by_that_name(
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """timm takes vil_tiny.pt for vil_tiny with a tag, whose weights would be random ones."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("vil_tiny.pt", "vil_tiny.safetensors", "vil_tiny/best.pt"):
-        assert evaluate(name) == 2
-        assert f"error: {name} is no file, no folder" in capsys.readouterr().err
-
-
-def test_folder_named_like_a_model_goes_before_the_name(
-    released: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released.rename(released.parent / "vil_tiny")
-    monkeypatch.chdir(released.parent)
-    subject = load_subject(EvalConfig(checkpoint="vil_tiny"))
-    assert subject.weights == "from vil_tiny: 25 tensors taken"
-
-
 def test_size_and_crop_of_the_command_line(
     checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,28 +66,6 @@ def test_size_and_crop_of_the_command_line(
     assert "resampled pos_embed (1, 5, 16) -> (1, 10, 16)" in printed
     result = json.loads(checkpoint.with_name("last-eval.json").read_text())
     assert (result["img_size"], result["crop_pct"]) == (24, 1.0)
-
-
-def test_options_out_of_range_are_refused(
-    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    for option, message in (
-        *(
-            (f"--crop-pct={crop}", "above 0 and at most 2 or None, got")
-            for crop in (0, -1, 2.5, "nan")
-        ),
-        (
-            "--data.validation-batch-size=0",
-            "validation_batch_size must be a whole number of at least 1",
-        ),
-        ("--img-size=0", "img_size"),
-        ("--img-size=-16", "img_size"),
-    ):
-        assert evaluate(str(checkpoint), option) == 2, option
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
 
 
 def test_other_classes_are_refused(
@@ -162,40 +91,6 @@ def test_other_classes_are_refused(
     assert (
         "no class of the data has a name of the model's, as class 0, maple in the data and " in told
     )
-
-
-@pytest.mark.parametrize("kind", ["wds", "digits"])
-def test_other_classes_of_any_data_are_told(
-    kind: str,
-    checkpoint: Path,
-    image_folder: Path,
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """Shards that make_shards.py wrote name their classes; digits have names, too."""
-    data = ("--data.dataset", "digits")
-    content = torch.load(checkpoint, weights_only=True)
-    if kind == "digits":  # as of a run on ten classes
-        content["pretrained_cfg"]["label_names"] = [f"{digit}!" for digit in range(9)] + ["zero"]
-        for key in ("state_dict", "state_dict_ema"):
-            for name in ("head.weight", "head.bias"):
-                values = content[key][name]
-                content[key][name] = values.repeat(3, *[1] * (values.ndim - 1))[:10]
-        content["model_args"]["num_classes"] = content["config"]["model"]["num_classes"] = 10
-    else:
-        content["pretrained_cfg"]["label_names"] = ["oak", "elm", "yew", "fir"]
-        options = MakeOptions(images=str(image_folder), shards=str(tmp_path / "shards"))
-        make_shards(options, Console(quiet=True))
-        data = ("--data.dataset", "wds", "--data.path", str(tmp_path / "shards"))
-    torch.save(content, checkpoint)
-    capsys.readouterr()
-    assert evaluate(str(checkpoint), *data) == 0
-    assert "warning: no class of the data has a name of the model's" in capsys.readouterr().out
-    content["pretrained_cfg"]["label_names"][0] = "1" if kind == "digits" else "dogwood"
-    torch.save(content, checkpoint)
-    assert evaluate(str(checkpoint), *data) == 3
-    assert re.search("class 0 is (0|ash) in the data and (1|dogwood) in", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -231,26 +126,6 @@ def test_evaluation_of_something_else_is_not_overwritten(
     assert written.read_text() == before
 
 
-def test_evaluation_that_is_repeated_is_written_anew(
-    checkpoint: Path,
-    image_folder: Path,
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written = checkpoint.with_name("last-eval.json")
-    monkeypatch.chdir(image_folder.parent)
-    assert evaluate(str(checkpoint)) == 0
-    written.write_text(written.read_text().replace('"num_images": 12', '"num_images": 1'))
-    again = ("--data.path", image_folder.name, "--per-class", "--data.validation-batch-size", "1")
-    assert evaluate(str(checkpoint), *again) == 0
-    assert json.loads(written.read_text())["num_images"] == 12
-    assert evaluate(str(checkpoint)) == 5
-    assert "per_class, which this one does not tell" in capsys.readouterr().err
-    assert evaluate(str(checkpoint), "--ema") == 0
-    assert json.loads(checkpoint.with_name("last-ema-eval.json").read_text())["ema"]
-
-
 def test_weights_that_are_not_finite_are_refused(
     checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,88 +146,7 @@ def test_weights_that_are_not_finite_are_refused(
     assert not (checkpoint.parent / "new").exists()
 
 
-def test_score_that_is_not_finite_is_an_error(
-    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of weights that are finite and too large."""
-    content = torch.load(checkpoint, weights_only=True)
-    content["state_dict"]["head.weight"].fill_(3e38)
-    torch.save(content, checkpoint)
-    capsys.readouterr()
-    assert evaluate(str(checkpoint)) == 4
-    told = capsys.readouterr()
-    assert "top-1" not in told.out
-    assert re.fullmatch(
-        r"error: the validation loss is (nan|inf) with the weights of .*last\.pt\n", told.err
-    )
-    assert not checkpoint.with_name("last-eval.json").exists()
-
-
-def test_other_number_of_classes_is_refused(
-    checkpoint: Path,
-    image_folder: Path,
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    capsys.readouterr()
-    (image_folder / "val" / "new").mkdir()
-    first = next((image_folder / "val" / "ash").iterdir())
-    first.rename(image_folder / "val" / "new" / first.name)
-    assert evaluate(str(checkpoint), "--data.path", str(image_folder)) == 3
-    error = capsys.readouterr().err
-    assert "5 classes" in error
-    assert error.count("\n") == 1
-
-
-def test_label_names_of_another_number_do_not_break_the_comparison(
-    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = torch.load(checkpoint, weights_only=True)
-    content["pretrained_cfg"]["label_names"] = ["ash", "birch", "cedar"]
-    torch.save(content, checkpoint)
-    capsys.readouterr()
-    assert evaluate(str(checkpoint)) == 3
-    assert "class 3 is dogwood in the data and missing in the model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("why", ["refused", "no folder"])
-def test_result_is_printed_before_it_is_written(
-    why: str,
-    checkpoint: Path,
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As in a folder that can only be read."""
-    capsys.readouterr()
-    if why == "refused":
-
-        def refuse(path: Path, text: str) -> None:
-            raise OutputError(f"cannot write {path}: Read-only file system")
-
-        monkeypatch.setattr("vil.training.run.evaluation.write_text", refuse)
-        assert evaluate(str(checkpoint)) == 5
-    else:
-        assert evaluate(str(checkpoint), "--json", "nowhere/result.json") == 5
-    told = capsys.readouterr()
-    assert "on 12 images" in told.out
-    assert "written" not in told.out
-    assert "cannot write" in told.err
-    assert told.err.count("\n") == 1
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_result_of_a_checkpoint_in_a_read_only_folder_is_printed(
-    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint.parent.chmod(0o500)
-    try:
-        assert evaluate(str(checkpoint)) == 5
-    finally:
-        checkpoint.parent.chmod(0o700)
-    assert "on 12 images" in capsys.readouterr().out
-
-
+@pytest.mark.ci
 def test_classes_are_told_one_by_one(
     config: TrainConfig,
     train: Callable[..., int],
@@ -403,7 +197,7 @@ def test_names_that_are_printed_are_one_line_without_commands(
     assert not [c for c in printed if c != "\n" and not c.isprintable()]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_processes_score_what_one_does(
     config: TrainConfig, train: Callable[..., int], tmp_path: Path
 ) -> None:

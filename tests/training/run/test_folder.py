@@ -19,9 +19,7 @@ from vil.training import files
 from vil.training.config import TrainConfig
 from vil.training.distributed import World
 from vil.training.errors import OutputError
-from vil.training.files import LOCK_NAME, lock_folder, remove_temporaries, sync, write_text
-from vil.training.recipes import to_yaml
-from vil.training.run import resume
+from vil.training.files import LOCK_NAME, lock_folder, write_text
 from vil.training.run.checkpoint import save_checkpoint
 from vil.training.run.resume import RunFolder, open_for_all
 from vil.training.run.setup import build_training
@@ -80,29 +78,6 @@ def test_folder_of_others_is_left_alone(name: str, open_run: Callable, tmp_path:
     assert after == before
 
 
-def test_recipe_beside_which_a_run_writes_stays(open_run: Callable, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("# by hand\nmodel:\n  name: vil_tiny\n")
-    with pytest.raises(OutputError, match=r"holds config\.yaml and no run to continue"):
-        open_run(tmp_path)
-
-
-def test_what_an_untrained_run_left_does_not_block_its_folder(
-    config: TrainConfig, open_run: Callable, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(to_yaml(config))
-    (folder / "skipped.txt").write_text("0 images without a usable label, left out\n")
-    (folder / "steps.csv").write_text("step,epoch,loss,grad_norm,lr,images_per_s,data_wait\n")
-    (folder / "log.csv").write_text("epoch,lr,train_loss,val_loss,top1\n")
-    (folder / "curve.png").write_bytes(b"\x89PNG")
-    (folder / "wandb").mkdir()
-    (folder / ".last.pt.77.tmp").write_bytes(b"PK")
-    (folder / LOCK_NAME).touch()
-    assert open_run(folder)[0].checkpoint is None
-    assert not (folder / ".last.pt.77.tmp").exists()
-
-
 def test_own_files_in_the_folder_of_a_run_stay(folder: Path, open_run: Callable) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / ".cache.tmp").write_text("mine")
@@ -118,32 +93,6 @@ def test_own_files_in_the_folder_of_a_run_stay(folder: Path, open_run: Callable)
     assert before.keys() - after.keys() == {".last.pt.5.tmp"}
     assert after.keys() - before.keys() == {LOCK_NAME}
     assert all(before[name] == after[name] for name in after.keys() - {LOCK_NAME})
-
-
-@pytest.mark.parametrize("kind", ["text", "folder", "link", "pipe"])
-def test_lock_that_is_none_of_ours_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / LOCK_NAME
-    if kind == "text":
-        path.write_text("mine")
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "link":
-        (tmp_path / "other").write_text("mine")
-        path.symlink_to(tmp_path / "other")
-    else:
-        os.mkfifo(path)
-    with pytest.raises(OutputError, match="was not written by this program"):
-        lock_folder(tmp_path)
-    if kind in ("text", "link"):
-        assert path.read_text() == "mine"
-
-
-def test_lock_says_what_it_is(tmp_path: Path) -> None:
-    for content in ("", "Vision Longh"):  # as a kill or a full disk leaves it
-        (tmp_path / LOCK_NAME).write_text(content)
-        with lock_folder(tmp_path):
-            told = (tmp_path / LOCK_NAME).read_text()
-        assert told.startswith("Vision Longhorn writes into this folder. Last to do so: process ")
 
 
 def test_folder_is_locked_against_other_processes(tmp_path: Path) -> None:
@@ -179,6 +128,7 @@ def test_disk_without_locks_is_told_and_used(
     assert f"the disk of {folder} has no locks ({os.strerror(number)}): a second process" in line
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("number", "fatal"), [(errno.EINVAL, False), (errno.EIO, True)])
 def test_disk_that_does_not_sync_folders_is_used(
     number: int, fatal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,18 +147,6 @@ def test_disk_that_does_not_sync_folders_is_used(
     else:
         write_text(tmp_path / "file", "new")
         assert (tmp_path / "file").read_text() == "new"
-
-
-def test_file_that_cannot_be_synced_is_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match="Invalid argument"):
-        sync(tmp_path / "file")
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
@@ -246,6 +184,7 @@ def _failing(reads: int, number: int) -> Callable:
     return remembering
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "error",
     [
@@ -300,78 +239,3 @@ def test_damaged_ones_are_put_aside_only_for_a_whole_one(folder: Path, open_run:
         "previous.damaged.pt",
     ]
     assert (folder / "last.damaged.pt").read_bytes() == cut["last.pt"]
-
-
-def test_no_damaged_one_takes_the_place_of_another(folder: Path, open_run: Callable) -> None:
-    whole = (folder / "last.pt").read_bytes()
-    for name in ("last.damaged.pt", "last.damaged-2.pt", "last.damaged-3.pt"):
-        (folder / "last.pt").write_bytes(name.encode())
-        _, [told] = open_run(folder)
-        assert told.endswith(f"it is now {name}")
-        assert (folder / name).read_text() == name
-    (folder / "last.pt").write_bytes(whole)
-    assert open_run(folder)[1] == []
-
-
-def test_where_all_are_put_aside_it_is_said_how_to_go_on(folder: Path, open_run: Callable) -> None:
-    (folder / "last.pt").rename(folder / "last.damaged.pt")
-    (folder / "previous.pt").unlink()
-    (folder / "best.pt").unlink()
-    told = (
-        r"put aside by earlier starts: last\.damaged\.pt; .* its name last\.pt back and run again"
-    )
-    with pytest.raises(OutputError, match=told):
-        open_run(folder)
-    (folder / "last.damaged.pt").rename(folder / "last.pt")
-    assert open_run(folder)[0].checkpoint["epoch"] == 2
-
-
-def test_run_of_other_settings_is_not_touched_at_all(
-    config: TrainConfig, folder: Path, open_run: Callable
-) -> None:
-    (folder / "last.pt").write_bytes(b"PK")
-    other = with_(with_(config, "run", output=str(folder)), "optim", weight_decay=0.5)
-    with pytest.raises(Exception, match="weight_decay"), open_for_all(other, World(), print):
-        pass
-    assert (folder / "last.pt").read_bytes() == b"PK"
-
-
-def test_best_that_is_gone_is_told(folder: Path, open_run: Callable) -> None:
-    (folder / "best.pt").unlink()
-    _, [told] = open_run(folder)
-    assert told.endswith("best.pt of epoch 1 is gone; only a better epoch will write it")
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "changes.csv"])
-def test_folder_in_the_place_of_a_file_is_told(
-    name: str, config: TrainConfig, folder: Path, open_run: Callable
-) -> None:
-    (folder / name).mkdir()
-    found, _ = open_run(folder)
-    with pytest.raises(OutputError, match=rf"cannot (write|replace) .*{re.escape(name)}.*Is a dir"):
-        resume._write_settings(folder, found.config, [])
-    assert (folder / name).is_dir()
-
-
-def test_disk_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: object) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    monkeypatch.setattr(os, "replace", gone)
-    monkeypatch.setattr(files.shutil, "disk_usage", gone)
-    with pytest.raises(OutputError, match=r"cannot write .*file: .*Stale"):
-        write_text(tmp_path / "file", "new")
-
-
-def test_temporaries_of_given_names_are_removed(tmp_path: Path) -> None:
-    for name in (
-        ".last.pt.123.tmp",
-        ".last.pt.tmp",
-        ".other.123.tmp",
-        "last.pt",
-        ".last.pt.1.tmp~",
-    ):
-        (tmp_path / name).write_text("x")
-    remove_temporaries(tmp_path, {"last.pt"})
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {".last.pt.tmp", ".other.123.tmp", "last.pt", ".last.pt.1.tmp~"}

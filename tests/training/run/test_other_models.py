@@ -26,6 +26,7 @@ MODELS = {  # further settings, the head's and the stem's names
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", list(MODELS))
 def test_model_of_timm_trains_and_comes_back(
     name: str,
@@ -67,48 +68,3 @@ def test_model_of_timm_trains_and_comes_back(
     assert all(torch.equal(parameters[key], saved["state_dict"][key]) for key in same)
     features = vil.load(last, features_only=True, out_indices=(0, 1)).eval()
     assert [tap.ndim for tap in features(images)] == [4, 4]
-
-
-def test_sizes_that_a_model_does_not_take_are_told(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    config = dataclasses.replace(
-        config,
-        model=ModelConfig(name="deit_tiny_patch16_224", img_size=32, depth=1),
-        data=dataclasses.replace(config.data, img_sizes=(32, 48)),
-        schedule=dataclasses.replace(config.schedule, epochs=1),
-    )
-    arguments = ("--run.output", str(tmp_path / "run"), "--model.args")
-    assert train(config, *arguments) == 2
-    error = capsys.readouterr().err
-    assert "data.img_sizes 48: deit_tiny_patch16_224 takes no image of 48 px (Input height" in error
-    assert "pass --model.args dynamic_img_size=True; without data.img_sizes it trains at" in error
-    assert train(config, *arguments, "dynamic_img_size=True", "--data.img-sizes", "32", "40") == 2
-    assert (
-        "40 px (Input height (40) should be divisible by patch size (16)."
-        in capsys.readouterr().err
-    )
-    assert train(config, *arguments, "dynamic_img_size=True") == 0
-
-
-def test_weights_of_one_model_are_no_start_for_another(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    torch.manual_seed(0)
-    model = timm.create_model("test_resnet", num_classes=4)
-    source = tmp_path / "resnet.pth"
-    torch.save({"arch": "test_resnet", "state_dict": model.state_dict()}, source)
-    config = dataclasses.replace(config, model=ModelConfig(img_size=32))
-    arguments = ("--model.pretrained", str(source), "--run.output", str(tmp_path / "run"))
-    assert train(config, *arguments, "--model.name", "test_efficientnet") == 2
-    error = capsys.readouterr().err
-    assert f"{source} does not fit model test_efficientnet: size mismatch for bn1.weight" in error
-    assert error.count("\n") == 1
-    assert train(config, *arguments, "--schedule.epochs", "1") == 0
-    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["arch"] == "test_resnet"

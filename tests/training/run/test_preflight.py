@@ -1,22 +1,15 @@
 """What is wrong with settings is told together, with what would be right, before torch is imported."""
 
-import ast
 import dataclasses
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from rich.console import Console
 
-from vil.training.config import ModelConfig, TrainConfig
+from vil.training.config import TrainConfig
 from vil.training.data.augment import train_transform
-from vil.training.data.shard_writer import make_shards
-from vil.training.errors import SettingsError, run_script
-from vil.training.options import MakeOptions
+from vil.training.errors import SettingsError
 from vil.training.recipes import load_config, read_recipe
 from vil.training.run.preflight import check_settings
 
@@ -41,14 +34,6 @@ def problems(config: TrainConfig, world_size: int = 1) -> list[str]:
         lines = str(error).splitlines()
         return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
     return []
-
-
-def test_right_settings_pass_and_the_images_listed_are_returned(config: TrainConfig) -> None:
-    listed = check_settings(config, 1)
-    assert {training: len(images.paths) for training, images in listed.items()} == {
-        True: 32,
-        False: 12,
-    }
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -156,26 +141,6 @@ def test_each_is_told(config: TrainConfig, settings: dict[str, object], expected
     assert any(expected in line for line in told), told
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"model__name": "vil_tiny_pyramid"},
-        {"model__args": ("dynamic_img_pad=True",)},
-        {"model__pretrained": "hf-hub:someone/weights", "model__patch_size": None},
-    ],
-)
-def test_sizes_pass_that_are_padded_or_whose_patches_the_weights_know(
-    config: TrainConfig, model: dict[str, object]
-) -> None:
-    config = changed(config, **model, model__img_size=20, data__img_sizes=(9, 30))
-    assert problems(config) == []
-
-
-def test_fractals_need_their_number_of_classes() -> None:
-    config = changed(TrainConfig(model=ModelConfig(name="vil_tiny")), data__dataset="fractals")
-    assert problems(config) == ["data.dataset fractals needs --model.num-classes, 1000 say"]
-
-
 def test_a_first_start_on_own_images_tells_all_that_is_wrong_at_once(image_folder: Path) -> None:
     arguments = ["--config", str(CONFIGS / "vil_tiny.yaml"), "--data.path", str(image_folder)]
     arguments += [
@@ -199,115 +164,7 @@ def test_a_first_start_on_own_images_tells_all_that_is_wrong_at_once(image_folde
     assert "pass --data.batch-size 8, say" in told[4]
 
 
-def test_batch_that_would_do_is_taken_for_what_depends_on_it(config: TrainConfig) -> None:
-    told = problems(changed(config, data__batch_size=1024, augment__mix_size=128))
-    assert len(told) == 2
-    assert "--data.batch-size 8" in told[0]
-    assert "divide the 8 images that one process trains on at a time, got 128" in told[1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [
-        ({"data__path": "/nowhere"}, 3),
-        ({"run__log_interval": 0}, 2),
-        ({"data__path": "/nowhere", "run__log_interval": 0}, 2),
-    ],
-)
-def test_exit_code_tells_settings_from_data(
-    config: TrainConfig,
-    settings: dict[str, object],
-    code: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    wrong = changed(config, **settings)
-    assert run_script(lambda: check_settings(wrong, 1)) == code
-    told = capsys.readouterr().err
-    assert told.startswith("error: 2 things are wrong:\n  - " if len(settings) == 2 else "error: ")
-    assert told.count("\n") == (3 if len(settings) == 2 else 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["train_imagenet.py", "--help"], 0),
-        (["train_imagenet.py", "--run.log-interval", "0"], 2),
-        (["eval.py", "--help"], 0),
-        (["eval.py", "best.pt", "--img-sise", "224"], 2),
-        (["release.py", "--help"], 0),
-        (["make_shards.py", "--help"], 0),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_torch_is_not_imported_before_the_settings_are_right(words: list[str], code: int) -> None:
-    program = (
-        "import runpy, sys\n"
-        "try:\n"
-        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as error:\n"
-        "    heavy = {'torch', 'timm', 'torchvision', 'numba'} & sys.modules.keys()\n"
-        "    print('\\n', error.code, sorted(heavy))\n"
-    )
-    command = f"import sys; sys.argv = {[str(ROOT / words[0]), *words[1:]]}\n{program}"
-    run = subprocess.run(
-        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.splitlines()[-1].split() == [str(code), "[]"]
-
-
-def test_models_are_registered_before_they_are_needed() -> None:
-    """With the settings first; tests/test_packaging.py creates one after a plain import of vil."""
-    program = "SETTINGS_FIRST = True; import vil.training.run.train; import timm; "
-    program += "assert timm.is_model('vil_tiny')"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
-def test_class_of_one_split_alone_is_told_and_no_number_of_classes(
-    config: TrainConfig, image_folder: Path
-) -> None:
-    (image_folder / "val" / "elm").mkdir()
-    (image_folder / "val" / "elm" / "0.jpg").write_bytes(b"x")
-    told = problems(changed(config, model__num_classes=4))
-    assert told == ["class elm is in the validation data only (1 classes differ)"]
-
-
-def test_classes_that_differ_are_counted(config: TrainConfig, image_folder: Path) -> None:
-    (image_folder / "val" / "cedar").rename(image_folder / "val" / "elm")
-    assert problems(config) == ["class cedar is in the training data only (2 classes differ)"]
-
-
-def test_classes_in_another_order_are_told(
-    config: TrainConfig, image_folder: Path, tmp_path: Path
-) -> None:
-    """As descriptions of shards can have them: a label would mean two things."""
-    options = MakeOptions(images=str(image_folder), shards=str(tmp_path / "made"))
-    make_shards(options, Console(quiet=True))
-    path = tmp_path / "made" / "_info.json"
-    info = json.loads(path.read_text())
-    info["splits"]["validation"]["classes"] = ["ash", "cedar", "birch", "dogwood"]
-    path.write_text(json.dumps(info))
-    chosen = changed(config, data__dataset="wds", data__path=str(tmp_path / "made"))
-    told = "class 1 is birch in the training data and cedar in the validation data"
-    assert problems(chosen) == [f"{told} (2 classes differ)"]
-
-
-def test_shards_are_counted_by_what_describes_them(
-    config: TrainConfig, image_folder: Path, tmp_path: Path
-) -> None:
-    options = MakeOptions(images=str(image_folder), shards=str(tmp_path / "made"))
-    make_shards(options, Console(quiet=True))
-    made = changed(config, data__dataset="wds", data__path=str(tmp_path / "made"))
-    assert problems(made) == []
-    told = problems(changed(made, model__num_classes=9, data__batch_size=64))
-    assert [line.split(",")[0] for line in told] == [
-        "the training data has 4 classes",
-        "the validation data has 4 classes",
-        "an epoch has 32 training images",
-    ]
-    (tmp_path / "made" / "_info.json").write_text("{")
-    assert problems(changed(made, model__num_classes=9)) == []  # opening them says what is wrong
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "policy",
     [
@@ -328,14 +185,3 @@ def test_policy_of_timm_is_one_here(config: TrainConfig, policy: str) -> None:
     assert problems(config) == []
     transform = train_transform(config)
     assert transform(Image.new("RGB", (30, 20))).shape == (3, 16, 16)
-
-
-def test_values_are_checked_without_asserts(tmp_path: Path) -> None:
-    """Which python -O leaves out, timm's among them."""
-    command = [sys.executable, "-O", str(ROOT / "train_imagenet.py"), "--augment.aa", "rand-z9"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "rand of timm takes no 'z9'" in done.stderr
-    for path in (ROOT / "vil").rglob("*.py"):
-        found = [node for node in ast.walk(ast.parse(path.read_text())) if type(node) is ast.Assert]
-        assert not found, path

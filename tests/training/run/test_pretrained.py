@@ -1,6 +1,5 @@
 """Runs that start from weights: what is taken, what is new, what is refused, and what is continued."""
 
-import csv
 import dataclasses
 import json
 import shutil
@@ -13,7 +12,6 @@ import timm
 import torch
 from torch import Tensor
 
-import vil
 from vil.training.config import ModelConfig, TrainConfig
 from vil.training.run import loop
 from vil.training.run.release import ReleaseConfig, release
@@ -149,35 +147,6 @@ def test_other_classes_get_a_new_head_and_nothing_else(
     assert differing(model.state_dict(), last["state_dict"]) == set()
 
 
-def test_run_goes_on_without_the_source_it_started_from(
-    open_config: TrainConfig,
-    released: Path,
-    image_folder: Path,
-    train: Callable[..., int],
-    tmp_path: Path,
-) -> None:
-    """Another pooling, too, stays that of the source in the second half."""
-    command = ("--model.pretrained", str(released), "--model.args", "global_pool=avg")
-    for name, epochs in (("whole", "3"), ("halves", "1")):
-        arguments = ("--run.output", str(tmp_path / name), "--schedule.epochs", epochs)
-        assert train(open_config, *command, *arguments) == 0
-    shutil.rmtree(released)
-    arguments = ("--run.output", str(tmp_path / "halves"), "--schedule.epochs", "3")
-    assert train(open_config, *command, *arguments) == 2  # other settings
-    assert train(open_config, *command, *arguments, "--run.allow-changes") == 0
-    halves = load(tmp_path / "halves" / "last.pt")
-    assert halves["epoch"] == 3
-    assert "fc_norm=False" in halves["config"]["model"]["args"]
-    with (tmp_path / "halves" / "log.csv").open() as file:
-        assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2", "3"]
-    assert (
-        train(
-            open_config, *command, "--run.output", str(tmp_path / "whole"), "--schedule.epochs", "3"
-        )
-        == 0
-    )
-
-
 def test_killed_run_of_the_same_command_continues_bit_for_bit(
     open_config: TrainConfig,
     checkpoint: Path,
@@ -203,35 +172,6 @@ def test_killed_run_of_the_same_command_continues_bit_for_bit(
     whole, halves = (load(tmp_path / name / "last.pt") for name in ("whole", "halves"))
     assert differing(whole["state_dict"], halves["state_dict"]) == set()
     assert train(open_config, *command, str(tmp_path / "new")) == 2
-
-
-def test_what_is_set_wins_over_the_source(
-    open_config: TrainConfig,
-    released: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    arguments = ("--run.output", str(tmp_path / "tuned"), "--schedule.epochs", "1")
-    sizes = ("--model.img-size", "24", "--model.patch-size", "4", "--model.in-chans", "1")
-    data = ("--data.crop-pct", "1.0", "--data.interpolation", "bilinear")
-    assert train(open_config, "--model.pretrained", str(released), *arguments, *sizes, *data) == 0
-    assert (
-        "resampled pos_embed (1, 5, 16) -> (1, 37, 16), patch_embed.proj.weight (16, 3, 8, 8) -> "
-        "(16, 1, 4, 4)"
-    ) in capsys.readouterr().out
-    last = load(tmp_path / "tuned" / "last.pt")
-    assert last["pretrained_cfg"] | {"mean": (0.2,)} == {
-        "num_classes": 4,
-        "label_names": ["ash", "birch", "cedar", "dogwood"],
-        "input_size": (1, 24, 24),
-        "mean": (0.2,),
-        "std": (pytest.approx((0.229 + 0.224 + 0.225) / 3),),
-        "interpolation": "bilinear",
-        "crop_pct": 1.0,
-    }
-    assert last["pretrained_cfg"]["mean"] == pytest.approx((0.2,))
-    assert vil.load(tmp_path / "tuned" / "last.pt").patch_embed.grid_size == (6, 6)
 
 
 def test_what_does_not_fit_is_refused(
@@ -271,20 +211,3 @@ def test_what_does_not_fit_is_refused(
         assert error.count("\n") == 1
     assert train(open_config, "--model.pretrained-ema", "--run.output", str(tmp_path / "new")) == 2
     assert "model.pretrained_ema has no use without" in capsys.readouterr().err
-
-
-def test_state_dict_of_another_program_is_named_and_sized(
-    open_config: TrainConfig, checkpoint: Path, train: Callable[..., int], tmp_path: Path
-) -> None:
-    weights = load(checkpoint)["state_dict"]
-    torch.save({"model": weights}, tmp_path / "other.pth")
-    sizes = ("--model.name", "vil_tiny", "--model.embed-dim", "16", "--model.depth", "2")
-    sizes += ("--model.img-size", "16", "--model.patch-size", "8")
-    arguments = ("--run.output", str(tmp_path / "tuned"), "--schedule.epochs", "1", *FROZEN)
-    assert (
-        train(open_config, "--model.pretrained", str(tmp_path / "other.pth"), *sizes, *arguments)
-        == 0
-    )
-    last = load(tmp_path / "tuned" / "last.pt")
-    assert differing(last["state_dict"], weights) == set()
-    assert last["pretrained_cfg"]["crop_pct"] == 0.875

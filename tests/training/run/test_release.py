@@ -4,11 +4,8 @@ import csv
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +21,9 @@ from safetensors.torch import load_file
 from timm.data import create_transform, resolve_model_data_config
 from timm.models import _hub, push_to_hf_hub, save_for_hf
 
-import release as release_script
 import vil
 from vil.training.config import TrainConfig
-from vil.training.errors import ConfigError, OutputError, run_script
+from vil.training.errors import OutputError
 from vil.training.run.release import ReleaseConfig, release
 
 
@@ -53,21 +49,6 @@ def test_timm_loads_what_was_released(checkpoint: Path, ema: bool, tmp_path: Pat
     assert (data["input_size"], data["crop_pct"]) == ((3, 16, 16), 0.875)
     assert (data["interpolation"], tuple(data["mean"])) == ("bicubic", (0.485, 0.456, 0.406))
     assert create_transform(**data) is not None
-
-
-def test_script_says_how_to_load(
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    capsys.readouterr()
-    arguments = ["release.py", str(checkpoint), str(tmp_path / "released")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert run_script(release_script.main) == 0
-    assert f"local-dir:{tmp_path / 'released'}" in capsys.readouterr().out
-    assert run_script(release_script.main) == 5
-    assert "released exists; choose another folder" in capsys.readouterr().err
 
 
 def test_failure_leaves_nothing(
@@ -137,6 +118,7 @@ def test_release_gives_the_logits_of_the_checkpoint(checkpoint: Path, released: 
     assert model.pretrained_cfg["label_names"] == CLASSES
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("route", ["save", "push"])
 def test_round_trip_through_the_hub(
     released: Path, route: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -178,6 +160,7 @@ def test_round_trip_through_the_hub(
     assert (name, cfg["num_classes"], tuple(cfg["input_size"])) == ("vil_tiny", 4, (3, 16, 16))
 
 
+@pytest.mark.ci
 def test_transformers_load_what_was_released(
     released: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,24 +234,6 @@ def test_a_folder_of_any_name_is_released(
         assert metadata["license"] == "other"  # nobody said which
 
 
-def test_class_names_do_not_break_the_card(checkpoint: Path, tmp_path: Path) -> None:
-    names = ["a|b", "line\nbreak\n---\n# Title", "\"quoted\" 'it' <b>`x`", "Ahorn 楓 [x](y)"]
-    source = edited(checkpoint, tmp_path / "odd.pt", pretrained_cfg={"label_names": names})
-    folder = tmp_path / "small"
-    release(ReleaseConfig(checkpoint=source, folder=str(folder)))
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    (line,) = [line for line in card.splitlines() if line.startswith("- **Classes:**")]
-    assert line == (
-        "- **Classes:** 4: a\\|b, line break --- \\# Title, \"quoted\" 'it' "
-        "\\<b\\>\\`x\\`, Ahorn 楓 \\[x\\]\\(y\\)"
-    )
-    assert [line for line in card.splitlines() if line.startswith("# ")] == [
-        "# Model card for small"
-    ]
-    assert json.loads((folder / "config.json").read_text())["label_names"] == names
-    assert vil.load(folder).pretrained_cfg["label_names"] == names
-
-
 @pytest.mark.parametrize(
     ("pretrained", "said"),
     [
@@ -293,107 +258,3 @@ def test_no_path_of_the_author_is_released(
         for word in (b"alice", b"secret", str(tmp_path).encode()):
             assert word not in content, path
     assert f"fine-tuned from {said}." in (folder / "README.md").read_text(encoding="utf-8")
-
-
-def test_what_timm_says_of_its_own_weights_is_left_out(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    arguments = ("--model.name", "test_vit", "--run.output", str(tmp_path / "vit"))
-    plain = TrainConfig(
-        data=config.data, schedule=config.schedule, run=config.run, optim=config.optim
-    )
-    assert train(plain, *arguments, "--schedule.epochs", "1", "--model.img-size", "32") == 0
-    folder = tmp_path / "small"
-    release(ReleaseConfig(checkpoint=str(tmp_path / "vit" / "last.pt"), folder=str(folder)))
-    described = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
-    assert not {"tag", "origin_url", "paper_ids", "url", "hf_hub_id", "file"} & described.keys()
-    assert described["crop_mode"] == "center"
-    assert described["input_size"] == [3, 32, 32]
-
-
-@pytest.mark.parametrize("license", ["", "MIT and: more", "a\nb: c", "../x"])
-def test_licence_is_a_name_of_the_hub(license: str, checkpoint: Path, tmp_path: Path) -> None:
-    options = {"checkpoint": str(checkpoint), "folder": str(tmp_path / "small")}
-    with pytest.raises(ConfigError, match="--license must be a name of the hub's"):
-        release(ReleaseConfig(**options, license=license))
-    assert not (tmp_path / "small").exists()
-
-
-def test_what_cannot_be_released_is_refused(
-    checkpoint: Path,
-    released: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    unknown = edited(checkpoint, tmp_path / "unknown.pt", arch="nonesuch")
-    state = torch.load(checkpoint, weights_only=True)["state_dict"]
-    other = edited(checkpoint, tmp_path / "other.pt", model_args={"depth": 3})
-    torch.save(state, tmp_path / "bare.pt")
-    capsys.readouterr()
-    for source, code, message in (
-        (unknown, 5, "nonesuch, which is no model of timm"),
-        (other, 5, "model_args has depth 3, and its weights 2"),
-        (str(tmp_path / "bare.pt"), 2, "was not written by train_imagenet.py"),
-        (str(released), 2, "was not written by train_imagenet.py"),
-        (str(tmp_path / "none.pt"), 2, "none.pt is no file, no folder"),
-        (str(checkpoint.parent), 5, "is the folder of a run; name its checkpoint"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["release.py", source, str(tmp_path / "new")])
-        assert run_script(release_script.main) == code, source
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
-        assert not (tmp_path / "new").exists()
-
-
-def test_what_is_in_the_way_stays(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "small"
-    in_the_way = tmp_path / f".small.{os.getpid()}.tmp"
-    in_the_way.mkdir()
-    (in_the_way / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match=r"cannot create .*\.tmp: File exists"):
-        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder)))
-    assert (in_the_way / "notes.txt").read_text() == "mine"
-    folder.symlink_to("/nowhere")
-    with pytest.raises(OutputError, match="small exists; choose another folder"):
-        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder)))
-
-
-def test_full_disk_is_told(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As safetensors does it, in an error of its own."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    original = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        with pytest.raises(OutputError, match=r"cannot write .*small: .*[Ff]ile"):
-            release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, original)
-    assert not list(tmp_path.glob("*small*"))
-    assert not list(tmp_path.glob(".*small*"))
-
-
-def test_card_of_an_average_that_was_not_scored_has_no_metrics(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """As of one that has begun since the last epoch."""
-    content = torch.load(checkpoint, weights_only=True)
-    for row in content["run"]["history"]:
-        for key in ("ema_loss", "ema_top1", "ema_top5"):
-            del row[key]
-    torch.save(content, checkpoint)
-    options = ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small"), ema=True)
-    release(options)
-    assert "## Metrics" not in (tmp_path / "small" / "README.md").read_text()
-
-
-def test_log_of_another_form_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    content = torch.load(checkpoint, weights_only=True)
-    del content["run"]["history"][0]["top5"]
-    torch.save(content, checkpoint)
-    with pytest.raises(OutputError, match=r"the checkpoint\.run\.history\[0\] lacks top5"):
-        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))

@@ -1,10 +1,8 @@
 """The two scripts from end to end: what a run leaves, resuming, faults, exit codes."""
 
-import csv
 import dataclasses
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 
 from tests.training.run_files import assert_same, load, rows, signal_at, with_
@@ -22,10 +19,8 @@ from vil.training.config import TrainConfig
 from vil.training.data.batches import Step
 from vil.training.recipes import read_recipe
 from vil.training.run import loop
-from vil.training.run.engine import Score, StepResult
-from vil.training.run.engine import evaluate as evaluate_of_engine
+from vil.training.run.engine import StepResult
 from vil.training.run.engine import train_step as train_step_of_engine
-from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.setup import Training
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +61,7 @@ LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
     ("kind", "num_workers", "number"),
     [
         # Each signal and each way to load once, and every pair of them among the slow tests.
-        pytest.param(*way, number, marks=[] if SIGNALS.index(number) == i else pytest.mark.slow)
+        pytest.param(*way, number, marks=[] if SIGNALS.index(number) == i else pytest.mark.ci)
         for i, way in enumerate(LOADING)
         for number in SIGNALS
     ],
@@ -129,24 +124,7 @@ def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
         assert_same(load(parts / name), load(whole / name))
 
 
-def test_second_interrupt_stops_at_once(
-    config: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    original = loop.train_step
-
-    def train_step(*arguments: object) -> StepResult:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    assert train(config, "--run.output", str(tmp_path / "run")) == 130
-    assert not (tmp_path / "run" / "last.pt").exists()
-
-
+@pytest.mark.ci
 def test_finished_run_is_not_trained_again(
     config: TrainConfig,
     train: Callable[..., int],
@@ -163,17 +141,6 @@ def test_finished_run_is_not_trained_again(
     assert printed.count("evaluate python eval.py") == 2
 
 
-def test_best_is_named_that_a_killed_run_had_no_time_to(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    arguments = ("--run.output", str(folder), "--schedule.epochs", "1")
-    train(config, *arguments)
-    (folder / "best.pt").unlink()
-    assert train(config, *arguments) == 0
-    assert (folder / "best.pt").samefile(folder / "last.pt")
-
-
 @pytest.mark.parametrize("accumulation", ["2", "4"])
 def test_accumulated_run_equals_the_plain_one_up_to_rounding(
     config: TrainConfig, accumulation: str, train: Callable[..., int], tmp_path: Path
@@ -187,23 +154,7 @@ def test_accumulated_run_equals_the_plain_one_up_to_rounding(
         assert float(one["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-5)
 
 
-def test_run_starts_from_the_weights_of_another_with_other_patches(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    train(config, "--run.output", str(tmp_path / "coarse"), "--schedule.epochs", "1")
-    coarse = tmp_path / "coarse" / "last.pt"
-    finer = ("--model.patch-stride", "4", "--model.pretrained", str(coarse))
-    still = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-lr", "0")
-    folder = tmp_path / "finer"
-    assert train(config, "--run.output", str(folder), *finer, *still) == 0
-    old, new = (load(path)["state_dict"] for path in (coarse, folder / "last.pt"))
-    assert new.pop("pos_embed").shape[1] == 9 + 1
-    assert old.pop("pos_embed").shape[1] == 4 + 1
-    assert new.pop("trained_grid").tolist() == [2, 2]
-    assert_same(dict(new), dict(old))
-    assert train(config, "--run.output", str(tmp_path / "other"), *finer[:3], "none.pt") == 2
-
-
+@pytest.mark.ci
 def test_two_seeds_differ(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> None:
     for seed in ("0", "1"):
         train(config, "--run.output", str(tmp_path / seed), "--run.seed", seed)
@@ -252,42 +203,6 @@ def test_folder_of_something_else_is_refused(
     assert train(config, "--run.output", str(folder)) == 5
     assert "holds notes.txt and no run to continue" in capsys.readouterr().err
     assert (folder / "notes.txt").read_text() == "mine"
-
-
-def test_file_in_place_of_the_folder_is_refused(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert train(config, "--run.output", str(tmp_path / "file")) == 5
-    assert "cannot create output folder" in capsys.readouterr().err
-
-
-def test_run_that_failed_before_training_does_not_block_its_folder(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    arguments = ("--run.output", str(tmp_path / "run"))
-    assert train(with_(config, "model", num_classes=5), *arguments) == 3
-    assert train(config, *arguments) == 0
-
-
-def test_default_folder_is_named_after_the_recipe_and_found_again(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    chosen = with_(config, "schedule", epochs=1)
-    assert train(chosen) == 0
-    assert os.listdir("output") == ["recipe"]
-    capsys.readouterr()
-    assert train(chosen) == 0
-    assert os.listdir("output") == ["recipe"]
-    assert "finished before; nothing is left to train" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -376,6 +291,7 @@ def test_too_many_non_finite_steps_end_the_run(
     assert all(value.isfinite().all() for value in last["state_dict"].values())
 
 
+@pytest.mark.ci
 def test_useless_weights_end_the_run(
     config: TrainConfig,
     train: Callable[..., int],
@@ -390,75 +306,6 @@ def test_useless_weights_end_the_run(
         r"error: the validation loss is (nan|inf) after epoch 3; .*\n", capsys.readouterr().err
     )
     assert load(tmp_path / "run" / "last.pt")["epoch"] == 2
-
-
-def test_useless_weights_of_the_first_epoch_leave_no_word_of_earlier_ones(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    def useless(*arguments: object) -> list[Score]:
-        return [score._replace(loss=math.nan) for score in evaluate_of_engine(*arguments)]
-
-    monkeypatch.setattr(loop, "evaluate", useless)
-    assert train(config, "--run.output", str(tmp_path / "run")) == 4
-    told = "error: the validation loss is nan after epoch 1; no checkpoint was written before\n"
-    assert capsys.readouterr().err == told
-    assert not list((tmp_path / "run").glob("*.pt"))
-
-
-def test_seconds_of_an_epoch_are_those_of_all_its_parts(
-    config: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """And images per second are those of all its images, of which most cost follows."""
-    hour = 3600.0
-    folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        signal_at(patch, 2, signal.SIGTERM)
-        assert train(config, "--run.output", str(folder), "--run.log-interval", "1") == 143
-    content = torch.load(folder / "last.pt", weights_only=True)
-    assert 0 < content["run"]["seconds"] < 60
-    content["run"]["seconds"] += hour
-    torch.save(content, folder / "last.pt")
-    with monkeypatch.context() as patch:
-        signal_at(patch, 3, signal.SIGTERM)
-        assert train(config, "--run.output", str(folder), "--run.log-interval", "1") == 143
-    assert train(config, "--run.output", str(folder), "--run.log-interval", "1") == 0
-    with (folder / "log.csv").open() as file:
-        first, *others = csv.DictReader(file)
-    assert hour < float(first["seconds"]) < hour + 60
-    assert float(first["images_per_s"]) == pytest.approx(32 / hour, rel=0.02)
-    assert all(float(row["seconds"]) < 60 for row in others)
-    assert torch.load(folder / "last.pt", weights_only=True)["run"]["seconds"] == 0
-
-
-def test_end_names_a_checkpoint_that_is_there(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    arguments = ("--run.output", str(folder), "--schedule.epochs", "1")
-    train(config, *arguments)
-    (folder / "best.pt").unlink()
-    (folder / "previous.pt").write_bytes((folder / "last.pt").read_bytes())
-    content = torch.load(folder / "last.pt", weights_only=True)
-    row = content["run"]["history"][0] | {"epoch": 2, "top1": -1.0}  # best.pt is of the first then
-    content["run"] |= {"history": [*content["run"]["history"], row], "step": 8}
-    content["config"]["schedule"]["epochs"] = content["asked"]["schedule"]["epochs"] = 2
-    torch.save(content | {"epoch": 2}, folder / "last.pt")
-    capsys.readouterr()
-    assert train(config, *arguments[:2], "--schedule.epochs", "2") == 0
-    told = capsys.readouterr().out
-    assert "best.pt of epoch 1 is gone; only a better epoch will write it" in told
-    assert f"files    {folder}: last.pt, config.yaml" in told
-    assert told.endswith(f"evaluate python eval.py {folder / 'last.pt'}\n")
 
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
@@ -488,33 +335,6 @@ def test_unreadable_images_are_skipped_counted_and_named(
     strict = with_(chosen, "data", max_bad_images=0.0)
     assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
     assert "1 of 32 training images are no good, more than" in capsys.readouterr().err
-
-
-def test_a_shard_that_is_whole_again_has_nothing_skipped(
-    shard_config: TrainConfig, image_shards: Path, train: Callable[..., int], tmp_path: Path
-) -> None:
-    shard, output = image_shards / "train-0.tar", str(tmp_path / "run")
-    whole = shard.read_bytes()
-    blank_first_image(shard)
-    assert train(shard_config, "--run.output", output) == 3
-    assert "1 images that could not" in (tmp_path / "run" / "skipped.txt").read_text()
-    shard.write_bytes(whole)
-    assert train(shard_config, "--run.output", output) == 0
-    assert not (tmp_path / "run" / "skipped.txt").exists()
-
-
-def test_names_that_are_no_text_are_named(
-    config: TrainConfig, image_folder: Path, train: Callable[..., int], tmp_path: Path
-) -> None:
-    """File systems take any bytes but / and NUL."""
-    image = image_folder / "train" / "birch" / "1.jpg"
-    image.unlink()
-    image.with_name(os.fsdecode(b"1\xff.jpg")).write_bytes(b"")
-    chosen = with_(config, "data", max_bad_images=0.05)
-    assert train(chosen, "--run.output", str(tmp_path / "run")) == 0
-    assert r"birch/1\udcff.jpg: " in (tmp_path / "run" / "skipped.txt").read_text()
-    strict = with_(chosen, "data", max_bad_images=0.0)
-    assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
 
 
 def blank_first_image(shard: Path) -> None:
@@ -551,16 +371,6 @@ def test_failed_saves_are_told_and_the_last_must_succeed(
     assert not list((tmp_path / "full").glob("*.tmp"))
 
 
-def test_training_without_average_mixing_and_repeats(
-    shard_config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    plain = with_(shard_config, "augment", mixup=0.0, cutmix=0.0)
-    plain = with_(plain, "data", aug_repeats=0)
-    plain = with_(with_(plain, "optim", model_ema_decay=None), "run", amp=True)
-    assert train(plain, "--run.output", str(tmp_path / "run")) == 0
-    assert "state_dict_ema" not in load(tmp_path / "run" / "last.pt")
-
-
 @pytest.mark.parametrize("name", ["last", "best"])
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_evaluation_gives_the_number_of_the_run(
@@ -585,78 +395,7 @@ def test_evaluation_gives_the_number_of_the_run(
     assert averaged["loss"] == row["ema_loss"] != result["loss"]
 
 
-def test_evaluation_does_not_overwrite_another_file(
-    config: TrainConfig, train: Callable[..., int], evaluate: Callable[..., int], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    train(config, "--run.output", str(folder), "--schedule.epochs", "1")
-    notes = tmp_path / "notes.json"
-    notes.write_text("{}")
-    assert evaluate(str(folder / "last.pt"), "--json", str(notes)) == 5
-    assert notes.read_text() == "{}"
-    for _ in range(2):
-        assert evaluate(str(folder / "last.pt"), "--json", str(tmp_path / "new.json")) == 0
-
-
-def test_evaluation_takes_other_data_size_and_batch(
-    config: TrainConfig, train: Callable[..., int], evaluate: Callable[..., int], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    train(config, "--run.output", str(folder), "--schedule.epochs", "1")
-    options = ["--data.val-split", "train", "--data.validation-batch-size", "5"]
-    assert evaluate(str(folder / "last.pt"), "--img-size", "32", *options) == 0
-    result = json.loads((folder / "last-eval.json").read_text())
-    assert (result["img_size"], result["num_images"]) == (32, 32)
-
-
-def test_evaluation_options_that_do_not_fit_are_refused(
-    config: TrainConfig,
-    train: Callable[..., int],
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    plain = with_(config, "optim", model_ema_decay=None)
-    train(plain, "--run.output", str(folder), "--schedule.epochs", "1")
-    path = str(folder / "last.pt")
-    capsys.readouterr()
-    for arguments, code, message in (
-        ((path, "--ema"), 2, "has no averaged weights"),
-        (
-            (path, "--model", "test_vit"),
-            2,
-            "last.pt has weights of vil_tiny (longhorn), and test_vit",
-        ),
-        ((path, "--img-size", "17"), 2, "img_size must be covered by patches of 8 px"),
-        ((path, "--device", "nonsense"), 2, "device nonsense is not available"),
-        ((path, "--data.path", "/nowhere"), 3, "data.path /nowhere is not a folder"),
-        ((str(folder / "none.pt"),), 2, "none.pt is no file, no folder, no hf-hub:NAME"),
-        (("vil_gigantic",), 2, "vil_gigantic is no file, no folder, no hf-hub:NAME and no model"),
-        (("vil_tiny", "--ema"), 2, "--ema and --model need weights, vil_tiny has none"),
-    ):
-        assert evaluate(*arguments) == code, arguments
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
-
-
-def test_model_by_name_takes_its_own_preprocessing() -> None:
-    subject = load_subject(EvalConfig(checkpoint="vil_tiny"))
-    assert "RANDOM" in subject.weights
-    data = subject.config.data
-    assert (data.crop_pct, data.interpolation) == (0.875, "bicubic")
-    assert data.mean == (0.485, 0.456, 0.406)
-
-
-def test_weights_of_another_program_are_loaded(tmp_path: Path) -> None:
-    weights = timm.create_model("test_vit2").state_dict()
-    torch.save({"model": weights}, tmp_path / "other.pth")
-    options = EvalConfig(checkpoint=str(tmp_path / "other.pth"), model="test_vit2")
-    loaded = load_subject(options).model.state_dict()
-    assert_same(dict(loaded), dict(weights))
-
-
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
@@ -664,7 +403,7 @@ def test_weights_of_another_program_are_loaded(tmp_path: Path) -> None:
         # Imports PyTorch before it knows, for seconds.
         pytest.param(
             *(["eval.py", "none.pt"], 2, "error: none.pt is no file, no folder, no hf-hub:NAME"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.ci,
         ),
     ],
     ids=["train", "eval"],

@@ -2,8 +2,6 @@
 
 import csv
 import dataclasses
-import errno
-import io
 import itertools
 import math
 import os
@@ -14,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -125,24 +123,7 @@ def test_killed_run_that_continues_has_each_step_once(
     assert "warning" not in capsys.readouterr().out
 
 
-def test_run_goes_on_without_a_log_that_cannot_be_written(
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    def full(self: StepLog, lines: bytes) -> None:
-        raise OutputError("cannot write steps.csv: No space left on device")
-
-    monkeypatch.setattr(StepLog, "_write", full)
-    assert train(each_step, "--run.output", str(tmp_path / "run")) == 0
-    told = capsys.readouterr().out
-    assert told.count("warning: cannot write steps.csv") == 1
-    assert "No space left on device; training goes on without" in told
-    assert steps(tmp_path / "run") == []
-
-
+@pytest.mark.ci
 def test_rows_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) -> None:
     log = opened(tmp_path / "steps.csv")
     log.append(rows(1, 2))
@@ -161,69 +142,6 @@ def test_rows_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) ->
     assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3", "4", "5"]
 
 
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that lets the next writes into files, or their closing, fail or take a part."""
-    original = Path.open
-
-    class Failing(io.FileIO):
-        def write(self, content: bytes) -> int:
-            if "half" in faults:
-                return super().write(content[: (len(content) + 1) // 2])
-            if "write" in faults:
-                super().write(content[:3])
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().write(content)
-
-        def truncate(self, size: int | None = None) -> int:
-            if "truncate" in faults:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return super().truncate(size)
-
-        def close(self) -> None:
-            fails = not self.closed and "close" in faults
-            super().close()
-            if fails:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def open_(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
-        return Failing(path, "r+") if mode == "r+b" else original(path, mode, *rest, **more)
-
-    faults: set[str] = set()
-
-    def fail(*kinds: str) -> None:
-        faults.clear()
-        faults.update(kinds)
-
-    monkeypatch.setattr(Path, "open", open_)
-    return fail
-
-
-def test_rows_are_written_that_a_disk_takes_by_parts(
-    disk: Callable[..., None], tmp_path: Path
-) -> None:
-    log = opened(tmp_path / "steps.csv")
-    disk("half")
-    log.append(rows(1, 3))
-    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3"]
-
-
-@pytest.mark.parametrize("faults", [("write",), ("write", "truncate"), ("close",)], ids=" ".join)
-def test_rows_that_failed_last_are_written_ahead_of_the_checkpoint(
-    faults: tuple[str, ...], disk: Callable[..., None], tmp_path: Path
-) -> None:
-    log = opened(tmp_path / "steps.csv")
-    log.append(rows(1, 2))
-    disk(*faults)
-    with pytest.raises(OutputError, match=r"cannot write .*steps\.csv: Input/output error"):
-        log.append(rows(3, 3))
-    log.sync()  # said already
-    disk()
-    log.sync()
-    log.append(rows(4, 4))
-    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize(
     "rubbish", [b"\0" * 90, b"7,1,0.1\n", b"3,1,1,1,1,1,1\n", b"4,1,x,1,1,1,1\n"]
 )
@@ -234,31 +152,6 @@ def test_log_is_cut_at_the_first_line_that_is_no_row(tmp_path: Path, rubbish: by
     log.path.write_bytes(whole + rubbish + rows(4, 4)[0].line.encode())
     opened(log.path, done=3)
     assert log.path.read_bytes() == whole
-
-
-def test_missing_rows_are_told_once(tmp_path: Path) -> None:
-    opened(tmp_path / "steps.csv").append(rows(1, 3))
-    log = StepLog(tmp_path / "steps.csv", done=5)
-    with pytest.raises(OutputError, match="has no rows of steps 4 to 5"):
-        log.open()
-    log.append(rows(6, 7))
-    opened(log.path, done=7)
-    assert [row["step"] for row in steps(tmp_path)] == ["1", "2", "3", "6", "7"]
-
-
-def test_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
-    path.write_text("mine")
-    log = StepLog(path, done=0)
-    for _ in range(2):
-        with pytest.raises(OutputError, match="must begin with step,epoch,loss"):
-            log.open()
-    path.unlink()
-    log.append(rows(1, 1))
-    path.write_text("mine")
-    with pytest.raises(OutputError, match="was changed by another program"):
-        log.append(rows(2, 2))
-    assert path.read_text() == "mine"
 
 
 class FakeWandB:
@@ -316,59 +209,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeWandB], FakeWandB]
     return install
 
 
-def test_tracker_gets_what_the_files_have_and_goes_on_with_the_run(
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    install: Callable[[FakeWandB], FakeWandB],
-    tmp_path: Path,
-) -> None:
-    server, folder = install(FakeWandB()), tmp_path / "run"
-    arguments = ("--run.output", str(folder), "--run.tracker", "wandb")
-    with killed_at(6):
-        assert train(each_step, *arguments) == 130
-    assert train(each_step, *arguments) == 0
-    assert train(each_step, *arguments) == 0  # finished: nothing to show
-    first, second = server.begun
-    assert first["id"] == second["id"] == (folder / "wandb" / "id.txt").read_text()
-    assert (first["dir"], first["resume"]) == (str(folder), "allow")
-    assert first["config"]["optim"]["lr_base"] == 1e-3
-    assert server.finished == [1, 0]
-    assert list(server.history) == list(range(1, 13))
-    for row in steps(folder):
-        shown = server.history[int(row["step"])]
-        assert shown["step/loss"] == pytest.approx(float(row["loss"]), rel=1e-8)
-        assert shown["step/grad_norm"] == pytest.approx(float(row["grad_norm"]), rel=1e-8)
-    with (folder / "log.csv").open() as file:
-        for row in csv.DictReader(file):
-            shown = server.history[4 * int(row["epoch"])]
-            assert {f"epoch/{name}": float(value) for name, value in row.items()}.items() <= {
-                name: float(value) for name, value in shown.items()
-            }.items()
-
-
-def test_epoch_whose_last_step_the_server_has_already_is_shown(
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    install: Callable[[FakeWandB], FakeWandB],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    server = install(FakeWandB())
-    arguments = ("--run.output", str(tmp_path / "run"), "--run.tracker", "wandb")
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", killed)
-        assert train(each_step, *arguments) == 130
-    assert list(server.history) == [1, 2, 3, 4]
-    assert train(each_step, *arguments) == 0
-    epochs = [values.get("epoch/epoch") for _, values in sorted(server.history.items())]
-    assert [epoch for epoch in epochs if epoch is not None] == [1, 2, 3]
-    assert list(server.history) == list(range(1, 13))
-
-
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 def test_tracker_that_fails_is_told_once_and_stops_nothing(
     each_step: TrainConfig,
@@ -389,29 +229,7 @@ def test_tracker_that_fails_is_told_once_and_stops_nothing(
     assert len(steps(tmp_path / "run")) == 12
 
 
-def test_tracker_that_is_not_installed_is_refused_before_anything_starts(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "wandb").mkdir()  # as wandb leaves it in the current folder; no package
-    for name in ("wandb", "tensorboard"):
-        monkeypatch.setattr(
-            tracking, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
-        )
-        assert list(tracking.missing_package(name)) == [
-            f"run.tracker {name} needs its package, pip install {name}"
-        ]
-    arguments = ("--run.output", str(tmp_path / "run"), "--run.tracker", "wandb")
-    assert train(config, *arguments) == 2
-    assert capsys.readouterr().err == (
-        "error: run.tracker wandb needs its package, pip install wandb\n"
-    )
-    assert not (tmp_path / "run").exists()
-
-
+@pytest.mark.ci
 def test_tensorboard_shows_each_step_once(
     each_step: TrainConfig, train: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -441,31 +259,6 @@ def test_tensorboard_shows_each_step_once(
     text = events.Tensors("config/text_summary")
     assert {event.step for event in text} == {1, 5}  # where what is shown again begins
     assert b"lr_base: 0.001" in text[0].tensor_proto.string_val[0]
-
-
-def test_wandb_writes_into_the_folder_without_a_network(
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "run"
-    arguments = ("--run.output", str(folder), "--run.tracker", "wandb")
-    with killed_at(2):
-        assert train(each_step, *arguments) == 130
-    assert train(each_step, *arguments) == 0
-    assert "warning" not in capsys.readouterr().out
-    name = (folder / "wandb" / "id.txt").read_text()
-    records = sorted((folder / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
-    assert len(records) == 2
-    for record in records:
-        assert b"step/grad_norm" in record.read_bytes()
-    assert b"epoch/top1" in records[1].read_bytes()
-    assert not (tmp_path / "wandb").exists()
 
 
 LAST_RESORT = 600.0  # seconds until a call that hangs ends: the run must not have waited for it

@@ -1,14 +1,11 @@
 """Ways out of a run: where the weights are good a checkpoint is written, and the same command goes on."""
 
 import errno
-import io
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -20,10 +17,9 @@ import torch
 
 from tests.training.run_files import assert_same, load, rows, with_
 from vil.training.config import TrainConfig
-from vil.training.console import new_console
 from vil.training.data import batches
 from vil.training.distributed import World
-from vil.training.errors import DataError, OutputError
+from vil.training.errors import DataError
 from vil.training.run import engine, loop, report
 
 ROOT = Path(__file__).parents[3]
@@ -166,6 +162,7 @@ def test_what_is_good_is_kept_and_goes_on_bit_for_bit(
     assert_same(without_path(left(folder)), without_path(outcomes["alone"]))
 
 
+@pytest.mark.ci
 def test_too_many_bad_images_leave_the_checkpoint_before_them(
     chosen: TrainConfig,
     image_folder: Path,
@@ -206,6 +203,7 @@ def at_first(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) ->
     patch.setattr(loop, "train_step", train_step)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGUSR2, 140), (signal.SIGXCPU, 152)]
 )
@@ -241,19 +239,6 @@ def signal_all_at(patch: pytest.MonkeyPatch, step: int, number: signal.Signals) 
     at_first(patch, step, send)
 
 
-def test_sighup_that_nohup_ignores_stays_ignored(
-    chosen: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            at_first(patch, STEP, lambda: os.kill(os.getpid(), signal.SIGHUP))
-            assert train(chosen, "--run.output", str(tmp_path / "run")) == 0
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_no_process_leaves_before_the_checkpoint_is_written(
     chosen: TrainConfig, train: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -277,73 +262,7 @@ def noted(function: Callable[..., Any], done: list[str]) -> Callable[..., Any]:
     return noting
 
 
-def test_disk_that_is_full_at_the_end_is_told_with_what_ended_the_run(
-    chosen: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise OutputError("no room")
-
-    with pytest.MonkeyPatch.context() as patch:
-        loading(patch, OSError(errno.ESTALE, "Stale file handle"))
-        patch.setattr(loop, "save_checkpoint", fail)
-        assert train(chosen, "--run.output", str(tmp_path / "run")) == 5
-    told = r"error: no room; the run was ending already: 8 training images .*Stale file handle\n"
-    assert re.fullmatch(told, capsys.readouterr().err)
-
-
-def test_loader_processes_that_hang_for_ever_do_not_keep_a_signal_from_its_checkpoint(
-    chosen: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
-    """As those of a disk that hangs do: here they are stopped."""
-    folder = tmp_path / "run"
-    with pytest.MonkeyPatch.context() as patch:
-
-        def hang() -> None:
-            children = multiprocessing.active_children()
-            assert len(children) == 2
-            for child in children:
-                os.kill(child.pid, signal.SIGSTOP)
-            timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-            timer.start()
-
-        at_first(patch, 1, hang)
-        arguments = ("--run.output", str(folder), "--data.num-workers", "2")
-        assert train(chosen, *arguments) == 143
-    for child in multiprocessing.active_children():
-        child.join(60)
-    assert not multiprocessing.active_children()
-    assert load(folder / "last.pt")["run"]["step"] >= 2
-    assert train(chosen, "--run.output", str(folder)) == 0
-    assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
-    assert_same(left(folder), left(tmp_path / "alone"))
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (OSError(errno.EIO, "Input/output error"), "a\n"),
-        (OSError(errno.ENOSPC, "No space left on device"), "a\n"),
-        (None, "caf\u00e9\n"),
-    ],
-)
-def test_terminal_that_is_gone_ends_nothing(
-    error: OSError | None, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Closed(io.TextIOWrapper):
-        def write(self, given: str) -> int:
-            if error is not None:
-                raise error
-            return super().write(given)
-
-    stream = Closed(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
-    new_console().print(text, end="")
-    assert stream.buffer.getvalue() == (b"" if error else b"caf\\xe9\n")
-
-
+@pytest.mark.ci
 def test_exit_code_survives_a_full_disk_under_standard_output() -> None:
     program = (
         "import sys; from vil.training.console import new_console; "

@@ -1,0 +1,1 @@
+"""What shows that the library is right, beside its tests: an emulator of GPUs, injected faults, mutations."""

@@ -1,0 +1,104 @@
+"""Offsets over 2^31: tensors that exist in address space only, and the programs at their ends.
+
+    python tools/emulator/huge.py [--arch 80] [--ops conv longhorn mamba]
+
+Only the last batch element is written and only its programs run; compared with the float64
+reference. Forward kernels. Takes over 40 GB of address space, little of it memory.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+import cases
+import runtime
+
+B, L, D, M = 28400, 197, 384, 4  # B * L * D > 2^31
+CHUNKS = -(-L // 16)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    """Return zeros that take no memory until they are touched: fresh pages."""
+    make = torch.empty if torch.Size(shape).numel() > 1 << 29 else torch.zeros
+    return make(*shape, dtype=torch.bfloat16)
+
+
+def last(programs: int) -> Callable[[str, int], list[int]]:
+    """Return which programs of a launch serve the last batch element."""
+
+    def chosen(name: str, total: int) -> list[int]:
+        if name == "_pack_kernel":  # of both directions
+            return [*range(total // 2 - CHUNKS, total // 2), *range(total - CHUNKS, total)]
+        return list(range(total - programs, total))
+
+    return chosen
+
+
+def conv_error() -> float:
+    """Return the error of the convolution in the last batch element."""
+    from vil.kernels import reference
+    from vil.kernels.triton import conv
+
+    x = zeros(B, L, D)
+    x[-1] = torch.randn(L, D)
+    w, b = torch.randn(2, D, 4), torch.randn(2, D)
+    runtime.STATE.cta_filter = last(CHUNKS * -(-D // 64))
+    out = conv.forward(x, w, b)[:, -1:]
+    truth = reference.causal_conv1d_bidirectional(x[-1:].double(), w.double(), b.double())
+    return cases.relative(out, truth)
+
+
+def scan_error(recurrence: str) -> float:
+    """Return the error of a scan token by token in the last batch element."""
+    from vil.kernels import reference
+    from vil.kernels.triton import sequential
+
+    x, dt = zeros(2, B, L, D), zeros(2, B, L, D)
+    q, k = zeros(2, B, L, M), zeros(2, B, L, M)
+    z = zeros(B, L, D)
+    for t in (x, dt, q, k):
+        t[:, -1] = torch.randn(t.shape[0], *t.shape[2:])
+    z[-1] = torch.randn(L, D)
+    A = -torch.randn(2, D, M).exp() if recurrence == "mamba" else None
+    skip, bias = torch.randn(2, D), torch.randn(2, D)
+    runtime.STATE.cta_filter = last(-(-D // 128))
+    out, *_ = sequential.forward(x, dt, A, q, k, skip, bias, z, None, False, True)
+    x, dt, q, k = (t[:, -1:].double() for t in (x, dt, q, k))
+    A = None if A is None else A.double()
+    given = (x, dt, A, q, k, skip.double(), bias.double(), z[-1:].double())
+    return cases.relative(out[-1:], reference.bidirectional_scan(*given, recurrence))
+
+
+def main() -> int:
+    """Return how many operations were wrong."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arch", type=int, default=80)
+    parser.add_argument("--ops", nargs="+", default=["conv", "longhorn", "mamba"])
+    args = parser.parse_args()
+    runtime.install(args.arch)
+    runtime.install_project()
+    bad = 0
+    torch.manual_seed(0)
+    for op in args.ops:
+        runtime.clear()
+        error = conv_error() if op == "conv" else scan_error(op)
+        faults = runtime.faults()
+        ok = error < 2**-7 and not faults
+        bad += not ok
+        print(
+            f"{'ok  ' if ok else 'FAIL'} sm_{args.arch} {op} {B * L * D:,} elements,"
+            f" last batch element, error {error:.1e}",
+            flush=True,
+        )
+        for kernel, f in faults[:8]:
+            print(f"       {f['kind']} in {kernel}, {f['tensor']}: `{f['text']}` ({f['source']})")
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)
