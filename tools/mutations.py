@@ -67,7 +67,7 @@ MUTATIONS = [
         "vil/training/data/batches.py",
         "share[first * self.batch_size :]",
         "share[first:]",
-        "tests/training/data",
+        "-m ci tests/training/data/test_data.py",
     ),
     # With data.images_per_class the first image is never trained on.
     (
@@ -165,14 +165,14 @@ MUTATIONS = [
         "vil/training/run/setup.py",
         "layer_decay=config.layer_decay,",
         "layer_decay=config.layer_decay, filter_bias_and_bn=False,",
-        "tests/training/run",
+        "tests/training/test_config.py",
     ),
     # A signal that only another process than the main one receives is swallowed.
     (
         "vil/training/run/stopping.py",
         "return self.received, int(due), int(self.error is not None)",
         "return self.world.is_main * self.received, int(due), int(self.error is not None)",
-        "tests/training/run",
+        "-m ci tests/training/run/test_distributed.py",
     ),
     # Rows of steps.csv from after the checkpoint stay on resuming, and come again.
     (
@@ -432,14 +432,17 @@ def copy_of(checkout: Path, folder: Path) -> Path:
 
 
 def noticed_by(folder: Path, mutation: tuple[str, str, str, str]) -> str | None:
-    """Return the first test that fails with a mutation, or None; raise ValueError if it does not apply."""
+    """Return the first test that fails with a mutation, or None.
+
+    Raises:
+        ValueError: The mutation or its tests do not apply.
+    """
     name, old, new, tests = mutation
     path = folder / name
     original = path.read_text() if path.exists() else ""
     if original.count(old) != 1:
         raise ValueError(f"{name} has {original.count(old)} times {old!r}, not once")
-    existing = [test for test in tests.split() if (folder / test).exists()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *existing]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     path.write_text(original.replace(old, new))
     try:
@@ -451,7 +454,9 @@ def noticed_by(folder: Path, mutation: tuple[str, str, str, str]) -> str | None:
     if done.returncode == 0:
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest, exit code {done.returncode}"
+    if failed is None:
+        raise ValueError(f"pytest {tests} ends with {done.returncode}: {done.stdout}{done.stderr}")
+    return failed[1]
 
 
 def results(checkout: Path, chosen: list, jobs: int) -> Iterator[tuple[tuple, str | None]]:

@@ -1,6 +1,6 @@
 """The Python of the documents runs, each page from its beginning to its end, as if typed into one session.
 
-tests/vil/test_export.py runs docs/export.md with smaller models.
+tests/vil runs docs/export.md with smaller models, and docs/measuring.md, which teaches other packages' counters.
 """
 
 import json
@@ -18,7 +18,9 @@ from timm.models import save_for_hf
 import vil
 from tests.documents.pages import ROOT, blocks
 
-PAGES = sorted({"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export"})
+PAGES = sorted(
+    {"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export", "measuring"}
+)
 OPTIONAL = "pytorch_grad_cam"  # no dependency of the tests: without it its block alone is left out
 
 

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
 
+from tests.documents.pages import blocks
 from vil.complexity import calflops_hooks, count_macs, fvcore_handles
 
 MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
@@ -64,3 +66,15 @@ def test_calflops_counts_what_count_macs_does(model: nn.Module, calflops) -> Non
     for size in SIZES:
         assert count(size) == count_macs(model, (3, size, size))
     assert before < count(SIZES[0])
+
+
+DOCUMENTED = blocks("measuring")
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("fvcore", "calflops")
+@pytest.mark.parametrize("block", DOCUMENTED[1:])
+def test_lines_of_the_documents_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1, img_size=64))
+    exec((DOCUMENTED[0] + block).replace("224, 224", "64, 64"), {})
+    assert "assert" in block

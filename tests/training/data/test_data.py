@@ -1,6 +1,7 @@
 """Sources, their errors, and what becomes of an image that is no good."""
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -127,6 +128,43 @@ def test_unreadable_training_image_is_replaced_and_told(
         assert same == (str(path) not in data.names(step.number))
 
 
+def test_labels_are_those_of_the_images_and_of_what_replaces_one(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    for label, name in enumerate(("ash", "birch", "cedar", "dogwood")):
+        for path in (image_folder / "train" / name).iterdir():
+            Image.new("L", (24, 20), 60 * label).save(path)
+    damage(image_folder, "train/birch/1.jpg")
+    plain = dataclasses.replace(config.augment, aa=None, reprob=0.0)
+    steps = list(train_data(dataclasses.replace(config, augment=plain)).steps(0))
+    assert any(step.bad_images for step in steps)
+    for step in steps:
+        for images, labels in step.micro_batches:
+            assert (images.float().mean((1, 2, 3)) / 60).round().tolist() == labels.tolist()
+
+
+def test_repeats_of_an_image_are_augmented_differently(config: TrainConfig) -> None:
+    data = train_data(config)
+    (images, _), *_ = next(data.steps(0)).micro_batches
+    assert len(set(data.names(0))) == 3  # of 8 images
+    assert len(images.flatten(1).unique(dim=0)) == 8
+
+
+@pytest.mark.ci
+def test_killed_loader_process_is_replaced_in_validation(config: TrainConfig) -> None:
+    small = with_data(config, validation_batch_size=2)
+    whole = list(val_data(small).batches())
+    found = []
+    for batch in val_data(with_data(small, num_workers=2)).batches():
+        found.append(batch)
+        if len(found) == 1:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGKILL)
+    assert len(found) == len(whole) == 6
+    for one, other in zip(found, whole, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_killed_loader_process_is_replaced(config: TrainConfig, when: str) -> None:
@@ -240,6 +278,24 @@ os.register_at_fork(
     after_in_child=lambda: time.sleep(_hanging[-1]) if _hanging else None,
     after_in_parent=lambda: _hanging.pop() if _hanging else None,
 )
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_fewer_images_keep_the_order_of_all(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = with_data(config if kind == "folder" else shard_config, shuffle_shards=1)
+    whole, few = open_subsets(chosen, None, 3)
+    orders = [source.order(torch.Generator().manual_seed(0)) for source in (whole, few)]
+    names = [
+        [source.name(i) for i in order.tolist()]
+        for source, order in zip((whole, few), orders, strict=True)
+    ]
+    assert torch.equal(orders[1].sort().values, torch.arange(12))
+    assert names[1] == [name for name in names[0] if name in set(names[1])]
+    if kind == "wds":  # a shard's images stay together
+        shards = [name.split(":")[0] for name in names[1]]
+        assert len([shard for shard, _ in itertools.groupby(shards)]) == len(set(shards))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

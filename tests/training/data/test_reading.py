@@ -59,6 +59,24 @@ def test_minute_in_vain_is_not_spent_again(paused: list[float]) -> None:
     assert PatientReader(Disk(errno.EIO, True).read)(6) == b"6"
 
 
+def test_file_that_is_gone_is_waited_for_a_moment_only(tmp_path: Path, paused: list[float]) -> None:
+    """A data set may have a thousand links that lead nowhere."""
+    (tmp_path / "1").write_bytes(b"1")
+    (tmp_path / "2").symlink_to(tmp_path / "3")
+    (tmp_path / "4").symlink_to(tmp_path / "away" / "3")
+    read = PatientReader(lambda index: read_file(tmp_path / str(index)))
+    with pytest.raises(FileNotFoundError):
+        read(2)
+    assert paused == [0.1, 0.2, 0.4]
+    with pytest.raises(FileNotFoundError):
+        read(3)
+    assert paused == 2 * [0.1, 0.2, 0.4]
+    with pytest.raises(FileNotFoundError):
+        read(4)
+    assert paused == [*2 * [0.1, 0.2, 0.4], *reading.PAUSES]
+    assert read(1) == b"1"
+
+
 def take_away_at_times(source: Source, folder: Path) -> None:
     """Let a folder be away at every third read, shards of it that are open too."""
     original, calls = source.read, itertools.count()

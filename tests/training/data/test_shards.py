@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import make_shards as script
 from vil.training import files
 from vil.training.config import DataConfig
-from vil.training.data import shard_writer, shards
+from vil.training.data import shard_index, shard_writer, shards
 from vil.training.data.shard_index import index_path, read_index
 from vil.training.data.shard_writer import MakeOptions, VerifyOptions, make_shards, verify_shards
 from vil.training.data.shards import ShardSource
@@ -309,6 +309,19 @@ def test_all_damage_is_found(made: Path) -> None:
     assert len(lines) == 5
 
 
+def test_damaged_label_and_wrong_count_are_found(made: Path) -> None:
+    path = made / "validation-000000.tar"
+    with tarfile.open(path) as tar:
+        label = tar.next().offset_data
+    flip_bit(path, label)
+    index = read_index(made / "validation-000001.tar")
+    shard_index.write_index(made / "validation-000001.tar", index.samples[1:], index.stamp)
+    assert verify(made) == [
+        "validation-000000.tar: keys or labels are not those of its index",
+        "validation-000001.tar: 4 images of 5",
+    ]
+
+
 # What is read
 
 
@@ -475,6 +488,13 @@ def test_truncated_shard_is_an_error_without_an_index(
     write_tar(path, {"a.jpg": image, "a.cls": b"1", "b.cls": b"1", "b.jpg": image})
     os.truncate(path, size)
     with pytest.raises(DataError, match=message):
+        open_shards(tmp_path, "a.tar")
+
+
+def test_shards_in_a_row_are_an_error(tmp_path: Path) -> None:
+    one = write_tar(tmp_path / "a.tar", {"a.jpg": b"1", "a.cls": b"1"}).read_bytes()
+    (tmp_path / "a.tar").write_bytes(one + one)
+    with pytest.raises(DataError, match=r"damaged, or two in one: after 'a\.cls' is more"):
         open_shards(tmp_path, "a.tar")
 
 

@@ -72,6 +72,18 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(
         torch.testing.assert_close(average, moved)
 
 
+@pytest.mark.parametrize("opt", ["adamw", "sgd"])  # of which the first decides on the device
+def test_a_step_whose_loss_is_not_finite_changes_no_weight(config: TrainConfig, opt: str) -> None:
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, opt=opt))
+    training = dataclasses.replace(
+        build_training(config, CPU, World()), criterion=lambda logits, _: logits.sum() * torch.nan
+    )
+    before = [weight.clone() for weight in training.model.parameters()]
+    images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
+    train_step(training, Step(0, [(images, torch.arange(8) % 4)], {}), config)
+    assert all(map(torch.equal, training.model.parameters(), before))
+
+
 def untimed(score: Score) -> Score:
     """Return a score without its speed."""
     return score._replace(images_per_s=0.0)
