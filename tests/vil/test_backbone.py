@@ -60,6 +60,17 @@ def test_multiply_adds(name: str) -> None:
 # --------------------------------------------------------------------------- initial values, decay
 
 
+def test_dropped_blocks_keep_the_mean() -> None:
+    block = small(drop_path_rate=0.5).train().blocks[-1]
+    x = torch.randn(1, 17, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        kept = x + 2 * block.mixer(block.norm(x))  # half of the time
+        found = block(x.expand(32, -1, -1))
+    is_kept = (found - x).flatten(1).any(1)
+    assert 0 < is_kept.sum() < 32
+    torch.testing.assert_close(found, torch.where(is_kept[:, None, None], kept, x))
+
+
 def test_initial_values() -> None:
     """The laws of the official code; bounds and standard deviations of its initial tensors."""
     torch.manual_seed(0)

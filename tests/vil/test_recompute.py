@@ -48,6 +48,17 @@ def test_gradients_are_the_same_bits(name: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
+def test_checkpointed_blocks_are_dropped_alike_when_they_are_computed_again() -> None:
+    models = small(above=None, depth=6), small(above=None, depth=6)
+    models[1].set_grad_checkpointing()
+    expected, found = (
+        gradients(m, lambda x, m=m: m.forward_intermediates(x, intermediates_only=True)[-1])
+        for m in models
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
 def test_the_input_projection_is_not_kept() -> None:
     assert keeps_projection(small(above=None))
     assert keeps_projection(small(above=TOKENS))
