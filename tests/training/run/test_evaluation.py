@@ -14,6 +14,7 @@ import torch
 import vil
 from vil.training.config import TrainConfig
 from vil.training.errors import OutputError
+from vil.training.run.evaluation import EvalConfig, load_subject
 from vil.training.run.release import ReleaseConfig, release
 
 ROOT = Path(__file__).parents[3]
@@ -195,6 +196,16 @@ def test_names_that_are_printed_are_one_line_without_commands(
     printed = "".join(capsys.readouterr())
     assert "two\\nlines" in printed
     assert not [c for c in printed if c != "\n" and not c.isprintable()]
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, True), (True, True), (False, False)])
+def test_precision_is_the_runs_unless_another_is_asked_for(
+    config: TrainConfig, train: Callable[..., int], tmp_path: Path, asked: bool | None, found: bool
+) -> None:
+    arguments = ("--run.output", str(tmp_path / "run"), "--schedule.epochs", "1", "--run.amp")
+    assert train(config, *arguments) == 0
+    options = EvalConfig(checkpoint=str(tmp_path / "run" / "last.pt"), amp=asked)
+    assert load_subject(options).config.run.amp is found
 
 
 @pytest.mark.ci

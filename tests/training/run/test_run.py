@@ -53,6 +53,25 @@ def test_run_leaves_everything_it_promises(
     assert f"python eval.py {folder / 'best.pt'}" in printed
 
 
+def test_checkpoints_within_an_epoch_come_by_the_clock(
+    config: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    original, saved = loop.save_checkpoint, []
+
+    def save(*arguments: object, **options: object) -> object:
+        saved.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(loop, "save_checkpoint", save)
+    assert train(config, "--run.output", str(tmp_path / "run")) == 0
+    assert len(saved) == 3  # epochs
+    assert train(config, "--run.output", str(tmp_path / "often"), "--run.save-minutes", "0") == 0
+    assert len(saved) >= 3 + 12  # steps
+
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
 
