@@ -24,6 +24,7 @@ def test_kernels_is_no_package_of_its_own(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 
+@pytest.mark.ci
 def test_import_needs_neither_numba_nor_the_training_packages() -> None:
     """A backbone's users get no more than torch and timm imported."""
     forbidden = ("numba", "webdataset", "tyro", "rich", "sklearn", "matplotlib")

@@ -1,4 +1,4 @@
-"""The benchmark of whole models: what it refuses to time, what it says then, and that it continues."""
+"""The benchmark of whole models refuses to time what computes something else."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The command for a GPU: parts that fail, hang or are killed, what is run again, and its tables."""
+"""The command for a GPU, run as a toy."""
 
 import json
 import subprocess
@@ -7,22 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.on_gpu_parts import PARTS, Part
-
-
-def part(name: str, code: str, share: float = 1.0) -> Part:
-    """Return a part that runs some Python, which finds its arguments in sys.argv."""
-    arguments = ("-c", f"import os, sys, time\n{code}", "{output}", "{seconds}")
-    return Part(name, "something", share, arguments, arguments)
-
-
-# -------------------------------------------------------------------------------------- the parts
-
-
-# ----------------------------------------------------------------------------------------- report
-
-
-# ----------------------------------------------------------------------------------------- wheels
+from benchmarks.on_gpu_parts import PARTS
 
 
 @pytest.mark.nightly

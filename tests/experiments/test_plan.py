@@ -49,18 +49,6 @@ def records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Record
     return {name: plan.open_record(name) for name in plan.TASKS}
 
 
-# ------------------------------------------------------------------------------------------- plan
-
-
-# ------------------------------------------------------------------------------------------- runs
-
-
-# --------------------------------------------------------------------------------------- verdicts
-
-
-# --------------------------------------------------------------------------------------- answers
-
-
 def test_sign_flips_by_hand() -> None:
     """Of four equal signs' 16 patterns two are as far from zero; a zero has either sign."""
     assert SignFlip("", "", "", [1.0, 2, 3, 4], [0.0] * 4).p == pytest.approx(2 / 16)

@@ -62,6 +62,7 @@ def test_class_token_stands_where_it_is_said_to(position: str) -> None:
     assert model._class_token_first(tokens)[0].mean(-1).argmax() == 0
 
 
+@pytest.mark.ci
 def test_a_run_trains_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vision.EXPERIMENTS, "tiny", TINY)
     rows = [vision.run("tiny", "ViL", 4, 1e-3, seed) for seed in (0, 0, 1)]
@@ -70,6 +71,7 @@ def test_a_run_trains_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["loss"] == rows[1]["loss"] != rows[2]["loss"]
 
 
+@pytest.mark.ci
 def test_models_are_about_equally_large() -> None:
     sizes = []
     for model in vision.MODELS:
@@ -84,9 +86,3 @@ def test_steps_are_equal_whatever_the_training_set() -> None:
         config = vision.configure(settings, "ViL", size, 1e-3, 0)
         assert config.schedule.epochs * (10 * size // 32) == settings.steps
         assert config.schedule.warmup_epochs == round(config.schedule.epochs / 15)
-
-
-# ------------------------------------------------------------------------------------------ tables
-
-
-# ------------------------------------------------------------------------------------- statistics

@@ -155,9 +155,11 @@ def test_gradients_and_registration_at_another_grid(recurrence: Recurrence) -> N
         )
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize(
+    "save",
+    [pytest.param(True, marks=pytest.mark.ci), pytest.param(False, marks=pytest.mark.nightly)],
+)
 def test_registration_of_the_triton_backend(recurrence: Recurrence, save: bool) -> None:
     pytest.importorskip("triton")
     given = arguments(recurrence, torch.float32)

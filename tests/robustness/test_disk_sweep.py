@@ -11,7 +11,7 @@ from tools.faults.disk_faults import COMPILER
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.skipif(COMPILER is None, reason="a library is compiled with cc")
 def test_nothing_is_lost() -> None:
     """Some calls of a run that reads its checkpoints and writes new ones."""

@@ -12,12 +12,12 @@ from tools.faults.kills_runs import fork_server
 IN_CI = (
     "killed_while_saving",
     "killed_within_an_epoch",
+    "killed_between_epochs",
     "terminated_with_loader_processes",
     "hanging_loader_processes",
     "hanging_loader_processes_of_one",
     "killed_loader_process",
     "killed_training_process",
-    "killed_worker_of_torchrun",
     "images_gone_from_one",
     "validation_images_gone_from_one",
     "data_away",

@@ -72,15 +72,19 @@ def test_only_what_no_restart_cures_ends_torchrun(
     assert len(signals) == int(ends)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("arguments", "message", "restarts"),
     [
-        (["--config", "none.yaml"], "error: --config none.yaml: No such file", 0),
-        (["--optim.lr-base", "fast"], "Error parsing --optim.lr-base: could not convert", 0),
-        (["--run.output", "."], "holds mine and no run to continue", 1),
+        pytest.param(
+            *(["--config", "none.yaml"], "error: --config none.yaml: No such file", 0),
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            *(["--run.output", "."], "holds mine and no run to continue", 1),
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["config", "value", "curable"],
+    ids=["config", "curable"],
 )
 def test_torchrun_says_an_error_once_and_restarts_only_what_that_may_cure(
     arguments: list[str], message: str, restarts: int, tmp_path: Path

@@ -294,8 +294,10 @@ def test_compiles_images_of_any_size() -> None:
         assert torch.allclose(*gradients, atol=1e-6)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "strict",
+    [pytest.param(False, marks=pytest.mark.nightly), pytest.param(True, marks=pytest.mark.ci)],
+)
 def test_exports_of_its_own_size_and_of_any(strict: bool) -> None:
     model = small(depth=1)
     own = torch.export.export(model, (images(),), strict=strict)
@@ -344,9 +346,13 @@ def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(logits), model(images()), atol=1e-5)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
-    ("name", "depth"), [("vil_tiny", 24), ("vil_tiny_exact", 4), ("vim_tiny", 4)]
+    ("name", "depth"),
+    [
+        pytest.param("vil_tiny", 24, marks=pytest.mark.nightly),
+        pytest.param("vil_tiny_exact", 4, marks=pytest.mark.ci),
+        pytest.param("vim_tiny", 4, marks=pytest.mark.nightly),
+    ],
 )
 def test_exports_at_its_own_size_to_onnx(name: str, depth: int, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")

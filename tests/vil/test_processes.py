@@ -52,6 +52,7 @@ def test_several_threads_at_once(name: str) -> None:
             assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_forked_process_that_uses_one_thread() -> None:
     """Out of a new process: once autograd has started threads, PyTorch differentiates nothing in a fork."""

@@ -215,8 +215,13 @@ def test_features_compile_whole() -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("example", [(96, 128), (90, 131)])
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param((96, 128), marks=pytest.mark.nightly),
+        pytest.param((90, 131), marks=pytest.mark.ci),
+    ],
+)
 def test_features_export_for_any_size(example: tuple[int, int]) -> None:
     net, any_size = features(), torch.export.Dim.DYNAMIC
     dynamic = ({0: any_size, 2: any_size, 3: any_size},)

@@ -81,6 +81,7 @@ def log(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.ci
 def test_two_processes_equal_one(
     one_step_epochs: TrainConfig, train: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -161,14 +162,22 @@ def other_weights(place: Path) -> None:
     torch.save(checkpoint, place / "best.pt")
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove_one, "number of training images is 31 instead of 32; fingerprint of the training"),
-        (swap_two_classes, "Differences (1): fingerprint of the training"),
-        (remove_a_class, "resolved model.num_classes is 3 instead of 4"),
-        (hide_an_image, r"ash/0.jpg cannot be read"),
+        pytest.param(
+            *(remove_one, "number of training images is 31 instead of 32; fingerprint of the"),
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            *(swap_two_classes, "Differences (1): fingerprint of the training"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *(remove_a_class, "resolved model.num_classes is 3 instead of 4"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(*(hide_an_image, "ash/0.jpg cannot be read"), marks=pytest.mark.nightly),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -193,12 +202,14 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
     assert not (run / "last.pt").exists()
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (other_image, "Differences (1): fingerprint of the validation images is "),
-        (other_weights, "Differences (1): weights is "),
+        pytest.param(
+            *(other_image, "Differences (1): fingerprint of the validation images is "),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(*(other_weights, "Differences (1): weights is "), marks=pytest.mark.ci),
     ],
     ids=["images", "weights"],
 )

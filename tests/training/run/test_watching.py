@@ -263,8 +263,19 @@ def test_tensorboard_shows_each_step_once(
 
 LAST_RESORT = 600.0  # seconds until a call that hangs ends: the run must not have waited for it
 CALLS = [
-    *(("wandb", name) for name in ("init", "log", "finish")),
-    *(("tensorboard", name) for name in ("__init__", "add_text", "add_scalar", "flush", "close")),
+    ("wandb", "log"),
+    ("tensorboard", "__init__"),
+    ("tensorboard", "close"),
+    *(
+        pytest.param(*call, marks=pytest.mark.ci)
+        for call in (
+            ("wandb", "init"),
+            ("wandb", "finish"),
+            ("tensorboard", "add_text"),
+            ("tensorboard", "add_scalar"),
+            ("tensorboard", "flush"),
+        )
+    ),
 ]
 
 
@@ -415,7 +426,7 @@ def test_checkpoint_of_an_epoch_is_written_before_the_epoch_is_told(
     assert all(epoch == there for _, epoch, there in saved), saved
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.ci) for n in (2, 3))])
 def test_run_killed_between_a_checkpoint_and_its_records_tells_each_epoch_once(
     seed: int,
     each_step: TrainConfig,
