@@ -127,7 +127,7 @@ def test_equals_its_parts(
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", [pytest.param("reference", marks=pytest.mark.ci), "cpu"])
 def test_gradients_and_registration(name: str, recurrence: Recurrence) -> None:
     if name == "cpu":
         pytest.importorskip("numba")

@@ -142,7 +142,7 @@ def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("B", [1, 2], ids=["shared", "own"])
-@pytest.mark.parametrize("K", [4, 7, 8])
+@pytest.mark.parametrize("K", [4, 7, pytest.param(8, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("L", [3, 19])
 def test_an_order(L: int, K: int, B: int) -> None:
     """Phases with gaps and tokens without part; one order for the batch, or one for each of it."""

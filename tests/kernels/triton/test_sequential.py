@@ -154,7 +154,13 @@ def in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=[] if shape[2] < 100 else pytest.mark.ci, id=str(shape))
+        for shape in SHAPES
+    ],
+)
 def test_both_directions(recurrence: str, shape: tuple[int, int, int, int]) -> None:
     check(inputs_of(recurrence, shape), recurrence)
 
