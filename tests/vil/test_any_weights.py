@@ -169,7 +169,8 @@ def in_time() -> Iterator[None]:
 def loads_exactly_or_is_refused(source: Path, weights: Any, what: str) -> str | None:
     """Load a file; return what the error says, or None if it loaded."""
     try:
-        with in_time(), little_memory(), warnings.catch_warnings(action="ignore"):
+        with in_time(), little_memory(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             model = vil.load(source)
     except (Exception, TooLong) as error:
         told = str(error)
