@@ -1,10 +1,27 @@
-"""Triton's interpreter, made to run the kernels' tests in half the time."""
+"""Triton's interpreter, made to run the kernels' tests in half the time, and with any NumPy."""
 
 import functools
 from collections.abc import Callable
 
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tensors_of_one_element_are_indices() -> None:
+    """Convert the interpreter's arrays of one element to int, which Triton 3.6 cannot with NumPy 2.4."""
+    if torch.cuda.is_available():
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch is None:  # its own: another Triton may do without
+        return
+
+    def patch_with_index(tensor: type, *rest: object) -> None:
+        patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_with_index
 
 
 @pytest.fixture(scope="session", autouse=True)
