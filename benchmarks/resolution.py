@@ -1,7 +1,7 @@
-"""Time and memory of one image from 224 to 2048 px: the tiny backbones, deit_tiny, convnext_tiny.
+"""Time and memory of models of timm at several image sizes, beside deit_tiny.
 
     python -m benchmarks.resolution [--sizes 224 512 1024 2048] [--models NAME ...] [--rounds 3]
-        [--device cpu] [--threads 1] [--batch 1] [--output FILE.json]
+        [--device cpu] [--threads 1] [--batches 1] [--output FILE.json]
 
 Every cell is a process of its own: it builds the model, runs a step on a small image, which compiles,
 and then one at full size, of which the memory is taken, and a second, of which the time is. Rounds go
@@ -71,7 +71,7 @@ def _step(name: str, size: int, pass_name: str, batch: int, device: str) -> Call
 
     import vil  # noqa: F401  (registers the models)
 
-    options = {} if name.startswith("convnext") else {"img_size": size}
+    options = {"img_size": size} if timm.models.get_pretrained_cfg(name).fixed_input_size else {}
     model = timm.create_model(name, **options).to(device).train(pass_name == "training")
     images = torch.randn(batch, 3, size, size, device=device)
     labels = torch.zeros(batch, dtype=torch.long, device=device)
@@ -137,8 +137,8 @@ def rows_of(rounds: Sequence[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return rows as a Markdown table."""
     lines = [
-        "| px | pass | model | seconds | x deit_tiny | MiB | x deit_tiny |",
-        "|---|---|---|---|---|---|---|",
+        "| px | batch | pass | model | seconds | x deit_tiny | MiB | x deit_tiny |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         figures = [row["error"], "", "", ""]
@@ -146,7 +146,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             mib = row["bytes"] / 2**20
             figures = [f"{row['seconds']:.3g}", _ratio(row["seconds_ratio"])]
             figures += [f"{mib:.0f}", _ratio(row["bytes_ratio"])]
-        what = (row["size"], row["pass"], row["model"])
+        what = (row["size"], row["batch"], row["pass"], row["model"])
         lines.append(f"| {' | '.join(map(str, (*what, *figures)))} |")
     return "\n".join(lines)
 
@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--output", type=Path, help="the record, JSON")
     parser.add_argument("--cell", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -172,16 +172,17 @@ def main() -> int:
         name, size, pass_name, batch, device = args.cell
         print(json.dumps(measure(name, int(size), pass_name, int(batch), device)))
         return 0
-    protocol = {"device_kind": args.device, "threads": args.threads, "batch": args.batch}
+    protocol = {"device_kind": args.device, "threads": args.threads}
     protocol |= {"rounds": args.rounds, "processor": processor()}
     rows: list[dict[str, Any]] = []
-    for size, pass_name in product(args.sizes, args.passes):
-        rest = [str(size), pass_name, str(args.batch), args.device]
+    for size, batch, pass_name in product(args.sizes, args.batches, args.passes):
+        rest = [str(size), pass_name, str(batch), args.device]
         rounds = [
             {name: in_process([name, *rest], args.threads) for name in args.models}
             for _ in range(args.rounds)
         ]
-        rows += [{"size": size, "pass": pass_name, **row} for row in rows_of(rounds)]
+        cell = {"size": size, "batch": batch, "pass": pass_name}
+        rows += [{**cell, **row} for row in rows_of(rounds)]
         print(table(rows[-len(args.models) :]), file=sys.stderr, flush=True)
         if args.output:
             record = {"environment": environment() | protocol, "rows": rows}

@@ -25,6 +25,7 @@ from vil.training.config import TrainConfig
 PAGES = ["README", "downstream/README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
 # Begins of commands that other tests run, that measure speed, or that write into the repository.
 ELSEWHERE = (
+    "git clone URL",
     "pytest -n auto",
     "python -m vil.selfcheck",
     "python -m experiments.results",
