@@ -59,11 +59,11 @@ def parts_table(record: Record) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------ the README's table
+# ---------------------------------------------------------------------------- the table of docs/speed.md
 
 
 def main_table(records: dict[str, Record]) -> str:
-    """Return the README's table; what was not run says so.
+    """Return the table of docs/speed.md; what was not run says so.
 
     Args:
         records: As of ``load``; may be empty.

@@ -31,7 +31,7 @@ def commands(page: str) -> list[str]:
     for block in blocks(page, "bash"):
         if block.startswith("#!"):
             continue
-        bare = re.sub(r"\s+# .*$", "", block, flags=re.MULTILINE).replace("\\\n", " ")
+        bare = re.sub(r"(?:^|\s+)# .*$", "", block, flags=re.MULTILINE).replace("\\\n", " ")
         lines = re.findall(r"""(?:"[^"]*"|'[^']*'|[^\n"'])+""", bare)  # quotes may hold several
         found += [_INSTALLED.sub("", line) for line in lines]
     return [line for line in found if line]
