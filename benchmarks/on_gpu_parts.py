@@ -43,9 +43,13 @@ class Part:
 _SECONDS = ("--seconds", "{seconds}")
 _GPU_TESTS = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
-    *("tests/kernels/triton/test_on_gpu.py", "tests/kernels/triton/test_shapes.py"),
+    "tests/kernels/triton/test_on_gpu.py",
     # The next part.
     "--deselect=tests/kernels/triton/test_on_gpu.py::test_every_backend_agrees_with_the_reference",
+)
+_SHAPE_TESTS = (
+    "tests/kernels/triton/test_sequential.py",
+    "tests/kernels/triton/test_longhorn_exact.py",
 )
 # Those of an aim and of long sequences first.
 _SHAPES = ("128,197,384", "8,6085,384", "64,197,768", "1,6085,384")
@@ -54,13 +58,44 @@ _MODELS = ("-m", "benchmarks.models_speed", "--output", "{output}/models_speed.j
 _STEPS = ("-m", "benchmarks.train_steps", "--output", "{output}/train_steps.json", *_SECONDS)
 _TUNE = ("-m", "benchmarks.tune", "--output", "{output}/tune.json", *_SECONDS)
 _RECALL = (
-    *("-m", "experiments.mqar", "--setting", "published", "--jobs", "3"),
-    *("--recurrences", "longhorn", "longhorn_exact", "mamba", "--rates", "2.2e-3"),
-    *("--output", "{output}/mqar.json", *_SECONDS),
+    *("-m", "experiments.recall", "--setting", "published", "--jobs", "3"),
+    *(
+        "--recurrences",
+        "longhorn",
+        "longhorn_exact",
+        "mamba",
+        "--rates",
+        "2.2e-3",
+        "--seeds",
+        "123",
+    ),
+    *("--output", "{output}/recall.json", *_SECONDS),
 )
 _FRACTALS = (
-    *("-m", "experiments.vision_turns", "--output", "{output}/vision_turns.json"),
-    *("--state", "{state}/vision_turns.pt", *_SECONDS),
+    *(
+        "-m",
+        "experiments.images",
+        "fractals_224",
+        "--models",
+        "ViL",
+        "ViL exact",
+        "ViM",
+        "DeiT tiny",
+    ),
+    *("--rates", "2e-3", "--seeds", "0", "--output", "{output}/images.json", *_SECONDS),
+)
+_TINY = (
+    *(
+        "--run.no-amp",
+        "--data.num-workers",
+        "0",
+        "--data.batch-size",
+        "8",
+        "--model.num-classes",
+        "4",
+    ),
+    *("--model.img-size", "32", "--model.depth", "2", "--model.embed-dim", "48"),
+    *("--augment.mix-size", "8"),
 )
 
 PARTS = (
@@ -69,7 +104,7 @@ PARTS = (
         "tests",
         "the tests that need a GPU, and a dozen shapes",
         250,
-        (*_GPU_TESTS, "-n", "14"),
+        (*_GPU_TESTS, *_SHAPE_TESTS, "-n", "14"),
         _GPU_TESTS,
         settles=("pytest -m gpu",),
     ),
@@ -130,16 +165,16 @@ PARTS = (
             *(*_RECALL, "--lengths", "64", "--dims", "16", "--vocabulary", "64", "--epochs", "2"),
             *("--train-count", "64", "--test-count", "64"),
         ),
-        record="mqar.json",
+        record="recall.json",
         own=0.8,
     ),
     Part(
         "fractals",
         "ViL, exact, ViM and DeiT on fractals at 224 px",
         200,
-        _FRACTALS,
-        (*_FRACTALS, "--toy"),
-        record="vision_turns.json",
+        (*_FRACTALS, "--steps", "100"),
+        (*_FRACTALS, "--steps", "1", "--per-class", "4", "--with", *_TINY),
+        record="images.json",
         own=0.85,
     ),
 )

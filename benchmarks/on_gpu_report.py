@@ -163,12 +163,16 @@ def _recall_row(record: Record | None) -> tuple[str, list[str]]:
 
 
 def _fractals_row(record: Record | None) -> tuple[str, list[str]]:
-    if not record or not record["rows"]:
+    runs = {run["model"]: run for run in record["runs"]} if record else {}
+    if not runs:
         return "fractals at 224 px, top-1 in %", [NOT_RUN] * len(COLUMNS)
-    steps = max(row["steps"] for row in record["rows"])
-    top1 = {row["model"]: row["top1"] for row in record["rows"] if row["steps"] == steps}
-    what = f"fractals at 224 px, top-1 in % after {steps:,} steps (DeiT: {top1['DeiT']:.1f})"
-    return what, [f"{top1[name]:.1f}" for name in CLASSIFIERS]
+    steps = next(iter(runs.values()))["steps"]
+    what = f"fractals at 224 px, top-1 in % after {steps:,} steps"
+    if "DeiT tiny" in runs:
+        what += f" (DeiT: {runs['DeiT tiny']['top1']:.1f})"
+    return what, _cells(
+        CLASSIFIERS, lambda name: f"{runs[name]['top1']:.1f}" if name in runs else None
+    )
 
 
 # ----------------------------------------------------------------------------------- what is done

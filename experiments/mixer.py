@@ -3,7 +3,7 @@
 Every mixer is Mamba's block (arXiv 2312.00752, Fig. 3): a projection to values and gate, a causal
 depthwise convolution with SiLU, queries and keys of ``d_state`` channels projected from the values,
 the recurrence, a skip, the gate, and a projection back. ``recurrences.py`` has the recurrences and the
-letters, ``longhorn_changes.py`` changes of ours.
+letters.
 """
 
 import math
@@ -12,10 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.longhorn_changes import CHANGED
 from experiments.recurrences import RECURRENCES, Sizes
-
-ALL = RECURRENCES | CHANGED
 
 
 class Mixer(nn.Module):
@@ -35,7 +32,7 @@ class Mixer(nn.Module):
 
         Args:
             dim: Channels C of input and output.
-            recurrence: A key of ``ALL``.
+            recurrence: A key of ``RECURRENCES``.
             d_state: State size N per channel.
             d_conv: Taps of the depthwise convolution.
             expand: Channels of the recurrence per channel of the block.
@@ -47,8 +44,8 @@ class Mixer(nn.Module):
             ValueError: ``recurrence`` is unknown, or a size is not positive.
         """
         super().__init__()
-        if recurrence not in ALL:
-            raise ValueError(f"recurrence must be one of {list(ALL)}, got {recurrence!r}")
+        if recurrence not in RECURRENCES:
+            raise ValueError(f"recurrence must be one of {list(RECURRENCES)}, got {recurrence!r}")
         rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
         sizes = {"dim": dim, "d_state": d_state, "d_conv": d_conv, "expand": expand}
         for name, size in (sizes | {"dt_rank": rank, "depth": depth}).items():
@@ -58,7 +55,7 @@ class Mixer(nn.Module):
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(d_conv, inner))
         self.conv_bias = nn.Parameter(torch.empty(inner))
-        self.recurrence = ALL[recurrence](Sizes(dim, inner, d_state, rank))
+        self.recurrence = RECURRENCES[recurrence](Sizes(dim, inner, d_state, rank))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_proj = nn.Linear(inner, dim, bias=False)
         with torch.no_grad():

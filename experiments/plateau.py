@@ -1,7 +1,7 @@
 """Train to recall until a run leaves the plateau; how many steps that takes is its one number.
 
 Runs first name any of the K values of a sequence, which is right once in K times, and stay there for
-some hundred steps or for good (``mqar.py``). A run *has left* at the first step at which the mean share
+some hundred steps or for good (``recall_task.py``). A run *has left* at the first step at which the mean share
 of right answers in the last ``WINDOW`` batches is at least ``TIMES`` the mean of 1/K over the settings'
 numbers of pairs. Sequences are fresh and answered before the step that learns from them, so this is
 accuracy on unseen ones. The learning rate rises for ``WARMUP`` steps and then stays, so that what happens
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from experiments.mqar import WEIGHT_DECAY, LanguageModel, sample
+from experiments.recall_task import WEIGHT_DECAY, LanguageModel, sample
 from experiments.records import Row
 
 WINDOW = 60  # steps: 20 of each number of pairs, whose share then varies by about 0.02
@@ -53,12 +53,12 @@ SETTINGS = {
 }
 
 
-def run(setting: str, contestant: str, lr: float, seed: int) -> Row:
+def run(setting: str, recurrence: str, lr: float, seed: int) -> Row:
     """Train a model until it has left the plateau, or the limit.
 
     Args:
         setting: A key of ``SETTINGS``.
-        contestant: A key of ``mixer.ALL``.
+        recurrence: A key of ``RECURRENCES``.
         lr: Learning rate after the warm-up.
         seed: Of the initial values and of the sequences, which are the same for all recurrences.
 
@@ -71,7 +71,7 @@ def run(setting: str, contestant: str, lr: float, seed: int) -> Row:
     settings = SETTINGS[setting]
     torch.manual_seed(seed)
     model = LanguageModel(
-        contestant, settings.vocabulary, settings.dim, settings.depth, settings.d_state
+        recurrence, settings.vocabulary, settings.dim, settings.depth, settings.d_state
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=WEIGHT_DECAY)
     generator = torch.Generator().manual_seed(seed)

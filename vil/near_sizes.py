@@ -3,7 +3,7 @@
 A class token reads six patches near the middle of the image through its convolution. Where patches of
 another grid lie between those six, no interpolation of tokens recovers them well: at 5/4 of the trained
 side a tenth to a quarter of the accuracy is lost, and below the trained side most of it. Resizing the
-image costs next to nothing and keeps the accuracy (``experiments/grids.py`` has the measurements).
+image costs next to nothing and keeps the accuracy (``experiments/sizes.py`` measures it).
 """
 
 import math

@@ -17,9 +17,9 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plateau, "WINDOW", 6)
 
 
-def run(contestant: str = "longhorn", lr: float = 1e-2, seed: int = 0, **setting: int) -> dict:
+def run(recurrence: str = "longhorn", lr: float = 1e-2, seed: int = 0, **setting: int) -> dict:
     plateau.SETTINGS["tiny"] = dataclasses.replace(TINY, **setting)
-    figures = plateau.run("tiny", contestant, lr, seed)
+    figures = plateau.run("tiny", recurrence, lr, seed)
     assert figures.pop("cpu_seconds") >= 0
     return figures
 

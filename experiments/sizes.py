@@ -1,68 +1,34 @@
-"""Evaluate trained models on images of other sizes: every grid from half to twice the side, and beyond.
+"""Train small models at one size, and evaluate them on images of other sizes.
 
-    python -m experiments.glyphs              # the letters on photographs, once
-    python -m experiments.grids --jobs 2
+    python -m experiments.sizes digits --models ViL ViM "DeiT x 4" --rates 1e-3 2e-3 4e-3 --jobs 2
+    python -m experiments.tables output/sizes_digits.json --by model --show "2 x=grids.8x8.0:1"
 
-Small models are trained at one size (``trained_models.py``) on letters, digits and fractals, then evaluated
-on the held-out images at other sizes, without further training: larger, smaller, wider and higher. A model
-of this package takes them by its default. "Resized" is the same model on the same images, resized to the
-trained size first. DeiT's position embedding is resampled. The last figure is of patches at half the stride,
-on images as in training. The same command again continues an interrupted experiment.
+Models and data are those of ``images.py``. A trained model meets the held-out images stretched to every grid of
+patches from half to twice the trained side, square, wide and high, and some larger squares. Each grid has two figures:
+top-1 of the model as it is, and of the same images resized to the trained size first. DeiT's position embedding is
+resampled. "finer" is top-1 with patches at half the stride, on images as in training.
 """
 
-import argparse
 import copy
 import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
+import functools
+import sys
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiments import vision
-from experiments.records import Record, Row, product, run_all
-from experiments.trained_models import DEVICE, at_size, base, train, trained
+from experiments.images import Images, asked, base, execute, parse, run, trained
+from experiments.records import Record, Row
 from vil.training.config import TrainConfig
 from vil.training.data.augment import Normalize
 from vil.training.data.batches import ValData
 from vil.training.distributed import World
 from vil.training.run.setup import build_model
 
-RESULT = vision.RESULTS / "grids.json"
+DEVICE = torch.device("cpu")
 FAR = (2.5, 3, 4)
 """Multiples of the side beyond twice it."""
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """The runs."""
-
-    rates: dict[str, dict[str, float]]
-    """optim.lr_base of each model by data set, chosen by a seed that is not reported."""
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    far: tuple[float, ...] = FAR
-
-    def runs(self) -> list[Row]:
-        """Return all runs, seed by seed, so that an unfinished record has every model."""
-        return [
-            run
-            for seed in self.seeds
-            for dataset, rates in self.rates.items()
-            for model, lr in rates.items()
-            for run in product(dataset=[dataset], model=[model], lr=[lr], seed=[seed])
-        ]
-
-
-DIGITS = {"ViL": 1e-3, "ViL exact": 4e-3, "ViM": 4e-3, "ViL, averaged": 1e-3, "DeiT x 4": 1e-3}
-EXPERIMENT = Experiment(
-    rates={
-        "glyphs": dict.fromkeys(("ViL", "ViL exact", "ViM", "ViL, averaged"), 2e-3)
-        | {"DeiT x 4": 1e-3},
-        "digits": DIGITS,
-        "fractals": DIGITS | {"ViL": 2e-3, "ViL, averaged": 2e-3},
-    }
-)
 
 
 def grids_of(trained: int, far: tuple[float, ...] = FAR) -> list[tuple[int, int]]:
@@ -78,7 +44,8 @@ def images_at(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return batches of held-out images of (height, width) pixels, normalised, and their classes."""
     normalize = Normalize(config, DEVICE)
-    batches = ValData(at_size(config, max(size)), DEVICE, World()).batches()
+    model = dataclasses.replace(config.model, img_size=max(size))
+    batches = ValData(dataclasses.replace(config, model=model), DEVICE, World()).batches()
     return [(_resize(normalize(images), size), targets) for images, targets in batches]
 
 
@@ -119,36 +86,35 @@ def at_half_stride(net: nn.Module, config: TrainConfig) -> float:
     return top1(finer, images_at(config, (side, side)))
 
 
-def run(dataset: str, model: str, lr: float, seed: int, far: tuple[float, ...] = FAR) -> Row:
-    """Train a model, unless its weights are there, and evaluate it at all grids.
+def run_sizes(data: Images, model: str, lr: float, seed: int, far: tuple[float, ...] = FAR) -> Row:
+    """Train a model and evaluate it at all grids.
 
     Args:
-        dataset: Name of the experiment in ``vision.py``.
-        model: Name of the model, as of ``trained_models.py``.
+        data: The images.
+        model: As of ``images.trained``.
         lr: Peak learning rate.
         seed: Of weights, order and augmentation.
         far: Multiples of the side beyond twice it.
 
     Returns:
-        The figures of ``train``, top-1 in percent by grid, and that of patches at half the stride.
+        The figures of ``images.trained``, top-1 in percent by grid, and with patches at half the stride.
     """
-    row = train(dataset, model, lr, seed)
-    net, config = trained(dataset, model, lr, seed)
-    data = dataclasses.replace(config.data, validation_batch_size=80)
-    config = dataclasses.replace(config, data=data)
+    training, config, row = trained(data, model, lr, seed)
+    net = training.model.eval()
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, validation_batch_size=80)
+    )
     finer = {} if base(model) == "DeiT" else {"finer": at_half_stride(net, config)}
     return row | {"grids": evaluate_grids(net, config, far)} | finer
 
 
-def main() -> None:
-    """Run the experiment, or what is missing of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
-    parser.add_argument("--output", type=Path, default=RESULT)
-    args = parser.parse_args()
-    record = Record(args.output, dataclasses.asdict(EXPERIMENT), in_pieces=True)
-    run_all(record, run, EXPERIMENT.runs(), args.jobs)
+def main() -> int:
+    """Make the runs that a record lacks, and return the exit status."""
+    args, data = asked(parse(__doc__.splitlines()[0]), "sizes")
+    record = Record(args.output, dataclasses.asdict(data))
+    one, final = functools.partial(run, data, None), functools.partial(run_sizes, data)
+    return execute(record, one, final, {"model": args.models}, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,18 +1,18 @@
-"""Recall of keys and values: the data, the recurrences against loops, a model, tables and figures."""
+"""Associative recall: the data, the recurrences against loops, and small runs."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from experiments import mqar, recurrences
-from experiments.mixer import ALL, Mixer
+from experiments import recall, recall_task, recurrences
+from experiments.mixer import Mixer
 
 # ------------------------------------------------------------------------------------------- data
 
 
 def test_every_key_is_asked_for_once_after_all_pairs() -> None:
     length, pairs, vocabulary = 40, 10, 32
-    data = mqar.sample(torch.Generator().manual_seed(0), 200, length, pairs, vocabulary)
+    data = recall_task.sample(torch.Generator().manual_seed(0), 200, length, pairs, vocabulary)
     keys, values = data.tokens[:, 0 : 2 * pairs : 2], data.tokens[:, 1 : 2 * pairs : 2]
     assert keys.min() == 1
     assert keys.max() == vocabulary // 2 - 1
@@ -30,7 +30,7 @@ def test_every_key_is_asked_for_once_after_all_pairs() -> None:
 
 
 def test_data_depend_on_the_seed_alone() -> None:
-    one, same, other = (mqar.sample_many(seed, 1200, 16, 4, 16) for seed in (1, 1, 2))
+    one, same, other = (recall_task.sample_many(seed, 1200, 16, 4, 16) for seed in (1, 1, 2))
     assert len(one) == 1200
     assert torch.equal(one.tokens, same.tokens)
     assert not torch.equal(one.tokens, other.tokens)
@@ -117,7 +117,7 @@ def test_one_beta_serves_all_channels(name: str) -> None:
     torch.testing.assert_close(module(x), expected)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", recurrences.RECURRENCES)
 def test_mixers_are_causal(name: str) -> None:
     mixer = Mixer(8, name, d_state=N)
     x = torch.randn(2, L, 8)
@@ -140,8 +140,8 @@ def test_small_run_trains_and_tests(name: str) -> None:
         "batch_size": 4,
         "test_count": 4,
     }
-    figures = mqar.run_small(name, 1e-3, 0, steps=2, factors=(1, 2), **small)
-    assert figures == mqar.run_small(name, 1e-3, 0, steps=2, factors=(1, 2), **small)
+    figures = recall.run_small(name, 1e-3, 0, steps=2, factors=(1, 2), **small)
+    assert figures == recall.run_small(name, 1e-3, 0, steps=2, factors=(1, 2), **small)
     assert list(figures) == [
         "parameters",
         "accuracy",

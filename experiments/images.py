@@ -1,0 +1,297 @@
+"""Train small models on images under one recipe, and compare accuracy, loss and time.
+
+    python -m experiments.images digits --per-class 32 --steps 300 --rates 1e-3 2e-3 4e-3 --seeds 0 1 2
+    python -m experiments.images fractals --models ViL ViM DeiT "DeiT x 4" --rates 1e-3
+    python -m experiments.images fashion_mnist --jobs 2        # after apt install dataset-fashion-mnist
+    python -m experiments.images photos --per-class 100        # a folder with train/<class>/ and val/<class>/
+    python -m experiments.tables output/images_digits.json --by model lr --show top1:1 loss:3 --tuned loss
+
+All models have about as many parameters and make as many steps on the same images in the same order. A name
+says what is changed: "DeiT x 4" makes 4 times the steps, "ViL, averaged" averages tokens instead of a class token.
+``variants.py`` has more names. If you give several rates, each model takes the one with the lowest loss for a seed
+that is not reported.
+
+``--start WEIGHTS`` trains each model twice, from the weights ("fine-tuned") and without them ("from scratch"). The
+same command again continues a record.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.budget import UNFINISHED, Budget, add_seconds
+from experiments import fashion_mnist, variants
+from experiments.records import CHOICE_SEED, Record, Row, product, run_all, select
+from vil.training.config import TrainConfig
+from vil.training.data.batches import TrainData, ValData
+from vil.training.data.draws import seed_everything
+from vil.training.data.sources import open_source
+from vil.training.distributed import World
+from vil.training.recipes import load_config
+from vil.training.run.engine import evaluate, train_step
+from vil.training.run.resolve import fill_from_data, fill_from_weights
+from vil.training.run.setup import Training, build_training, read_pretrained, resolve_device
+
+ROOT = Path(__file__).resolve().parents[1]
+AVERAGED = ", averaged"
+TIMES = " x "
+TUNED, SCRATCH = STARTS = ("fine-tuned", "from scratch")
+MODELS = {
+    "ViL": ("--model.name", "vil_tiny"),
+    "ViL exact": ("--model.name", "vil_tiny_exact"),
+    "ViM": ("--model.name", "vim_tiny"),
+    "DeiT tiny": ("--model.name", "deit_tiny_patch16_224"),
+    # As many parameters as ViL has with 96 channels.
+    "DeiT": ("--model.name", "deit_tiny_patch16_224", "--model.embed-dim", "78"),
+    **{name: ("--model.name", name) for name in variants.NAMES},
+}
+_COLOURS = (
+    *("--model.in-chans", "3", "--data.interpolation", "bilinear"),
+    *("--data.mean", "0.5", "0.5", "0.5", "--data.std", "0.25", "0.25", "0.25"),
+)
+_PLAIN = ("--augment.degrees", "0", "--augment.translate", "0", "--augment.zoom", "1", "1")
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set, and how long to train on it."""
+
+    arguments: tuple[str, ...]
+    """Of train_imagenet.py, on top of the recipe."""
+    per_class: int
+    """Training images of each class."""
+    steps: int
+    """Optimiser steps."""
+    recipe: str = "configs/digits.yaml"
+
+
+DATA = {
+    "digits": Images((), per_class=32, steps=800),
+    "fractals": Images(
+        (
+            *("--data.dataset", "fractals", "--model.num-classes", "16"),
+            *("--model.img-size", "64", "--model.patch-size", "8", *_COLOURS, *_PLAIN),
+        ),
+        per_class=60,
+        steps=480,
+    ),
+    "fashion_mnist": Images(
+        (
+            *("--data.dataset", "folder", "--data.path", str(fashion_mnist.FOLDER)),
+            *("--model.img-size", "28", "--model.patch-size", "4", "--augment.degrees", "0"),
+            *("--data.mean", "0.286", "--data.std", "0.353", "--augment.hflip", "0.5"),
+        ),
+        per_class=200,
+        steps=1250,
+    ),
+    "fractals_224": Images(  # the full-size models, with DeiT tiny; for a GPU
+        (
+            *("--model.num-classes", "100", "--data.batch-size", "256"),
+            *("--data.num-workers", "14", "--run.amp"),
+        ),
+        per_class=300,
+        steps=3000,
+        recipe="configs/fractals.yaml",
+    ),
+}
+
+
+def data_named(name: str) -> Images:
+    """Return a data set by its name, or the one in a folder."""
+    if name in DATA:
+        return DATA[name]
+    if not (Path(name) / "train").is_dir():
+        raise SystemExit(
+            f"error: data {name!r}; expected {', '.join(DATA)} or a folder with train/"
+        )
+    classes = sum(path.is_dir() for path in (Path(name) / "train").iterdir())
+    arguments = (
+        *("--data.dataset", "folder", "--data.path", name, "--model.num-classes", str(classes)),
+        *("--model.img-size", "64", "--model.patch-size", "8", *_COLOURS, "--augment.degrees", "0"),
+    )
+    return Images(arguments, per_class=100, steps=1000)
+
+
+def base(model: str) -> str:
+    """Return the name of the model that is trained in another way."""
+    return model.partition(TIMES)[0].partition(AVERAGED)[0]
+
+
+def configure(data: Images, model: str, lr: float, seed: int, start: str | None) -> TrainConfig:
+    """Return a run's configuration: the recipe, its epochs and warm-up stretched to the steps."""
+    recipe = ROOT / data.recipe
+    arguments = ["--config", str(recipe), *data.arguments, *MODELS[base(model)]]
+    arguments += ["--data.images-per-class", str(data.per_class)]
+    arguments += ["--optim.lr-base", str(lr), "--run.seed", str(seed)]
+    if AVERAGED in model:
+        arguments += ["--model.args", "class_token=False", "global_pool=avg"]
+    if start:
+        arguments += ["--model.pretrained", start]
+    config = load_config(arguments, recipe)
+    config = fill_from_weights(config, read_pretrained(config.model) if start else None)
+    steps = data.steps * int(model.partition(TIMES)[2] or 1)
+    length = TrainData(config, torch.device("cpu"), World()).steps_per_epoch
+    epochs = max(round(steps / length), 1)
+    warmup = max(round(epochs * config.schedule.warmup_epochs / config.schedule.epochs), 1)
+    schedule = dataclasses.replace(config.schedule, epochs=epochs, warmup_epochs=warmup)
+    return dataclasses.replace(config, schedule=schedule)
+
+
+def train(training: Training, data: TrainData, config: TrainConfig) -> tuple[list[float], float]:
+    """Train to the end; return the loss of every step and the CPU or GPU seconds that they took."""
+    clock = time.perf_counter if training.device.type == "cuda" else time.process_time
+    losses = []
+    start = clock()
+    for step in data.steps(0):
+        if step.number % data.steps_per_epoch == 0:
+            training.set_epoch(step.number // data.steps_per_epoch)
+            training.model.train()
+        losses.append(train_step(training, step, config).loss)
+    losses = torch.stack(losses).tolist()  # waits for the device
+    return losses, clock() - start
+
+
+def trained(
+    data: Images, model: str, lr: float, seed: int, start: str | None = None, load: bool = True
+) -> tuple[Training, TrainConfig, Row]:
+    """Train one model; return it, its configuration and its figures.
+
+    Args:
+        data: The images.
+        model: A key of ``MODELS``, and how it is trained.
+        lr: Peak learning rate of a batch of optim.lr_base_size images.
+        seed: Of weights, order and augmentation.
+        start: File of weights, which decide the model's sizes.
+        load: Whether to load them.
+
+    Returns:
+        The figures are held-out loss and top-1 in percent, mean training loss of the last tenth of the steps,
+        parameters, steps, and CPU ms of a training step.
+    """
+    config, world = configure(data, model, lr, seed, start), World()
+    device = resolve_device(config.run, world)
+    sources = [open_source(config.data, config.model, training) for training in (True, False)]
+    config = fill_from_data(config, *sources)
+    seed_everything(seed)
+    weights = read_pretrained(config.model) if start and load else None
+    training = build_training(config, device, world, weights, sources[0].classes)
+    losses, seconds = train(training, TrainData(config, device, world, sources[0]), config)
+    held_out = ValData(config, device, world, sources[1])
+    [score] = evaluate([training.model], held_out, training.augment.normalize, config.run.amp)
+    row = {
+        "loss": score.loss,
+        "top1": score.top1,
+        "train_loss": statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
+        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "steps": len(losses),
+        "ms_per_step": 1e3 * seconds / len(losses),
+    }
+    return training, config, row
+
+
+def run(data: Images, weights: str | None, *, start: str = TUNED, **chosen: Any) -> Row:
+    """Train one model and return its figures.
+
+    Args:
+        data: The images.
+        weights: File to start from, if any.
+        start: TUNED or SCRATCH.
+        **chosen: Model, lr and seed, as of ``trained``.
+    """
+    return trained(data, **chosen, start=weights, load=start == TUNED)[2]
+
+
+def execute(
+    record: Record,
+    one: Callable[..., Row],
+    final: Callable[..., Row],
+    axes: Row,
+    args: argparse.Namespace,
+) -> int:
+    """Make the runs that a record lacks, and return the exit status.
+
+    Args:
+        record: Of the runs.
+        one: Makes a run that chooses a rate, if there are several; its seed is not reported.
+        final: Makes a run that is reported.
+        axes: Values of every run but its rate and its seed.
+        args: As of ``parse``.
+    """
+    budget = Budget(args.seconds)
+    trials = product(**axes, lr=args.rates, seed=[CHOICE_SEED]) if len(args.rates) > 1 else []
+    if run_all(record, one, trials, args.jobs, budget=budget):
+        return UNFINISHED
+    runs = []
+    for seed, own in itertools.product(args.seeds, product(**axes)):
+        tried = select(record.rows, **own, seed=CHOICE_SEED)
+        best = min(tried, key=lambda row: row["loss"])["lr"] if tried else args.rates[0]
+        runs.append({**own, "lr": best, "seed": seed})
+    return UNFINISHED if run_all(record, final, runs, args.jobs, budget=budget) else 0
+
+
+def parse(description: str) -> argparse.ArgumentParser:
+    """Return a parser of what ``images`` and ``sizes`` share."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("data", help=f"{', '.join(DATA)}, or a folder of images")
+    add("--models", nargs="+", default=["ViL", "ViL exact", "ViM", "DeiT"])
+    add("--per-class", type=int, help="training images of each class")
+    add("--steps", type=int, help="optimiser steps")
+    add("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3], help="of optim.lr_base")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--jobs", type=int, default=1, help="runs at a time, each of one thread")
+    add("--output", type=Path, help="the record; default: output/PROGRAM_DATA.json")
+    add("--recipe", help="default: configs/digits.yaml")
+    add_seconds(parser)
+    add(
+        "--with",
+        dest="more",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="options of train_imagenet.py",
+    )
+    return parser
+
+
+def asked(parser: argparse.ArgumentParser, program: str) -> tuple[argparse.Namespace, Images]:
+    """Read the command line of ``parse``'s parser, and the data set that it names."""
+    args = parser.parse_args()
+    unknown = [model for model in args.models if base(model) not in MODELS]
+    if unknown:
+        parser.error(f"--models {unknown}; expected names of {', '.join(MODELS)}")
+    if args.data == "fashion_mnist":
+        fashion_mnist.unpack()
+    data = data_named(args.data)
+    changes = {"per_class": args.per_class, "steps": args.steps, "recipe": args.recipe}
+    data = dataclasses.replace(data, **{k: v for k, v in changes.items() if v is not None})
+    data = dataclasses.replace(data, arguments=(*data.arguments, *args.more))
+    if args.output is None:
+        args.output = ROOT / "output" / f"{program}_{Path(args.data).name}.json"
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    return args, data
+
+
+def main() -> int:
+    """Make the runs that a record lacks, and return the exit status."""
+    parser = parse(__doc__.splitlines()[0])
+    parser.add_argument("--start", help="weights to fine-tune: a file that eval.py reads")
+    args, data = asked(parser, "images")
+    record = Record(args.output, dataclasses.asdict(data) | {"start": args.start})
+    axes: Row = {"model": args.models}
+    axes |= {"start": STARTS} if args.start else {}
+    one = functools.partial(run, data, args.start)
+    return execute(record, one, one, axes, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

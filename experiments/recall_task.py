@@ -1,0 +1,160 @@
+"""Associative recall: sequences with pairs of keys and values, and a small language model (MQAR, arXiv 2312.04927)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.mixer import Mixer
+
+GAP_POWER = 0.01
+WEIGHT_DECAY = 0.1
+
+# ------------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences with what to recall in them."""
+
+    tokens: Tensor
+    """(B, T)."""
+    queries: Tensor
+    """Positions at which a value is asked for, in the order of the pairs, (B, K)."""
+    answers: Tensor
+    """These values, (B, K)."""
+
+    def __getitem__(self, which: slice) -> "Sequences":
+        return Sequences(self.tokens[which], self.queries[which], self.answers[which])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def to(self, device: torch.device) -> "Sequences":
+        """Copy to a device."""
+        return Sequences(*(t.to(device) for t in (self.tokens, self.queries, self.answers)))
+
+
+def sample(
+    generator: torch.Generator, count: int, length: int, pairs: int, vocabulary: int
+) -> Sequences:
+    """Draw sequences: k1 v1 k2 v2 ... and then the keys among zeros.
+
+    Query i is at token 2 K + 2 g_i. The gaps g are drawn without replacement, in the order of the
+    pairs, with probability proportional to (g + 1)^(a - 1), a = 0.01.
+
+    Args:
+        generator: Of the CPU, so that the sequences do not depend on the device.
+        count: Number of sequences B.
+        length: Tokens T of each.
+        pairs: Pairs K of each.
+        vocabulary: Number of tokens; keys are of the lower half without 0, values of the upper.
+
+    Raises:
+        ValueError: the pairs do not fit the length or the vocabulary.
+    """
+    places, half = (length - 2 * pairs) // 2, vocabulary // 2
+    if not 0 < pairs <= places:
+        raise ValueError(f"pairs must be in [1, length / 4] for length {length}, got {pairs}")
+    if pairs > half - 1:
+        raise ValueError(f"vocabulary must be at least {2 * pairs + 2} for {pairs} pairs")
+    keys = 1 + torch.rand(count, half - 1, generator=generator).topk(pairs).indices
+    answers = half + torch.rand(count, vocabulary - half, generator=generator).topk(pairs).indices
+    # The highest of log p plus Gumbel noise are a draw without replacement, in the order of drawing.
+    log_p = (GAP_POWER - 1) * torch.arange(1, places + 1, dtype=torch.float64).log()
+    noise = torch.empty(count, places, dtype=torch.float64).exponential_(generator=generator)
+    gaps = (log_p - noise.log()).topk(pairs).indices
+    queries = 2 * pairs + 2 * gaps
+    tokens = torch.zeros(count, length, dtype=torch.int64)
+    tokens[:, 0 : 2 * pairs : 2] = keys
+    tokens[:, 1 : 2 * pairs : 2] = answers
+    return Sequences(tokens.scatter_(1, queries, keys), queries, answers)
+
+
+def sample_many(seed: int, count: int, length: int, pairs: int, vocabulary: int) -> Sequences:
+    """Draw as ``sample``, in parts that bound the memory."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [len(part) for part in torch.arange(count).split(1000)]
+    parts = [sample(generator, size, length, pairs, vocabulary) for size in sizes]
+    fields = ("tokens", "queries", "answers")
+    return Sequences(*(torch.cat([getattr(part, field) for part in parts]) for field in fields))
+
+
+# ------------------------------------------------------------------------------------------ model
+
+
+class LanguageModel(nn.Module):
+    """Embedding, mixers with residuals, and the embedding again as the head."""
+
+    def __init__(
+        self,
+        recurrence: str,
+        vocabulary: int,
+        dim: int,
+        depth: int,
+        d_state: int,
+        positions: int | None = None,
+    ) -> None:
+        """Create a model.
+
+        Args:
+            recurrence: A key of ``recurrences.RECURRENCES``.
+            vocabulary: Number of tokens.
+            dim: Channels C.
+            depth: Number of layers.
+            d_state: State size N.
+            positions: Learn an embedding of that many positions; none if None.
+        """
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.positions = None if positions is None else nn.Embedding(positions, dim)
+        self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-5) for _ in range(depth))
+        self.mixers = nn.ModuleList(
+            Mixer(dim, recurrence, d_state, depth=depth) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim, eps=1e-5)
+        for module in (self.embedding, self.positions):
+            if module is not None:
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
+        """Return logits (B, K, V) of the tokens (B, T) that answer those at ``queries`` (B, K)."""
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            x = x + mixer(norm(x))
+        asked = x.gather(1, queries.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        return self.norm(asked) @ self.embedding.weight.mT
+
+
+def loss_of(model: LanguageModel, batch: Sequences) -> Tensor:
+    """Return the cross-entropy of the answers, over the whole vocabulary."""
+    logits = model(batch.tokens, batch.queries)
+    return F.cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
+
+
+@torch.no_grad()
+def accuracy(model: LanguageModel, sequences: Sequences, batch_size: int) -> float:
+    """Return the share of right answers; all sequences have as many, so it is their mean's."""
+    right = 0
+    for start in range(0, len(sequences), batch_size):
+        batch = sequences[start : start + batch_size]
+        guesses = model(batch.tokens, batch.queries).argmax(-1)
+        right += int((guesses == batch.answers).sum())
+    return right / sequences.answers.numel()
+
+
+def parameters(model: nn.Module) -> int:
+    """Return the number of a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def step(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: Sequences) -> Tensor:
+    """Take one step of training and return the loss."""
+    loss = loss_of(model, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss

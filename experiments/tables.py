@@ -1,0 +1,250 @@
+"""Print tables of records, and keep those of docs/results.md equal to their records.
+
+    python -m experiments.tables RECORD... --by KEY... --show COLUMN...   # print one table
+    python -m experiments.tables --write                                  # print all tables of the page anew
+
+A cell is the mean ± the standard deviation over seeds. COLUMN is ``[TITLE=]FIGURE[*FACTOR][:DIGITS]``. A FIGURE
+with dots lies deeper in the run, as in ``grids.4x4.0``. Runs with a seed from 100 on chose learning rates: they are
+not shown.
+
+``--against ROW`` compares the last column with another row's, seed by seed, since runs of a seed share their data. It
+adds the mean difference with its 95 % interval, and p (``experiments/statistics.py``). p is of one comparison: if you
+read many, ask for less than 0.05 divided by their number.
+"""
+
+import argparse
+import json
+import math
+import re
+import shlex
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.statistics import difference, spread
+
+Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results.md"
+CHOICE_SEED = 100
+BLOCK = re.compile(r"<!-- python -m experiments\.tables (.*?) -->\n\n(.*?)\n(?=\n)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of runs and how it is written."""
+
+    title: str
+    figure: str
+    factor: float
+    digits: int
+
+    @staticmethod
+    def parse(text: str) -> "Column":
+        """Read ``[TITLE=]FIGURE[*FACTOR][:DIGITS]``."""
+        title, _, rest = text.rpartition("=")
+        rest, _, digits = rest.partition(":")
+        figure, _, factor = rest.partition("*")
+        return Column(title or figure, figure, float(factor or 1), int(digits or 0))
+
+    def numbers(self, rows: Sequence[Row]) -> list[float]:
+        """Return the figure of every run that has it."""
+        found = [at(row, self.figure) for row in rows]
+        return [self.factor * number for number in found if number is not None]
+
+    def cell(self, rows: Sequence[Row]) -> str:
+        """Return the mean and the deviation as text, the mean alone of what is true or false."""
+        numbers = self.numbers(rows)
+        if numbers and isinstance(at(rows[0], self.figure), bool):
+            return f"{statistics.fmean(numbers):.{self.digits}f}"
+        return spread(numbers, self.digits) if numbers else ""
+
+
+def at(row: Row, path: str) -> Any:
+    """Return what a run has at a path of keys and places, None if there is nothing."""
+    found: Any = row
+    for key in path.split("."):
+        found = found[int(key)] if isinstance(found, list) else (found or {}).get(key)
+    return found
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple, list[Row]]:
+    """Return the runs by their values of some keys, in the order of the record."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(at(row, key) for key in keys), []).append(row)
+    return found
+
+
+def at_best_rate(rows: Sequence[Row], keys: Sequence[str], figure: str, lowest: bool) -> list[Row]:
+    """Return each group's runs at the learning rate with the best mean of a figure.
+
+    Args:
+        rows: Runs.
+        keys: Of a group.
+        figure: The mean of "steps" is geometric.
+        lowest: Whether the lowest mean is the best.
+    """
+    scale = math.log2 if figure == "steps" else float
+
+    def score(runs: Sequence[Row]) -> float:
+        return statistics.fmean(scale(run[figure]) for run in runs) * (-1 if lowest else 1)
+
+    best = (max(groups(own, ["lr"]).values(), key=score) for own in groups(rows, keys).values())
+    return [row for runs in best for row in runs]
+
+
+def tuned(rows: Sequence[Row], keys: Sequence[str], figure: str) -> list[Row]:
+    """Return the runs at the rate at which the seeds that chose rates have the lowest mean of a figure."""
+    tried = [row for row in rows if row["seed"] >= CHOICE_SEED]
+    chosen = groups(at_best_rate(tried, keys, figure, lowest=True), [*keys, "lr"])
+    return [row for key, own in groups(rows, [*keys, "lr"]).items() if key in chosen for row in own]
+
+
+def unfold(rows: Sequence[Row], paths: Sequence[str]) -> Iterator[Row]:
+    """Return a row for each key of a dictionary in a run: ``each`` is the key, and its value is added.
+
+    Args:
+        rows: Runs.
+        paths: Of dictionaries with equal keys. A value that is no dictionary gets the name of its path.
+    """
+    for row in rows:
+        for key in at(row, paths[0]):
+            more: Row = {"each": key}
+            for path in paths:
+                value = at(row, path)[key]
+                more |= value if isinstance(value, dict) else {path.rpartition(".")[2]: value}
+            yield row | more
+
+
+def select(record: str, args: argparse.Namespace) -> list[Row]:
+    """Return the runs of a record that the arguments ask for."""
+    rows = json.loads((ROOT / "experiments" / "results" / f"{record}.json").read_text())["runs"]
+    for condition in args.where:
+        key, _, allowed = condition.partition("=")
+        rows = [row for row in rows if str(at(row, key)) in allowed.split("|")]
+    keys = [key for key in args.by if key not in ("lr", "each")]
+    rows = tuned(rows, keys, args.tuned) if args.tuned else rows
+    rows = [row for row in rows if row["seed"] < CHOICE_SEED]
+    rows = at_best_rate(rows, keys, args.best, lowest=False) if args.best else rows
+    return list(unfold(rows, args.each)) if args.each else rows
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def by_seed(column: Column, rows: Sequence[Row], logarithm: bool) -> dict[int, float]:
+    """Return the mean of a figure by seed, over records and rates, or that of its logarithm to base 2."""
+    found = {seed: column.numbers(own) for (seed,), own in groups(rows, ["seed"]).items()}
+    return {
+        seed: statistics.fmean(map(math.log2, numbers) if logarithm else numbers)
+        for seed, numbers in found.items()
+    }
+
+
+def compared(column: Column, own: Sequence[Row], base: Sequence[Row], times: bool) -> list[str]:
+    """Return the cells of a comparison: the difference, or how many times fewer, and p."""
+    first, second = (by_seed(column, rows, times) for rows in (own, base))
+    seeds = sorted(first.keys() & second.keys())
+    found = difference([first[seed] for seed in seeds], [second[seed] for seed in seeds])
+    numbers = (found.mean, found.low, found.high)
+    if times:
+        middle, high, low = (f"{2**-number:.2f}" for number in numbers)
+    else:
+        middle, low, high = (f"{number:+.{column.digits}f}" for number in numbers)
+    return [f"{middle} ({low} to {high})", f"{found.p:.2g}"]
+
+
+def table(args: argparse.Namespace) -> str:
+    """Return the table that the arguments ask for.
+
+    Raises:
+        SystemExit: If ``--against`` names no row.
+    """
+    own = groups([row for record in args.records for row in select(record, args)], args.by)
+    columns = [Column.parse(text) for text in args.show]
+    heads = [*args.by, "seeds", *(column.title for column in columns)]
+    base = None
+    if args.against:
+        named = {", ".join(map(str, key)): runs for key, runs in own.items()}
+        if args.against not in named:
+            raise SystemExit(f"error: --against {args.against!r}; expected one of {[*named]}")
+        base = named[args.against]
+        what = "times as fast as" if args.times else f"{columns[-1].title}: difference to"
+        heads += [f"{what} {args.against} (95 %)", "p"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for key, runs in own.items():
+        cells = [*map(str, key), str(len({run["seed"] for run in runs}))]
+        cells += [column.cell(runs) for column in columns]
+        if base is not None:
+            cells += ["", ""] if runs is base else compared(columns[-1], runs, base, args.times)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("records", nargs="*", help="names in experiments/results; runs of several are put together")
+    add("--by", nargs="+", default=[], metavar="KEY", help="a row for each combination of values")
+    add("--show", nargs="+", default=[], metavar="COLUMN", help="figures")
+    add(
+        "--where",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE|VALUE",
+        help="runs with one of the values",
+    )
+    add(
+        "--each",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="a row for each key of dictionaries in a run",
+    )
+    add(
+        "--best",
+        metavar="FIGURE",
+        help="the rate with the highest mean of the seeds that are shown",
+    )
+    add(
+        "--tuned",
+        metavar="FIGURE",
+        help="the rate with the lowest mean of the seeds that chose rates",
+    )
+    add("--against", metavar="ROW", help="compare the last column with that of this row")
+    add("--times", action="store_true", help="compare ratios: how many times fewer")
+    add("--write", action="store_true", help="print all tables of docs/results.md anew, in place")
+    args = parser.parse_args(arguments)
+    if args.write == bool(args.records):
+        parser.error("expected records or --write")
+    return args
+
+
+def rewrite(page: str) -> str:
+    """Return a page with every table printed anew by the command in the comment above it."""
+
+    def block(match: re.Match[str]) -> str:
+        printed = table(parse(shlex.split(match[1])))
+        return f"<!-- python -m experiments.tables {match[1]} -->\n\n{printed}\n"
+
+    return BLOCK.sub(block, page)
+
+
+def main() -> None:
+    """Print a table, or those of the page."""
+    args = parse(None)
+    if args.write:
+        PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(table(args))
+
+
+if __name__ == "__main__":
+    main()

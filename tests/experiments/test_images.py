@@ -1,0 +1,83 @@
+"""Experiments on images: variants that change one thing, and runs."""
+
+import dataclasses
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from experiments import images, variants  # noqa: F401  registers the variants
+from vil.training.run.setup import build_model
+
+SMALL = {"depth": 2, "img_size": 16, "patch_size": 4, "in_chans": 1, "num_classes": 10}
+TINY = dataclasses.replace(images.DATA["digits"], steps=2, per_class=4)
+
+
+def create(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, embed_dim=32, **SMALL)
+
+
+def test_scalar_beta_is_one_step_size_for_all_channels() -> None:
+    mixer = create("scalar_diagonal").blocks[0].mixer
+    assert mixer.dt_weight.shape[1] == mixer.dt_bias.shape[1] == 64
+    assert torch.equal(mixer.dt_weight, mixer.dt_weight[:, :1].expand_as(mixer.dt_weight))
+    assert mixer.parametrizations.dt_weight.original.shape[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "reached"),
+    [
+        ("forward_diagonal", 0, slice(8, None)),
+        ("forward_diagonal", 1, slice(8, None)),
+        ("alternating_diagonal", 0, slice(8, None)),
+        ("alternating_diagonal", 1, slice(None, 9)),
+    ],
+)
+def test_one_direction_hands_nothing_back(name: str, block: int, reached: slice) -> None:
+    mixer = create(name).blocks[block].mixer
+    tokens = torch.randn(1, 17, 32)
+    changed = tokens.clone()
+    changed[:, 8] += 1
+    differs = (mixer(tokens) != mixer(changed)).any(-1)[0]
+    expected = torch.zeros(17, dtype=torch.bool)
+    expected[reached] = True
+    assert torch.equal(differs, expected)
+
+
+@pytest.mark.ci
+def test_a_run_trains_and_scores(tmp_path: Path) -> None:
+    rows = [images.run(TINY, None, model="ViL", lr=1e-3, seed=seed) for seed in (0, 0, 1)]
+    assert rows[0]["steps"] == 2
+    assert rows[0]["parameters"] == 304_330
+    assert rows[0]["loss"] == rows[1]["loss"] != rows[2]["loss"]
+    training, config, row = images.trained(TINY, "ViL", 1e-3, 0)
+    assert row["loss"] == rows[0]["loss"]
+    content = {"state_dict": training.model.state_dict(), "config": asdict(config)}
+    torch.save(content, tmp_path / "weights.pt")
+    start = str(tmp_path / "weights.pt")
+    tuned, scratch = (
+        images.run(TINY, start, model="ViL", lr=1e-3, seed=0, start=arm) for arm in images.STARTS
+    )
+    assert tuned["train_loss"] < scratch["train_loss"] == rows[0]["train_loss"]
+
+
+@pytest.mark.ci
+def test_models_are_about_equally_large() -> None:
+    sizes = []
+    for model in ("ViL", "ViL exact", "ViM", "DeiT"):
+        config = images.configure(TINY, model, 1e-3, 0, None)
+        sizes.append(sum(p.numel() for p in build_model(config.model).parameters()))
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_steps_are_equal_whatever_the_training_set() -> None:
+    for size in (8, 32, 128):
+        data = dataclasses.replace(images.DATA["digits"], per_class=size)
+        schedule = images.configure(data, "ViL", 1e-3, 0, None).schedule
+        assert schedule.epochs * (10 * size // 32) == data.steps
+        assert schedule.warmup_epochs == round(schedule.epochs / 15)
+        longer = images.configure(data, "DeiT x 3", 1e-3, 0, None).schedule
+        assert longer.epochs == 3 * schedule.epochs

@@ -1,0 +1,24 @@
+"""Differences seed by seed, and their tests, by hand."""
+
+import pytest
+
+from experiments.statistics import difference, sign_flip, spread
+
+
+def test_sign_flips_by_hand() -> None:
+    """Of four equal signs' 16 patterns two are as far from zero; a zero has either sign."""
+    assert sign_flip([1.0, 2, 3, 4]) == pytest.approx(2 / 16)
+    assert sign_flip([1.0, 2, 3, 0]) == pytest.approx(4 / 16)
+    assert sign_flip([0.0, 0]) == 1.0
+    assert sign_flip([1.0] * 30) == sign_flip([1.0] * 30) == 1e-4
+
+
+def test_difference_by_hand() -> None:
+    """Mean 2, standard error 1 / sqrt(3), t of 2 degrees of freedom 4.303 at 95 %, p of t = 3.464 is 0.0742."""
+    few = difference([1.0, 3, 5], [0.0, 1, 2])
+    assert few.mean == 2
+    assert (few.low, few.high, few.p) == pytest.approx((2 - 2.484, 2 + 2.484, 0.0742), abs=1e-3)
+    numbers = [float(i) for i in range(1, 9)]
+    assert difference(numbers, [0.0] * 8).p == pytest.approx(2 / 2**8)
+    assert spread([1.0, 3.0], 2) == "2.00 ± 1.41"
+    assert spread([1.0, 1.0], 0) == "1"
