@@ -5,7 +5,7 @@
 
 PyTorch's profiler times each operator without those that it calls; the loops of the CPU backend are named
 "loops::...". Times are shown in percent of what all of the first model takes. The profiler makes steps longer:
-benchmarks.cpu has their times without it.
+benchmarks.models has their times without it.
 """
 
 import argparse
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cpu import MODELS, step
+from benchmarks.models import build
 from benchmarks.provenance import environment, processor
-from vil.measuring import PASSES
+from vil.measuring import PASSES, step_of
 from vil.training.files import write_text
 
+MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")
 SHOWN = 0.01  # of a model's time; what takes less is one row
 REST, ALL = "all others", "all"
 
@@ -37,7 +38,8 @@ def milliseconds(name: str, pass_name: str, size: int, batch: int, steps: int) -
         batch: Images.
         steps: How many are profiled, after two that are not.
     """
-    run = step(name, size, batch, pass_name)
+    cell = {"size": size, "batch": batch, "device": "cpu"}
+    run = step_of(*build(name, cell), pass_name)
     for _ in range(2):
         run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

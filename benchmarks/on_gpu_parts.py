@@ -40,6 +40,19 @@ class Part:
         return [argument.format(**known) for argument in (self.toy if toy else self.command)]
 
 
+_TINY = (
+    *(
+        "--run.no-amp",
+        "--data.num-workers",
+        "0",
+        "--data.batch-size",
+        "8",
+        "--model.num-classes",
+        "4",
+    ),
+    *("--model.img-size", "32", "--model.depth", "2", "--model.embed-dim", "48"),
+    *("--augment.mix-size", "8"),
+)
 _SECONDS = ("--seconds", "{seconds}")
 _GPU_TESTS = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
@@ -54,8 +67,14 @@ _SHAPE_TESTS = (
 # Those of an aim and of long sequences first.
 _SHAPES = ("128,197,384", "8,6085,384", "64,197,768", "1,6085,384")
 _SCAN = ("-m", "benchmarks.scan", "--resume", "--output", "{output}/scan.json", *_SECONDS)
-_MODELS = ("-m", "benchmarks.models_speed", "--output", "{output}/models_speed.json", *_SECONDS)
-_STEPS = ("-m", "benchmarks.train_steps", "--output", "{output}/train_steps.json", *_SECONDS)
+_MODELS = (
+    *("-m", "benchmarks.models", "deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny"),
+    *("--memory", "--output", "{output}/models.json", *_SECONDS),
+)
+_STEPS = (
+    *("train_imagenet.py", "--config", "configs/fractals.yaml", "--run.output", "{state}/steps"),
+    *("--schedule.epochs", "1", "--schedule.warmup-epochs", "0"),
+)
 _TUNE = ("-m", "benchmarks.tune", "--output", "{output}/tune.json", *_SECONDS)
 _RECALL = (
     *("-m", "experiments.recall", "--setting", "published", "--jobs", "3"),
@@ -83,19 +102,6 @@ _FRACTALS = (
         "DeiT tiny",
     ),
     *("--rates", "2e-3", "--seeds", "0", "--output", "{output}/images.json", *_SECONDS),
-)
-_TINY = (
-    *(
-        "--run.no-amp",
-        "--data.num-workers",
-        "0",
-        "--data.batch-size",
-        "8",
-        "--model.num-classes",
-        "4",
-    ),
-    *("--model.img-size", "32", "--model.depth", "2", "--model.embed-dim", "48"),
-    *("--augment.mix-size", "8"),
 )
 
 PARTS = (
@@ -130,21 +136,25 @@ PARTS = (
         "models",
         "images/s and memory of whole models",
         350,
-        _MODELS,
-        (*_MODELS, "--toy", "--families", "tiny", "--sizes", "32", "--rounds", "2"),
-        record="models_speed.json",
+        (
+            *(*_MODELS, "--device", "cuda", "--ways", "eager", "graphs", "compile"),
+            *("--sizes", "224:128", "512:32", "1024:8"),
+        ),
+        (*_MODELS, "--sizes", "32:1", "--rounds", "1"),
+        record="models.json",
         own=0.85,
-        settles=("python -m benchmarks.models_speed",),
+        settles=("python -m benchmarks.models",),
     ),
     Part(
         "steps",
-        "1,000 bfloat16 steps without a skipped one",
+        "1,000 bfloat16 steps of the trainer, which counts those it skips",
         170,
-        (*_STEPS, "--batch-size", "64"),
-        (*_STEPS, "--batch-size", "2", "--img-size", "32", "--steps", "12", "--batches", "1"),
-        record="train_steps.json",
-        own=0.7,
-        settles=("python -m benchmarks.train_steps",),
+        (
+            *(*_STEPS, "--run.amp", "--data.num-workers", "14", "--data.batch-size", "64"),
+            *("--data.images-per-class", "640", "--model.num-classes", "100"),
+            *("--augment.mix-size", "64"),
+        ),
+        (*_STEPS, "--data.images-per-class", "16", *_TINY),
     ),
     Part(
         "blocks",

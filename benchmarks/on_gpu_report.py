@@ -18,7 +18,7 @@ SCANS = ("Longhorn diagonal (ours)", "Longhorn exact (ours)", "Mamba (ours, Trit
 RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
 CLASSIFIERS = ("ViL", "ViL exact", "ViM")
 SHAPE = [128, 197, 384]
-SIZES, MODES = (224, 512, 1024), ("eager", "graphs", "compiled")
+SIZES, MODES = (224, 512, 1024), ("eager", "graphs", "compile")
 RIVALS = (  # in the records, and in the table
     ("mamba-ssm, both directions", "mamba-ssm's"),
     ("Mamba (ours, Triton)", "our own Mamba kernel's"),
@@ -72,7 +72,6 @@ def main_table(records: dict[str, Record]) -> str:
     rows = [
         *_scan_rows(records.get("scans", {"rows": []})["rows"]),
         *_model_rows(records.get("models", {"rows": []})["rows"]),
-        _steps_row(records.get("steps")),
         _recall_row(records.get("recall")),
         _fractals_row(records.get("fractals")),
     ]
@@ -110,42 +109,33 @@ def _scan_rows(rows: list[Record]) -> list[tuple[str, list[str]]]:
 
 
 def _model_rows(rows: list[Record]) -> list[tuple[str, list[str]]]:
-    timed = {(r["model"], r["size"], r["pass_name"], r["mode"]): r for r in rows}
+    timed = {(r["model"], r["size"], r["pass"], r["way"]): r for r in rows}
 
     def figure(name: str, size: int, pass_name: str, mode: str, field: str) -> str:
         row = timed.get((name, size, pass_name, mode))
         if row is None:
             return "-"
-        return "failed" if row[field] is None else f"{row[field]:.2f}"
+        return "failed" if row["error"] else f"{row[field]:.2f}"
 
     found = []
     for pass_name in ("training", "inference"):
         for size in SIZES:
 
             def ratios(name: str, size: int = size, pass_name: str = pass_name) -> str | None:
-                values = [figure(name, size, pass_name, mode, "ratio") for mode in MODES]
+                values = [figure(name, size, pass_name, mode, "seconds_ratio") for mode in MODES]
                 return None if set(values) == {"-"} else " / ".join(values)
 
-            what = f"{pass_name} at {size} px, images/s relative to `deit_tiny`: op by op / "
+            what = f"{pass_name} at {size} px, time relative to `deit_tiny`: op by op / "
             found.append((what + "CUDA graph / compiled", _cells(COLUMNS, ratios)))
     for size in SIZES:
 
         def memory(name: str, size: int = size) -> str | None:
-            value = figure(name, size, "training", "eager", "memory_ratio")
+            value = figure(name, size, "training", "eager", "bytes_ratio")
             return None if value == "-" else value
 
         what = f"training at {size} px, peak memory relative to `deit_tiny`"
         found.append((what, _cells(COLUMNS, memory)))
     return found
-
-
-def _steps_row(record: Record | None) -> tuple[str, list[str]]:
-    rows = {row["model"]: row for row in record["rows"]} if record else {}
-    steps = record["environment"]["steps"] if record else 1000
-    what = f"bfloat16 training steps, of {steps:,}, before one that is not finite"
-    return what, _cells(
-        COLUMNS, lambda name: f"{rows[name]['finite_steps']:,}" if name in rows else None
-    )
 
 
 def _recall_row(record: Record | None) -> tuple[str, list[str]]:

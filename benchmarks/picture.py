@@ -1,4 +1,4 @@
-"""Draw the README's picture from the records of benchmarks.resolution: `python -m benchmarks.picture`."""
+"""Draw the README's picture from records of benchmarks.models: `python -m benchmarks.picture`."""
 
 import json
 from pathlib import Path

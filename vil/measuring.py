@@ -4,6 +4,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def step_of(
-    model: nn.Module, images: Tensor, pass_name: str, dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    images: Tensor,
+    pass_name: str,
+    dtype: torch.dtype = torch.float32,
+    capturable: bool = False,
 ) -> Step:
     """Return a function that does one step, and put the model into its mode.
 
@@ -29,6 +34,7 @@ def step_of(
         pass_name: "inference", a forward pass; or "training": forward pass, cross-entropy where the
             output is logits and else the mean of squares, backward pass and AdamW.
         dtype: float32, or what autocast computes in.
+        capturable: Let a CUDA graph capture the step of training.
     """
     if pass_name not in PASSES:
         raise ValueError(f"pass_name must be one of {PASSES}, got {pass_name!r}")
@@ -41,7 +47,7 @@ def step_of(
 
     if pass_name == "inference":
         return infer
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=capturable)
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
 
     def train() -> None:
@@ -73,6 +79,7 @@ def in_turns(
     rounds: int,
     device: str = "cpu",
     begin: Callable[[int], object] = lambda number: None,
+    clock: Callable[[], float] | None = None,
 ) -> dict[Key, list[float]]:
     """Return the seconds per step in every counted round for each function.
 
@@ -85,21 +92,23 @@ def in_turns(
         rounds: How many are counted.
         device: Where the steps compute, "cpu" or "cuda".
         begin: Called with the number of each round, 0 for the one that is not counted.
+        clock: Returns seconds; the time of day, once all work on the device is done, if None.
     """
+    now = clock or partial(_clock, device)
     seconds: dict[Key, list[float]] = {key: [] for key in steps}
     for number in range(rounds + 1):
         begin(number)
         for key, step in steps.items():
             step()
-            start = clock(device)
+            start = now()
             for _ in range(STEPS):
                 step()
             if number:
-                seconds[key].append((clock(device) - start) / STEPS)
+                seconds[key].append((now() - start) / STEPS)
     return seconds
 
 
-def clock(device: str) -> float:
+def _clock(device: str) -> float:
     """Return the seconds of a clock when all that was started on a device is done."""
     if device != "cpu":
         torch.cuda.synchronize()

@@ -29,7 +29,6 @@ ELSEWHERE = (
     "pytest -n auto",
     "python -m vil.selfcheck",
     "python -m benchmarks.loader",
-    "python -m benchmarks.train_speed",
     "python examples/segment.py",
     "python examples/detect.py",
     "python examples/masked.py",

@@ -4,7 +4,6 @@ import pytest
 import timm
 import torch
 
-from vil import measuring
 from vil.measuring import in_turns, step_of
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -23,9 +22,8 @@ def test_training_moves_every_parameter_and_inference_none(dtype: torch.dtype) -
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_turns_leave_out_the_first_round_and_the_first_step_of_each(monkeypatch) -> None:
+def test_turns_leave_out_the_first_round_and_the_first_step_of_each() -> None:
     now, ran, begun = [0.0], [], []
-    monkeypatch.setattr(measuring, "clock", lambda device: now[0])
 
     def step(name: str, seconds: float):
         def run() -> None:
@@ -34,7 +32,9 @@ def test_turns_leave_out_the_first_round_and_the_first_step_of_each(monkeypatch)
 
         return run
 
-    seconds = in_turns({"a": step("a", 1.0), "b": step("b", 3.0)}, 2, begin=begun.append)
+    seconds = in_turns(
+        {"a": step("a", 1.0), "b": step("b", 3.0)}, 2, begin=begun.append, clock=lambda: now[0]
+    )
     assert ran == ["a", "a", "a", "b", "b", "b"] * 3
     assert seconds == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
     assert begun == [0, 1, 2]
