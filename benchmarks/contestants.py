@@ -32,12 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import delta_rule
-from benchmarks.delta_rule import DELTA_RULE, HEAD
 from benchmarks.roofline import M
 from vil.kernels import ops, reference
 
 CHUNK = 16  # tokens of a chunk of the PyTorch scan
+HEAD = 64  # channels of a head of attention
 
 MAMBA_SSM = "mamba-ssm, both directions"
 MAMBA_TRITON = "Mamba (ours, Triton)"
@@ -52,7 +51,7 @@ class Contestant:
 
     Attributes:
         name: Shown in the results.
-        task: A recurrence of the library, "attention", or "delta", which is ``delta_rule.py``'s.
+        task: A recurrence of the library, or "attention".
         run: What is timed: takes the tensors of ``arrange``, in order, and returns the output.
         ours: Whether it is this library's.
         missing: Why it cannot run on this machine, "" if it can.
@@ -126,13 +125,11 @@ def contestants() -> list[Contestant]:
         Contestant(MAMBA_TRITON, "mamba", _mamba, True),
     ]
     compiled = torch.compile(chunked_scan, dynamic=False)
-    delta, missing = delta_rule.find()
     return [
         *ours,
         mamba_ssm(),
         Contestant(COMPILED, "longhorn", compiled),
         Contestant(FLASH, "attention", attention),
-        Contestant(DELTA_RULE, "delta", delta, missing=missing),
     ]
 
 
@@ -321,8 +318,6 @@ def tensors_of(task: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the inputs of a task by name, in the order of its arguments."""
     if task == "attention":
         return {"q": inputs["x"][0], "k": inputs["x"][1], "v": inputs["z"]}
-    if task == "delta":
-        return delta_rule.inputs_of(inputs)
     left_out = ("grad",) if task == "mamba" else ("grad", "A")
     return {name: tensor for name, tensor in inputs.items() if name not in left_out}
 
@@ -336,8 +331,8 @@ def truth(task: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = tensors_of(task, inputs)
     exact = tuple(tensor.detach().double().requires_grad_() for tensor in tensors.values())
     grad = inputs["grad"].double()
-    if task in _BY_SEQUENCE:
-        out, grads = _truth_by_sequence(_BY_SEQUENCE[task], exact, grad)
+    if task == "attention":
+        out, grads = _truth_by_sequence(_exact_attention, exact, grad)
     else:
         arguments = exact if task == "mamba" else (*exact[:2], None, *exact[2:])
         out = reference.bidirectional_scan(*arguments, task)
@@ -351,9 +346,6 @@ def _exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(0, 1) for t in (q, k, v))
     weights = torch.softmax(q @ k.transpose(1, 2) / HEAD**0.5, -1)
     return (weights @ v).transpose(0, 1).flatten(1)
-
-
-_BY_SEQUENCE = {"attention": _exact_attention, "delta": delta_rule.exact}
 
 
 def _truth_by_sequence(

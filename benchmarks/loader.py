@@ -2,7 +2,7 @@
 
     python -m benchmarks.loader [--rounds 5] [--num-workers 2] [--images 512] [--output FILE]
     python -m benchmarks.loader --data /data/imagenet/train  # a sample of its images instead
-    python -m benchmarks.loader --record FILE  # the tables of a record
+    python -m benchmarks.loader --record FILE  # the table of a record
 
 The recipe is DeiT's: bicubic random resized crop to 224, flip, RandAugment rand-m9-mstd0.5-inc1.
 What is counted is the CPU time of all loader processes and of the training process's share of the
@@ -14,8 +14,7 @@ starts its loader processes anew, and their start is counted.
 
 timm mixes in its loader processes (FastCollateMixup, as its train.py does), and so do the rows of it
 that say so; this package mixes on the training device, as timm can, too, so that like for like is timm's row
-without mixing, which is its faster one. Both normalise and erase there. That part is
-timed by itself, on one core of the CPU; with a GPU it runs on that. Repeated augmentation decodes an
+without mixing, which is its faster one. Both normalise and erase there, too. Repeated augmentation decodes an
 image once for its three draws; timm has none in a single process.
 
 The images are generated: smooth random fields with noise, 500 x 375, JPEG of quality 90, 110 kB in
@@ -49,15 +48,13 @@ import timm
 import torch
 from PIL import Image
 from timm.data import FastCollateMixup, create_dataset, create_loader, create_transform
-from timm.data.loader import PrefetchLoader, fast_collate
-from torch.utils.data import default_collate
 
 import vil
 from benchmarks.provenance import processor, revision
 from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from vil.training.data.augment import BatchAugment, Transform, train_transform
+from vil.training.data.augment import Transform, train_transform
 from vil.training.data.batches import TrainData
-from vil.training.data.draws import key, seed_image
+from vil.training.data.draws import seed_image
 from vil.training.data.sources import decode
 from vil.training.distributed import World
 from vil.training.files import write_text
@@ -67,7 +64,6 @@ SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16
 MODEL = ModelConfig(name="vil_tiny", num_classes=CLASSES)
 EPOCHS = 3  # of one run, so that starting the processes weighs little
-STEPS = ("crop, resize", "flip", "RandAugment", "to tensor")  # of either's transform
 CPU = torch.device("cpu")
 RECIPE = {
     "is_training": True,
@@ -75,7 +71,6 @@ RECIPE = {
     "interpolation": "bicubic",
     "use_prefetcher": True,
 }
-ERASE = {"re_prob": 0.25, "re_mode": "pixel"}
 MIX = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1, "num_classes": CLASSES}
 
 
@@ -286,80 +281,6 @@ def differing(files: list[bytes], transform: Transform, expected: Transform) -> 
     return found
 
 
-def stages(
-    files: list[bytes], batch_size: int, decoder: Callable, transform: Any, collate: Callable
-) -> dict[str, float]:
-    """Return the CPU milliseconds per image that each stage takes in one process."""
-    milliseconds = {}
-
-    def timed(name: str, stage: Callable[[Any], Any], inputs: list[Any]) -> list[Any]:
-        start = time.thread_time()
-        outputs = [stage(item) for item in inputs]
-        milliseconds[name] = 1e3 * (time.thread_time() - start) / len(files)
-        return outputs
-
-    items = timed("decode", decoder, files)
-    seed_image(0)
-    for name, step in zip(STEPS, transform.transforms, strict=True):
-        items = timed(name, step, items)
-    images = [(item, number % CLASSES) for number, item in enumerate(items)]
-    batches = [images[i : i + batch_size] for i in range(0, len(images), batch_size)]
-    timed("collate", collate, batches)
-    return milliseconds
-
-
-def time_stages(files: list[bytes], batch_size: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return where the time goes, for timm and for ours, medians over the rounds."""
-    ours = train_transform(our_config(Path(), False, 1, 2, 0))
-    mix = FastCollateMixup(**MIX)
-    runs = {
-        "timm, mixup": partial(stages, files, batch_size, timm_decode, timm_transform(), mix),
-        "timm": partial(stages, files, batch_size, timm_decode, timm_transform(), fast_collate),
-        "ours": partial(stages, files, batch_size, our_decode, ours, default_collate),
-    }
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            gc.collect()
-            taken[name].append(run())
-        start = time.thread_time()
-        for number in range(len(files)):
-            seed_image(key("image", 0, 0, number))
-        taken["ours"][-1]["seed"] = 1e3 * (time.thread_time() - start) / len(files)
-    return {
-        name: {stage: statistics.median(row[stage] for row in rows) for stage in rows[0]}
-        for name, rows in taken.items()
-    }
-
-
-def time_reading(paths: list[Path]) -> float:
-    """Return the CPU milliseconds that reading a cached file takes."""
-    start = time.thread_time()
-    for path in paths:
-        path.read_bytes()
-    return 1e3 * (time.thread_time() - start) / len(paths)
-
-
-def time_device_part(batch_size: int, rounds: int) -> list[Row]:
-    """Time what is left to the training process, on one core."""
-    images = torch.randint(256, (batch_size, 3, 224, 224), dtype=torch.uint8)
-    targets = torch.randint(CLASSES, (batch_size,))
-    augment = BatchAugment(fill_from_weights(TrainConfig(model=MODEL), None), CPU)
-    prefetch = PrefetchLoader([(images, targets)], device=CPU, **ERASE)
-    runs = {
-        "timm: normalise, erase": lambda: list(prefetch),
-        "ours: normalise, erase, mixup": lambda: augment(images, targets, 0, 0),
-    }
-    rows = [Row(name, [], []) for name in runs]
-    for _ in range(rounds):
-        for row, run in zip(rows, runs.values(), strict=True):
-            wall, cpu = time.perf_counter(), time.process_time()
-            run()
-            row.wall_ms.append(1e3 * (time.perf_counter() - wall) / batch_size)
-            row.cpu_ms.append(1e3 * (time.process_time() - cpu) / batch_size)
-    return related(rows)
-
-
 def table(rows: list[Row]) -> str:
     """Format rows as Markdown."""
     lines = [
@@ -372,17 +293,6 @@ def table(rows: list[Row]) -> str:
             f"| {min(row.cpu_ms):.2f} | {row.core_rate:.0f} | {row.ratio:.2f} |"
         )
     return "\n".join(lines)
-
-
-def stage_table(taken: dict[str, dict[str, float]]) -> str:
-    """Format where the time goes as Markdown, a stage a line."""
-    names = list(dict.fromkeys(stage for times in taken.values() for stage in times))
-    lines = [f"| CPU ms per image | {' | '.join(taken)} |", "|---" * (len(taken) + 1) + "|"]
-    for name in names:
-        cells = [f"{times[name]:.3f}" if name in times else "-" for times in taken.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    sums = " | ".join(f"{sum(times.values()):.3f}" for times in taken.values())
-    return "\n".join([*lines, f"| sum | {sums} |"])
 
 
 def parse_args(arguments: list[str] | None) -> argparse.Namespace:
@@ -423,24 +333,12 @@ def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
     }
 
 
-def print_record(figures: dict[str, Any]) -> None:
-    """Print the tables of a record."""
-    loaders, device = (
-        related([Row(**row) for row in figures[part]]) for part in ("loaders", "device_part")
-    )
-    print(table(loaders))
-    print(
-        f"\n{stage_table(figures['stages'])}\n\nOn the training device, here one core of the CPU:\n"
-    )
-    print(table(device))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run, print the tables, write the figures if asked to, and return the exit status."""
     args = parse_args(arguments)
     if args.record:
         figures = json.loads(args.record.read_text())
-        print_record(figures)
+        print(table(related([Row(**row) for row in figures["loaders"]])))
         return int(bool(figures["different_images"]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -448,32 +346,16 @@ def main(arguments: list[str] | None = None) -> int:
         files = store(sample(args.data, args.images) if args.data else generate(args.images), root)
         settings = environment(args, files)
         print(", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
-        different = differing(
-            files, train_transform(our_config(root, False, 1, 2, 0)), timm_transform()
-        )
+        ours = train_transform(our_config(root, False, 1, 2, 0))
+        different = differing(files, ours, timm_transform())
         print(f"images of other pixels than timm's: {len(different)} of {len(files)}\n", flush=True)
         common = {"root": root, "batch_size": args.batch_size, "workers": args.num_workers}
-        loaders = compare(
-            {
-                name: partial(run, **common)
-                for i, (name, run) in enumerate(CONTESTANTS.items())
-                if not i or args.only in name
-            },
-            args.rounds,
-        )
-        where = time_stages(files, args.batch_size, args.rounds)
-        reading = time_reading(sorted(root.glob("train/*/*")))
-        where = {name: {"read": reading, **times} for name, times in where.items()}
-    device = time_device_part(args.batch_size, args.rounds)
-    figures = {
-        "environment": settings,
-        "different_images": different,
-        "loaders": [dataclasses.asdict(row) for row in loaders],
-        "stages": where,
-        "device_part": [dataclasses.asdict(row) for row in device],
-    }
-    print_record(figures)
+        chosen = {n: run for n, run in CONTESTANTS.items() if n == BASE or args.only in n}
+        rows = compare({n: partial(run, **common) for n, run in chosen.items()}, args.rounds)
+    print(table(rows))
     if args.output:
+        loaders = [dataclasses.asdict(row) for row in rows]
+        figures = {"environment": settings, "different_images": different, "loaders": loaders}
         write_text(args.output, json.dumps(figures, indent=1) + "\n")
     return int(bool(different))
 

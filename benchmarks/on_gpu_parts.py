@@ -32,7 +32,7 @@ class Part:
     own: float = 1.0
     """{seconds} as a share of the limit: the rest is for finishing what was begun."""
     settles: tuple[str, ...] = ()
-    """Beginnings of commands in PENDING.md that this part runs."""
+    """Beginnings of commands in benchmarks/README.md that this part runs."""
 
     def arguments(self, toy: bool, output: Path, state: Path, limit_s: float) -> list[str]:
         """Return the arguments of Python."""

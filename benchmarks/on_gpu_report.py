@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.on_gpu_parts import PARTS, ROOT
 
 Record = dict[str, Any]
-PENDING = ROOT / "benchmarks" / "results" / "PENDING.md"
+PENDING = ROOT / "benchmarks" / "README.md"
 NOT_RUN = "not run yet"
 
 COLUMNS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
@@ -24,7 +24,6 @@ RIVALS = (  # in the records, and in the table
     ("Mamba (ours, Triton)", "our own Mamba kernel's"),
     ("flash attention (SDPA)", "flash attention's"),
     ("PyTorch, compiled (diagonal)", "the compiled reference's"),
-    ("chunked delta rule (fla)", "fla's chunked delta rule's"),
 )
 
 
@@ -169,16 +168,16 @@ def _fractals_row(record: Record | None) -> tuple[str, list[str]]:
 
 
 def pending_commands(text: str) -> list[str]:
-    """Return the commands of PENDING.md's table, the first one of each row."""
+    """Return the commands of benchmarks/README.md's table, the first one of each row."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     found = (re.search(r"`([^`]+)` \|$", line) for line in rows)
     return [match.group(1) for match in found if match]
 
 
 def pending_table(record: Record) -> str:
-    """Tell which rows of PENDING.md the parts of this record have done."""
-    commands = pending_commands(PENDING.read_text())
-    lines = ["| row of PENDING.md | |", "|---|---|"]
+    """Tell which rows of benchmarks/README.md the parts of this record have done."""
+    commands = pending_commands(PENDING.read_text().partition("## Not run yet")[2])
+    lines = ["| row of benchmarks/README.md | |", "|---|---|"]
     for part in PARTS:
         status = record["parts"].get(part.name, {"status": NOT_RUN})["status"]
         verdict = "done" if status == "passed" and not record["environment"]["toy"] else status

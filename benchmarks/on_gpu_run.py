@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks import part_process, wheels
+from benchmarks import part_process
 from benchmarks.budget import UNFINISHED
 from benchmarks.on_gpu_parts import ROOT, Part, sources
 from benchmarks.provenance import revision
@@ -24,7 +24,6 @@ from vil.training.files import lock_folder, write_text
 RECORD = "on_gpu.json"
 SHORTEST_S = 5.0  # less than that is no time for any part
 HEARTBEAT_S = 5.0
-BUILD_WAIT_S = 60.0  # that the scans wait for mamba-ssm's kernel
 NOT_RUN, RUNNING, INTERRUPTED = "not run", "running", "interrupted"
 PASSED, FAILED, CRASHED = "passed", "failed", "crashed"
 OUT_OF_TIME, NOT_FINISHED = "timed out", "unfinished"
@@ -44,14 +43,14 @@ print(json.dumps({
 """
 
 
-def facts(site: Path) -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """Return the GPU, its architecture and the versions that parts will see; "device" None without one.
 
     Asked of another process, so that this one holds no memory of the GPU.
     """
     command = [sys.executable, "-c", _FACTS]
     found = subprocess.run(
-        command, capture_output=True, text=True, env=variables(site), timeout=300, check=False
+        command, capture_output=True, text=True, env=variables(), timeout=300, check=False
     )
     if found.returncode:
         sys.exit(f"torch cannot be used here:\n{found.stderr}")
@@ -63,9 +62,9 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def variables(site: Path) -> dict[str, str]:
-    """Return the environment variables of a part: carried packages first, then the checkout."""
-    paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
+def variables() -> dict[str, str]:
+    """Return the environment variables of a part: what they are here, and the checkout on the path."""
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -79,7 +78,6 @@ class Session:
         environment: dict[str, Any],
         minutes: float,
         toy: bool = False,
-        site: Path = ROOT,
     ) -> None:
         """Open the record, or begin it.
 
@@ -89,13 +87,12 @@ class Session:
             environment: As of ``facts``.
             minutes: Of all calls together.
             toy: Run the toys of the parts.
-            site: Folder of carried packages.
 
         Raises:
             SystemExit: the folder holds records of another device, other versions, or of toys, or
                 another process works in it.
         """
-        self.output, self.work, self.site, self.toy = output, work, site, toy
+        self.output, self.work, self.toy = output, work, toy
         self.minutes = minutes
         self.environment = environment | {"toy": toy}
         (work / "logs").mkdir(parents=True, exist_ok=True)
@@ -141,15 +138,12 @@ class Session:
         write_text(self.path, json.dumps(content, indent=1) + "\n")
         self._written = time.monotonic()
 
-    def run(
-        self, parts: Sequence[Part], again: bool = False, build_from: Path | None = None
-    ) -> bool:
+    def run(self, parts: Sequence[Part], again: bool = False) -> bool:
         """Run what is not done of some parts, in order, within what is left of the time.
 
         Args:
             parts: Which.
             again: Run them even if they are done, without what they left.
-            build_from: Folder with the source of mamba-ssm, to build its kernel.
 
         Returns:
             Whether all of them are done and passed.
@@ -158,10 +152,8 @@ class Session:
             self._renew(part, again)
         self.write()
         queue = self.queue(parts)
-        with _signals(), self._building(build_from) as build:
+        with _signals():
             for number, part in enumerate(queue):
-                if part.name == "scans":
-                    build.finish()
                 share = part.share / sum(other.share for other in queue[number:])
                 if self.left_s < SHORTEST_S:
                     print(f"the {self.minutes:g} minutes are over before {part.name}", flush=True)
@@ -218,7 +210,7 @@ class Session:
                 entry["seconds"] = round(before + time.monotonic() - start, 1)
                 self.write()
 
-        variables_ = variables(self.site) | {
+        variables_ = variables() | {
             "VIL_COMMIT": entry["commit"],
             # Kept with the logs, so that they can be brought along to the next machine.
             "TRITON_CACHE_DIR": str(self.work / "triton"),
@@ -246,14 +238,6 @@ class Session:
         self.write()
         print(f"== {part.name}: {entry['status']} after {outcome.seconds:.0f} s", flush=True)
 
-    @contextlib.contextmanager
-    def _building(self, folder: Path | None) -> Iterator["Build"]:
-        build = Build(folder, self)
-        try:
-            yield build
-        finally:
-            build.stop()
-
 
 def verdict(outcome: part_process.Outcome) -> str:
     """Return how a part ended in a word."""
@@ -262,47 +246,6 @@ def verdict(outcome: part_process.Outcome) -> str:
     if outcome.code < 0:
         return CRASHED
     return {0: PASSED, UNFINISHED: NOT_FINISHED}.get(outcome.code, FAILED)
-
-
-class Build:
-    """The building of mamba-ssm's kernel beside the first parts."""
-
-    def __init__(self, folder: Path | None, session: Session) -> None:
-        """Begin it, unless there is nothing to build or the wheel is there already."""
-        self.folder, self.session = folder, session
-        self.process: subprocess.Popen | None = None
-        if folder is None or next(folder.glob("mamba_ssm-*.whl"), None):
-            return
-        arch = session.environment["arch"] or "9.0"
-        command = [sys.executable, "-m", "benchmarks.wheels", "build", str(folder), "--arch", arch]
-        with (session.work / "logs" / "mamba_ssm.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=variables(session.site),
-                start_new_session=True,
-            )
-
-    def finish(self) -> None:
-        """Wait a little for the end; use the wheel if there is one, and stop the rest."""
-        if self.process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(min(BUILD_WAIT_S, max(self.session.left_s / 10, 0)))
-        built = self.process.poll() == 0
-        self.stop()  # before anything is timed
-        if built:
-            wheels.use(self.folder, self.session.site)
-        print(f"mamba-ssm's kernel was {'built' if built else 'not built in time'}", flush=True)
-
-    def stop(self) -> None:
-        """End it with all its compilers."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.process = None
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ Ratios to the design's roofline: ``roofline.py``.
 Without a GPU, ``--toy`` runs all of this on the CPU, our scans through the reference; its times are
 those of nothing.
 
-mamba-ssm and flash-linear-attention are optional. ``python -m benchmarks.wheels`` collects the source of
-the one's kernel and the other's wheel, on a machine with a network and torch, and builds the kernel.
+mamba-ssm is optional.
 """
 
 import argparse
@@ -42,6 +41,7 @@ from benchmarks.budget import UNFINISHED, Budget, add_seconds, time_limit
 from benchmarks.contestants import (
     COMPILED,
     FLASH,
+    HEAD,
     MAMBA_SSM,
     MAMBA_TRITON,
     Contestant,
@@ -51,10 +51,8 @@ from benchmarks.contestants import (
     tensors_of,
     truth,
 )
-from benchmarks.delta_rule import DELTA_RULE, HEAD
 from benchmarks.provenance import processor, revision
-from benchmarks.roofline import PASSES, Device, M, roofline_ms
-from benchmarks.scan_results import aims_table, draw, judge, refused, table
+from benchmarks.roofline import PASSES, Device, roofline_ms
 from vil.kernels import ops
 from vil.kernels.reference import RECURRENCES
 from vil.training.files import write_text
@@ -62,13 +60,12 @@ from vil.training.files import write_text
 SHAPES = ((128, 197, 384), (64, 197, 768), (8, 6085, 384), (1, 6085, 384))
 
 # Largest error allowed, as measured by ``worst_error``: twice the spacing of bfloat16 numbers, as
-# python -m vil.selfcheck allows. Attention also rounds its L x L weights to bfloat16, the chunked delta
-# rule several products of 64 tokens.
+# python -m vil.selfcheck allows. Attention also rounds its L x L weights to bfloat16.
 _EPS = torch.finfo(torch.bfloat16).eps
-TOLERANCES = dict.fromkeys(RECURRENCES, 2 * _EPS) | {"attention": 4 * _EPS, "delta": 8 * _EPS}
+TOLERANCES = dict.fromkeys(RECURRENCES, 2 * _EPS) | {"attention": 4 * _EPS}
 
 LIMIT_S = 240.0  # for one contestant to compile, per shape
-PEERS = (MAMBA_SSM, MAMBA_TRITON, FLASH, COMPILED, DELTA_RULE)  # that ratios are told to
+PEERS = (MAMBA_SSM, MAMBA_TRITON, FLASH, COMPILED)  # that ratios are told to
 TOY_SHAPES = ((1, 17, 64), (2, 33, 64))
 
 
@@ -279,8 +276,6 @@ def rows_of(
             for name, peer in peers.items()
             if name != contestant.name
         }
-        if MAMBA_SSM in peers:
-            row["faster_than_mamba_ssm"] = row["faster_than"].get(MAMBA_SSM, 1.0)
     return rows
 
 
@@ -326,6 +321,41 @@ def run_shape(
 def _poison() -> None:
     """Leave NaN in the memory handed out next, where a result that is not written shows."""
     torch.full((1 << 28,), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table; one that is not timed says why."""
+    lines = [
+        "| shape | pass | contestant | ms | IQR | x roofline | x faster than mamba-ssm | peak MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        shape = ", ".join(map(str, row["shape"]))
+        start = f"| {shape} | {row['pass']} | {row['contestant']} |"
+        if "ms" not in row:
+            status = row["status"].replace("|", "/")
+            emphasis = "**" if row["disagrees"] else ""
+            lines.append(f"{start} {emphasis}{status}{emphasis} | | | | |")
+            continue
+        roofline = f"{row['of_roofline']:.2f}" if row["ours"] else ""
+        rival = row["faster_than"].get(MAMBA_SSM)
+        faster = "" if rival is None else f"{rival:.2f}"
+        cells = (f"{row['ms']:.3f}", f"{row['iqr_ms']:.3f}", roofline, faster)
+        cells += (f"{row['peak_mib']:.0f}",)
+        lines.append(f"{start} {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def refused(rows: list[dict[str, Any]]) -> str:
+    """Return a line for each contestant that disagrees with the reference, and for ours if untimed.
+
+    Empty if all is well; a contestant of others may be missing or fail.
+    """
+    bad = [row for row in rows if row["disagrees"] or (row["ours"] and "ms" not in row)]
+    lines = (
+        f"REFUSED: {row['contestant']} at {tuple(row['shape'])}: {row['status']}" for row in bad
+    )
+    return "\n".join(dict.fromkeys(lines))
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -402,9 +432,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="B,L,D", help="default: all"
     )
     parser.add_argument("--repetitions", type=int, default=50, help="at least 2")
-    parser.add_argument(
-        "--output", type=Path, default=default, help="results, JSON; the picture is put beside it"
-    )
+    parser.add_argument("--output", type=Path, default=default, help="results, JSON")
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, help="seconds a contestant may take to compile"
     )
@@ -455,7 +483,7 @@ def failed_shape(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, time, print a table, write results and picture; return the exit status."""
+    """Check, time, print a table, write the results; return the exit status."""
     args = parse(arguments)
     budget = Budget(args.seconds)
     if not torch.cuda.is_available() and not args.toy:
@@ -486,7 +514,6 @@ def main(arguments: list[str] | None = None) -> int:
         save(
             args.output, about, rows
         )  # after every shape, so that a run cut short leaves what it has
-    print(aims_table(judge(rows, device.name)))
     complaint = refused(rows)
     print(complaint, end="\n" if complaint else "", file=sys.stderr)
     if missing and not complaint:
@@ -496,11 +523,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def save(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write the record, and the picture beside it."""
-    aims = judge(rows, about["name"])
-    result = {"environment": about, "tolerances": TOLERANCES, "rows": rows, "aims": aims}
+    """Write the record."""
+    result = {"environment": about, "tolerances": TOLERANCES, "rows": rows}
     write_text(path, json.dumps(result, indent=1))
-    draw(path.with_suffix(".png"), rows, f"Bidirectional scans, bfloat16, M = {M}, {about['name']}")
 
 
 if __name__ == "__main__":

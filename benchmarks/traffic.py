@@ -1,6 +1,6 @@
 """Count the bytes that a block moves through memory, without a GPU and without computing anything.
 
-    python -m benchmarks.traffic [MODEL] [--img-size 224] [--instructions] [--every-kernel]
+    python -m benchmarks.traffic [MODEL] [--img-size 224] [--every-kernel]
 
 One block of a model goes forth and back on tensors without data, in bfloat16 under autocast, 128 images at a
 time. Each operation of PyTorch counts as one kernel that reads its inputs and writes its outputs once; of our own
@@ -12,14 +12,11 @@ kernels: a GPU moves more, or less where a tensor written is still in its L2 whe
 Autocast is that of CPUs, which takes the same operations of these models to bfloat16 as that of GPUs; the
 kernels are cut as for an H200. Printed are bytes per token of the three passes, beside those of timm's
 deit_tiny_patch16_224 with fused attention, and the least time in which an H200 moves them; with
-``--every-kernel``, a table of each pass. With ``--instructions``, the time of a kernel of ours is that of its
-instructions where that is longer, at the highest clock: counted by ``static_cost``, which compiles them for the
-channels and states of vil_tiny, and scaled to the model's. Matrix products go by their bytes.
+``--every-kernel``, a table of each pass.
 """
 
 import argparse
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Iterator
@@ -48,7 +45,6 @@ PEER = "deit_tiny_patch16_224"
 # An H200.
 BANDWIDTH = 4.8e12  # bytes per second
 MULTIPROCESSORS = 132
-LANE_INSTRUCTIONS = MULTIPROCESSORS * 128 * 1.75e9  # per second
 
 # Kernel -> argument -> how often it is read and written, each element of it. What is None at a launch is
 # not; of `y`, that a scan which saves writes twice, see `touches`. Parameters are read once.
@@ -275,83 +271,9 @@ def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]]]:
     return tokens, found
 
 
-def variant_name(one: Launch) -> str:
-    """Return which variant of ``static_cost`` a launch is."""
-    known, given = kernel_name(one), one.arguments
-    if known in _VARIANTS:
-        return _VARIANTS[known]
-    module, _, function = known.partition(".")
-    name = function.removeprefix("_").removesuffix("_kernel")
-    if module == "conv":
-        return f"conv_{name}" + ("" if given["order_ptr"] is None else "_order")
-    if module == "sequential":
-        family = "mamba" if given["MAMBA"] else "diagonal"
-    else:
-        family = "exact"
-    saving = name == "forward" and given["states_ptr"] is not None
-    return f"{family}_{name}" + ("_saving" if saving else "")
-
-
-_VARIANTS = {
-    "sequential_tokens._pack_kernel": "sequential_pack",
-    "exact_keys._gram_kernel": "exact_gram",
-    "exact_keys._keys_kernel": "exact_keys",
-}
-
-
-@functools.cache
-def _instructions_per_token(name: str, inner: int, states: int, blocks: int) -> float:
-    """Return what the lanes issue for a token in both directions, by compiling a variant for sm_90.
-
-    Args:
-        name: Of the variant.
-        inner: Channels of the scan.
-        states: Per channel.
-        blocks: Of channels, which only one kernel goes through.
-    """
-    from benchmarks import static_cost  # importing it turns Triton's interpreter off
-
-    variant = next(v for v in static_cost.VARIANTS if v.name == name)
-    cost = static_cost.cost(variant, "90")
-    lanes = 32 * cost.warps
-    of_a_token = {
-        "update": 2 * inner * states,
-        "token-channel and direction": 2 * inner,
-        "element of x": inner,
-        "token and direction": 2 * lanes,
-    }
-    if variant.unit in of_a_token:
-        return cost.per_unit * of_a_token[variant.unit]
-    rest = (cost.instructions - cost.loops[0]) / variant.units
-    return 2 * lanes * (rest + cost.per_unit * blocks)
-
-
-def seconds_per_token(
-    kernel: Kernel, tokens: int, inner: int, states: int, issue: bool
-) -> tuple[float, float]:
-    """Return the least time that an H200 takes for a kernel, for each token: to move and to issue.
-
-    Args:
-        kernel: Of a block.
-        tokens: That it was counted for.
-        inner: Channels of the scan.
-        states: Per channel.
-        issue: Whether to count the instructions of our kernels; those of others are taken for nothing.
-    """
-    moving = kernel.bytes / tokens / BANDWIDTH
-    if kernel.launch is None or not issue:
-        return moving, 0.0
-    blocks = kernel.launch.arguments.get("blocks", 1)
-    instructions = _instructions_per_token(variant_name(kernel.launch), inner, states, blocks)
-    return moving, instructions / LANE_INSTRUCTIONS
-
-
-def table(kernels: list[Kernel], tokens: int, inner: int, states: int, issue: bool) -> str:
-    """Return a Markdown table of kernels, for each token: bytes, and ns to move them and to issue."""
-    lines = [
-        "| kernel | reads | writes | bytes | ns to move | ns to issue |",
-        "|---|---|---|---|---|---|",
-    ]
+def table(kernels: list[Kernel], tokens: int) -> str:
+    """Return a Markdown table of kernels, for each token: bytes, and ns to move them."""
+    lines = ["| kernel | reads | writes | bytes | ns to move |", "|---|---|---|---|---|"]
     for kernel in kernels:
         reads, writes = (
             ", ".join(
@@ -359,12 +281,9 @@ def table(kernels: list[Kernel], tokens: int, inner: int, states: int, issue: bo
             )
             for side in (False, True)
         )
-        moving, issuing = seconds_per_token(kernel, tokens, inner, states, issue)
-        issued = f"{1e9 * issuing:.2f}" if issuing else ""
-        lines.append(
-            f"| {kernel.name} | {reads} | {writes} | {kernel.bytes / tokens:.0f} "
-            f"| {1e9 * moving:.2f} | {issued} |"
-        )
+        moved = kernel.bytes / tokens
+        cells = (kernel.name, reads, writes, f"{moved:.0f}", f"{1e9 * moved / BANDWIDTH:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -375,7 +294,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("model", nargs="?", default="vil_tiny", metavar="MODEL")
     parser.add_argument("--img-size", type=int, default=224, help="pixels; default: 224")
-    parser.add_argument("--instructions", action="store_true", help="compile and count them, too")
     parser.add_argument("--every-kernel", action="store_true", help="also a table of each pass")
     args = parser.parse_args(arguments)
     rows = [
@@ -384,19 +302,14 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     peer_tokens, peer = count(PEER, args.img_size)
     tokens, own = count(args.model, args.img_size)
-    mixer = next(
-        m for m in timm.create_model(args.model, depth=1).modules() if hasattr(m, "d_state")
-    )
-    sizes = (mixer.D.shape[1], mixer.d_state, args.instructions)
     for name in PASSES:
         of_peer = sum(kernel.bytes for kernel in peer[name]) / peer_tokens
         of_own = sum(kernel.bytes for kernel in own[name]) / tokens
-        ns = 1e9 * sum(max(seconds_per_token(kernel, tokens, *sizes)) for kernel in own[name])
-        peer_ns = 1e9 * of_peer / BANDWIDTH
+        peer_ns, ns = (1e9 * moved / BANDWIDTH for moved in (of_peer, of_own))
         rows.append(f"| {PEER} | {name} | {of_peer:.0f} | {peer_ns:.2f} | |")
         rows.append(f"| {args.model} | {name} | {of_own:.0f} | {ns:.2f} | {of_own / of_peer:.2f} |")
         if args.every_kernel:
-            print(f"{args.model}, {name}\n\n{table(own[name], tokens, *sizes)}\n")
+            print(f"{args.model}, {name}\n\n{table(own[name], tokens)}\n")
     print("\n".join(rows))
 
 

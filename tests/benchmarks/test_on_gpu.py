@@ -22,8 +22,6 @@ def test_every_part_runs_as_a_toy(tmp_path: Path) -> None:
             "--toy",
             "--output",
             output,
-            "--wheels",
-            "/nowhere",
         ],
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import contestants, delta_rule, scan, scan_results
+from benchmarks import contestants, scan
 from benchmarks.contestants import Contestant
 
 
@@ -34,21 +34,6 @@ def fake_selective_scan(
     return (torch.stack(outputs, -1) + D[:, None] * u) * F.silu(z)
 
 
-def fake_chunk_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool
-) -> tuple[Tensor, None]:
-    """Compute what flash-linear-attention documents, token by token: q, k, v (B, L, H, N)."""
-    assert use_qk_l2norm_in_kernel
-    q, k = (F.normalize(t, dim=-1) for t in (q, k))
-    state, outputs = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]), []
-    for t in range(q.shape[1]):
-        seen = (state * k[:, t, ..., None]).sum(-2)
-        error = beta[:, t, :, None] * (v[:, t] - seen)
-        state = state + k[:, t, ..., None] * error[..., None, :]
-        outputs.append((state * q[:, t, ..., None]).sum(-2) / q.shape[-1] ** 0.5)
-    return torch.stack(outputs, 1), None
-
-
 def error_in_float64(contestant: Contestant, shape: tuple[int, int, int]) -> float:
     """Return the worst error of outputs and gradients, in float64."""
     inputs = contestants.make_inputs(shape, "cpu", torch.float64)
@@ -72,12 +57,6 @@ def test_layout_for_mamba_ssm_matches_reference() -> None:
 def test_attention_matches_softmax() -> None:
     contestant = Contestant("SDPA", "attention", contestants.attention)
     assert error_in_float64(contestant, (2, 9, 128)) < 1e-12
-
-
-def test_delta_rule_of_both_directions_matches_the_triangular_system() -> None:
-    run = delta_rule.both_ways(fake_chunk_delta_rule)
-    contestant = Contestant("fla", "delta", run)
-    assert error_in_float64(contestant, (2, 21, 128)) < 1e-12
 
 
 def wrong_gradient(*tensors: Tensor) -> Tensor:
@@ -132,5 +111,5 @@ def test_gate(run: Callable[..., Tensor], status: str, disagrees: bool) -> None:
 
 def test_failure_of_ours_is_refused_but_not_of_others() -> None:
     row = {"shape": [1, 1, 64], "contestant": "it", "status": "failed", "disagrees": False}
-    assert scan_results.refused([{**row, "ours": True}])
-    assert not scan_results.refused([{**row, "ours": False}])
+    assert scan.refused([{**row, "ours": True}])
+    assert not scan.refused([{**row, "ours": False}])

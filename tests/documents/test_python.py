@@ -1,6 +1,6 @@
 """The Python of the documents runs, each page from its beginning to its end, as if typed into one session.
 
-tests/vil runs docs/export.md with smaller models, and docs/measuring.md, which teaches other packages' counters.
+tests/vil runs docs/export.md with smaller models, and docs/speed.md, which teaches other packages' counters.
 """
 
 import json
@@ -19,7 +19,7 @@ import vil
 from tests.documents.pages import ROOT, blocks
 
 PAGES = sorted(
-    {"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export", "measuring"}
+    {"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export", "speed"}
 )
 OPTIONAL = "pytorch_grad_cam"  # no dependency of the tests: without it its block alone is left out
 

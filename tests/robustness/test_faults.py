@@ -1,4 +1,4 @@
-"""Every fault of docs/faults.md, injected: nothing may be lost."""
+"""Every fault of tools/faults/FAULTS.md, injected: nothing may be lost."""
 
 from collections.abc import Iterator
 

@@ -209,7 +209,7 @@ def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
     cam = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
     assert cam.shape == (2, *grid.values())
     assert (cam.flatten(1).amax(1) > 0).all()
-    # After the last mixer nothing but what is pooled has a gradient, as docs/features.md says.
+    # After the last mixer nothing but what is pooled has a gradient, as docs/inspect.md says.
     last = model.reshape_transform(kept["last block"].grad, **grid)
     assert bool(last.any()) is (pool == "avg")
 

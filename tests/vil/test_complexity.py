@@ -68,7 +68,7 @@ def test_calflops_counts_what_count_macs_does(model: nn.Module, calflops) -> Non
     assert before < count(SIZES[0])
 
 
-DOCUMENTED = blocks("measuring")
+DOCUMENTED = blocks("speed")
 
 
 @pytest.mark.ci

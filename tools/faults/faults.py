@@ -1,6 +1,6 @@
 """Inject faults into training runs, and tell what became of each and what was lost.
 
-    python -m tools.faults.faults [--only NAME ...] [--output docs/faults.md]
+    python -m tools.faults.faults [--only NAME ...] [--output tools/faults/FAULTS.md]
 
 Each fault is injected into train_imagenet.py, run in a process of its own on the CPU with a minuscule
 model, and into nothing else. Ends with status 1 if anything was lost.
@@ -24,7 +24,7 @@ from vil.training.run.setup import versions
 _HEAD = """\
 # Faults
 
-`python -m tools.faults.faults --output docs/faults.md` injects each of these faults into a small run of
+`python -m tools.faults.faults --output tools/faults/FAULTS.md` injects each of these faults into a small run of
 `train_imagenet.py` and writes this page. "The same bits" are those of the weights, their average, the
 optimiser's state, the log and the best checkpoint.
 
@@ -33,7 +33,7 @@ optimiser's state, the log and the best checkpoint.
 """
 
 
-_DISKS = Path(__file__).resolve().parents[2] / "docs" / "disk_faults.md"
+_DISKS = Path(__file__).resolve().parent / "DISK_FAULTS.md"
 
 
 def of_disks() -> str:

@@ -4,7 +4,7 @@
 
 A scan is linear in its values, so that for given keys, queries and steps each block has an exact matrix of
 what every token reads from every other (``scans.py``). Gradients give what any model of timm rests on
-(``gradients.py``), and ``drawing.py`` lays all of it over the image. docs/maps.md says which of these maps are
+(``gradients.py``), and ``drawing.py`` lays all of it over the image. docs/inspect.md says which of these maps are
 faithful to the model and which are not.
 """
 

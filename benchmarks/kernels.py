@@ -1,0 +1,227 @@
+"""Count what the Triton kernels cost, without a GPU: registers, spills, shared memory, instructions.
+
+    python -m benchmarks.kernels [--arch 90 gfx942] [--models vil_tiny vim_tiny] [--record]
+
+Compiles every kernel that a step of training or of evaluation launches (``vil.warmup``): in bfloat16, for a batch that
+fills the GPU and for one long image, whose sequence is cut, and for weights of another grid. For NVIDIA it
+reads the machine code with the disassembler that Triton ships; for AMD it reads what the compiler says of it.
+
+Below the table it prints what changed since the record of the installed Triton version in ``results/kernels.json``: every
+version compiles the kernels differently. ``--record`` writes the new figures there. A loop is what lies between a label
+and the last branch back to it, if no other loop lies there too. Latencies and cache misses are not modelled, so
+these numbers show when a kernel gets worse, but do not replace a measurement.
+"""
+
+import os
+
+os.environ.pop("TRITON_INTERPRET", None)  # what the interpreter has wrapped cannot be compiled
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from vil.kernels import backends
+from vil.kernels.triton import tuning
+from vil.training.files import write_text
+from vil.warmup import launches
+
+ARCHITECTURES = ("80", "90", "100", "120", "gfx942")
+MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
+SHAPES = {"batch": (128, 224, 224), "long": (1, 1024, 1024), "grid": (128, 384, 224)}
+"""Batch, size in pixels, and the size that the weights were trained at."""
+PROCESSORS = 132  # an H100's, which decide how the long sequence is cut
+RECORDS = Path(__file__).parent / "results" / "kernels.json"
+Figures = dict[str, Any]
+
+
+class Driver:
+    """What Triton asks of a GPU before it launches, for one that is not there."""
+
+    def __init__(self, arch: str) -> None:
+        """Create a driver; ``arch`` is a compute capability without its point, or an AMD name."""
+        amd = arch.startswith("gfx")
+        self.target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
+        self.number = ARCHITECTURES.index(arch)
+
+    def get_current_device(self) -> int:
+        """Return a number of its own for each architecture, by which Triton keeps what it compiled."""
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what to compile for."""
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        """Return where the tensors are."""
+        return torch.device("cpu")
+
+
+def compiled_kernels(arch: str, models: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Compile what models launch, each kernel once; yields its name and what Triton made.
+
+    Args:
+        arch: As of ``Driver``.
+        models: Names of this package.
+    """
+    triton.runtime.driver.set_active(Driver(arch))
+    amd = arch.startswith("gfx")
+    tuning.architecture = lambda device: arch if amd else f"sm_{arch}"
+    tuning.compiles_for_nvidia = lambda: not amd
+    backends._check_serves = lambda name, device, asked_by: None
+    tuning.segments = lambda warps, chunks, device, overhead: tuning.segments_for(
+        PROCESSORS, warps, chunks, overhead
+    )
+    seen: set[str] = set()
+    for model, (shape, (batch, size, trained)) in itertools.product(models, SHAPES.items()):
+        net = timm.create_model(model, img_size=trained, depth=1)
+        net.set_input_size(size)
+        noted = launches(net, batch, size, torch.bfloat16, torch.device("cpu"))
+        for mode, launch in ((name, one) for name, own in noted.items() for one in own):
+            kernel = launch.kernel.warmup(**launch.arguments, grid=(1,))
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                module = launch.kernel.__module__.rpartition(".")[2]
+                function = launch.kernel.__name__.strip("_").removesuffix("_kernel")
+                yield f"{module}.{function}, {model}, {shape}, {mode}", kernel
+
+
+def figures(kernel: Any) -> Figures:
+    """Count what a compiled kernel costs; instructions and loops of NVIDIA's only.
+
+    Returns:
+        "warps" of a program, vector "registers" of a lane, "spills" (instructions that access spilled registers, or
+        on AMD spilled registers), bytes of "shared" memory, "instructions", and "loops": the lengths of inner ones.
+    """
+    found = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+    if "amdgcn" in kernel.asm:
+        listing = kernel.asm["amdgcn"]
+        for name, field in (("registers", "vgpr_count"), ("spills", "vgpr_spill_count")):
+            found[name] = int(re.search(rf"\.{field}:\s*(\d+)", listing)[1])
+        return found
+    registers, listing = _disassemble(kernel.asm["cubin"])
+    opcodes, loops = _parse(listing)
+    spills = sum(opcode in ("LDL", "STL") for opcode in opcodes)
+    found |= {"registers": registers, "spills": spills}
+    return found | {"instructions": len(opcodes), "loops": loops}
+
+
+def _disassemble(cubin: bytes) -> tuple[int, str]:
+    """Return the registers of a lane and the disassembly."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+
+        def output_of(tool: str, *options: str) -> str:
+            command = [getattr(triton.knobs.nvidia, tool).path, *options, str(path)]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        usage = output_of("cuobjdump", "-res-usage")
+        return int(re.search(r"REG:(\d+)", usage)[1]), output_of("nvdisasm", "-c")
+
+
+def _parse(listing: str) -> tuple[list[str], list[int]]:
+    """Return the opcode of every instruction, without modifiers, and the lengths of inner loops."""
+    labels: dict[str, int] = {}
+    opcodes: list[str] = []
+    ends: dict[int, int] = {}  # of loops, by first instruction
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = len(opcodes)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ +)?([A-Z]\w*)", line):
+            branch = re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)
+            start = labels.get(branch[1]) if branch else None
+            # A branch to itself is the trap behind every kernel's end; only padding follows it.
+            if start is not None and start < len(opcodes):
+                ends[start] = len(opcodes) + 1
+            opcodes.append(instruction[1])
+    while opcodes[-1] == "NOP":
+        opcodes.pop()
+    loops = [
+        end - start
+        for start, end in ends.items()
+        if not any(start <= s and e <= end for s, e in ends.items() if s != start)
+    ]
+    return opcodes, sorted(loops, reverse=True)
+
+
+COLUMNS = ("warps", "registers", "spills", "shared", "instructions", "loops")
+
+
+def table(found: dict[str, Figures]) -> str:
+    """Return the figures by kernel as a Markdown table."""
+    lines = [f"| kernel | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for name, one in found.items():
+        cells = [str(one.get(column, "-")).strip("[]") for column in COLUMNS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def changes(old: dict[str, Figures], new: dict[str, Figures]) -> list[str]:
+    """Return a line for every kernel in ``new`` whose figures differ from those in ``old``."""
+    lines = []
+    for name, one in new.items():
+        before = old.get(name)
+        if before is None:
+            lines.append(f"{name}: not recorded yet")
+        elif before != one:
+            names = [key for key in one if one[key] != before.get(key)]
+            what = ", ".join(f"{key} {before.get(key)} -> {one[key]}" for key in names)
+            lines.append(f"{name}: {what}")
+    return lines
+
+
+def costs(arch: str, models: Sequence[str]) -> dict[str, Figures]:
+    """Return the figures of every kernel of an architecture by name; names that repeat are numbered."""
+    found: dict[str, Figures] = {}
+    for name, kernel in compiled_kernels(arch, models):
+        key = f"{arch} {name}"
+        same = sum(other.startswith(key) for other in found)
+        found[f"{key} ({same + 1})" if same else key] = figures(kernel)
+    return found
+
+
+def write_records(records: dict[str, dict[str, Figures]]) -> None:
+    """Write the figures by version of Triton and kernel, a line for each kernel."""
+    versions = []
+    for version, rows in sorted(records.items()):
+        lines = (f"{json.dumps(name)}: {json.dumps(one)}" for name, one in rows.items())
+        versions.append(f" {json.dumps(version)}: {{\n  " + ",\n  ".join(lines) + "\n }")
+    write_text(RECORDS, "{\n" + ",\n".join(versions) + "\n}\n")
+
+
+def main() -> None:
+    """Print the table and what changed since the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
+    parser.add_argument("--record", action="store_true", help="write the figures into the record")
+    args = parser.parse_args()
+    records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
+    own = records.setdefault(triton.__version__, {})
+    for arch in args.arch:
+        found = costs(arch, args.models)
+        print(table(found))
+        print(f"\nSince the record of Triton {triton.__version__}:")
+        print("\n".join(changes(own, found)) or "nothing changed", flush=True)
+        if args.record:
+            own |= found
+            write_records(records)
+
+
+if __name__ == "__main__":
+    main()
