@@ -29,6 +29,7 @@ ELSEWHERE = (
     "pytest -n auto",
     "python -m vil.selfcheck",
     "python -m benchmarks.loader",
+    "python -m benchmarks.models",
     "python examples/segment.py",
     "python examples/detect.py",
     "python examples/masked.py",
