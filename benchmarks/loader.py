@@ -44,13 +44,11 @@ from typing import Any
 
 import numpy as np
 import PIL
-import timm
 import torch
 from PIL import Image
 from timm.data import FastCollateMixup, create_dataset, create_loader, create_transform
 
-import vil
-from benchmarks.provenance import processor, revision
+from benchmarks import provenance
 from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.training.data.augment import Transform, train_transform
 from vil.training.data.batches import TrainData
@@ -121,27 +119,19 @@ def sample(folder: Path, count: int) -> Iterator[bytes]:
 def store(images: Iterable[bytes], root: Path) -> list[bytes]:
     """Write images as a folder per class and as shards below a folder; the classes mean nothing."""
     files = list(images)
-    for label in range(CLASSES):
-        (root / "train" / str(label)).mkdir(parents=True)
-    (root / "shards").mkdir()
-    first = 0
+    for folder in (*(f"train/{label}" for label in range(CLASSES)), "shards"):
+        (root / folder).mkdir(parents=True)
     for shard in range(SHARDS):
-        stop = (shard + 1) * len(files) // SHARDS
+        first, stop = (n * len(files) // SHARDS for n in (shard, shard + 1))
         with tarfile.open(root / "shards" / f"train-{shard:04d}.tar", "w") as tar:
             for number in range(first, stop):
-                store_one(files[number], number, root, tar)
-        first = stop
+                label = str(number % CLASSES)
+                (root / "train" / label / f"{number:06d}.jpg").write_bytes(files[number])
+                for suffix, part in (("jpg", files[number]), ("cls", label.encode())):
+                    member = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                    member.size = len(part)
+                    tar.addfile(member, io.BytesIO(part))
     return files
-
-
-def store_one(content: bytes, number: int, root: Path, tar: tarfile.TarFile) -> None:
-    """Write an image to its class folder and into a shard."""
-    label = str(number % CLASSES)
-    (root / "train" / label / f"{number:06d}.jpg").write_bytes(content)
-    for suffix, part in (("jpg", content), ("cls", label.encode())):
-        member = tarfile.TarInfo(f"{number:06d}.{suffix}")
-        member.size = len(part)
-        tar.addfile(member, io.BytesIO(part))
 
 
 def our_config(
@@ -317,20 +307,16 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
 
 def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
     """Return what the figures depend on."""
+    kilobytes = statistics.mean(len(file) for file in files) / 1e3
     return {
-        "processor": processor(),
         "cores": os.cpu_count(),
         "workers": args.num_workers,
         "batch": args.batch_size,
         "images": len(files),
-        "kB_per_image": round(statistics.mean(len(file) for file in files) / 1e3, 1),
+        "kB_per_image": round(kilobytes, 1),
         "data": "sampled" if args.data else "generated",
         "pillow": PIL.__version__,
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "vil": vil.__version__,
-        "commit": revision(),
-    }
+    } | provenance.environment()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,8 +31,6 @@ class Part:
     """File that the command writes."""
     own: float = 1.0
     """{seconds} as a share of the limit: the rest is for finishing what was begun."""
-    settles: tuple[str, ...] = ()
-    """Beginnings of commands in benchmarks/README.md that this part runs."""
 
     def arguments(self, toy: bool, output: Path, state: Path, limit_s: float) -> list[str]:
         """Return the arguments of Python."""
@@ -112,7 +110,6 @@ PARTS = (
         250,
         (*_GPU_TESTS, *_SHAPE_TESTS, "-n", "14"),
         _GPU_TESTS,
-        settles=("pytest -m gpu",),
     ),
     Part(
         "selfcheck",
@@ -120,7 +117,6 @@ PARTS = (
         150,
         ("-m", "vil.selfcheck"),
         ("-m", "vil.selfcheck"),
-        settles=("python -m vil.selfcheck",),
     ),
     Part(
         "scans",
@@ -130,7 +126,6 @@ PARTS = (
         (*_SCAN, "--toy", "--repetitions", "2"),
         record="scan.json",
         own=0.65,
-        settles=("python -m benchmarks.scan",),
     ),
     Part(
         "models",
@@ -143,7 +138,6 @@ PARTS = (
         (*_MODELS, "--sizes", "32:1", "--rounds", "1"),
         record="models.json",
         own=0.85,
-        settles=("python -m benchmarks.models",),
     ),
     Part(
         "steps",
@@ -164,7 +158,6 @@ PARTS = (
         (*_TUNE, "--toy"),
         record="tune.json",
         own=0.9,
-        settles=("python -m benchmarks.tune",),
     ),
     Part(
         "recall",

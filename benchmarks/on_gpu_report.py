@@ -1,15 +1,13 @@
 """Tables of what ``on_gpu.py`` found, from its records alone."""
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.on_gpu_parts import PARTS, ROOT
+from benchmarks.on_gpu_parts import PARTS
 
 Record = dict[str, Any]
-PENDING = ROOT / "benchmarks" / "README.md"
 NOT_RUN = "not run yet"
 
 COLUMNS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
@@ -44,8 +42,7 @@ def report(folder: Path) -> str:
     title = f"{environment['device'] or 'no GPU'}, {versions}"
     if environment["toy"]:
         title = f"TOY: nothing below was measured on a GPU, nor means anything. {title}"
-    pending = pending_table(records["on_gpu"])
-    return "\n\n".join((title, parts_table(records["on_gpu"]), main_table(records), pending))
+    return "\n\n".join((title, parts_table(records["on_gpu"]), main_table(records)))
 
 
 def parts_table(record: Record) -> str:
@@ -162,25 +159,3 @@ def _fractals_row(record: Record | None) -> tuple[str, list[str]]:
     return what, _cells(
         CLASSIFIERS, lambda name: f"{runs[name]['top1']:.1f}" if name in runs else None
     )
-
-
-# ----------------------------------------------------------------------------------- what is done
-
-
-def pending_commands(text: str) -> list[str]:
-    """Return the commands of benchmarks/README.md's table, the first one of each row."""
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    found = (re.search(r"`([^`]+)` \|$", line) for line in rows)
-    return [match.group(1) for match in found if match]
-
-
-def pending_table(record: Record) -> str:
-    """Tell which rows of benchmarks/README.md the parts of this record have done."""
-    commands = pending_commands(PENDING.read_text().partition("## Not run yet")[2])
-    lines = ["| row of benchmarks/README.md | |", "|---|---|"]
-    for part in PARTS:
-        status = record["parts"].get(part.name, {"status": NOT_RUN})["status"]
-        verdict = "done" if status == "passed" and not record["environment"]["toy"] else status
-        for start in part.settles:
-            lines += [f"| `{c}` | {verdict} |" for c in commands if c.startswith(start)]
-    return "\n".join(lines)

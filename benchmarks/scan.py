@@ -25,7 +25,6 @@ import argparse
 import importlib.metadata
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import vil
+from benchmarks import provenance
 from benchmarks.budget import UNFINISHED, Budget, add_seconds, time_limit
 from benchmarks.contestants import (
     COMPILED,
@@ -51,7 +50,6 @@ from benchmarks.contestants import (
     tensors_of,
     truth,
 )
-from benchmarks.provenance import processor, revision
 from benchmarks.roofline import PASSES, Device, roofline_ms
 from vil.kernels import ops
 from vil.kernels.reference import RECURRENCES
@@ -361,24 +359,6 @@ def refused(rows: list[dict[str, Any]]) -> str:
 # -------------------------------------------------------------------------------------------- main
 
 
-def version_of(package: str) -> str:
-    """Return the version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def driver_version() -> str:
-    """Return the version of the GPU's driver, or "unknown"."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.partition("\n")[0].strip()
-
-
 def probe() -> Device:
     """Read the GPU's clock from the driver and measure its bandwidth."""
     from triton.runtime import driver
@@ -404,16 +384,13 @@ def probe() -> Device:
 
 def environment(device: Device) -> dict[str, Any]:
     """Return what the times depend on."""
-    return {
-        **asdict(device),
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "mamba-ssm": version_of("mamba-ssm"),
-        "vil": vil.__version__,
-        "commit": revision(),
-    }
+    versions = {}
+    for package in ("triton", "mamba-ssm"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return asdict(device) | {"cuda": torch.version.cuda} | versions | provenance.environment()
 
 
 def shape_of(text: str) -> tuple[int, int, int]:
@@ -490,7 +467,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("benchmarks.scan times GPU kernels: it needs a CUDA GPU", file=sys.stderr)
         return 2
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    device = Device(f"toy on {processor()}", 1, 1e9, 1e9) if args.toy else probe()
+    device = Device(f"toy on {provenance.processor()}", 1, 1e9, 1e9) if args.toy else probe()
     clock = WallClock() if args.toy else CudaClock(device.clock_hz)
     backend, place = ("reference", "cpu") if args.toy else ("triton", "cuda")
     about = environment(device)
@@ -511,21 +488,14 @@ def main(arguments: list[str] | None = None) -> int:
             new = failed_shape(shape, players, error)
         rows += new
         print(table(new), flush=True)
-        save(
-            args.output, about, rows
-        )  # after every shape, so that a run cut short leaves what it has
+        result = {"environment": about, "tolerances": TOLERANCES, "rows": rows}
+        write_text(args.output, json.dumps(result, indent=1))  # a run cut short leaves what it has
     complaint = refused(rows)
     print(complaint, end="\n" if complaint else "", file=sys.stderr)
     if missing and not complaint:
         print(f"the time is up, missing: {missing}; --resume continues", file=sys.stderr)
         return UNFINISHED
     return int(bool(complaint))
-
-
-def save(path: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write the record."""
-    result = {"environment": about, "tolerances": TOLERANCES, "rows": rows}
-    write_text(path, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
