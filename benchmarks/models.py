@@ -41,6 +41,7 @@ from benchmarks.provenance import environment
 from vil.loading import create
 from vil.measuring import PASSES, Step, in_turns, step_of, watch_memory
 from vil.training.files import write_text
+from vil.weights import is_own
 
 Program = Callable[[Tensor], Tensor]
 Row = dict[str, Any]
@@ -94,7 +95,7 @@ def onnx_runtime(name: str, cell: Row, folder: Path) -> Program:
     """Return a model as ONNX Runtime runs it, with the weights of ``build``."""
     import onnxruntime
 
-    extra = {"exportable": True} if name.startswith(("vil", "vim")) else {}
+    extra = {"exportable": True} if is_own(name) else {}
     model, images = build(name, cell, **extra)
     model.load_state_dict(build(name, cell)[0].state_dict())
     file = folder / f"{name}.onnx"
