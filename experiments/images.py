@@ -31,7 +31,8 @@ import torch
 
 from benchmarks.budget import UNFINISHED, Budget, add_seconds
 from experiments import fashion_mnist, variants
-from experiments.records import CHOICE_SEED, Record, Row, product, run_all, select
+from experiments.records import Record, Row, product, run_all, select
+from experiments.statistics import CHOICE_SEED
 from vil.training.config import TrainConfig
 from vil.training.data.batches import TrainData, ValData
 from vil.training.data.draws import seed_everything

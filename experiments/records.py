@@ -1,8 +1,7 @@
 """Records of experiments: runs, each with its seed and figures, in one JSON file that can be continued.
 
 A record names the command, the commit and the machine. It is written after every run, so that the same
-command finishes what an interrupted one began; with other settings or at another commit it refuses. One
-*in pieces* may grow on several machines, at several commits and with several versions, which its runs name.
+command finishes what an interrupted one began; with other settings or at another commit it refuses.
 """
 
 import itertools
@@ -10,7 +9,6 @@ import json
 import multiprocessing
 import os
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -24,24 +22,20 @@ from benchmarks.provenance import environment
 from vil.training.files import write_text
 
 Row = dict[str, Any]
-CHOICE_SEED = 100  # of runs that choose a learning rate, which are not reported
 
 
 class Record:
     """The runs of one experiment."""
 
-    def __init__(self, path: Path, settings: dict[str, Any], in_pieces: bool = False) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         """Open a record, or begin it.
 
         Args:
             path: JSON file, read if it exists.
             settings: What all runs share.
-            in_pieces: Each run names its device, its commit, and the versions that differ from those
-                of the first run.
 
         Raises:
-            SystemExit: the file holds runs of other settings or, unless in pieces, of other versions,
-                another commit or another machine.
+            SystemExit: the file holds runs of other settings or versions, another commit or another machine.
         """
         self.path = path
         self.head = {
@@ -49,17 +43,9 @@ class Record:
             "environment": environment(),
             "settings": json.loads(json.dumps(settings)),
         }
-        self.where: Row = {}
-        if in_pieces:
-            here = self.head["environment"]
-            self.where = {part: here.pop(part) for part in ("device", "commit")}
         self.rows: list[Row] = []
         if path.exists():
             content = json.loads(path.read_text())
-            if in_pieces:
-                first = content["environment"]
-                self.where |= {part: here[part] for part in here if here[part] != first.get(part)}
-                self.head["environment"] = first
             for part in ("settings", "environment"):
                 if content[part] != self.head[part]:
                     sys.exit(f"{path} has {part} {content[part]}, now they are {self.head[part]}")
@@ -71,7 +57,7 @@ class Record:
 
     def add(self, row: Row) -> None:
         """Add a run and write the file."""
-        self.rows.append(row | self.where)
+        self.rows.append(row)
         write_text(self.path, dump(self.head, self.rows))
 
 
@@ -135,18 +121,3 @@ def product(**axes: Sequence[Any]) -> list[Row]:
 def select(rows: Iterable[Row], **where: Any) -> list[Row]:
     """Return the rows that have the given values."""
     return [row for row in rows if where.items() <= row.items()]
-
-
-def values(rows: Iterable[Row], figure: str, **where: Any) -> list[float]:
-    """Return a figure of the rows that have the given values, by seed."""
-    return [row[figure] for row in sorted(select(rows, **where), key=lambda row: row["seed"])]
-
-
-def spread(numbers: Sequence[float], digits: int = 1) -> str:
-    """Return the mean and the sample standard deviation of some numbers as text."""
-    if not numbers:
-        return "not run"
-    mean = statistics.fmean(numbers)
-    if len(numbers) == 1:
-        return f"{mean:.{digits}f}"
-    return f"{mean:.{digits}f} ± {statistics.stdev(numbers):.{digits}f}"

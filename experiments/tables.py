@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.statistics import difference, spread
+from experiments.statistics import CHOICE_SEED, difference, spread
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
-CHOICE_SEED = 100
 BLOCK = re.compile(r"<!-- python -m experiments\.tables (.*?) -->\n\n(.*?)\n(?=\n)", re.DOTALL)
 
 

@@ -45,25 +45,3 @@ def test_other_settings_or_another_commit_are_refused(
         monkeypatch.setattr(provenance, "revision", lambda: "another")
     with pytest.raises(SystemExit, match=f"has {part}"):
         records.Record(path, {"steps": 3 if part == "environment" else 4})
-
-
-def test_a_record_in_pieces_grows_elsewhere_and_every_run_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, runs = tmp_path / "r.json", records.product(seed=(0, 1))
-    for commit, run in zip(("one", "another"), runs, strict=True):
-        monkeypatch.setattr(provenance, "revision", lambda commit=commit: commit)
-        record = records.Record(path, {"steps": 3}, in_pieces=True)
-        assert record.missing(runs)[0] == run
-        record.add(run | {"loss": 1.0})
-    content = json.loads(path.read_text())
-    assert [run["commit"] for run in content["runs"]] == ["one", "another"]
-    assert all(run["device"] for run in content["runs"])
-    assert not {"commit", "device"} & content["environment"].keys()
-    assert not any("python" in run for run in content["runs"])
-    monkeypatch.setattr(provenance.platform, "python_version", lambda: "2.7")
-    records.Record(path, {"steps": 3}, in_pieces=True).add({"seed": 2})
-    later = json.loads(path.read_text())
-    assert later["environment"] == content["environment"]
-    assert later["runs"][2]["python"] == "2.7"
-    assert "torch" not in later["runs"][2]
