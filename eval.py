@@ -11,20 +11,14 @@ Exit codes: see vil/training/errors.py.
 
 import sys
 
-SETTINGS_FIRST = True  # for vil, which then leaves importing torch to when the arguments are right
-
 from vil.training.errors import run_script
-from vil.training.options import EvalConfig
-from vil.training.recipes import parse_arguments
+from vil.training.evaluation import EvalConfig, evaluate_as
+from vil.training.recipes import parse
 
 
 def main() -> None:
     """Evaluate as the command line says."""
-    options = parse_arguments(EvalConfig, sys.argv[1:])
-
-    from vil.training.run.evaluation import evaluate_as
-
-    evaluate_as(options)
+    evaluate_as(parse(EvalConfig, sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -9,26 +9,14 @@ Exit codes: see vil/training/errors.py.
 
 import sys
 
-SETTINGS_FIRST = True  # for vil, which then leaves importing torch to when the arguments are right
-
 from vil.training.errors import run_script
-from vil.training.options import ReleaseConfig
-from vil.training.recipes import parse_arguments
+from vil.training.recipes import parse
+from vil.training.release import ReleaseConfig, release
 
 
 def main() -> None:
     """Release as the command line says."""
-    options = parse_arguments(ReleaseConfig, sys.argv[1:])
-
-    from vil.training.console import new_console
-    from vil.training.run.release import release
-
-    result = release(options)
-    new_console().print(
-        f"released {result['model']}, {result['weights']} of epoch {result['epoch']}\n"
-        f"load it  import vil; "
-        f"timm.create_model('local-dir:{result['folder']}', pretrained=True)"
-    )
+    release(parse(ReleaseConfig, sys.argv[1:]))
 
 
 if __name__ == "__main__":

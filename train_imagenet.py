@@ -14,24 +14,16 @@ Exit codes: see vil/training/errors.py.
 import sys
 from pathlib import Path
 
-SETTINGS_FIRST = True  # for vil, which then leaves importing torch to when the settings are right
-
 from vil.training.errors import run_script
-from vil.training.launcher import world_size
 from vil.training.recipes import load_config
-from vil.training.run.preflight import check_settings
+from vil.training.train import train
 
 DEFAULT_RECIPE = Path(__file__).parent / "configs" / "digits.yaml"
 
 
 def main() -> None:
     """Train as the command line says."""
-    config = load_config(sys.argv[1:], DEFAULT_RECIPE)
-    listed = check_settings(config, world_size())
-
-    from vil.training.run.train import train
-
-    train(config, listed)
+    train(load_config(sys.argv[1:], DEFAULT_RECIPE))
 
 
 if __name__ == "__main__":

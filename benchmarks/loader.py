@@ -49,14 +49,14 @@ from PIL import Image
 from timm.data import FastCollateMixup, create_dataset, create_loader, create_transform
 
 from benchmarks import provenance
-from vil.training.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from vil.training.data.augment import Transform, train_transform
-from vil.training.data.batches import TrainData
-from vil.training.data.draws import seed_image
-from vil.training.data.sources import decode
 from vil.training.distributed import World
+from vil.training.draws import seed_image
 from vil.training.files import write_text
-from vil.training.run.resolve import fill_from_weights
+from vil.training.images import decode
+from vil.training.loader import TrainData, open_source
+from vil.training.resolve import fill_from_weights
+from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from vil.training.transforms import Transform, train_transform
 
 SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16
@@ -154,7 +154,8 @@ def run_ours(
     root: Path, shards: bool, repeats: int, batch_size: int, workers: int
 ) -> Iterator[int]:
     """Load as the training does, yielding the images of each batch."""
-    data = TrainData(our_config(root, shards, repeats, batch_size, workers), CPU, World())
+    config = our_config(root, shards, repeats, batch_size, workers)
+    data = TrainData(config, open_source(config.data, config.model, training=True), World())
     yield 0
     for step in data.steps(0):
         yield sum(len(images) for images, _ in step.micro_batches)

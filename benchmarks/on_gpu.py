@@ -19,8 +19,8 @@ Compiled kernels are in output/on_gpu, too: whoever continues on another machine
 
 For a machine without a network, bring what it lacks as wheels, and put them on the path without installing them:
 
-    pip download -d wheels tyro webdataset einops            # here
-    pip install --no-index --find-links wheels --target site tyro webdataset einops  # there
+    pip download -d wheels tyro webdataset einops pydantic   # here
+    pip install --no-index --find-links wheels --target site tyro webdataset einops pydantic  # there
     PYTHONPATH=site python -m benchmarks.on_gpu --minutes 25
 
 A copy without its history takes the commit that records name from VIL_COMMIT. ``--toy`` runs every part tiny, on the CPU, to see that it
@@ -30,8 +30,6 @@ would run; its records are kept apart and marked.
 import argparse
 import sys
 from pathlib import Path
-
-SETTINGS_FIRST = True  # for vil: the parts import torch, this only starts them
 
 if not __package__:
     sys.exit("from the root of the checkout, run it as a module: python -m benchmarks.on_gpu")

@@ -71,8 +71,10 @@ _MODELS = (
 )
 _STEPS = (
     *("train_imagenet.py", "--config", "configs/fractals.yaml", "--run.output", "{state}/steps"),
+    *("--data.path", "{state}/fractals"),
     *("--schedule.epochs", "1", "--schedule.warmup-epochs", "0"),
 )
+_IMAGES = ("-m", "experiments.fractals", "{state}/fractals")
 _TUNE = ("-m", "benchmarks.tune", "--output", "{output}/tune.json", *_SECONDS)
 _RECALL = (
     *("-m", "experiments.recall", "--setting", "published", "--jobs", "3"),
@@ -140,15 +142,21 @@ PARTS = (
         own=0.85,
     ),
     Part(
+        "images",
+        "the images that the next part trains on",
+        60,
+        (*_IMAGES, "--classes", "100", "--images", "640", "--jobs", "14"),
+        (*_IMAGES, "--classes", "4", "--images", "16", "--size", "32", "--jobs", "1"),
+    ),
+    Part(
         "steps",
         "1,000 bfloat16 steps of the trainer, which counts those it skips",
         170,
         (
             *(*_STEPS, "--run.amp", "--data.num-workers", "14", "--data.batch-size", "64"),
-            *("--data.images-per-class", "640", "--model.num-classes", "100"),
-            *("--augment.mix-size", "64"),
+            *("--model.num-classes", "100", "--augment.mix-size", "64"),
         ),
-        (*_STEPS, "--data.images-per-class", "16", *_TINY),
+        (*_STEPS, *_TINY),
     ),
     Part(
         "blocks",

@@ -27,7 +27,7 @@ from downstream.features import make_features
 from downstream.generated import make_scenes
 from downstream.run import Options, Task, run, world_size
 from downstream.scenes import CLASSES, IGNORED, Augment, Scenes, Whole, by_windows
-from vil.training.data.draws import seed_everything
+from vil.training.draws import seed_everything
 from vil.training.errors import ConfigError, run_script
 
 # Of the official scripts of the two sizes; blocks of the depth of both.

@@ -22,7 +22,7 @@ from downstream.features import make_features
 from downstream.generated import make_objects
 from downstream.objects import Jitter, Objects, as_it_is, average_precision, found
 from downstream.run import Options, Task, run, world_size
-from vil.training.data.draws import seed_everything
+from vil.training.draws import seed_everything
 from vil.training.errors import run_script
 
 # Of the official configuration of tiny; small's is the same.

@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from downstream.features import parameter_groups
-from vil.training.config import key_values
-from vil.training.data.draws import Draw, MicroBatches, key, seed_image
+from vil.training.draws import Draw, MicroBatches, key, seed_image
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import lock_folder, write_text
+from vil.training.settings import key_values
 
 _TIMED = 20  # batches that tell the time of a step
 # What another start of the same run may have otherwise.

@@ -12,7 +12,6 @@ all classes counting the same. ``backbone.pt`` is for ``vil.load``, and for --we
 from functools import partial
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -38,7 +37,7 @@ def main() -> None:
     plain = backbone(args, features_only=False, num_classes=0)
     model = Masked(plain, args.way, args.hide).to(args.device)
     evaluate = partial(mean_iou_of_probe, model, train, val)
-    Console(soft_wrap=True).print(f"untrained  miou {evaluate()['miou']:.5g}")
+    print(f"untrained  miou {evaluate()['miou']:.5g}")
     fit(args, model, plain, train, lambda images, _: model(images), evaluate)
     state_dict = plain.state_dict()
     write_atomically(args.output / "backbone.pt", lambda file: torch.save(state_dict, file))

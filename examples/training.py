@@ -7,14 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from timm.optim import create_optimizer_v2
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
+from tqdm import tqdm
 
 import vil
 from shapes import Shapes
@@ -125,8 +124,7 @@ def fit(
         evaluate: Gives what is measured on held-out data.
     """
     whole, own = (sum(p.numel() for p in part.parameters()) for part in (model, features))
-    console = Console(soft_wrap=True)
-    console.print(f"{args.backbone}: {own:,} parameters, and {whole - own:,} of the head")
+    print(f"{args.backbone}: {own:,} parameters, and {whole - own:,} of the head")
     args.output.mkdir(parents=True, exist_ok=True)
     optimizer = create_optimizer_v2(model, "adamw", lr=args.lr, weight_decay=0.05)
     steps = args.epochs * len(train)
@@ -136,7 +134,7 @@ def fit(
         model.train()
         losses = []
         title = f"epoch {epoch} of {args.epochs}"
-        for batch in track(train, title, console=console, disable=not console.is_terminal):
+        for batch in tqdm(train, title, leave=False, disable=None):
             loss = loss_of(*batch)
             optimizer.zero_grad()
             loss.backward()
@@ -148,7 +146,7 @@ def fit(
         loss = torch.stack(losses).mean().item()
         row = {"epoch": epoch, "step": epoch * len(train), "loss": loss, **evaluate()}
         row |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time()}
-        console.print("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
+        print("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
         rows.append(row)
         write_text(args.output / "log.csv", csv_text(rows))
     write_atomically(args.output / "weights.pt", lambda file: torch.save(model.state_dict(), file))

@@ -31,17 +31,18 @@ import torch
 
 from benchmarks.budget import UNFINISHED, Budget, add_seconds
 from experiments import fashion_mnist, variants
+from experiments.fractals import VALIDATION_IMAGES, FractalSource
 from experiments.records import Record, Row, product, run_all, select
 from experiments.statistics import CHOICE_SEED
-from vil.training.config import TrainConfig
-from vil.training.data.batches import TrainData, ValData
-from vil.training.data.draws import seed_everything
-from vil.training.data.sources import open_source
-from vil.training.distributed import World
+from vil.training.distributed import World, connect
+from vil.training.draws import seed_everything
+from vil.training.engine import evaluate, train_step
+from vil.training.images import Source
+from vil.training.loader import TrainData, ValData, open_source
+from vil.training.model import Trainee, build
 from vil.training.recipes import load_config
-from vil.training.run.engine import evaluate, train_step
-from vil.training.run.resolve import fill_from_data, fill_from_weights
-from vil.training.run.setup import Training, build_training, read_pretrained, resolve_device
+from vil.training.resolve import fill_from_data, fill_from_weights, read_pretrained
+from vil.training.settings import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 AVERAGED = ", averaged"
@@ -80,7 +81,7 @@ DATA = {
     "digits": Images((), per_class=32, steps=800),
     "fractals": Images(
         (
-            *("--data.dataset", "fractals", "--model.num-classes", "16"),
+            *("--data.dataset", "folder", "--data.path", "fractals", "--model.num-classes", "16"),
             *("--model.img-size", "64", "--model.patch-size", "8", *_COLOURS, *_PLAIN),
         ),
         per_class=60,
@@ -97,7 +98,7 @@ DATA = {
     ),
     "fractals_224": Images(  # the full-size models, with DeiT tiny; for a GPU
         (
-            *("--model.num-classes", "100", "--data.batch-size", "256"),
+            *("--data.path", "fractals", "--model.num-classes", "100", "--data.batch-size", "256"),
             *("--data.num-workers", "14", "--run.amp"),
         ),
         per_class=300,
@@ -141,30 +142,38 @@ def configure(data: Images, model: str, lr: float, seed: int, start: str | None)
     config = load_config(arguments, recipe)
     config = fill_from_weights(config, read_pretrained(config.model) if start else None)
     steps = data.steps * int(model.partition(TIMES)[2] or 1)
-    length = TrainData(config, torch.device("cpu"), World()).steps_per_epoch
+    length = TrainData(config, opened(config, training=True), World()).steps_per_epoch
     epochs = max(round(steps / length), 1)
     warmup = max(round(epochs * config.schedule.warmup_epochs / config.schedule.epochs), 1)
     schedule = dataclasses.replace(config.schedule, epochs=epochs, warmup_epochs=warmup)
     return dataclasses.replace(config, schedule=schedule)
 
 
-def train(training: Training, data: TrainData, config: TrainConfig) -> tuple[list[float], float]:
+def opened(config: TrainConfig, training: bool) -> Source:
+    """Open one split of the images, fractals among them, which are computed as they are read."""
+    model, data = config.model, config.data
+    if data.path != "fractals":
+        return open_source(data, model, training)
+    count = data.images_per_class if training else VALIDATION_IMAGES
+    return FractalSource(0, model.num_classes, count, model.img_size, training)
+
+
+def train(trainee: Trainee, data: TrainData, config: TrainConfig) -> tuple[list[float], float]:
     """Train to the end; return the loss of every step and the CPU or GPU seconds that they took."""
-    clock = time.perf_counter if training.device.type == "cuda" else time.process_time
+    clock = time.perf_counter if trainee.world.device.type == "cuda" else time.process_time
     losses = []
     start = clock()
     for step in data.steps(0):
         if step.number % data.steps_per_epoch == 0:
-            training.set_epoch(step.number // data.steps_per_epoch)
-            training.model.train()
-        losses.append(train_step(training, step, config).loss)
+            trainee.set_epoch(step.number // data.steps_per_epoch)
+        losses.append(train_step(trainee, step, config).loss)
     losses = torch.stack(losses).tolist()  # waits for the device
     return losses, clock() - start
 
 
 def trained(
     data: Images, model: str, lr: float, seed: int, start: str | None = None, load: bool = True
-) -> tuple[Training, TrainConfig, Row]:
+) -> tuple[Trainee, TrainConfig, Row]:
     """Train one model; return it, its configuration and its figures.
 
     Args:
@@ -179,25 +188,24 @@ def trained(
         The figures are held-out loss and top-1 in percent, mean training loss of the last tenth of the steps,
         parameters, steps, and CPU ms of a training step.
     """
-    config, world = configure(data, model, lr, seed, start), World()
-    device = resolve_device(config.run, world)
-    sources = [open_source(config.data, config.model, training) for training in (True, False)]
-    config = fill_from_data(config, *sources)
-    seed_everything(seed)
-    weights = read_pretrained(config.model) if start and load else None
-    training = build_training(config, device, world, weights, sources[0].classes)
-    losses, seconds = train(training, TrainData(config, device, world, sources[0]), config)
-    held_out = ValData(config, device, world, sources[1])
-    [score] = evaluate([training.model], held_out, training.augment.normalize, config.run.amp)
+    config = configure(data, model, lr, seed, start)
+    with connect(config.run) as world:
+        images, held_out = (opened(config, training) for training in (True, False))
+        config = fill_from_data(config, images, held_out)
+        seed_everything(seed)
+        weights = read_pretrained(config.model) if start and load else None
+        trainee = build(config, world, weights, images.classes)
+        losses, seconds = train(trainee, TrainData(config, images, world), config)
+        [score] = evaluate([trainee.model], ValData(config, held_out, world), config.run.amp)
     row = {
         "loss": score.loss,
         "top1": score.top1,
         "train_loss": statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
-        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "parameters": sum(p.numel() for p in trainee.model.parameters()),
         "steps": len(losses),
         "ms_per_step": 1e3 * seconds / len(losses),
     }
-    return training, config, row
+    return trainee, config, row
 
 
 def run(data: Images, weights: str | None, *, start: str = TUNED, **chosen: Any) -> Row:

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from experiments.images import Images, asked, base, execute, parse, run, trained
+from experiments.images import Images, asked, base, execute, opened, parse, run, trained
 from experiments.records import Record, Row
-from vil.training.config import TrainConfig
-from vil.training.data.augment import Normalize
-from vil.training.data.batches import ValData
 from vil.training.distributed import World
-from vil.training.run.setup import build_model
+from vil.training.loader import ValData
+from vil.training.model import build_model
+from vil.training.settings import TrainConfig
+from vil.training.transforms import Normalize
 
 DEVICE = torch.device("cpu")
 FAR = (2.5, 3, 4)
@@ -45,7 +45,8 @@ def images_at(
     """Return batches of held-out images of (height, width) pixels, normalised, and their classes."""
     normalize = Normalize(config, DEVICE)
     model = dataclasses.replace(config.model, img_size=max(size))
-    batches = ValData(dataclasses.replace(config, model=model), DEVICE, World()).batches()
+    config = dataclasses.replace(config, model=model)
+    batches = ValData(config, opened(config, training=False), World()).batches()
     return [(_resize(normalize(images), size), targets) for images, targets in batches]
 
 
@@ -99,8 +100,8 @@ def run_sizes(data: Images, model: str, lr: float, seed: int, far: tuple[float, 
     Returns:
         The figures of ``images.trained``, top-1 in percent by grid, and with patches at half the stride.
     """
-    training, config, row = trained(data, model, lr, seed)
-    net = training.model.eval()
+    trainee, config, row = trained(data, model, lr, seed)
+    net = trainee.model.eval()
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, validation_batch_size=80)
     )

@@ -16,8 +16,6 @@ ROOMS = (
     "vil.kernels",
     "vil",
     "vil.training",
-    "vil.training.data",
-    "vil.training.run",
     "vil.maps",
     "scripts",
     "examples",
@@ -26,6 +24,22 @@ ROOMS = (
     "experiments",
     "tools",
     "tests",
+)
+# The files of the trainer; each imports only those before it.
+TRAINER = (
+    *("errors", "settings", "recipes", "files", "distributed", "draws", "transforms", "images"),
+    *(
+        "shards",
+        "loader",
+        "resolve",
+        "model",
+        "engine",
+        "checkpoint",
+        "stopping",
+        "report",
+        "train",
+    ),
+    *("evaluation", "release", "make_shards"),
 )
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 BACKENDS = ("vil.kernels.cpu", "vil.kernels.triton")
@@ -80,7 +94,7 @@ def room_of(name: str) -> str:
 def test_every_file_is_found() -> None:
     assert {"vil.kernels.ops", "vil.kernels.triton.backend", "train_imagenet"} <= set(IMPORTS)
     assert "vil.kernels.reference" in IMPORTS["vil.kernels.ops"]
-    assert "vil.training.data.batches" in IMPORTS["vil.training.run.loop"]
+    assert "vil.training.loader" in IMPORTS["vil.training.train"]
     assert {room_of(name) for name in IMPORTS} == set(ROOMS)
 
 
@@ -88,6 +102,13 @@ def test_nothing_imports_upwards() -> None:
     floor = {name: ROOMS.index(room_of(name)) for name in IMPORTS}
     for name, others in IMPORTS.items():
         assert not [other for other in others if floor[other] > floor[name]], name
+
+
+def test_each_file_of_the_trainer_imports_those_before_it() -> None:
+    names = [f"vil.training.{name}" for name in TRAINER]
+    assert {*names, "vil.training"} == {n for n in IMPORTS if n.startswith("vil.training")}
+    for place, name in enumerate(names):
+        assert IMPORTS[name] & {*names} <= {*names[:place]}, name
 
 
 def test_there_is_no_circle() -> None:

@@ -8,7 +8,6 @@ Importing this package registers its models with timm::
     model = timm.create_model("vil_tiny")
 """
 
-import sys
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -18,11 +17,8 @@ if (_repository / "pyproject.toml").is_file():
     # In a source checkout kernels/ stands beside vil/; a wheel has it inside as vil/kernels/.
     __path__.append(str(_repository))
 
-if not getattr(sys.modules.get("__main__"), "SETTINGS_FIRST", False):
-    # A script that says so tells what is wrong with its settings before torch is imported, which takes
-    # seconds; what it imports of this package afterwards registers the models, too.
-    from vil.backbone import VisionLonghorn
-    from vil.loading import load
-    from vil.pyramid import VisionLonghornPyramid
+from vil.backbone import VisionLonghorn
+from vil.loading import load
+from vil.pyramid import VisionLonghornPyramid
 
 __all__ = ["VisionLonghorn", "VisionLonghornPyramid", "__version__", "load"]

@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 
 import vil  # noqa: F401  registers the models
 from tests.documents.pages import ROOT, blocks, commands, read
-from vil.training.config import TrainConfig
+from vil.training.settings import TrainConfig
 
 PAGES = ["README", "downstream/README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
 # Begins of commands that other tests run, that measure speed, or that write into the repository.
@@ -41,8 +41,11 @@ SMALL = f"{BRIEF} --model.embed-dim 16 --model.depth 1"
 SHORTER = {
     "python train_imagenet.py": SMALL,
     "python train_imagenet.py --config configs/finetune.yaml": BRIEF,
+    "python -m experiments.fractals output/fractals_images": "--classes 2 --images 8 --size 32",
+    "python -m experiments.fractals output/fractals_32px": "--classes 2 --images 40 --size 32",
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
-    "--model.img-size 32 --data.images-per-class 8 --data.batch-size 8 --augment.mix-size 8",
+    "--model.img-size 32 --data.batch-size 8 --augment.mix-size 8",
+    "python train_imagenet.py --config configs/fractals_small.yaml": f"{SMALL} --model.num-classes 2",
     "python -m vil.profile": "--img-size 64 --rounds 1",
     "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
     "--num-workers 0 --precision 32-true --model-kwargs embed_dim=16 depth=4 --pyramid-blocks 0 1 2 3",

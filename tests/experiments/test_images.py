@@ -9,7 +9,7 @@ import timm
 import torch
 
 from experiments import images, variants  # noqa: F401  registers the variants
-from vil.training.run.setup import build_model
+from vil.training.model import build_model
 
 SMALL = {"depth": 2, "img_size": 16, "patch_size": 4, "in_chans": 1, "num_classes": 10}
 TINY = dataclasses.replace(images.DATA["digits"], steps=2, per_class=4)

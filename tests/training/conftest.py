@@ -12,7 +12,10 @@ from PIL import Image
 
 import eval as eval_script
 import train_imagenet
-from vil.training.config import (
+from vil.training.errors import run_script
+from vil.training.recipes import to_yaml
+from vil.training.resolve import fill_from_weights
+from vil.training.settings import (
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -20,9 +23,6 @@ from vil.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from vil.training.errors import run_script
-from vil.training.recipes import to_yaml
-from vil.training.run.resolve import fill_from_weights
 
 CLASSES = ("ash", "birch", "cedar", "dogwood")
 SPLITS = {"train": 8, "val": 3}  # images of a class

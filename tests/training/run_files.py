@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from vil.training.config import TrainConfig
-from vil.training.data.batches import Step
-from vil.training.run import loop
-from vil.training.run.engine import StepResult
-from vil.training.run.setup import Training
+from vil.training import train as loop
+from vil.training.distributed import World
+from vil.training.engine import StepResult
+from vil.training.loader import Step, TrainData, ValData, open_source
+from vil.training.model import Trainee
+from vil.training.settings import TrainConfig
 
 TIMES = ("images_per_s", "seconds")
 
@@ -23,6 +24,14 @@ def with_(config: TrainConfig, section: str, **changes: object) -> TrainConfig:
     """Return the configuration with one section changed."""
     changed = dataclasses.replace(getattr(config, section), **changes)
     return dataclasses.replace(config, **{section: changed})
+
+
+def train_data(config: TrainConfig, world: World = World()) -> TrainData:  # noqa: B008
+    return TrainData(config, open_source(config.data, config.model, training=True), world)
+
+
+def val_data(config: TrainConfig, world: World = World()) -> ValData:  # noqa: B008
+    return ValData(config, open_source(config.data, config.model, training=False), world)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -62,7 +71,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals
     """Let a signal arrive when the run has done a number of steps."""
     original = loop.train_step
 
-    def train_step(training: Training, images: Step, config: TrainConfig) -> StepResult:
+    def train_step(training: Trainee, images: Step, config: TrainConfig) -> StepResult:
         if images.number == step:
             os.kill(os.getpid(), number)
         return original(training, images, config)

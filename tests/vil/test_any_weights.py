@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import random
+import resource
 import signal
 import warnings
 from collections import OrderedDict
@@ -20,7 +21,6 @@ import torch
 from safetensors.torch import save_file
 
 import vil
-from tests.training.run.test_any_checkpoint import little_memory
 from vil.backbone import VisionLonghorn
 from vil.timm_arguments import NOT_OF_A_MODEL
 
@@ -28,6 +28,21 @@ SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_class
 SECONDS = 3.0  # that reading one file may take, where 0.03 are usual
 DOCUMENTED = (ValueError, LookupError, FileNotFoundError, OSError, MemoryError)
 ARGUMENTS = [*inspect.signature(VisionLonghorn.__init__).parameters][1:]
+
+
+MOST = 2 << 30  # bytes that reading a file of some KB may take beside what is taken already
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Let an allocation of gigabytes fail."""
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MOST, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def doubled(levels: int) -> list:

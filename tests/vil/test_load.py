@@ -7,6 +7,7 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,12 @@ from torch import Tensor, nn
 
 import vil
 from tests.vil.test_convert import SIZES, official_logits, official_state_dict
-from vil.training.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.training.checkpoint import Run, RunState, save
 from vil.training.distributed import World
-from vil.training.run.checkpoint import About, save_checkpoint
-from vil.training.run.release import ReleaseConfig, release
-from vil.training.run.resolve import fill_from_weights
-from vil.training.run.setup import build_training
-from vil.training.run.state import RunState
+from vil.training.model import build
+from vil.training.release import ReleaseConfig, release
+from vil.training.resolve import fill_from_weights
+from vil.training.settings import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}
 CLASSES = ("ash", "birch", "cedar", "dogwood")
@@ -56,14 +56,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, nn.M
         run=RunConfig(device="cpu"),
     )
     config = fill_from_weights(config, None)
-    training = build_training(config, torch.device("cpu"), World())
+    training = build(config, World())
     training.model.load_state_dict(small().state_dict())
     for parameter in training.ema.module.parameters():
         parameter.data += 0.01
-    about = About(config=config, asked=config, fingerprints={}, classes=CLASSES)
+    source = SimpleNamespace(fingerprint="1", classes=CLASSES)
     row = {"epoch": 1, "top1": 50.0, "top5": 100.0, "val_loss": 1.0}
     row |= {f"ema_{key}": value for key, value in (("top1", 51.0), ("top5", 99.0), ("loss", 2.0))}
-    save_checkpoint(folder, training, about, RunState(step=3, history=[row]))
+    run = Run(config, config, training, source, source)
+    run.state = RunState(step=3, history=[row])
+    save(folder, run)
     return folder / "last.pt", training.model, training.ema.module
 
 

@@ -206,7 +206,7 @@ def test_drawing_takes_any_map_and_image() -> None:
 
 @pytest.fixture
 def digit(tmp_path: Path) -> Path:
-    sources = pytest.importorskip("vil.training.data.sources")
+    sources = pytest.importorskip("vil.training.images")
     pytest.importorskip("sklearn")
     path = tmp_path / "digit.png"
     path.write_bytes(sources.DigitSource(training=False).read(0))
@@ -240,10 +240,12 @@ def test_command_draws_a_picture(
 ) -> None:
     pytest.importorskip("matplotlib")
     command = pytest.importorskip("vil.maps.command")
+    from vil.training import errors, recipes
+
     output = weights / "maps.png"
     arguments = [str(weights), str(digit), "--output", str(output), "--img-size", "24"]
-    command.draw_as(command.parse([*arguments, "--target", "zero"]))
-    assert output.read_bytes().startswith(b"\x89PNG")
-    assert "class    zero, " in capsys.readouterr().out
-    command.draw_as(command.parse([*arguments, "--target", "3"]))
-    assert "class    3, " in capsys.readouterr().out
+    for target in ("zero", "3"):
+        options = recipes.parse(command.MapsConfig, [*arguments, "--target", target])
+        assert errors.run_script(lambda options=options: command.draw_as(options)) == 0
+        assert output.read_bytes().startswith(b"\x89PNG")
+        assert f"class    {target}, " in capsys.readouterr().out

@@ -8,7 +8,9 @@ import numpy as np
 from PIL import Image
 
 from tools.faults.kills_runs import CLASSES, write_shard
-from vil.training.config import (
+from vil.training.files import write_text
+from vil.training.recipes import to_yaml
+from vil.training.settings import (
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -16,8 +18,6 @@ from vil.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from vil.training.files import write_text
-from vil.training.recipes import to_yaml
 
 DISKS = ("data", "run")
 IMAGES = {"train": 4, "val": 1}  # of a class

@@ -28,8 +28,8 @@ from benchmarks.provenance import revision
 from tools.faults.disk_faults import COMPILER, KINDS, DiskFault
 from tools.faults.disk_scenarios import DISKS, SCENARIOS
 from tools.faults.disk_sweep_runs import Point, Sweep, faulty_server
+from vil.training.distributed import versions
 from vil.training.files import write_text
-from vil.training.run.setup import versions
 
 _ENDS = ("went on", "warned", "stopped", "lost")
 

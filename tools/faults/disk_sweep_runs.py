@@ -23,9 +23,9 @@ from tools.faults.disk_faults import HALF, Call, DiskFault, arm, compile_library
 from tools.faults.disk_scenarios import DISKS, Scenario, make_data, write_recipe
 from tools.faults.kills_runs import CLASSES, CONTEXT, differing, fork_server, outcome
 from tools.faults.kills_server import train
-from vil.training.data import shards
+from vil.training import report, shards
+from vil.training import train as loop
 from vil.training.files import write_atomically
-from vil.training.run import loop, report
 
 PATIENCE = 60.0  # seconds after which a run hangs
 EXIT_CODES = {"data": 3, "run": 5}  # documented, of an error about a disk

@@ -32,8 +32,8 @@ from tools.faults.kills_runs import (
     orphans,
 )
 from tools.faults.kills_torchrun import torchrun_rows
+from vil.training.distributed import versions
 from vil.training.files import write_text
-from vil.training.run.setup import versions
 
 
 def check_kills(root: Path, kills: int, seed: int) -> list[Tally]:

@@ -24,7 +24,11 @@ import torch
 from PIL import Image
 
 from tools.faults.kills_server import ACTIVITIES, ROOT, train
-from vil.training.config import (
+from vil.training.checkpoint import load_checkpoint
+from vil.training.errors import OutputError
+from vil.training.files import write_text
+from vil.training.recipes import to_yaml
+from vil.training.settings import (
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -32,10 +36,6 @@ from vil.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from vil.training.errors import OutputError
-from vil.training.files import write_text
-from vil.training.recipes import to_yaml
-from vil.training.run.checkpoint import load_checkpoint
 
 CLASSES = ("ash", "birch", "cedar", "dogwood")
 TIMES = ("images_per_s", "seconds")  # of an epoch; all else of its row must be equal

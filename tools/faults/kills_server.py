@@ -20,10 +20,9 @@ import timm
 import torch
 
 import vil  # noqa: F401  registers the models with timm
+from vil.training import train as loop
 from vil.training.errors import run_script
 from vil.training.recipes import load_config
-from vil.training.run import loop
-from vil.training.run import train as run
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # scripts are not installed
@@ -67,8 +66,10 @@ def train(
 
         return noted
 
-    run.fit = note(run.fit, "training", after="finishing")
-    loop.save_checkpoint = note(loop.save_checkpoint, "saving")
+    report = loop.Report
+    report.__enter__ = note(report.__enter__, "starting", after="training")
+    report.summary = note(report.summary, "finishing", after="finishing")
+    loop.save = note(loop.save, "saving")
     loop.evaluate = note(loop.evaluate, "evaluating")
     sys.argv = ["train_imagenet.py", *arguments]
     sys.exit(run_script(train_imagenet.main))

@@ -10,15 +10,16 @@ The image is prepared as eval.py prepares it. Exit codes: see vil/training/error
 import sys
 
 try:
-    from vil.maps.command import draw_as, parse
+    from vil.maps.command import MapsConfig, draw_as
     from vil.training.errors import run_script
+    from vil.training.recipes import parse
 except ModuleNotFoundError as error:
     sys.exit(f"python -m vil.maps needs {error.name}: pip install 'vision-longhorn[train]'")
 
 
 def main() -> None:
     """Draw as the command line says."""
-    draw_as(parse(sys.argv[1:]))
+    draw_as(parse(MapsConfig, sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -15,21 +15,17 @@ from vil.maps.drawing import Panel, draw
 from vil.maps.gradients import evidence, receptive_field
 from vil.maps.scans import decay, pooled_reads, rollout, step_size, token_matrix
 from vil.messages import one_line
-from vil.training.config import TrainConfig
-from vil.training.console import new_console
-from vil.training.data.augment import Normalize, ValTransform
-from vil.training.data.sources import decode, image_mode
-from vil.training.distributed import World
-from vil.training.errors import ConfigError, DataError
+from vil.training.distributed import connect
+from vil.training.errors import ConfigError, DataError, log
+from vil.training.evaluation import EvalConfig, Subject, load_subject
 from vil.training.files import write_atomically
-from vil.training.options import EvalConfig
-from vil.training.recipes import parse_arguments
-from vil.training.run.evaluation import Subject, load_subject
-from vil.training.run.setup import resolve_device
+from vil.training.images import decode, image_mode
+from vil.training.settings import Count, CropPct, Section, Text, TrainConfig
+from vil.training.transforms import Normalize, val_transform
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapsConfig:
+class MapsConfig(Section):
     """Draw what a model reads in an image. Models of timm that are not of this package have no scans:
     of these, evidence and receptive field are drawn."""
 
@@ -38,32 +34,22 @@ class MapsConfig:
     a file with a state dict, local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
     image: Annotated[Positional[str], tyro.conf.arg(metavar="IMAGE")]
     """An image file."""
-    output: str = "maps.png"
+    output: Text = "maps.png"
     """The picture, replaced if it exists."""
-    target: str | None = None
+    target: Text | None = None
     """Name or number of the class to show evidence for; None takes the most probable."""
     block: int = -1
     """Block whose scan is shown; negative ones count from the end."""
-    model: str | None = None
+    model: Text | None = None
     """timm model that the weights belong to, where SOURCE does not say it."""
-    img_size: int | None = None
+    img_size: Count | None = None
     """Height and width in pixels; None stays as trained."""
-    crop_pct: float | None = None
+    crop_pct: CropPct | None = None
     """Resize to img_size / crop_pct and keep the centre; None stays as trained."""
     ema: bool = False
     """Show the averaged weights instead of the last ones."""
-    device: str = "auto"
+    device: Text = "auto"
     """cpu, cuda, ...; auto takes CUDA where there is one."""
-
-
-def parse(arguments: list[str]) -> MapsConfig:
-    """Parse the command line.
-
-    Raises:
-        ConfigError: an argument is unknown.
-        SystemExit: a value is wrong; tyro has printed why.
-    """
-    return parse_arguments(MapsConfig, arguments)
 
 
 def draw_as(options: MapsConfig) -> None:
@@ -77,10 +63,10 @@ def draw_as(options: MapsConfig) -> None:
     output = _checked_output(options)
     shared = {field.name: getattr(options, field.name) for field in _shared_fields()}
     subject = load_subject(EvalConfig(**shared))
-    device = resolve_device(subject.config.run, World())
-    model = subject.model.to(device).eval()
     pixels = _read(options.image, subject.config)
-    images = Normalize(subject.config, device)(pixels[None])
+    with connect(subject.config.run) as world:
+        model = subject.model.to(world.device).eval()
+        images = Normalize(subject.config, world.device)(pixels[None])
     target, name, probability = _classified(model, images, subject, options.target)
     title = f"{name}, {100 * probability:.1f} %"
     try:
@@ -89,7 +75,7 @@ def draw_as(options: MapsConfig) -> None:
         raise ConfigError(one_line(error)) from error
     figure = draw(pixels / 255, panels, title)
     write_atomically(output, lambda file: figure.savefig(file, format="png", dpi=110))
-    new_console().print(f"weights  {subject.weights}\nclass    {title}\nwritten  {output}")
+    log.info(f"weights  {subject.weights}\nclass    {title}\nwritten  {output}")
 
 
 def _shared_fields() -> list[dataclasses.Field]:
@@ -115,7 +101,7 @@ def _read(path: str, config: TrainConfig) -> Tensor:
     try:
         content = Path(path).read_bytes()
         image = decode(content, image_mode(channels), config.data.exif_rotation)
-        return torch.as_tensor(ValTransform(config)(image))
+        return val_transform(config)(image)
     except (DataError, OSError) as error:
         raise DataError(f"image {path} cannot be read: {one_line(error)}") from error
 

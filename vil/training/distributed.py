@@ -1,40 +1,45 @@
-"""The processes of a run: who they are, how they start together and what they agree on.
+"""The processes of a run: who they are, what each computes on, and what they tell each other.
 
-One process per device, started by torchrun, srun or any launcher that sets RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a single one needs nothing.
+One process per device, started by torchrun, srun or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT; a single one needs nothing.
 """
 
 import os
+import platform
 import re
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import vil
 from vil.messages import first_line
 from vil.training.errors import ConfigError, LostProcessError
+from vil.training.settings import RunConfig
 
 _LOST = re.compile(
-    "closed by peer|reset by peer|Broken pipe|remote process exited|Timed out waiting"
+    "closed by peer|reset by peer|Broken pipe|remote process exited|Timed out waiting|timeout"
 )
-_MEETING = 300.0  # seconds; processes start together, and one that has died would be waited for
-_LOOK = 0.05  # seconds between two looks
+_MEETING = timedelta(minutes=5)  # processes start together; one that died would be waited for
 _TIMEOUT = timedelta(minutes=30)  # opening the data of a slow disk must not exceed it
+
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run and this one's place among them."""
+    """The processes of a run, this one's place among them, and what it computes on."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    device: torch.device = _CPU
 
     @property
     def is_main(self) -> bool:
@@ -63,115 +68,110 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-
-def world_from_environment() -> World:
-    """Read this process's place from the launcher's environment variables.
-
-    Raises:
-        ConfigError: they are incomplete or not numbers.
-    """
-    if "RANK" not in os.environ:
-        return World()
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return World(rank, size, int(os.environ.get("LOCAL_RANK", "0")))
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"RANK is set but WORLD_SIZE is missing or wrong: {error}") from error
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run a block in the main process and then in the others, which find what it has written."""
+        if not self.is_main:
+            self.gather(None)
+        yield
+        if self.is_main:
+            self.gather(None)
 
 
 @contextmanager
-def process_group(world: World, device: torch.device) -> Iterator[None]:
+def connect(run: RunConfig) -> Iterator[World]:
     """Connect the processes for the duration of a run: gloo between CPUs, NCCL between GPUs.
 
-    Args:
-        world: The processes.
-        device: What this one computes on.
-
     Raises:
-        ConfigError: the launcher does not say where they meet, or the main process cannot listen there.
+        ConfigError: the device does not exist, the launcher's variables are wrong, or nobody is where the processes
+            are to meet.
         LostProcessError: another process did not come, or ended in the middle of the run.
     """
+    world = _world(run)
     if world.size == 1:
-        yield
+        yield world
         return
-    store = _meet(world)
-    arguments = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=_TIMEOUT,
-        **arguments,
-    )
+    on_gpu = world.device.type == "cuda"
     try:
-        yield
-    except RuntimeError as error:
-        if not _LOST.search(str(error)):
-            raise
-        raise LostProcessError("another process of the run is gone") from error
-    finally:
-        dist.destroy_process_group()
-
-
-def _meet(world: World) -> dist.Store:
-    """Wait until all processes are there, and return where they find each other.
-
-    torchrun keeps one store over its restarts, in which a new attempt would find the addresses of
-    dead processes; on one node each attempt therefore gets keys of its own. Over several nodes, whose
-    counts of restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 serves instead.
-    """
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_host = world.is_main and not shared
-    host, port = _meeting_place()
-    deadline = time.monotonic() + _MEETING
-    if not is_host:
-        _await_host(host, port, "torchrun" if shared else "the main process", deadline)
-    try:
-        store: dist.Store = dist.TCPStore(
-            host, port, is_master=is_host, wait_for_workers=False, multi_tenant=is_host
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=_store(),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=_TIMEOUT,
+            **({"device_id": world.device} if on_gpu else {}),
         )
+        yield world
     except RuntimeError as error:
-        raise ConfigError(f"cannot meet at {host}:{port}: {first_line(error)}") from error
-    if shared and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        if not _LOST.search(str(error)) or "DataLoader" in str(error):
+            raise
+        raise LostProcessError(
+            "another process of the run is gone; its own error says why"
+        ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result may depend on, which all processes must have in common."""
+    packages = ("torch", "timm", "pillow")
+    return {
+        "vil": vil.__version__,
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in packages},
+    }
+
+
+def _store() -> dist.Store:
+    """Return where the processes find each other's addresses.
+
+    torchrun keeps one store over its restarts, in which a new attempt would find the addresses of dead processes; on
+    one node each attempt therefore gets keys of its own. Over several nodes, whose counts of restarts may differ,
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 serves instead.
+    """
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"the processes cannot meet at MASTER_ADDR:MASTER_PORT: {first_line(error)}"
+        ) from error
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt{attempt}", store)
-    try:
-        came = store.add("came", 1)
-        while came < world.size and time.monotonic() < deadline:
-            time.sleep(_LOOK)
-            came = store.add("came", 0)
-    except RuntimeError as error:
-        raise LostProcessError("another process of the run is gone") from error
-    if came < world.size:
-        raise LostProcessError(
-            f"{came} of {world.size} processes came within {_MEETING / 60:g} minutes; the others' own "
-            f"errors say why"
-        )
     return store
 
 
-def _meeting_place() -> tuple[str, int]:
-    """Read from the launcher's environment variables where processes meet."""
+def _world(run: RunConfig) -> World:
+    """Read this process's place from the launcher's environment variables."""
     try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if "RANK" in os.environ:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        else:
+            rank, size = 0, 1
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     except (KeyError, ValueError) as error:
-        message = f"RANK is set but MASTER_ADDR or MASTER_PORT is missing or wrong: {error}"
-        raise ConfigError(message) from error
-    if not 0 < port < 2**16:
-        raise ConfigError(f"MASTER_PORT must be a port, got {port}")
-    return host, port
+        raise ConfigError(f"RANK is set but WORLD_SIZE is missing or wrong: {error}") from error
+    return World(rank, size, local_rank, _device(run, local_rank))
 
 
-def _await_host(host: str, port: int, name: str, deadline: float) -> None:
-    """Wait until somebody listens; PyTorch would, too, and say in pages that nobody does."""
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=_MEETING).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LostProcessError(
-                    f"{name} was not at {host}:{port} within {_MEETING / 60:g} minutes: {error}"
-                ) from error
-        time.sleep(_LOOK)
+def _device(run: RunConfig, local_rank: int) -> torch.device:
+    """Return the device to compute on, and set the number of threads.
+
+    "auto" takes CUDA where there is one. Of several GPUs each process of a node takes its own.
+    """
+    if run.num_threads is not None:
+        torch.set_num_threads(run.num_threads)
+    name = run.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank}"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"run.device {name} is not available: {first_line(error)}") from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

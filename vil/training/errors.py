@@ -1,75 +1,62 @@
-"""Errors a user can cause and cure, and the exit code each one ends a script with.
+"""Errors that one line explains, their exit codes, and the frame of every program.
 
 - 0: every epoch ran, or the evaluation was written
-- 2: wrong argument or configuration, or too little memory for it
-- 3: data missing, unreadable or not what the configuration says
+- 2: wrong argument or setting, or too little memory for it
+- 3: data missing, unreadable or not what the settings say, or not the same for all processes
 - 4: the loss is not finite
 - 5: a checkpoint or an output file cannot be read or written
-- 6: another process of the run is gone; its own error says why
+- 6: a loader process, or another process of the run, is gone: the same command continues
 - 130, 143, 129, 138, 140, 152: stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU,
   after writing a checkpoint: the same command continues
 
-torchrun itself always ends with 1. It starts a process again whatever the code; after 2, 3 and 4, which
-would only come again, it is ended.
+torchrun itself always ends with 1, and starts the processes again whatever the code, up to --max-restarts times.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
-import threading
+import sys
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
+from contextlib import suppress
 
-from vil.messages import printable
-from vil.training.console import give_up_output, new_console
-from vil.training.launcher import end_restarts, is_first
+import torch
 
-_GRACE = 2.0  # seconds that loader processes have to end by themselves
+from vil.messages import first_line, printable
+
+log = logging.getLogger("vil.training")
 
 
 class UserError(Exception):
-    """An error that one line can explain; the scripts print it without a traceback."""
+    """An error that one line can explain; programs print it without a traceback."""
 
     exit_code = 2
-    is_final = False
-    """Whether another attempt would end the same way."""
+
+    def __init__(self, message: str, *, everywhere: bool = False) -> None:
+        """Say what is wrong.
+
+        Args:
+            message: One line.
+            everywhere: Whether all processes of the run raise it, so that one of each node says it.
+        """
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 class ConfigError(UserError):
-    """A wrong argument or configuration."""
-
-    is_final = True
+    """A wrong argument or setting."""
 
 
 class DataError(UserError):
-    """Data that is missing, unreadable or not what the configuration says."""
+    """Data that is missing, unreadable or not what the settings say."""
 
     exit_code = 3
-    is_final = True
-
-
-class SettingsError(UserError):
-    """Everything that is wrong with the settings, by themselves and for the data."""
-
-    is_final = True
-
-    def __init__(self, problems: list[UserError]) -> None:
-        """Put them together.
-
-        Args:
-            problems: Each a ConfigError, or a DataError; the exit code is the smallest of theirs.
-        """
-        lines = [str(problem) for problem in problems]
-        several = [f"{len(lines)} things are wrong:", *(f"  - {line}" for line in lines)]
-        super().__init__(lines[0] if len(lines) == 1 else "\n".join(several))
-        self.exit_code = min(problem.exit_code for problem in problems)
 
 
 class NonFiniteLossError(UserError):
-    """A loss that is NaN or infinite; another attempt has the same images and draws."""
+    """A loss or a weight that is NaN or infinite."""
 
     exit_code = 4
-    is_final = True
 
 
 class OutputError(UserError):
@@ -83,7 +70,7 @@ class DamagedError(OutputError):
 
 
 class LostProcessError(UserError):
-    """Another process of the run ended in the middle of it."""
+    """A loader process, or another process of the run, that ended in the middle of it."""
 
     exit_code = 6
 
@@ -92,60 +79,101 @@ class StoppedError(UserError):
     """A signal asked the run to stop."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        super().__init__(f"stopped by {signal.Signals(number).name}", everywhere=True)
         self.exit_code = 128 + number
+
+
+def run_script(body: Callable[[], None]) -> int:
+    """Run a program's body: show what it logs, turn its errors into one line on stderr, return the exit code.
+
+    Only the main process of a run shows what it logs. Neither a closed terminal nor a full disk below the output
+    ends a run.
+    """
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_Formatter())
+    logging.raiseExceptions = False
+    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
+    log.addHandler(handler)
+    try:
+        try:
+            body()
+        finally:
+            _end_loaders()
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except (UserError, RuntimeError, MemoryError, OSError) as error:
+        explained = _explained(error)
+        if explained is None:
+            raise
+        rank = os.environ.get("RANK", "0")
+        if not explained.everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+            _say(f"{'' if rank == '0' else f'process {rank}: '}error: {message_of(explained)}")
+        return explained.exit_code
+    finally:
+        log.removeHandler(handler)
+        _give_up_output()
+    return 0
 
 
 def message_of(error: Exception) -> str:
     """Return what an error says in one line; that of a loader process says all of its traceback."""
     line = (str(error).strip().splitlines() or [""])[-1]
-    return line.removeprefix(f"{type(error).__module__}.").removeprefix(f"{type(error).__name__}: ")
+    line = line.removeprefix(f"{type(error).__module__}.").removeprefix(f"{type(error).__name__}: ")
+    return printable(line)
 
 
-def run_script(script: Callable[[], None]) -> int:
-    """Run a script's body and turn its user errors into one line on stderr, those of settings into more.
+class _Formatter(logging.Formatter):
+    """A line as it is, but for the names of warnings."""
 
-    Of the processes that torchrun started on a node, only the first to meet an error says it.
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return f"warning: {line}" if record.levelno >= logging.WARNING else line
 
-    Args:
-        script: The body; its own arguments already bound.
 
-    Returns:
-        The exit code.
-    """
-    console = new_console(stderr=True)
-    rank = os.environ.get("RANK", "0")
-    prefix = "" if rank == "0" else f"process {rank}: "
-    impatience = threading.Timer(_GRACE, lambda: _kill(left))
-    impatience.daemon = True
-    try:
+def _explained(error: Exception) -> UserError | None:
+    """Return an error that one line explains, or None if it takes a traceback."""
+    if isinstance(error, UserError):
+        return error
+    told = str(error)
+    # The CPU's want of memory has no type of its own.
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in told:
+        return ConfigError(
+            f"too little memory ({first_line(error)}); raise run.grad_accum_steps, which keeps the batch, or lower "
+            f"data.validation_batch_size or data.num_workers"
+        )
+    if isinstance(error, OSError) and error.errno is not None:  # what no function had an answer to
+        return OutputError(
+            f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
+        )
+    if "DataLoader" in told and "Caught " not in told:  # what is caught in one is no death
+        return LostProcessError(
+            f"a loader process is gone ({first_line(error)}); if memory is short, lower data.num_workers; if "
+            f"/dev/shm is, give the container more, by docker run --shm-size 8g, say"
+        )
+    return None
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201  the one line that a program ends with
+
+
+def _end_loaders() -> None:
+    """Kill loader processes that are left: one that reads from a disk that hangs would be waited for."""
+    children = multiprocessing.active_children()
+    if children:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises when they die
+    for child in children:
+        child.kill()
+
+
+def _give_up_output() -> None:
+    """Drop what was printed and cannot be written, which Python would make its exit code of."""
+    for file in (sys.stdout, sys.stderr):
         try:
-            script()
-        finally:
-            # A loader's end waits for one process after the other, 5 seconds each, and one that reads
-            # from a disk that hangs does not end.
-            left = multiprocessing.active_children()
-            impatience.start()
-    except UserError as error:
-        message = str(error).strip() if isinstance(error, SettingsError) else message_of(error)
-        if is_first(message):
-            lines = map(printable, message.split("\n"))  # which may quote a file's name
-            console.print(f"{prefix}error: " + "\n".join(lines))
-            if error.is_final:
-                end_restarts()
-        return error.exit_code
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
-    finally:
-        impatience.cancel()
-        # Python would end loader processes that an error left by SIGTERM, and wait for them for ever
-        # if one hangs where it was forked.
-        _kill(multiprocessing.active_children())
-        give_up_output()
-    return 0
-
-
-def _kill(children: list[BaseProcess]) -> None:
-    for process in children:
-        process.kill()
+            file.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, file.fileno())
+            os.close(nowhere)

@@ -1,0 +1,375 @@
+"""Files that are whole or absent, checkpoints that say what is wrong with them, and which one a run goes on from."""
+
+import dataclasses
+import errno
+import io
+import os
+import re
+import stat
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import pytest
+import timm
+import torch
+
+from vil import weights
+from vil.training.checkpoint import (
+    Run,
+    continued,
+    load_checkpoint,
+    load_newest,
+    refuse_others,
+    restore,
+    save,
+)
+from vil.training.distributed import World
+from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, UserError
+from vil.training.evaluation import EvalConfig, load_subject
+from vil.training.files import lock_folder, write_atomically, write_text
+from vil.training.model import build
+from vil.training.settings import TrainConfig
+from vil.weights import check_finite
+
+
+@pytest.fixture
+def run(config: TrainConfig) -> Run:
+    """A run on four kinds of trees before its first step; its average differs from the model."""
+    trainee = build(config, World())
+    with torch.no_grad():
+        trainee.ema.module.head.bias.add_(1.0)
+    source = SimpleNamespace(fingerprint="1", classes=("ash", "birch", "cedar", "dogwood"))
+    return Run(config, config, trainee, source, source)
+
+
+def train(run: Run, top1: float) -> Run:
+    """Let a run have made another epoch."""
+    run.state.step += 4
+    counts = {"skipped_images": 0, "skipped_steps": 0, "images_per_s": 100.0, "seconds": 1.0}
+    scores = {"train_loss": 1.0, "val_loss": 1.0, "top1": top1, "top5": 100.0}
+    run.state.end_epoch({"epoch": len(run.state.history) + 1, "lr": 1e-3} | scores | counts)
+    return run
+
+
+@pytest.fixture
+def saved(run: Run, tmp_path: Path) -> Path:
+    """The last of two checkpoints, after an epoch."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save(folder, run)
+    save(folder, train(run, 50.0))
+    return folder / "last.pt"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("torn")])
+def test_failed_write_leaves_the_old_file(tmp_path: Path, error: Exception) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half of the new")
+        raise error
+
+    with pytest.raises(OutputError, match=r"cannot write .*file \(\d+ MiB free\)"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_contents_are_on_the_disk_before_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power loss in between, the new name would be that of an empty file."""
+    calls = []
+
+    def note(name: str) -> None:
+        original = getattr(os, name)
+
+        def noted(*arguments: object) -> object:
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(arguments[0]).st_mode)
+            calls.append("fsync of the folder" if is_folder else name)
+            return original(*arguments)
+
+        monkeypatch.setattr(os, name, noted)
+
+    note("fsync")
+    note("replace")
+    write_text(tmp_path / "file", "new")
+    assert calls == ["fsync", "replace", "fsync of the folder"]
+
+
+def test_folder_has_one_writer_and_nothing_of_dead_ones(tmp_path: Path) -> None:
+    (tmp_path / ".last.pt.123.tmp").write_bytes(b"half")
+    (tmp_path / ".mine").write_text("mine")
+    child = (
+        "import sys; from pathlib import Path; from vil.training.files import lock_folder\n"
+        f"lock_folder(Path({str(tmp_path)!r}))"
+    )
+    with lock_folder(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {".mine", ".vision-longhorn.lock"}
+        assert os.spawnlp(os.P_WAIT, "python", "python", "-c", child) == 1
+    assert os.spawnlp(os.P_WAIT, "python", "python", "-c", child) == 0
+
+
+def test_checkpoint_that_does_not_read_back_does_not_replace_the_old_one(
+    saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = torch.save
+
+    def write_rotten(content: dict, file: BinaryIO) -> None:
+        written = io.BytesIO()
+        original(content, written)
+        rotten = bytearray(written.getvalue())
+        rotten[len(rotten) // 2] ^= 1
+        file.write(rotten)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", write_rotten)
+        with pytest.raises(OutputError, match=r"last\.pt.*\.tmp is (damaged|truncated)"):
+            save(saved.parent, train(run, 60.0))
+    assert load_checkpoint(saved)["metric"] == 50.0
+    assert not list(saved.parent.glob(".*.tmp"))
+
+
+def test_the_checkpoint_before_and_the_best_are_kept(saved: Path, run: Run) -> None:
+    def epochs() -> list[int]:
+        names = ("last.pt", "previous.pt", "best.pt")
+        return [load_checkpoint(saved.with_name(name))["epoch"] for name in names]
+
+    assert epochs() == [1, 0, 1]
+    for top1, expected in ((40.0, [2, 1, 1]), (60.0, [3, 2, 3])):
+        save(saved.parent, train(run, top1))
+        assert epochs() == expected
+    run.state = dataclasses.replace(run.state, step=13, loss_sum=1.0, loss_count=1)
+    run.trainee.model.head.bias.data += 1  # and within an epoch it is not renewed
+    save(saved.parent, run)
+    steps = [load_checkpoint(saved.with_name(f"{n}.pt"))["run"]["step"] for n in ("last", "best")]
+    assert steps == [13, 12]
+
+
+def test_epochs_before_the_average_are_not_best_by_it(run: Run) -> None:
+    run.state.best_key = "ema_top1"
+    for top1, averaged in ((90.0, None), (95.0, None), (50.0, 0.0), (60.0, 0.0)):
+        row = {"epoch": len(run.state.history) + 1, "top1": top1}
+        run.state.end_epoch(row | {"ema_top1": -1.0 if averaged is None else averaged})
+    assert run.state.best_epoch == 3
+
+
+def test_timm_reads_the_averaged_weights(saved: Path, run: Run) -> None:
+    sizes = {"num_classes": 4, "img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2}
+    model = timm.create_model("vil_tiny", checkpoint_path=str(saved), **sizes)
+    assert torch.equal(model.head.bias, run.trainee.ema.module.head.bias)
+    assert not torch.equal(model.head.bias, run.trainee.model.head.bias)
+
+
+def test_flipped_bit_is_detected(saved: Path, run: Run) -> None:
+    content = bytearray(saved.read_bytes())
+    weight = run.trainee.model.head.weight.detach().numpy().tobytes()
+    content[content.index(weight) + 10] ^= 1
+    saved.write_bytes(bytes(content))
+    torch.load(saved, weights_only=True)  # does not notice
+    with pytest.raises(OutputError, match=r"last\.pt is damaged: wrong checksum"):
+        load_checkpoint(saved)
+
+
+def test_pickled_code_is_not_run(tmp_path: Path) -> None:
+    torch.save({"state_dict": Path("x")}, tmp_path / "code.pt")
+    with pytest.raises(DamagedError, match=r"code\.pt .* what could execute code is not read"):
+        load_checkpoint(tmp_path / "code.pt")
+
+
+ABSENT = object()
+WRONG: tuple[tuple[str, Any], ...] = (
+    *(("config", []), ("config.schedule", []), ("config.schedule.epochs", "three")),
+    *(("config.augment.scale", [0.1]), ("asked", "x"), ("asked.run.seed", -1)),
+    *(("state_dict", []), ("state_dict.head\nbias", 1), ("state_dict_ema", {"head.bias": 1.0})),
+    *(("state_dict.head.bias", torch.zeros(5)), ("state_dict.head.bias", torch.zeros(4).int())),
+    *(("optimizer", "adamw"), ("optimizer.param_groups", {})),
+    *(("optimizer.param_groups.0.params", ["a"]), ("optimizer.state.0.exp_avg", "x")),
+    *(("run", []), ("run.best_epoch", "x"), ("run.step", "x"), ("run.history", {})),
+    *(("run.history.0", "row"), ("run.bad_images", [1]), ("run", ABSENT)),
+    *(("data", ABSENT), ("data", "x"), ("config", ABSENT), ("optimizer", ABSENT)),
+    ("state_dict.huge", torch.zeros(1).expand(1 << 40)),  # a few bytes can claim terabytes
+    ("state_dict.sparse", torch.zeros(3).to_sparse()),
+    ("optimizer.state.0.exp_avg", torch.zeros(1).expand(1 << 40)),
+    ("state_dict.head.bias", torch.full((4,), torch.nan)),
+)
+
+
+def replaced(content: Any, path: str, value: object) -> Any:
+    """Return nested dictionaries and lists with another value at a place; ABSENT removes it."""
+    key, _, rest = path.partition(".")
+    if isinstance(content, dict) and key == "state_dict" and rest:
+        return content | {key: content[key] | {rest: value}}
+    place: Any = int(key) if isinstance(content, list) or key.isdigit() else key
+    changed = content.copy()
+    if rest:
+        changed[place] = replaced(content[place], rest, value)
+    elif value is ABSENT:
+        del changed[place]
+    else:
+        changed[place] = value
+    return changed
+
+
+def go_on(saved: Path, run: Run) -> None:
+    """Do with a checkpoint what a run does that goes on from it."""
+    found = load_checkpoint(saved) | {"origin": str(saved)}
+    continued(found, run.asked)
+    restore(run, found)
+
+
+def test_content_of_another_form_is_one_line_and_no_traceback(saved: Path, run: Run) -> None:
+    """Though its checksums are right."""
+    content = torch.load(saved, weights_only=True)
+    content["optimizer"]["state"] = {0: {"exp_avg": torch.zeros(2)}}
+    for path, value in WRONG:
+        torch.save(replaced(content, path, value), saved)
+        with pytest.raises(UserError) as caught:
+            go_on(saved, run)
+        assert "\n" not in str(caught.value), path
+        assert len(str(caught.value)) < 1000, path
+    for key in (
+        "arch",
+        "model_args",
+        "config",
+        "pretrained_cfg",
+    ):  # as eval.py and release.py read it
+        torch.save(content | {key: 5}, saved)
+        with pytest.raises(UserError):
+            load_subject(EvalConfig(checkpoint=str(saved)))
+
+
+def test_archive_that_torch_does_not_write_is_refused(saved: Path) -> None:
+    """Compressed, it could unpack to a thousand times its size; overlapping, to any."""
+    with zipfile.ZipFile(saved) as archive:
+        parts = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    with pytest.raises(DamagedError, match="is compressed"):
+        load_checkpoint(saved)
+    with zipfile.ZipFile(saved, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+        archive.infolist().extend([archive.infolist()[-1]] * 10_000)
+    with pytest.raises(DamagedError, match=r"is damaged: its parts are larger|two of its parts"):
+        load_checkpoint(saved)
+
+
+def test_limits_may_be_infinite() -> None:
+    """As timm's gemma4_vit has them."""
+    check_finite({"input_max": torch.tensor(torch.inf), "index": torch.tensor(3)}, "it")
+    for value in (torch.tensor(torch.nan), torch.tensor([torch.inf])):
+        with pytest.raises(ValueError, match=r"it: input_max is not finite$"):
+            check_finite({"bias": torch.zeros(2), "input_max": value}, "it")
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_weights_that_are_not_finite_are_not_saved(ema: bool, run: Run, tmp_path: Path) -> None:
+    for kept in ("no checkpoint was written before", "last.pt in .* is from before and intact"):
+        model = run.trainee.ema.module if ema else run.trainee.model
+        with torch.no_grad():
+            model.head.bias[2] = torch.nan
+        with pytest.raises(
+            NonFiniteLossError, match=rf"after step 0: head\.bias is not finite; {kept}"
+        ):
+            save(tmp_path, run)
+        with torch.no_grad():
+            model.head.bias[2] = 0.0
+        if "no" in kept:
+            save(tmp_path, run)
+
+
+# Which one a run goes on from
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_damaged_ones_are_put_aside_only_for_a_whole_one(
+    saved: Path, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved.parent
+    save(folder, train(run, 40.0))
+    whole = contents(folder)
+    for name in whole:
+        (folder / name).unlink()
+        (folder / name).write_bytes(whole[name][:-100])
+    cut = contents(folder)
+    with pytest.raises(OutputError, match=r"is whole: .*last\.pt .*previous\.pt .*best\.pt "):
+        load_newest(folder)
+    assert contents(folder) == cut
+    (folder / "best.pt").write_bytes(whole["best.pt"])
+    assert load_newest(folder)["origin"] == str(folder / "best.pt")
+    assert [line.partition("it is now ")[2] for line in caplog.messages] == [
+        *("last.damaged.pt", "previous.damaged.pt"),
+    ]
+    assert (folder / "last.damaged.pt").read_bytes() == cut["last.pt"]
+    (folder / "best.pt").unlink()
+    with pytest.raises(OutputError, match=r"put aside by earlier starts: last\.damaged\.pt"):
+        load_newest(folder)
+
+
+def test_what_a_killed_save_left_undone_is_done(saved: Path) -> None:
+    saved.with_name("best.pt").unlink()
+    assert load_newest(saved.parent)["epoch"] == 1
+    assert saved.with_name("best.pt").read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("reads", [0, 5, 40])
+def test_checkpoint_that_cannot_be_read_is_not_damaged(
+    number: int, reads: int, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the reading comes, and though zipfile takes errors at the end for no zip file."""
+    before, left, original = (
+        contents(saved.parent),
+        iter(range(reads)),
+        weights._Reader._remembering,
+    )
+
+    def remembering(self: weights._Reader, read: Any, *arguments: object) -> object:
+        def fail(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return original(self, fail if next(left, None) is None else read, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights._Reader, "_remembering", remembering)
+        told = rf"last\.pt cannot be read: {os.strerror(number)}"
+        with pytest.raises(OutputError, match=told):
+            load_newest(saved.parent)
+    assert contents(saved.parent) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling link"])
+def test_name_of_a_checkpoint_that_leads_to_none_stops_the_run(kind: str, saved: Path) -> None:
+    """As of a disk that is not mounted: a run must not begin anew there."""
+    saved.unlink()
+    if kind == "folder":
+        saved.mkdir()
+    else:
+        saved.symlink_to("/nowhere/last.pt")
+    message = "cannot be read: Is a directory" if kind == "folder" else "does not exist"
+    with pytest.raises(OutputError, match=rf"last\.pt {message}"):
+        load_newest(saved.parent)
+
+
+def test_only_a_folder_without_a_checkpoint_refuses_other_files(
+    saved: Path, tmp_path: Path
+) -> None:
+    saved.with_name("notes.txt").write_text("mine")
+    refuse_others(saved.parent)
+    other = tmp_path / "other"
+    refuse_others(other)
+    other.mkdir()
+    (other / ".vision-longhorn.lock").touch()
+    refuse_others(other)
+    assert load_newest(other) is None
+    (other / "config.yaml").touch()
+    with pytest.raises(OutputError, match=re.escape(f"{other} holds config.yaml and no run")):
+        refuse_others(other)

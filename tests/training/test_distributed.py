@@ -1,0 +1,307 @@
+"""Several processes on one machine, over gloo, against a single one."""
+
+import csv
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from vil.training import distributed
+from vil.training.distributed import World, connect
+from vil.training.errors import ConfigError
+from vil.training.recipes import to_yaml
+from vil.training.settings import RunConfig, TrainConfig
+
+ROOT = Path(__file__).parents[2]
+LAST_RESORT = 900  # seconds for processes that end within 10, should they hang
+
+
+@pytest.fixture
+def one_step_epochs(config: TrainConfig) -> TrainConfig:
+    """Twenty epochs of one step, so that the log has the loss of every step; at two image sizes."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, drop_path_rate=0.0),
+        data=dataclasses.replace(config.data, batch_size=32, img_sizes=(16, 24)),
+        augment=dataclasses.replace(config.augment, mix_size=8),
+        schedule=dataclasses.replace(config.schedule, epochs=20),
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(config: TrainConfig, folder: Path, world_size: int) -> list[subprocess.Popen]:
+    """Start the training script in several processes, as a launcher would."""
+    recipe = folder.with_suffix(".yaml")
+    recipe.write_text(to_yaml(config))
+    command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(folder)]
+    return start_script(command, [Path.cwd()] * world_size)
+
+
+def start_script(command: list[str], places: list[Path]) -> list[subprocess.Popen]:
+    """Start a script in several processes, each in a folder, as a launcher would."""
+    world_size, port = len(places), free_port()
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / command[0]), *command[1:]],
+            cwd=places[rank],
+            env=os.environ | shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def wait_for(path: Path, processes: list[subprocess.Popen]) -> None:
+    """Wait until a run has written a file, or has ended."""
+    while not path.exists() and all(process.poll() is None for process in processes):
+        time.sleep(0.1)
+
+
+def log(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
+    """Read a run's log."""
+    with (folder / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.ci
+def test_two_processes_equal_one(
+    one_step_epochs: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    run = dataclasses.replace(one_step_epochs.run, grad_accum_steps=2)
+    divided = dataclasses.replace(one_step_epochs, run=run)
+    processes = start(divided, tmp_path / "two", 2)
+    assert train(one_step_epochs, "--run.output", str(tmp_path / "one")) == 0
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert "= 2 processes x 2 x 8" in printed[0][0]
+    assert printed[1] == ("", "")  # only the first logs
+    one, two = log(tmp_path / "one"), log(tmp_path / "two")
+    assert len(one) == len(two) == 20
+    for left, right in zip(one, two, strict=True):
+        for key in ("train_loss", "val_loss", "ema_loss"):
+            assert float(left[key]) == pytest.approx(float(right[key]), abs=1e-6)
+        assert left["top1"] == right["top1"]
+    one, two = log(tmp_path / "one", "steps.csv"), log(tmp_path / "two", "steps.csv")
+    assert [row["step"] for row in one] == [str(step) for step in range(1, 21)]
+    for left, right in zip(one, two, strict=True):
+        assert (left["step"], left["epoch"], left["lr"]) == (
+            right["step"],
+            right["epoch"],
+            right["lr"],
+        )
+        for key in ("loss", "grad_norm"):
+            assert float(left[key]) == pytest.approx(float(right[key]), rel=1e-4)
+
+
+@pytest.fixture
+def places(image_folder: Path, tmp_path: Path) -> list[Path]:
+    """Two nodes, each of which has its copy of the images under the same name."""
+    nodes = [tmp_path / "node-0", tmp_path / "node-1"]
+    for node in nodes:
+        shutil.copytree(image_folder, node / "images")
+    return nodes
+
+
+def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
+    """Return the exit codes of processes, and what they say as errors, before they hang."""
+    try:
+        told = [process.communicate(timeout=LAST_RESORT)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], told
+
+
+def remove_one(images: Path) -> None:
+    (images / "train" / "cedar" / "3.jpg").unlink()
+
+
+def swap_two_classes(images: Path) -> None:
+    for one, other in (("ash", "aside"), ("birch", "ash"), ("aside", "birch")):
+        (images / "train" / one).rename(images / "train" / other)
+
+
+def remove_a_class(images: Path) -> None:
+    for split in ("train", "val"):
+        shutil.rmtree(images / split / "birch")
+
+
+def hide_an_image(images: Path) -> None:
+    """Make one unreadable, which is found when the fingerprint is computed."""
+    path = images / "train" / "ash" / "0.jpg"
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def other_image(place: Path) -> None:
+    ash = place / "images" / "val" / "ash"
+    shutil.copy(ash / "1.jpg", ash / "0.jpg")
+
+
+def other_weights(place: Path) -> None:
+    checkpoint = torch.load(place / "best.pt", weights_only=True)
+    checkpoint["state_dict"]["head.bias"][0] += 1
+    torch.save(checkpoint, place / "best.pt")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(
+            *(remove_one, "number of training images is 31 instead of 32; fingerprint of the"),
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            *(swap_two_classes, "Differences (1): fingerprint of the training"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *(remove_a_class, "number of training images is 24 instead of 32"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(*(hide_an_image, "ash/0.jpg cannot be read"), marks=pytest.mark.nightly),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_copy_of_the_data_that_differs_ends_the_training_of_all(
+    damage: Callable[[Path], None],
+    message: str,
+    config: TrainConfig,
+    places: list[Path],
+    tmp_path: Path,
+) -> None:
+    damage(places[1] / "images")
+    model = dataclasses.replace(config.model, num_classes=None)
+    data = dataclasses.replace(config.data, path="images")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(dataclasses.replace(config, model=model, data=data)))
+    run = tmp_path / "run"
+    command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(run)]
+    codes, told = ends(start_script(command, places))
+    alone = damage is hide_an_image  # which only its process can say
+    assert codes == ([6, 3] if alone else [3, 3]), told
+    assert alone or told[1] == f"process 1: {told[0]}"
+    assert message in told[1]
+    assert not (run / "last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(
+            *(other_image, "Differences (1): fingerprint of the validation images is "),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(*(other_weights, "Differences (1): weights is "), marks=pytest.mark.ci),
+    ],
+    ids=["images", "weights"],
+)
+def test_copies_that_differ_end_the_evaluation_of_all(
+    damage: Callable[[Path], None],
+    message: str,
+    config: TrainConfig,
+    train: Callable[..., int],
+    places: list[Path],
+    tmp_path: Path,
+) -> None:
+    one_epoch = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, epochs=1, warmup_epochs=0)
+    )
+    assert train(one_epoch, "--run.output", str(tmp_path / "run")) == 0
+    for place in places:
+        shutil.copy(tmp_path / "run" / "best.pt", place)
+    damage(places[1])
+    command = ["eval.py", "best.pt", "--data.path", "images"]
+    codes, told = ends(start_script(command, places))
+    assert codes == [3, 3], told
+    assert message in told[0]
+    assert not list(tmp_path.glob("*/*-eval.json"))
+
+
+@pytest.mark.ci
+def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    endless = dataclasses.replace(
+        config,
+        schedule=dataclasses.replace(config.schedule, epochs=10_000),
+        run=dataclasses.replace(config.run, save_minutes=0.0),
+    )
+    processes = start(endless, tmp_path / "run", 2)
+    wait_for(tmp_path / "run" / "previous.pt", processes)
+    processes[1].send_signal(signal.SIGTERM)
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], printed
+    assert printed[0][1] == "error: stopped by SIGTERM\n"
+    checkpoint = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    optimizer = checkpoint["optimizer"]["state"][0]["step"]
+    assert optimizer + len(checkpoint["run"]["bad_steps"]) == checkpoint["run"]["step"]
+
+
+@pytest.mark.ci
+def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_path: Path) -> None:
+    endless = dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, epochs=10_000)
+    )
+    processes = start(endless, tmp_path / "run", 2)
+    wait_for(tmp_path / "run" / "last.pt", processes)
+    processes[1].kill()
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    assert [process.returncode for process in processes] == [6, -signal.SIGKILL], printed
+    assert printed[0][1] == "error: another process of the run is gone; its own error says why\n"
+
+
+@pytest.mark.nightly
+def test_compiled_model_trains_in_two_processes(config: TrainConfig, tmp_path: Path) -> None:
+    run = dataclasses.replace(config.run, torchcompile=True, amp=True, grad_accum_steps=2)
+    processes = start(dataclasses.replace(config, run=run), tmp_path / "run", 2)
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    losses = [float(row["train_loss"]) for row in log(tmp_path / "run")]
+    assert len(losses) == 3
+    assert all(0 < loss < 2 for loss in losses)
+
+
+def test_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    run = RunConfig(device="cpu")
+    with connect(run) as world:
+        assert world == World(0, 1, 0)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is missing or wrong"), connect(run):
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(distributed, "_MEETING", timedelta(seconds=0.3))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(ConfigError, match="cannot meet at MASTER_ADDR:MASTER_PORT"), connect(run):
+        pass
+
+
+@pytest.mark.nightly
+def test_torchrun_says_a_wrong_setting_once_per_attempt(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", "--max-restarts", "1", str(ROOT / "train_imagenet.py"), "--run.seed", "-1"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 1  # torchrun has no other
+    assert process.stderr.count("run.seed must be greater than or equal to 0, got -1") == 2

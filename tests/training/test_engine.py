@@ -1,0 +1,87 @@
+"""One optimiser step, and scoring several models in one pass."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vil.training.distributed import World
+from vil.training.engine import Score, evaluate, train_step
+from vil.training.loader import Step, ValData, open_source
+from vil.training.model import Trainee, build
+from vil.training.settings import TrainConfig
+
+
+class CountedData(ValData):
+    """Validation images that count how often they are read."""
+
+    passes = 0
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Read them."""
+        self.passes += 1
+        return super().batches()
+
+
+@pytest.fixture
+def training(config: TrainConfig) -> Trainee:
+    """A model, and an average that differs from it."""
+    training = build(config, World())
+    with torch.no_grad():
+        for parameter in training.ema.module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.manual_seed(0)))
+    return training
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_models_scored_together_score_as_alone_and_images_are_read_once(
+    training: Trainee, config: TrainConfig, amp: bool
+) -> None:
+    small = dataclasses.replace(config.data, validation_batch_size=5)  # 12 images: 5, 5, 2
+    chosen = dataclasses.replace(config, data=small)
+    data = CountedData(chosen, open_source(chosen.data, chosen.model, False), World())
+    models = [training.model, training.ema.module, training.model]
+    together = evaluate(models, data, amp)
+    assert data.passes == 1
+    alone = [evaluate([model], data, amp)[0] for model in models]
+    assert [untimed(score) for score in together] == [untimed(score) for score in alone]
+    assert together[0].loss != together[1].loss
+    assert not any(module.training for model in models for module in model.modules())
+
+
+def test_a_step_clips_the_gradient_and_then_moves_the_average(
+    training: Trainee, config: TrainConfig
+) -> None:
+    averages = dict(training.ema.module.named_parameters())
+    before = {name: average.clone() for name, average in averages.items()}
+    images = torch.arange(8 * 3 * 16 * 16).view(8, 3, 16, 16).to(torch.uint8)
+    step = Step(0, [(images, torch.arange(8) % 4)], {})
+    clipping = dataclasses.replace(config.optim, clip_grad=0.01)
+    result = train_step(training, step, dataclasses.replace(config, optim=clipping))
+
+    weights = dict(training.model.named_parameters())
+    norm = torch.stack([w.grad.norm() for w in weights.values() if w.grad is not None]).norm()
+    assert result.grad_norm > 0.1
+    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+    decay = config.optim.model_ema_decay
+    for name, average in averages.items():
+        moved = decay * before[name] + (1 - decay) * weights[name]
+        torch.testing.assert_close(average, moved)
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd"])  # of which the first decides on the device
+def test_a_step_whose_loss_is_not_finite_changes_no_weight(config: TrainConfig, opt: str) -> None:
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, opt=opt))
+    training = dataclasses.replace(
+        build(config, World()), criterion=lambda logits, _: logits.sum() * torch.nan
+    )
+    before = [weight.clone() for weight in training.model.parameters()]
+    images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
+    train_step(training, Step(0, [(images, torch.arange(8) % 4)], {}), config)
+    assert all(map(torch.equal, training.model.parameters(), before))
+
+
+def untimed(score: Score) -> Score:
+    """Return a score without its speed."""
+    return score._replace(images_per_s=0.0)

@@ -1,0 +1,213 @@
+"""eval.py: every kind of source, its options, and a result that is not lost where it cannot be written."""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import vil
+from vil.training.errors import OutputError
+from vil.training.evaluation import EvalConfig, load_subject
+from vil.training.release import ReleaseConfig, release
+from vil.training.settings import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+    """The last checkpoint of a short run."""
+    arguments = ("--schedule.epochs", "1", "--data.crop-pct", "0.8")
+    assert train(config, "--run.output", str(tmp_path / "run"), *arguments) == 0
+    return tmp_path / "run" / "last.pt"
+
+
+@pytest.fixture
+def released(checkpoint: Path, tmp_path: Path) -> Path:
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
+    return tmp_path / "small"
+
+
+def test_all_sources_of_the_same_weights_score_the_same(
+    checkpoint: Path,
+    released: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    alone = tmp_path / "alone.safetensors"
+    alone.write_bytes((released / "model.safetensors").read_bytes())
+    row = saved["run"]["history"][-1]
+    for number, source in enumerate(
+        (checkpoint, released, f"local-dir:{released}", released / "model.safetensors")
+    ):
+        path = tmp_path / f"{number}.json"
+        assert evaluate(str(source), "--data.path", str(image_folder), "--json", str(path)) == 0
+        result = json.loads(path.read_text())
+        assert (result["top1"], result["top5"]) == (row["top1"], row["top5"])
+        assert result["loss"] == pytest.approx(row["val_loss"], rel=1e-6)
+        assert (result["crop_pct"], result["img_size"], result["num_images"]) == (0.8, 16, 12)
+        assert "25 tensors taken" in result["weights"]
+        assert result["checkpoint"] == str(source)
+
+
+def test_size_and_crop_of_the_command_line(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(str(checkpoint), "--img-size", "24", "--crop-pct", "1") == 0
+    printed = capsys.readouterr().out
+    assert "vil_tiny at 24 px" in printed
+    assert "resampled pos_embed (1, 5, 16) -> (1, 10, 16)" in printed
+    result = json.loads(checkpoint.with_name("last-24px-eval.json").read_text())
+    assert (result["img_size"], result["crop_pct"]) == (24, 1.0)
+
+
+def test_other_classes_are_refused(
+    checkpoint: Path,
+    released: Path,
+    image_folder: Path,
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    (image_folder / "val" / "birch").rename(image_folder / "val" / "zelkova")
+    for source in (checkpoint, released):
+        assert evaluate(str(source), "--data.path", str(image_folder)) == 3
+        error = capsys.readouterr().err
+        assert "class 1 is cedar in the data and birch in the model" in error
+        assert error.count("\n") == 1
+    (image_folder / "val" / "ash").rename(image_folder / "val" / "maple")
+    for name in ("cedar", "dogwood"):
+        (image_folder / "val" / name).rename(image_folder / "val" / f"other {name}")
+    assert evaluate(str(checkpoint), "--data.path", str(image_folder)) == 0
+    told = capsys.readouterr().out
+    assert told.count("warning: ") == 1
+    assert (
+        "no class of the data has a name of the model's, as class 0, maple in the data and " in told
+    )
+
+
+def test_an_evaluation_is_replaced_and_nothing_else(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in ((), ("--amp", "True"), ("--per-class",), ("--ema",), ("--img-size", "24")):
+        assert evaluate(str(checkpoint), *options) == 0
+    names = {path.name.removeprefix("last-") for path in checkpoint.parent.glob("last-*")}
+    assert names == {"eval.json", "per-class-eval.json", "ema-eval.json", "24px-eval.json"}
+    written = checkpoint.with_name("last-eval.json")
+    assert json.loads(written.read_text())["amp"] is True
+    for content in ("[]", "{}", "mine"):
+        written.write_text(content)
+        capsys.readouterr()
+        assert evaluate(str(checkpoint)) == 5
+        said = capsys.readouterr()
+        assert f"{written} exists and is not an evaluation; choose another --json" in said.err
+        assert "top-1" in said.out  # printed all the same
+        assert written.read_text() == content
+
+
+def test_weights_that_are_not_finite_are_refused(
+    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["state_dict"]["head.bias"][0] = torch.nan
+    content["state_dict"]["norm.weight"][1] = torch.inf
+    torch.save(content, checkpoint)
+    capsys.readouterr()
+    assert evaluate(str(checkpoint)) == 5
+    told = capsys.readouterr().err
+    assert told == f"error: {checkpoint}: norm.weight is not finite, nor are 1 other tensors\n"
+    assert not checkpoint.with_name("last-eval.json").exists()
+    assert evaluate(str(checkpoint), "--ema") == 0
+    with pytest.raises(ValueError, match=r"norm\.weight is not finite"):
+        vil.load(checkpoint)
+    with pytest.raises(OutputError, match=r"norm\.weight is not finite"):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(checkpoint.parent / "new")))
+    assert not (checkpoint.parent / "new").exists()
+
+
+@pytest.mark.ci
+def test_classes_are_told_one_by_one(
+    config: TrainConfig,
+    train: Callable[..., int],
+    evaluate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
+    capsys.readouterr()
+    assert evaluate(str(tmp_path / "run" / "last.pt"), "--per-class") == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "last-per-class-eval.json").read_text())
+    rows = result["per_class"]
+    assert list(rows) == ["ash", "birch", "cedar", "dogwood"]
+    assert [row["num_images"] for row in rows.values()] == [3, 3, 3, 3]
+    assert statistics.fmean(row["top1"] for row in rows.values()) == pytest.approx(result["top1"])
+    told = [line.split()[-1] for line in printed.splitlines() if line.startswith("class ")]
+    assert told == sorted(rows, key=lambda name: rows[name]["top1"])
+
+
+ODD_NAMES = ("\x1b[31mred", "two\nlines", "a\rb", "\u202eright to left")
+
+
+def test_names_that_are_printed_are_one_line_without_commands(
+    config: TrainConfig,
+    train: Callable[..., int],
+    evaluate: Callable[..., int],
+    image_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Of classes, one by one and where they differ from the model's, and of tensors."""
+    for old, new in zip(("ash", "birch", "cedar", "dogwood"), ODD_NAMES, strict=True):
+        for split in ("train", "val"):
+            (image_folder / split / old).rename(image_folder / split / new)
+    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 0
+    weights = str(tmp_path / "run" / "last.pt")
+    assert evaluate(weights, "--per-class") == 0
+    (image_folder / "val" / ODD_NAMES[1]).rename(image_folder / "val" / "birch")
+    evaluate(weights, "--json", str(tmp_path / "other.json"))
+    content = torch.load(weights, weights_only=True)
+    values = content["state_dict"]
+    values["\x1b[31m\nred"] = values.pop("norm.weight")
+    torch.save(content, tmp_path / "renamed.pt")
+    assert evaluate(str(tmp_path / "renamed.pt")) != 0
+    printed = "".join(capsys.readouterr())
+    assert "two\\nlines" in printed
+    assert not [c for c in printed if c != "\n" and not c.isprintable()]
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, True), (True, True), (False, False)])
+def test_precision_is_the_runs_unless_another_is_asked_for(
+    config: TrainConfig, train: Callable[..., int], tmp_path: Path, asked: bool | None, found: bool
+) -> None:
+    arguments = ("--run.output", str(tmp_path / "run"), "--schedule.epochs", "1", "--run.amp")
+    assert train(config, *arguments) == 0
+    options = EvalConfig(checkpoint=str(tmp_path / "run" / "last.pt"), amp=asked)
+    assert load_subject(options).config.run.amp is found
+
+
+@pytest.mark.ci
+def test_two_processes_score_what_one_does(
+    config: TrainConfig, train: Callable[..., int], tmp_path: Path
+) -> None:
+    train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
+    results = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        path = tmp_path / f"{len(launcher)}.json"
+        command = [sys.executable, *launcher, str(ROOT / "eval.py")]
+        options = [str(tmp_path / "run" / "last.pt"), "--json", str(path), "--per-class"]
+        options += ["--device", "cpu", "--data.validation-batch-size", "1"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+        assert done.stdout.count("top-1 ") == 1
+        results.append(json.loads(path.read_text()))
+    one, two = results
+    for key in ("top1", "top5", "num_images", "per_class"):
+        assert one[key] == two[key]
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-12)

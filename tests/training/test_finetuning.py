@@ -1,0 +1,97 @@
+"""Fine-tuning: the recipe with nothing else said, rates by layer and by batch, batches by the data."""
+
+import csv
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+import train_imagenet
+from vil.training.distributed import World
+from vil.training.errors import run_script
+from vil.training.model import build
+from vil.training.recipes import read_recipe
+from vil.training.settings import TrainConfig, suitable_batch
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Three classes, 12 images to train on and 3 held out."""
+    for name in ("cat", "dog", "emu"):
+        for split, count in (("train", 4), ("val", 1)):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                noise = Image.effect_noise((24, 20), 64)
+                noise.convert("RGB").save(folder / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+def test_recipe_needs_images_and_weights_and_nothing_else(
+    config: TrainConfig,
+    train: Callable[..., int],
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    short = (
+        "--schedule.epochs",
+        "1",
+        "--schedule.warmup-epochs",
+        "0",
+        "--data.mean",
+        "0.1",
+        "0.2",
+        "0.3",
+    )
+    assert train(config, *short, "--run.output", str(tmp_path / "before")) == 0
+    monkeypatch.chdir(tmp_path)
+    command = ["train_imagenet.py", "--config", str(CONFIGS / "finetune.yaml")]
+    command += ["--data.path", "photos", "--model.pretrained", "before/last.pt"]
+    monkeypatch.setattr(sys, "argv", [*command, "--schedule.epochs", "2"])
+    assert run_script(train_imagenet.main) == 0
+    assert "new head.weight (3, 16), head.bias (3,)" in capsys.readouterr().out
+    found = yaml.safe_load((tmp_path / "output" / "finetune" / "config.yaml").read_text())
+    model, data = found["model"], found["data"]
+    assert (model["name"], model["num_classes"], model["img_size"]) == ("vil_tiny", 3, 16)
+    assert (model["embed_dim"], model["depth"], model["patch_size"]) == (16, 2, 8)
+    assert (data["mean"], data["batch_size"]) == ([0.1, 0.2, 0.3], 8)
+    assert found["schedule"]["warmup_epochs"] == 0
+    with (tmp_path / "output" / "finetune" / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    peak = read_recipe(CONFIGS / "finetune.yaml").optim.lr_base * (8 / 64) ** 0.5
+    assert [float(row["lr"]) for row in rows] == pytest.approx([peak, peak], rel=1e-3)
+
+
+def test_layer_decay_gives_lower_blocks_lower_rates(config: TrainConfig) -> None:
+    optim = dataclasses.replace(config.optim, layer_decay=0.5)
+    training = build(dataclasses.replace(config, optim=optim), World())
+    training.set_epoch(1)
+    names = {id(value): name for name, value in training.model.named_parameters()}
+    rate = {
+        names[id(value)]: group["lr"]
+        for group in training.optimizer.param_groups
+        for value in group["params"]
+    }
+    warmup_lr = config.schedule.warmup_lr
+    expected = {"pos_embed": 0.125, "blocks.0.": 0.25, "blocks.1.": 0.5, "norm": 0.5, "head": 1.0}
+    for start, share in expected.items():
+        found = {value for name, value in rate.items() if name.startswith(start)}
+        assert found == {share * warmup_lr}
+    assert training.lr == warmup_lr  # what logs show is the head's
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "steps"),
+    [(1, 1, 1), (12, 8, 1), (80, 8, 10), (512, 32, 16), (5_000, 64, 78), (50_000, 64, 781)],
+)
+def test_batch_suits_the_number_of_images(images: int, batch: int, steps: int) -> None:
+    assert suitable_batch(images) == batch
+    assert images // batch == steps

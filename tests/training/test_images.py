@@ -1,0 +1,293 @@
+"""Which files are images, in which order, and how every kind of image is decoded."""
+
+import dataclasses
+import io
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, features
+from timm.data import create_dataset
+from torchvision.transforms.functional import _compute_resized_output_size
+
+from tests.training.run_files import train_data, val_data
+from vil.training.errors import DataError
+from vil.training.images import FolderSource, decode, list_images
+from vil.training.settings import DataConfig, TrainConfig
+from vil.training.transforms import val_transform
+
+KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
+if features.check("avif"):
+    KINDS.append("avif")
+NO_IMAGES = ["bufr", "eps", "grib", "h5", "heic", "json", "mp4", "mpg", "pdf", "ps", "svg", "wmf"]
+
+
+def fill(folder: Path, *names: str) -> Path:
+    """Put files that are never opened into a folder."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    return folder
+
+
+def encoded(image: Image.Image, form: str, **arguments: object) -> bytes:
+    """Return an image's file."""
+    file = io.BytesIO()
+    image.save(file, form, **arguments)
+    return file.getvalue()
+
+
+def pixels(content: bytes, mode: str = "L", **arguments: bool) -> np.ndarray:
+    """Decode an image; uint8, (H, W) or (H, W, 3)."""
+    image = decode(content, mode, **arguments)
+    assert image.mode == mode
+    return np.asarray(image)
+
+
+def listed_by_timm(folder: Path) -> tuple[list[str], list[int], tuple[str, ...]]:
+    """List a folder as timm does: paths, labels and classes."""
+    reader = create_dataset("", root=str(folder), search_split=False).reader
+    paths = [str(Path(path).relative_to(folder)) for path, _ in reader.samples]
+    return paths, [label for _, label in reader.samples], tuple(reader.class_to_idx)
+
+
+# Which files are images
+
+
+@pytest.fixture
+def every_kind(tmp_path: Path) -> Path:
+    """A class with an image of every kind, each of another grey, and one with a file of other kinds."""
+    for split in ("train", "val"):
+        folder = fill(tmp_path / "kinds" / split, "b/1.jpg", *(f"b/1.{kind}" for kind in NO_IMAGES))
+        (folder / "a").mkdir()
+        for number, kind in enumerate(KINDS):
+            image = Image.new("L", (16, 16), 20 * number)
+            image.save(folder / "a" / f"{number}.{kind}")
+    return tmp_path / "kinds"
+
+
+def test_every_kind_that_pillow_reads_is_an_image(every_kind: Path) -> None:
+    source = FolderSource(DataConfig(path=str(every_kind)), training=True)
+    assert source.labels.tolist() == [0] * len(KINDS) + [1]
+    for number in range(len(KINDS)):
+        assert source.name(number).endswith(f"a/{number}.{KINDS[number]}")
+        assert abs(int(pixels(source.read(number))[8, 8]) - 20 * number) <= 2
+
+
+def test_drawing_named_as_an_image_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("was drawn"))
+    content = encoded(Image.new("L", (8, 8)), "EPS")
+    assert Image.open(io.BytesIO(content)).format == "EPS"
+    with pytest.raises(DataError, match="cannot identify image file"):
+        decode(content, "L")
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (["b.jpg", "a.png"], "a.png"),
+        (["cat/wild/1.jpg", "cat/tame/3.jpg"], "cat/tame/3.jpg"),
+        (["cat/wild/young/1.webp", "cat/wild/1.txt"], "cat/wild/young/1.webp"),
+    ],
+)
+def test_image_at_another_depth_is_an_error(tmp_path: Path, names: list[str], first: str) -> None:
+    fill(tmp_path, "cat/1.jpg", "dog/1.jpg", *names)
+    with pytest.raises(DataError) as error:
+        list_images(tmp_path)
+    assert str(error.value) == f"image {tmp_path / first} must lie at {tmp_path}/<class>/<image>"
+
+
+# Their order
+
+
+def test_order_is_that_of_timm(tmp_path: Path) -> None:
+    classes = ["n10", "n9", "N09b", "cat", "cat-1", "cat 2", "Cats", "1", "1a", "20", "é", "ca.t"]
+    images = ["10.jpg", "9.jpg", "x9y10.JPEG", "x10y9.png", "A.jpg", "b.jpg", "a b.jpg", "a-1.jpg"]
+    fill(tmp_path, *(f"{name}/{image}" for name in classes for image in images))
+    paths, labels, names = listed_by_timm(tmp_path)
+    assert list_images(tmp_path) == (paths, names, labels)
+
+
+# How they are decoded
+
+GREY = np.linspace(0, 65535, 12).astype(np.uint16).reshape(3, 4)
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "JPEG2000", "PPM"])
+def test_16_bits_are_scaled(form: str) -> None:
+    content = encoded(Image.fromarray(GREY), form)
+    assert np.array_equal(pixels(content), GREY >> 8)
+    assert np.array_equal(pixels(content, "RGB"), np.stack([GREY >> 8] * 3, axis=2))
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_32_bits_are_refused(mode: str) -> None:
+    message = f"TIFF with pixels of mode {mode}, whose range is not defined; they must have 8 or 16"
+    with pytest.raises(DataError, match=message):
+        decode(encoded(Image.new(mode, (4, 4)), "TIFF"), "RGB")
+
+
+def palette_image() -> Image.Image:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0])
+    image.putpixel((1, 0), 1)
+    return image
+
+
+@pytest.mark.parametrize(
+    ("content", "colours"),
+    [
+        (encoded(palette_image(), "PNG", transparency=b"\0\x80"), [[255, 0, 0], [0, 255, 0]]),
+        (encoded(palette_image(), "GIF", transparency=1), [[255, 0, 0], [0, 255, 0]]),
+        (encoded(Image.new("CMYK", (2, 1), (0, 0, 0, 0)), "JPEG"), [[255] * 3] * 2),
+        (encoded(Image.new("CMYK", (2, 1), (0, 255, 0, 0)), "TIFF"), [[255, 0, 255]] * 2),
+        (encoded(Image.new("LA", (2, 1), (200, 0)), "PNG"), [[200] * 3] * 2),
+        (encoded(Image.new("RGBA", (2, 1), (10, 200, 30, 0)), "PNG"), [[10, 200, 30]] * 2),
+        (encoded(Image.new("1", (2, 1), 1), "PNG"), [[255] * 3] * 2),
+    ],
+    ids=["transparent palette", "GIF", "JPEG of CMYK", "CMYK", "LA", "RGBA", "1 bit"],
+)
+def test_colours_are_those_of_timm(content: bytes, colours: list[list[int]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = pixels(content, "RGB")
+        grey = pixels(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert np.array_equal(found, np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    assert found.tolist() == [colours]
+    luminance = np.array(colours) @ [0.299, 0.587, 0.114]
+    assert np.abs(grey[0] - luminance).max() < 1
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_truncated_file_is_an_error(form: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    content = encoded(Image.fromarray(noise), form)
+    with pytest.raises(DataError):
+        decode(content[: len(content) // 2], "RGB")
+
+
+def test_too_many_pixels_are_an_error_before_they_are_decoded(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    """Told by the header: of these there are none."""
+    header = struct.pack(">IIBBBBB", 13_000, 13_000, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    message = "it has 169,000,000 pixels, which exceeds data.max_pixels 89,478,485"
+    with pytest.raises(DataError, match=message):
+        decode(content, "L")
+    (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
+    with pytest.raises(DataError, match=rf"image .*ash/0\.jpg cannot be read: {message}"):
+        val_data(config).verify()
+
+
+def test_size_of_every_image_in_between_is_limited(config: TrainConfig) -> None:
+    """Of random shapes, sizes and limits, that which torchvision resizes to counts."""
+    random, refused = np.random.default_rng(0), 0
+    for _ in range(100):
+        width, height = (2 ** random.uniform(0, 12, 2)).astype(int).tolist()
+        size, share = int(random.integers(8, 48)), round(random.uniform(0.1, 1), 2)
+        limit = int(2 ** random.uniform(8, 20))
+        model = dataclasses.replace(config.model, img_size=size)
+        data = dataclasses.replace(config.data, crop_pct=share, max_pixels=limit)
+        transform = val_transform(dataclasses.replace(config, model=model, data=data))
+        image = Image.new("RGB", (width, height))
+        wanted = _compute_resized_output_size((height, width), [int(size / share)])
+        if wanted[0] * wanted[1] <= limit:
+            assert transform(image).shape == (3, size, size)
+            continue
+        refused += 1
+        with pytest.raises(DataError, match=rf"{wanted[0] * wanted[1]:,} pixels.* {limit:,}$"):
+            transform(image)
+    assert 20 < refused < 80
+
+
+def test_every_image_that_grows_too_large_is_named_before_the_first_step(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    """A few hundred bytes each, that would become gigabytes."""
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, img_size=64))
+    shapes = {"ash/0": (1, 65_500), "birch/1": (65_500, 1), "cedar/2": (1, 1_000_000)}
+    for name, shape in shapes.items():
+        for split in ("train", "val"):
+            path = image_folder / split / f"{name}.jpg"
+            assert path.exists()
+            path.write_bytes(encoded(Image.new("1", shape), "PNG"))
+    with pytest.raises(DataError, match="3 validation images are no good: ") as error:
+        val_data(config).verify()
+    for name, (width, height) in shapes.items():
+        assert f"{name}.jpg cannot be read: {width} x {height} px, with a shorter" in str(
+            error.value
+        )
+    step = next(train_data(config).steps(0))  # whose crops are no longer than wide
+    assert not step.bad_images
+
+
+# Rotated photographs
+
+
+def with_exif(form: str, value: int) -> bytes:
+    """Return a white image, 16 x 8, whose upper left quarter is black, with an orientation."""
+    image = Image.new("L", (16, 8), 255)
+    image.paste(0, (0, 0, 8, 4))
+    exif = Image.Exif()
+    exif[274] = value
+    return encoded(image, form, exif=exif)
+
+
+UPRIGHT = pixels(with_exif("PNG", 1))
+TURNED = {
+    1: UPRIGHT,
+    2: UPRIGHT[:, ::-1],
+    3: UPRIGHT[::-1, ::-1],
+    4: UPRIGHT[::-1],
+    5: UPRIGHT.T,
+    6: UPRIGHT.T[:, ::-1],
+    7: UPRIGHT.T[::-1, ::-1],
+    8: UPRIGHT.T[::-1],
+    9: UPRIGHT,  # no orientation
+}
+
+
+@pytest.mark.parametrize("value", TURNED)
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_photographs_are_turned_if_asked(form: str, value: int) -> None:
+    content = with_exif(form, value)
+    assert np.abs(pixels(content).astype(int) - UPRIGHT).max() <= 8
+    turned = pixels(content, exif_rotation=True)
+    assert np.abs(turned.astype(int) - TURNED[value]).max() <= 8
+
+
+@pytest.fixture
+def rotated(config: TrainConfig, image_folder: Path) -> TrainConfig:
+    """Every image on its side, and two upright ones to validate on."""
+    for path in image_folder.glob("*/*/*.jpg"):
+        path.write_bytes(with_exif("JPEG", 1 if path.match("val/ash/[01].jpg") else 6))
+    return config
+
+
+def turning(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, exif_rotation=True))
+
+
+@pytest.mark.ci
+def test_setting_turns_images_of_training(rotated: TrainConfig) -> None:
+    augment = dataclasses.replace(
+        rotated.augment, aa=None, hflip=0.0, scale=(1.0, 1.0), ratio=(0.5, 2.0)
+    )
+    dark = []
+    for config in (rotated, turning(rotated)):
+        data = train_data(dataclasses.replace(config, augment=augment))
+        images = torch.cat([step.micro_batches[0][0] for step in data.steps(8)])
+        dark.append({bool(image[0, 2, 2] < image[0, 2, 13]) for image in images})
+    assert dark == [{True}, {False}]

@@ -1,0 +1,260 @@
+"""Sources, their errors, and what becomes of an image that is no good."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.training.run_files import train_data, val_data
+from vil.training.distributed import World
+from vil.training.draws import step_size
+from vil.training.errors import DataError
+from vil.training.images import Source, decode
+from vil.training.loader import Step, open_source
+from vil.training.settings import DataConfig, ModelConfig, TrainConfig
+
+
+def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
+    """Return the configuration with other data settings."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+
+
+def assert_same_steps(left: list[Step], right: list[Step]) -> None:
+    """Compare numbers, pixels, labels and what was replaced."""
+    assert [step.number for step in left] == [step.number for step in right]
+    for one, other in zip(left, right, strict=True):
+        assert one.bad_images == other.bad_images
+        for batch, same in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(batch, same, strict=True))
+
+
+def damage(folder: Path, name: str) -> Path:
+    """Cut an image off within its header."""
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:300])
+    return path
+
+
+def test_digits_hold_out_360_of_every_class_alike() -> None:
+    model = ModelConfig(num_classes=10, in_chans=1)
+    data = DataConfig(dataset="digits")
+    held_out = open_source(data, model, training=False)
+    assert open_source(data, model, training=True).num_images == 1437
+    assert held_out.num_images == 360
+    assert set(Counter(held_out.labels).values()) <= {35, 36, 37}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_validation_counts_each_image_once_over_all_processes(
+    config: TrainConfig, shard_config: TrainConfig, kind: str, world_size: int
+) -> None:
+    chosen = with_data(config if kind == "folder" else shard_config, batch_size=30)
+    shares = [val_data(chosen, World(rank, world_size)) for rank in range(world_size)]
+    labels = [torch.cat([targets for _, targets in share.batches()]) for share in shares]
+    assert Counter(torch.cat(labels).tolist()) == {0: 3, 1: 3, 2: 3, 3: 3}
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_steps_do_not_depend_on_loader_processes_nor_on_where_they_start(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = config if kind == "folder" else shard_config
+    whole = list(train_data(chosen).steps(0))
+    assert len(whole) == 3 * 4
+    assert {step.micro_batches[0][0].shape for step in whole} == {(8, 3, 16, 16)}
+    assert_same_steps(list(train_data(with_data(chosen, num_workers=2)).steps(5)), whole[5:])
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_processes_make_equal_steps_of_the_same_images(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = config if kind == "folder" else shard_config
+    run = dataclasses.replace(chosen.run, grad_accum_steps=2)
+    divided = dataclasses.replace(chosen, run=run)
+    whole = list(train_data(chosen).steps(0))
+    parts = [list(train_data(divided, World(rank, 2)).steps(0)) for rank in range(2)]
+    for step, *shares in zip(whole, *parts, strict=True):
+        images = [images for share in shares for images, _ in share.micro_batches]
+        assert {len(part) for part in images} == {2}
+        assert torch.equal(torch.cat(images), step.micro_batches[0][0])
+
+
+def test_names_are_those_of_the_images_trained_on(config: TrainConfig) -> None:
+    data = train_data(with_data(config, aug_repeats=0))
+    for step in data.steps(6):
+        labels = [Path(name).parent.name for name in data.names(step.number)]
+        assert [data.source.classes[i] for i in step.micro_batches[0][1]] == labels
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_unreadable_training_image_is_replaced_and_told(
+    config: TrainConfig, image_folder: Path, num_workers: int
+) -> None:
+    healthy = list(train_data(config).steps(0))
+    path = damage(image_folder, "train/birch/1.jpg")
+    data = train_data(with_data(config, num_workers=num_workers))
+    steps = list(data.steps(0))
+    told = {index for step in steps for index in step.bad_images}
+    assert [data.source.name(index) for index in told] == [str(path)]
+    assert {why for step in steps for why in step.bad_images.values()} == {"Truncated File Read"}
+    assert_same_steps(steps, list(train_data(config).steps(0)))
+    for step, before in zip(steps, healthy, strict=True):
+        same = torch.equal(step.micro_batches[0][0], before.micro_batches[0][0])
+        assert same == (str(path) not in data.names(step.number))
+
+
+def test_labels_are_those_of_the_images_and_of_what_replaces_one(
+    config: TrainConfig, image_folder: Path
+) -> None:
+    for label, name in enumerate(("ash", "birch", "cedar", "dogwood")):
+        for path in (image_folder / "train" / name).iterdir():
+            Image.new("L", (24, 20), 60 * label).save(path)
+    damage(image_folder, "train/birch/1.jpg")
+    plain = dataclasses.replace(config.augment, aa=None, reprob=0.0)
+    steps = list(train_data(dataclasses.replace(config, augment=plain)).steps(0))
+    assert any(step.bad_images for step in steps)
+    for step in steps:
+        for images, labels in step.micro_batches:
+            assert (images.float().mean((1, 2, 3)) / 60).round().tolist() == labels.tolist()
+
+
+def test_repeats_of_an_image_are_augmented_differently(config: TrainConfig) -> None:
+    data = train_data(config)
+    (images, _), *_ = next(data.steps(0)).micro_batches
+    assert len(set(data.names(0))) == 3  # of 8 images
+    assert len(images.flatten(1).unique(dim=0)) == 8
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "P", "RGBA", "1", "I;16"])
+def test_colours_are_converted(tmp_path: Path, mode: str) -> None:
+    form = "JPEG" if mode == "CMYK" else "PNG"
+    Image.new(mode, (9, 7)).save(tmp_path / "a", form)
+    assert decode((tmp_path / "a").read_bytes(), "RGB").mode == "RGB"
+    assert decode((tmp_path / "a").read_bytes(), "L").mode == "L"
+
+
+def test_empty_class_folder_is_an_error(config: TrainConfig, image_folder: Path) -> None:
+    (image_folder / "train" / "elm").mkdir()
+    with pytest.raises(DataError, match=r"class folder .*train/elm has no images"):
+        train_data(config)
+
+
+def test_other_number_of_classes_is_an_error(config: TrainConfig) -> None:
+    model = dataclasses.replace(config.model, num_classes=5)
+    with pytest.raises(DataError, match=r"has 4 classes, model\.num_classes is 5"):
+        train_data(dataclasses.replace(config, model=model))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_unreadable_validation_image_is_an_error(
+    config: TrainConfig, image_folder: Path, num_workers: int
+) -> None:
+    damage(image_folder, "val/birch/1.jpg")
+    data = val_data(with_data(config, num_workers=num_workers))
+    for find in (data.verify, lambda: list(data.batches())):
+        with pytest.raises(DataError, match=r"image .*birch/1\.jpg cannot be read: Truncated"):
+            find()
+
+
+def overwrite(path: Path) -> None:
+    """Change a file's last bit."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+@pytest.mark.parametrize("images_per_class", [None, 3])
+def test_other_contents_under_the_same_names_have_other_fingerprints(
+    config: TrainConfig,
+    shard_config: TrainConfig,
+    kind: str,
+    images_per_class: int | None,
+) -> None:
+    chosen = with_data(
+        config if kind == "folder" else shard_config, images_per_class=images_per_class
+    )
+    source = train_data(chosen).source
+    assert train_data(chosen).source.fingerprint == source.fingerprint
+    if kind == "folder":
+        overwrite(Path(source.name(5)))
+    else:
+        shard = Path(shard_config.data.path, source.name(5).split(":")[0])
+        image = source.read(5)
+        shard.write_bytes(shard.read_bytes().replace(image, image[::-1]))
+    other = train_data(chosen).source
+    assert other.listing == source.listing
+    assert other.fingerprint != source.fingerprint
+
+
+def chosen_names(source: Source) -> set[str]:
+    """Name all images of a source."""
+    return {source.name(index) for index in range(source.num_images)}
+
+
+def open_subsets(config: TrainConfig, *numbers: int | None) -> list[Source]:
+    """Open the training data with so many images of each class."""
+    configs = [with_data(config, images_per_class=number) for number in numbers]
+    return [open_source(chosen.data, chosen.model, training=True) for chosen in configs]
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_fewer_images_of_each_class_are_nested_and_read_right(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = config if kind == "folder" else shard_config
+    whole, few, more, again = open_subsets(chosen, None, 3, 5, 3)
+    assert (few.num_images, more.num_images) == (12, 20)
+    for source, count in ((few, 3), (more, 5)):
+        assert Counter(source.labels.tolist()) == dict.fromkeys(range(4), count)
+    assert chosen_names(few) < chosen_names(more) < chosen_names(whole)
+    assert chosen_names(again) == chosen_names(few)
+    places = {whole.name(index): index for index in range(whole.num_images)}
+    for index in range(few.num_images):
+        place = places[few.name(index)]
+        assert few.read(index) == whole.read(place)
+        assert few.labels[index] == whole.labels[place]
+    assert few.classes == whole.classes
+    fingerprints = [source.fingerprint for source in (whole, few, more, again)]
+    assert len(set(fingerprints)) == 3
+    assert fingerprints[1] == fingerprints[3]
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_fewer_images_keep_the_order_of_all(
+    config: TrainConfig, shard_config: TrainConfig, kind: str
+) -> None:
+    chosen = with_data(config if kind == "folder" else shard_config, shuffle_shards=1)
+    whole, few = open_subsets(chosen, None, 3)
+    orders = [source.order(torch.Generator().manual_seed(0)) for source in (whole, few)]
+    names = [
+        [source.name(i) for i in order.tolist()]
+        for source, order in zip((whole, few), orders, strict=True)
+    ]
+    assert torch.equal(orders[1].sort().values, torch.arange(12))
+    assert names[1] == [name for name in names[0] if name in set(names[1])]
+    if kind == "wds":  # a shard's images stay together
+        shards = [name.split(":")[0] for name in names[1]]
+        assert len([shard for shard, _ in itertools.groupby(shards)]) == len(set(shards))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_all_images_of_a_step_are_made_at_its_size(config: TrainConfig, num_workers: int) -> None:
+    several = with_data(config, img_sizes=(8, 24, 16), num_workers=num_workers)
+    several = dataclasses.replace(several, run=dataclasses.replace(several.run, grad_accum_steps=2))
+    whole = train_data(several)
+    drawn = [step_size((8, 24, 16), 0, number) for number in range(12)]
+    assert set(drawn) == {8, 24, 16}
+    steps = [list(train_data(several, World(rank, 2)).steps(5)) for rank in (0, 1)]
+    for step in [*whole.steps(0), *steps[0], *steps[1]]:
+        shapes = {images.shape[1:] for images, _ in step.micro_batches}
+        assert shapes == {(3, drawn[step.number], drawn[step.number])}
+    assert {images.shape[1:] for images, _ in val_data(several).batches()} == {(3, 16, 16)}
+    # No other size of the list has a part in it.
+    one = next(train_data(with_data(several, img_sizes=(drawn[0],))).steps(0))
+    assert_same_steps([one], [next(whole.steps(0))])

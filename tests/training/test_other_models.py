@@ -1,0 +1,70 @@
+"""Any model of timm trains by its name, and its checkpoint is a source like our own models'."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import vil
+from vil.training.release import ReleaseConfig, release
+from vil.training.settings import ModelConfig, TrainConfig
+
+MODELS = {  # further settings, the head's and the stem's names
+    "resnet18": (["--model.args", "drop_rate=0.1", "channels=(8, 16, 32, 64)"], "fc", "conv1"),
+    "convnext_atto": (["--model.args", "depths=(1, 1, 1, 1)"], "head.fc", "stem.0"),
+    "mobilenetv3_small_050": (["--model.drop-path-rate", "0.1"], "classifier", "conv_stem"),
+    "deit_tiny_patch16_224": (
+        ["--model.depth", "2", "--model.args", "num_heads=2", "global_pool=avg"],
+        "head",
+        "patch_embed.proj",
+    ),
+    "vil_tiny": (["--model.depth", "2", "--model.args", "d_state=4"], "head", "patch_embed.proj"),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", list(MODELS))
+def test_model_of_timm_trains_and_comes_back(
+    name: str,
+    config: TrainConfig,
+    train: Callable[..., int],
+    evaluate: Callable[..., int],
+    image_folder: Path,
+    tmp_path: Path,
+) -> None:
+    options, head, stem = MODELS[name]
+    config = dataclasses.replace(config, model=ModelConfig(name=name, img_size=32))
+    folder = tmp_path / "run"
+    arguments = ("--run.output", str(folder), "--schedule.epochs", "2", *options)
+    assert train(config, *arguments) == 0
+    last = folder / "last.pt"
+    saved = torch.load(last, weights_only=True)
+    assert (saved["arch"], saved["epoch"]) == (name, 2)
+    assert evaluate(str(last), "--device", "cpu") == 0
+    result = json.loads((folder / "last-eval.json").read_text())
+    row = saved["run"]["history"][-1]
+    assert (result["top1"], result["loss"]) == (row["top1"], row["val_loss"])
+
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model = vil.load(last).eval()
+    assert all(torch.equal(saved["state_dict"][key], v) for key, v in model.state_dict().items())
+    release(ReleaseConfig(checkpoint=str(last), folder=str(tmp_path / "small")))
+    again = timm.create_model(f"local-dir:{tmp_path / 'small'}", pretrained=True).eval()
+    with torch.no_grad():
+        logits = model(images)
+        assert logits.shape == (2, 4)
+        assert torch.equal(vil.load(tmp_path / "small").eval()(images), logits)
+        assert torch.equal(again(images), logits)
+
+    tuned = vil.load(last, num_classes=7, in_chans=1)
+    parameters = dict(tuned.named_parameters())
+    assert parameters[f"{head}.weight"].shape[0] == 7
+    assert parameters[f"{stem}.weight"].shape[1] == 1
+    same = [k for k in parameters if not k.startswith((f"{head}.", f"{stem}.weight"))]
+    assert all(torch.equal(parameters[key], saved["state_dict"][key]) for key in same)
+    features = vil.load(last, features_only=True, out_indices=(0, 1)).eval()
+    assert [tap.ndim for tap in features(images)] == [4, 4]

@@ -1,0 +1,213 @@
+"""Runs that start from weights: what is taken, what is new, what is refused, and what is continued."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from vil.training import train as loop
+from vil.training.release import ReleaseConfig, release
+from vil.training.settings import ModelConfig, TrainConfig
+
+FROZEN = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-lr", "0")
+
+
+@pytest.fixture
+def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+    """Weights of a run with a preprocessing of its own."""
+    arguments = (
+        "--schedule.epochs",
+        "2",
+        "--data.crop-pct",
+        "0.8",
+        "--data.mean",
+        "0.1",
+        "0.2",
+        "0.3",
+    )
+    assert train(config, "--run.output", str(tmp_path / "first"), *arguments) == 0
+    return tmp_path / "first" / "last.pt"
+
+
+@pytest.fixture
+def released(checkpoint: Path, tmp_path: Path) -> Path:
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
+    return tmp_path / "small"
+
+
+@pytest.fixture
+def open_config(config: TrainConfig) -> TrainConfig:
+    """The configuration with all left open that weights and data can say."""
+    unset = dict.fromkeys(("mean", "std", "interpolation", "crop_pct"))
+    return dataclasses.replace(
+        config, model=ModelConfig(), data=dataclasses.replace(config.data, **unset)
+    )
+
+
+def load(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> set[str]:
+    assert left.keys() == right.keys()
+    return {key for key in left if not torch.equal(left[key], right[key])}
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "averaged", "released", "local-dir", "safetensors"])
+def test_run_starts_from_the_weights(
+    kind: str,
+    open_config: TrainConfig,
+    checkpoint: Path,
+    released: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    source = {
+        "checkpoint": checkpoint,
+        "averaged": checkpoint,
+        "released": released,
+        "local-dir": f"local-dir:{released}",
+        "safetensors": released / "model.safetensors",
+    }[kind]
+    ema = ("--model.pretrained-ema",) if kind == "averaged" else ()
+    arguments = ("--run.output", str(tmp_path / "tuned"), "--schedule.epochs", "1", *FROZEN, *ema)
+    capsys.readouterr()
+    assert train(open_config, "--model.pretrained", str(source), *arguments) == 0
+    printed = capsys.readouterr().out
+    assert f"from {source}" in printed
+    assert "25 tensors taken\n" in printed
+    last = load(tmp_path / "tuned" / "last.pt")
+    expected = load(checkpoint)["state_dict_ema" if ema else "state_dict"]
+    assert differing(last["state_dict"], expected) == set()
+    assert differing(last["state_dict_ema"], expected) == set()
+    assert last["config"]["model"]["embed_dim"] == 16
+    assert last["config"]["model"]["name"] == "vil_tiny"
+    data = last["config"]["data"]
+    assert tuple(data["mean"]) == (0.1, 0.2, 0.3)
+    assert (data["crop_pct"], data["interpolation"]) == (0.8, "bicubic")
+    assert last["pretrained_cfg"]["mean"] == (0.1, 0.2, 0.3)
+
+
+def other_names(image_folder: Path, names: dict[str, str]) -> None:
+    for split in ("train", "val"):
+        for before, after in names.items():
+            (image_folder / split / before).rename(image_folder / split / after)
+
+
+@pytest.mark.parametrize("kind", ["fewer", "others", "order"])
+def test_other_classes_get_a_new_head_and_nothing_else(
+    kind: str,
+    open_config: TrainConfig,
+    checkpoint: Path,
+    released: Path,
+    image_folder: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    if kind == "fewer":
+        for split in ("train", "val"):
+            shutil.rmtree(image_folder / split / "dogwood")
+        classes = ["ash", "birch", "cedar"]
+    elif kind == "others":
+        other_names(image_folder, {"ash": "elm"})
+        classes = ["birch", "cedar", "dogwood", "elm"]
+    else:  # the same four in another order, which only a description of the source can tell
+        path = released / "config.json"
+        described = json.loads(path.read_text())
+        described["label_names"] = described["label_names"][::-1]
+        path.write_text(json.dumps(described))
+        classes = ["ash", "birch", "cedar", "dogwood"]
+    source = released if kind == "order" else checkpoint
+    folder = tmp_path / "tuned"
+    arguments = ("--run.output", str(folder), "--schedule.epochs", "1", *FROZEN)
+    capsys.readouterr()
+    assert train(open_config, "--model.pretrained", str(source), *arguments) == 0
+    count = len(classes)
+    assert f"; new head.weight ({count}, 16), head.bias ({count},)" in capsys.readouterr().out
+    last, first = load(folder / "last.pt"), load(checkpoint)["state_dict"]
+    assert last["pretrained_cfg"]["label_names"] == classes
+    assert last["state_dict"]["head.weight"].shape == (count, 16)
+    for key in set(first) - {"head.weight", "head.bias"}:
+        assert torch.equal(last["state_dict"][key], first[key]), key
+    if count == 4:
+        assert not torch.equal(last["state_dict"]["head.weight"], first["head.weight"])
+    release(ReleaseConfig(checkpoint=str(folder / "last.pt"), folder=str(tmp_path / "again")))
+    described = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert described["label_names"] == classes
+    model = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True)
+    assert differing(model.state_dict(), last["state_dict"]) == set()
+
+
+def test_killed_run_of_the_same_command_continues_bit_for_bit(
+    open_config: TrainConfig,
+    checkpoint: Path,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    command = ("--model.pretrained", str(checkpoint), "--run.output")
+    assert train(open_config, *command, str(tmp_path / "whole")) == 0
+
+    original = loop.train_step
+
+    def stop(training: Any, step: Any, config: TrainConfig) -> Any:
+        if step.number == 6:
+            raise KeyboardInterrupt
+        return original(training, step, config)
+
+    monkeypatch.setattr(loop, "train_step", stop)
+    assert train(open_config, *command, str(tmp_path / "halves")) == 130
+    monkeypatch.setattr(loop, "train_step", original)
+    checkpoint.rename(checkpoint.with_suffix(".gone"))
+    assert train(open_config, *command, str(tmp_path / "halves")) == 0
+    whole, halves = (load(tmp_path / name / "last.pt") for name in ("whole", "halves"))
+    assert differing(whole["state_dict"], halves["state_dict"]) == set()
+    assert train(open_config, *command, str(tmp_path / "new")) == 2
+
+
+def test_what_does_not_fit_is_refused(
+    open_config: TrainConfig,
+    checkpoint: Path,
+    released: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    bare = tmp_path / "bare.pth"
+    torch.save(load(checkpoint)["state_dict"], bare)
+    (tmp_path / "text.pt").write_text("mine")
+    capsys.readouterr()
+    for arguments, code, message in (
+        ((str(checkpoint), "--model.name", "vil_tiny_exact"), 2, "(longhorn), and vil_tiny_exact"),
+        ((str(released), "--model.name", "vim_tiny"), 2, "vim_tiny is another function (mamba)"),
+        ((str(released), "--model.name", "test_vit"), 2, "test_vit is another function (no scan)"),
+        ((str(checkpoint), "--model.embed-dim", "32"), 2, "patch_embed.proj.weight"),
+        ((str(checkpoint), "--model.depth", "3"), 2, "blocks.2.norm.weight is missing"),
+        ((str(released), "--model.pretrained-ema"), 2, "has no averaged weights"),
+        (
+            (str(checkpoint), "--model.args", "patch_drop_rate=0.5", "--model.img-size", "24"),
+            2,
+            "model.args patch_drop_rate=0.5 at 24 px: patches can be left out",
+        ),
+        ((str(bare),), 2, "model.name is missing: "),
+        ((str(tmp_path / "none.pt"),), 2, "none.pt is no file, no folder, no hf-hub:NAME"),
+        ((str(checkpoint.parent),), 5, "is the folder of a run; name its checkpoint"),
+        ((str(tmp_path / "text.pt"),), 5, "text.pt is no file of torch.save"),
+        (("vil_tiny",), 5, "vil_tiny has no trained weights"),
+    ):
+        folder = ("--run.output", str(tmp_path / "new"))
+        assert train(open_config, "--model.pretrained", *arguments, *folder) == code, arguments
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert train(open_config, "--model.pretrained-ema", "--run.output", str(tmp_path / "new")) == 2
+    assert "model.pretrained_ema has no use without" in capsys.readouterr().err

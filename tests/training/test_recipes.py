@@ -1,0 +1,270 @@
+"""Recipes against the published hyper-parameters, and the errors of a wrong one."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import vil  # noqa: F401  registers the models
+from vil.training.distributed import World
+from vil.training.errors import ConfigError
+from vil.training.model import Trainee, build, build_model, build_optimizer
+from vil.training.recipes import flat, from_dict, load_config, read_recipe, to_yaml
+from vil.training.resolve import fill_from_weights
+from vil.training.settings import OptimConfig, TrainConfig
+from vil.training.transforms import Normalize, to_planes, train_transform, val_transform
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+IMAGENET_RECIPES = ("vil_tiny", "vil_small", "vim_tiny", "vim_small")
+FINER_RECIPES = tuple(f"{name}_finer" for name in IMAGENET_RECIPES)
+CPU = torch.device("cpu")
+
+SHARED = {
+    "model.num_classes": None,  # ImageNet's 1,000 are the data's
+    "model.img_size": 224,
+    "data.dataset": "folder",
+    "data.aug_repeats": 3,
+    "data.mean": (0.485, 0.456, 0.406),
+    "data.std": (0.229, 0.224, 0.225),
+    "data.interpolation": "bicubic",
+    "data.crop_pct": 0.875,
+    "augment.degrees": 0.0,
+    "augment.translate": 0.0,
+    "augment.zoom": (1.0, 1.0),
+    "augment.scale": (0.08, 1.0),
+    "augment.ratio": (3 / 4, 4 / 3),
+    "augment.hflip": 0.5,
+    "augment.aa": "rand-m9-mstd0.5-inc1",
+    "augment.reprob": 0.25,
+    "augment.remode": "pixel",
+    "augment.recount": 1,
+    "augment.mixup": 0.8,
+    "augment.cutmix": 1.0,
+    "augment.mixup_prob": 1.0,
+    "augment.mixup_switch_prob": 0.5,
+    "augment.mixup_mode": "batch",
+    "augment.smoothing": 0.1,
+    "optim.opt": "adamw",
+    "optim.lr_base_size": 512,
+    "optim.opt_betas": (0.9, 0.999),
+    "optim.opt_eps": 1e-8,
+    "optim.clip_grad": None,
+    "optim.model_ema_decay": 0.99996,
+    "schedule.sched": "cosine",
+    "schedule.warmup_epochs": 5,
+    "schedule.min_lr": 1e-5,
+    "run.seed": 0,
+    "run.amp": False,
+}
+FROM_SCRATCH = {
+    "model.patch_stride": None,
+    "model.pretrained": None,
+    "schedule.epochs": 300,
+    "schedule.warmup_lr": 1e-6,
+}
+BY_SIZE = {
+    "tiny": {
+        "data.batch_size": 1024,
+        "augment.mix_size": 128,
+        "optim.lr_base": 5e-4,
+        "optim.weight_decay": 0.1,
+        "model.drop_path_rate": 0.0,
+    },
+    "small": {
+        "data.batch_size": 512,
+        "augment.mix_size": 64,
+        "optim.lr_base": 1e-3,
+        "optim.weight_decay": 0.05,
+        "model.drop_path_rate": 0.05,
+    },
+}
+FINER = {
+    "model.patch_stride": 8,
+    "model.drop_path_rate": 0.0,
+    "data.batch_size": 1024,
+    "augment.mix_size": 128,
+    "optim.lr_base": 5e-6,
+    "optim.weight_decay": 1e-8,
+    "schedule.epochs": 30,
+    "schedule.warmup_lr": 1e-5,
+}
+
+
+def built(config: TrainConfig) -> Trainee:
+    """Build what a recipe trains on ImageNet, but small."""
+    classes = config.model.num_classes or 1000
+    sizes = dataclasses.replace(config.model, num_classes=classes, depth=3, embed_dim=32)
+    return build(filled(dataclasses.replace(config, model=sizes)), World())
+
+
+def filled(config: TrainConfig) -> TrainConfig:
+    """Fill in what a recipe leaves open, without weights to start from."""
+    return fill_from_weights(config, None)
+
+
+@pytest.mark.parametrize("name", IMAGENET_RECIPES)
+def test_recipe_has_published_values(name: str) -> None:
+    resolved = flat(filled(read_recipe(CONFIGS / f"{name}.yaml")))
+    expected = SHARED | FROM_SCRATCH | BY_SIZE[name.split("_")[1]] | {"model.name": name}
+    assert {key: resolved[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", FINER_RECIPES)
+def test_finer_recipe_has_published_values(name: str) -> None:
+    base = name.removesuffix("_finer")
+    resolved = flat(filled(read_recipe(CONFIGS / f"{name}.yaml")))
+    expected = SHARED | FINER | {"model.name": base}
+    expected |= {"model.pretrained": f"output/{base}/last.pt"}
+    assert {key: resolved[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", IMAGENET_RECIPES)
+def test_recipe_reaches_what_trains(name: str) -> None:
+    training = built(read_recipe(CONFIGS / f"{name}.yaml"))
+    small = name.endswith("small")
+    group = training.optimizer.param_groups[-1]
+    assert isinstance(training.optimizer, torch.optim.AdamW)
+    assert (group["initial_lr"], group["weight_decay"]) == (1e-3, 0.05 if small else 0.1)
+    assert (group["betas"], group["eps"]) == ((0.9, 0.999), 1e-8)
+    assert (training.ema.decay, training.ema.use_warmup) == (0.99996, False)
+    mixup, erase = training.augment.mixup, training.augment.erase
+    assert (mixup.mixup_alpha, mixup.cutmix_alpha, mixup.mix_prob) == (0.8, 1.0, 1.0)
+    assert (mixup.switch_prob, mixup.mode, mixup.label_smoothing) == (0.5, "batch", 0.1)
+    assert (erase.probability, erase.per_pixel, erase.max_count) == (0.25, True, 1)
+    assert training.augment.mix_size == (64 if small else 128)
+    assert training.criterion.label_smoothing == 0.0  # mixup has smoothed already
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in training.model.blocks]
+    assert rates == pytest.approx([0.0, 0.025, 0.05] if small else [0.0] * 3)
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_small"])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 8), (2, 4), (8, 1), (4, 2)])
+def test_rate_does_not_depend_on_how_a_batch_is_divided(
+    name: str, world_size: int, accumulation: int
+) -> None:
+    config = read_recipe(CONFIGS / f"{name}.yaml")
+    run = dataclasses.replace(config.run, grad_accum_steps=accumulation)
+    config = dataclasses.replace(config, run=run)
+    published = {"vil_tiny": 5e-4 * 8 * 128 / 512, "vil_small": 1e-3 * 8 * 64 / 512}[name]
+    assert config.peak_lr == published == 1e-3
+    assert config.micro_batch(world_size) * world_size * accumulation == config.data.batch_size
+
+
+def test_transforms_are_the_published_ones() -> None:
+    config = filled(read_recipe(CONFIGS / "vil_tiny.yaml"))
+    crop, flip, policy, to_tensor = train_transform(config).transforms
+    assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
+    assert "bicubic" in repr(crop)
+    assert flip.p == 0.5
+    assert (policy.num_layers, len(policy.ops), policy.choice_weights) == (2, 15, None)
+    assert {(op.magnitude, op.magnitude_std, op.prob) for op in policy.ops} == {(9, 0.5, 0.5)}
+    assert "PosterizeIncreasing" in {op.name for op in policy.ops}
+    image = Image.new("RGB", (224, 224), (10, 20, 30))
+    assert to_tensor(image).dtype == torch.uint8
+    normalized = Normalize(config, CPU)(to_tensor(image)[None])[0, :, 0, 0]
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    assert torch.equal(normalized, (torch.tensor([10, 20, 30]) / 255 - mean) / std)
+    big = Image.effect_noise((448, 300), 64).convert("RGB")
+    resized = big.resize((382, 256), Image.Resampling.BICUBIC).crop((79, 16, 303, 240))
+    assert torch.equal(val_transform(config)(big), to_planes(resized))
+    closer = dataclasses.replace(config.data, crop_pct=0.5)  # 0.875 is timm's own default
+    resized = big.resize((669, 448), Image.Resampling.BICUBIC).crop((222, 112, 446, 336))
+    closer = val_transform(dataclasses.replace(config, data=closer))
+    assert torch.equal(closer(big), to_planes(resized))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipe_states_every_value_once_and_in_range(path: Path) -> None:
+    sections = yaml.safe_load(path.read_text())
+    config = read_recipe(path)
+    for section, fields in sections.items():
+        for key, value in fields.items():
+            stated = tuple(value) if isinstance(value, list) else value
+            resolved = getattr(getattr(config, section), key)
+            assert resolved == (float(stated) if isinstance(resolved, float) else stated)
+
+
+def published_rate(epoch: int) -> float:
+    """Return the rate that DeiT's loop trained an epoch with: it steps after the epoch."""
+    step = max(epoch - 1, 0)
+    if step < 5:
+        return 1e-6 + step * (1e-3 - 1e-6) / 5
+    cosine = torch.tensor(torch.pi * step / 300, dtype=torch.float64).cos().item()
+    return 1e-5 + 0.5 * (1e-3 - 1e-5) * (1 + cosine)
+
+
+def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
+    training = built(read_recipe(CONFIGS / "vil_tiny.yaml"))
+    for epoch in range(300):
+        training.set_epoch(epoch)
+        assert training.lr == pytest.approx(published_rate(epoch), rel=1e-9)
+    assert published_rate(1) == 1e-6
+    assert published_rate(6) == pytest.approx(9.993e-4, rel=1e-4)
+    assert published_rate(299) == pytest.approx(1.011e-5, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
+def test_weight_decay_falls_on_the_published_parameters(name: str) -> None:
+    config = filled(read_recipe(CONFIGS / "vil_tiny.yaml")).model
+    sizes = {"num_classes": 1000, "depth": 1, "embed_dim": 32}
+    model = build_model(dataclasses.replace(config, name=name, **sizes))
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=1e-3)
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    decayed = {key for key, value in model.named_parameters() if decay[id(value)] == 0.1}
+    mixer = ["conv_weight", "x_proj_weight", "dt_weight", "in_proj.weight", "out_proj.weight"]
+    # A_log is a matrix, so the published run decays it, whatever attribute it carries.
+    mixer += ["A_log"] if name == "vim_tiny" else []
+    expected = {f"blocks.0.mixer.{key}" for key in mixer}
+    assert decayed == expected | {"patch_embed.proj.weight", "head.weight"}
+    assert set(decay.values()) == {0.0, 0.1}
+
+
+def test_command_line_wins_over_recipe() -> None:
+    arguments = [
+        "--config",
+        str(CONFIGS / "vil_small.yaml"),
+        "--data.path",
+        "images",
+        "--optim.lr-base",
+        "5e-4",
+        "--run.amp",
+    ]
+    config = load_config(arguments, CONFIGS / "digits.yaml")
+    assert (config.optim.lr_base, config.run.amp, config.data.batch_size) == (5e-4, True, 512)
+    assert config.run.output == "output/vil_small"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim:\n  lr_bas: 1\n", r"recipe\.yaml: optim\.lr_bas is no setting"),
+        ("optimiser:\n  lr: 1\n", r"recipe\.yaml: optimiser is no setting"),
+        ("optim: 1\n", "optim must be an object, got 1"),
+        ("- lr\n", "it must be an object, got 'lr'"),
+        ("optim: {lr: [\n", "is not YAML"),
+        ("optim:\n  lr_base: 1.0\n  lr_base: 2.0\n", "lr_base stands 2 times.*line 2, column 3"),
+        ("optim:\n  lr_base: 1.0\ndata: {}\noptim:\n  eps: 1e-9\n", "optim stands 2 times"),
+        ("optim:\n  lr_base: fast\n", r"optim\.lr_base must be a valid number, got 'fast'"),
+        ("data:\n  batch_size: 12.5\n", r"batch_size must be a valid integer, got 12\.5"),
+        ("data:\n  dataset: cifar\n", "must be 'digits', 'folder' or 'wds', got 'cifar'"),
+    ],
+)
+def test_wrong_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_recipe(recipe)
+
+
+def test_resolved_config_survives_yaml_and_dict(tmp_path: Path) -> None:
+    config = read_recipe(CONFIGS / "digits.yaml")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_recipe(tmp_path / "config.yaml") == config
+    assert from_dict(dataclasses.asdict(config), "here") == config

@@ -1,0 +1,243 @@
+"""A released folder gives timm and transformers the same model and the same preprocessing."""
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from timm.data import create_transform, resolve_model_data_config
+from timm.models import _hub, push_to_hf_hub, save_for_hf
+
+import vil
+from vil.training.errors import OutputError
+from vil.training.release import ReleaseConfig, release
+from vil.training.settings import TrainConfig
+
+
+@pytest.fixture
+def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+    """The last checkpoint of a short run."""
+    train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
+    return tmp_path / "run" / "last.pt"
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_timm_loads_what_was_released(checkpoint: Path, ema: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "released"
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), ema=ema))
+    files = {"model.safetensors", "config.json", "README.md"}
+    assert {path.name for path in folder.iterdir()} == files
+    saved = torch.load(checkpoint, weights_only=True)["state_dict_ema" if ema else "state_dict"]
+    assert load_file(folder / "model.safetensors").keys() == saved.keys()
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    data = resolve_model_data_config(model)
+    assert (data["input_size"], data["crop_pct"]) == ((3, 16, 16), 0.875)
+    assert (data["interpolation"], tuple(data["mean"])) == ("bicubic", (0.485, 0.456, 0.406))
+    assert create_transform(**data) is not None
+
+
+def test_failure_leaves_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(model: torch.nn.Module, folder: Path, **_: object) -> None:
+        (folder / "model.safetensors").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vil.training.release.save_for_hf", fail)
+    options = ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "released"))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OutputError, match="No space left on device"):
+        release(options)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+CLASSES = ["ash", "birch", "cedar", "dogwood"]
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IMAGES)
+
+
+def edited(checkpoint: Path, path: Path, **changes: Any) -> str:
+    """Write a checkpoint with other entries; dictionaries are merged."""
+    content = torch.load(checkpoint, weights_only=True)
+    for key, value in changes.items():
+        content[key] = content[key] | value if isinstance(value, dict) else value
+    torch.save(content, path)
+    return str(path)
+
+
+@pytest.fixture
+def released(checkpoint: Path, tmp_path: Path) -> Path:
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
+    return tmp_path / "small"
+
+
+def test_release_gives_the_logits_of_the_checkpoint(checkpoint: Path, released: Path) -> None:
+    expected = logits(vil.load(checkpoint))
+    assert torch.equal(logits(vil.load(released)), expected)
+    other = timm.create_model(f"local-dir:{released}", pretrained=True, num_classes=2)
+    assert other.head.out_features == 2
+    described = json.loads((released / "config.json").read_text())
+    assert described["label_names"] == CLASSES
+    assert described["architecture"] == "vil_tiny"
+    assert "num_classes" not in described["model_args"]
+    model = timm.create_model(f"local-dir:{released}", pretrained=True)
+    assert model.pretrained_cfg["label_names"] == CLASSES
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("route", ["save", "push"])
+def test_round_trip_through_the_hub(
+    released: Path, route: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = tmp_path / "hub"
+
+    class Api:
+        def __init__(self, **_: object) -> None: ...
+
+        def create_repo(self, repo_id: str, **_: object) -> SimpleNamespace:
+            return SimpleNamespace(repo_id=repo_id)
+
+        def file_exists(self, **_: object) -> bool:
+            return False
+
+        def upload_folder(self, folder_path: str, **_: object) -> None:
+            shutil.copytree(folder_path, hub)
+
+    def download(repo_id: str, filename: str, **_: object) -> str:
+        return str(hub / filename)
+
+    monkeypatch.setattr(_hub, "HfApi", Api)
+    monkeypatch.setattr(_hub, "hf_hub_download", download)
+    model = timm.create_model(f"local-dir:{released}", pretrained=True)
+    if route == "push":
+        push_to_hf_hub(model, "me/small", safe_serialization=True)
+    else:
+        save_for_hf(model, hub, safe_serialization=True)
+    expected = logits(model)
+    for again in (
+        timm.create_model("hf-hub:me/small", pretrained=True),
+        vil.load("hf-hub:me/small"),
+        vil.load(hub),
+    ):
+        assert torch.equal(logits(again), expected)
+        assert again.pretrained_cfg["label_names"] == CLASSES
+        assert again.pretrained_cfg["crop_pct"] == 0.875
+    cfg, name, _ = timm.models.load_model_config_from_hf("me/small")
+    assert (name, cfg["num_classes"], tuple(cfg["input_size"])) == ("vil_tiny", 4, (3, 16, 16))
+
+
+@pytest.mark.ci
+def test_transformers_load_what_was_released(
+    released: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = transformers.AutoModelForImageClassification.from_pretrained(released)
+    assert model.config.id2label == dict(enumerate(CLASSES))
+    with torch.no_grad():
+        given = model.eval()(IMAGES).logits
+    assert (given - logits(vil.load(released))).abs().max() < 1e-6
+    processor = transformers.AutoImageProcessor.from_pretrained(released)
+    image = Image.new("RGB", (24, 20), (200, 100, 50))
+    pixels = processor(image, return_tensors="pt")["pixel_values"]
+    data = resolve_model_data_config(vil.load(released))
+    assert torch.equal(pixels[0], create_transform(**data)(image))
+    assert pixels.shape == (1, 3, 16, 16)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_card_has_the_metrics_of_the_log(checkpoint: Path, ema: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    release(
+        ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), ema=ema, license="cc-by-4.0")
+    )
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    _, front, text = card.split("---\n", 2)
+    described = yaml.safe_load(front)
+    assert described["license"] == "cc-by-4.0"
+    assert described["library_name"] == "timm"
+    assert described["pipeline_tag"] == "image-classification"
+    assert "vision-longhorn" in described["tags"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["pretrained_cfg"]["license"] == "cc-by-4.0"
+    with (checkpoint.parent / "log.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    values = [
+        float(row[key])
+        for key in (("ema_top1", "ema_top5", "ema_loss") if ema else ("top1", "top5", "val_loss"))
+    ]
+    assert "| {:.2f} | {:.2f} | {:.4f} |".format(*values) in text
+    recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert recipe["model"]["embed_dim"] == 16
+    assert recipe["schedule"]["epochs"] == 1
+
+
+def test_a_folder_of_any_name_is_released(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        '"; import os #',
+        "line\n# Title",
+        "*a* [b](c) <d>",
+        "\x1b[31mred",
+        "```",
+        "{name}",
+    ):
+        release(ReleaseConfig(checkpoint=str(checkpoint), folder=name))
+        card = (tmp_path / name / "README.md").read_text(encoding="utf-8")
+        (title,) = [line for line in card.splitlines() if line.startswith("# ")]
+        assert not re.search(r"(?<!\\)[*\[\]()<>`]", title)
+        assert "\x1b" not in card
+        usage = (
+            card.split("```python\n")[1].split("\n```")[0].replace("import timm\nimport vil  ", "")
+        )
+        create, load = Mock(), Mock()
+        exec(usage, {"timm": Mock(create_model=create), "vil": Mock(load=load)})
+        create.assert_called_once_with(f"local-dir:{name}", pretrained=True)
+        load.assert_called_once_with(name, num_classes=3)
+        metadata = yaml.safe_load(card.split("---\n")[1])
+        assert metadata["license"] == "other"  # nobody said which
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "said"),
+    [
+        ("/home/alice/secret/weights.pth", "weights.pth"),
+        ("/weights.pth", "weights.pth"),
+        ("local-dir:/home/alice/secret/vil_tiny_in1k", "vil\\_tiny\\_in1k"),
+        ("hf-hub:me/vil", "hf-hub:me/vil"),
+        ("resnet18.a1_in1k", "resnet18.a1\\_in1k"),
+    ],
+)
+def test_no_path_of_the_author_is_released(
+    pretrained: str, said: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    config = torch.load(checkpoint, weights_only=True)["config"]
+    config["model"]["pretrained"] = pretrained
+    config["data"] |= {"path": "/home/alice/secret/images", "train_split": "/home/alice/secret/a"}
+    source = edited(checkpoint, tmp_path / "own.pt", config=config)
+    folder = tmp_path / "small"
+    release(ReleaseConfig(checkpoint=source, folder=str(folder)))
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        for word in (b"alice", b"secret", str(tmp_path).encode()):
+            assert word not in content, path
+    assert f"fine-tuned from {said}." in (folder / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,440 @@
+"""The two scripts from end to end: what a run leaves, resuming, faults, exit codes."""
+
+import dataclasses
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.run_files import assert_same, load, rows, signal_at, with_
+from vil.training import train as loop
+from vil.training.engine import StepResult
+from vil.training.engine import train_step as train_step_of_engine
+from vil.training.loader import Step
+from vil.training.model import Trainee
+from vil.training.recipes import read_recipe
+from vil.training.settings import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.usefixtures("rendered")
+def test_run_leaves_everything_it_promises(
+    config: TrainConfig, train: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path
+) -> None:
+    folder = tmp_path / "run"
+    assert train(config, "--run.output", str(folder)) == 0
+    assert {path.name for path in folder.iterdir()} == {
+        ".vision-longhorn.lock",
+        "best.pt",
+        "last.pt",
+        "previous.pt",
+        "config.yaml",
+        "log.csv",
+        "steps.csv",
+        "curve.png",
+    }
+    assert read_recipe(folder / "config.yaml") == with_(config, "run", output=str(folder))
+    assert [row["epoch"] for row in rows(folder)] == ["1", "2", "3"]
+    assert [float(row["lr"]) for row in rows(folder)][:2] == [1e-4, 1e-4]
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "32 images to train on, 12 held out, 4 classes" in printed
+    assert "3 of 4 batches of 8, peak lr 0.001" in printed
+    assert "epoch 1/3 step 3/4" in printed
+    assert f"python eval.py {folder / 'best.pt'}" in printed
+
+
+def test_checkpoints_within_an_epoch_come_by_the_clock(
+    config: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    original, saved = loop.save, []
+
+    def save(*arguments: object, **options: object) -> object:
+        saved.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(loop, "save", save)
+    assert train(config, "--run.output", str(tmp_path / "run")) == 0
+    assert len(saved) == 1 + 3  # the beginning, and epochs
+    assert train(config, "--run.output", str(tmp_path / "often"), "--run.save-minutes", "0") == 0
+    assert len(saved) == 4 + 1 + 3 + 12  # and steps
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "number"),
+    [
+        # Each signal and each way to load once, and every pair of them among the slow tests.
+        pytest.param(*way, number, marks=[] if SIGNALS.index(number) == i else pytest.mark.ci)
+        for i, way in enumerate(LOADING)
+        for number in SIGNALS
+    ],
+)
+def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
+    config: TrainConfig,
+    shard_config: TrainConfig,
+    kind: str,
+    num_workers: int,
+    number: signal.Signals,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    chosen = with_(config if kind == "folder" else shard_config, "data", num_workers=num_workers)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(chosen, "--run.output", str(whole)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, 5, number)
+        assert train(chosen, "--run.output", str(parts)) == 128 + number
+    assert f"error: stopped by {number.name}" in capsys.readouterr().err
+    assert load(parts / "last.pt")["run"]["step"] == 6  # the second step of the second epoch
+    assert train(read_recipe(parts / "config.yaml")) == 0
+    assert "resumed  after step 2 of epoch 2" in capsys.readouterr().out
+    assert rows(parts) == rows(whole)
+    for name in ("last.pt", "best.pt"):
+        assert_same(load(parts / name), load(whole / name))
+
+
+def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    sizes = []
+
+    def train_step(training: Trainee, step: Step, config: TrainConfig) -> StepResult:
+        sizes.append(step.micro_batches[0][0].shape[-1])
+        return train_step_of_engine(training, step, config)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    several = with_(config, "data", img_sizes=(8, 16, 24))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(several, "--run.output", str(whole)) == 0
+    assert "GMACs with scans at 16 px, trained at 8, 16, 24 px\n" in capsys.readouterr().out
+    assert len(sizes) == 12
+    assert set(sizes) == {8, 16, 24}
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, 5, signal.SIGTERM)
+        assert train(several, "--run.output", str(parts)) == 143
+    changed = ("--run.output", str(parts), "--data.img-sizes", "8", "16", "--run.allow-changes")
+    assert train(several, *changed) == 2
+    assert (
+        "other data.img_sizes ((8, 16, 24) -> (8, 16)); choose another" in capsys.readouterr().err
+    )
+    assert train(read_recipe(parts / "config.yaml")) == 0
+    assert sizes[12:] == sizes[:12]
+    assert rows(parts) == rows(whole)
+    for name in ("last.pt", "best.pt"):
+        assert_same(load(parts / name), load(whole / name))
+
+
+@pytest.mark.ci
+def test_finished_run_is_not_trained_again(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    train(config, "--run.output", str(folder))
+    before = (folder / "last.pt").read_bytes()
+    assert train(config, "--run.output", str(folder)) == 0
+    assert (folder / "last.pt").read_bytes() == before
+    printed = capsys.readouterr().out
+    assert "finished before; nothing is left to train" in printed
+    assert printed.count("evaluate python eval.py") == 2
+
+
+@pytest.mark.parametrize("accumulation", ["2", "4"])
+def test_accumulated_run_equals_the_plain_one_up_to_rounding(
+    config: TrainConfig, accumulation: str, train: Callable[..., int], tmp_path: Path
+) -> None:
+    chosen = with_(with_(config, "augment", mix_size=2), "model", drop_path_rate=0.0)
+    arguments = ("--run.grad-accum-steps", accumulation)
+    for name, more in (("plain", ()), ("accumulated", arguments)):
+        assert train(chosen, "--run.output", str(tmp_path / name), *more) == 0
+    plain, accumulated = (rows(tmp_path / name) for name in ("plain", "accumulated"))
+    for one, other in zip(plain, accumulated, strict=True):
+        assert float(one["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-5)
+
+
+@pytest.mark.ci
+def test_two_seeds_differ(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> None:
+    for seed in ("0", "1"):
+        train(config, "--run.output", str(tmp_path / seed), "--run.seed", seed)
+    assert rows(tmp_path / "0") != rows(tmp_path / "1")
+
+
+def test_resume_with_another_configuration_is_refused(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    train(config, "--run.output", str(folder))
+    before = (folder / "last.pt").read_bytes()
+    arguments = ("--run.output", str(folder), "--optim.lr-base", "0.5")
+    assert train(config, *arguments, "--data.batch-size", "4") == 2
+    message = capsys.readouterr().err
+    assert "data.batch_size (8 -> 4), optim.lr_base (0.001 -> 0.5)" in message
+    assert message.count("\n") == 1
+    assert (folder / "last.pt").read_bytes() == before
+
+
+def test_resume_with_other_images_is_refused(
+    config: TrainConfig,
+    image_folder: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    train(config, "--run.output", str(tmp_path / "run"))
+    (image_folder / "train" / "ash" / "0.jpg").unlink()
+    assert train(config, "--run.output", str(tmp_path / "run")) == 3
+    assert "training images are not those that the run in" in capsys.readouterr().err
+
+
+def test_folder_of_something_else_is_refused(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert train(config, "--run.output", str(folder)) == 5
+    assert "holds notes.txt and no run to continue" in capsys.readouterr().err
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_damaged_checkpoint_is_bypassed_loudly(
+    config: TrainConfig,
+    both: bool,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    train(config, "--run.output", str(folder))
+    before = load(folder / "last.pt")
+    (folder / "best.pt").unlink()
+    for name in ("last.pt", "previous.pt") if both else ("last.pt",):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+    for _ in range(2 if both else 1):
+        assert train(config, "--run.output", str(folder)) == (5 if both else 0)
+    told = capsys.readouterr()
+    assert "last.pt is truncated or not a checkpoint" in (told.err if both else told.out)
+    if both:  # and nothing is renamed, as nothing goes on
+        assert "no checkpoint in" in told.err
+        assert sorted(p.name for p in folder.glob("*.pt")) == ["last.pt", "previous.pt"]
+    else:
+        assert "resumed  after step 0 of epoch 3" in told.out
+        assert_same(load(folder / "last.pt"), before)
+
+
+def test_non_finite_steps_change_nothing_and_are_named(
+    config: TrainConfig,
+    train: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    chosen = with_(config, "optim", model_ema_decay=None)
+    monkeypatch.setattr(loop, "train_step", poisoned({4, 6}))
+    folder = tmp_path / "run"
+    assert train(chosen, "--run.output", str(folder)) == 0
+    last = load(folder / "last.pt")
+    assert list(last["run"]["bad_steps"]) == [4, 6]
+    assert last["optimizer"]["state"][0]["step"] == 12 - 2
+    assert all(value.isfinite().all() for value in last["state_dict"].values())
+    assert [row["skipped_steps"] for row in rows(folder)] == ["0", "2", "2"]
+    named = (folder / "skipped.txt").read_text()
+    assert "2 steps whose loss or gradient was not finite" in named
+    assert "  step 1 of epoch 2, loss nan, its images:" in named
+    assert named.count(".jpg") == 2 * 8
+
+
+def poisoned(steps: set[int]) -> Callable[..., StepResult]:
+    """Return train_step with a loss that is NaN at the given steps."""
+
+    def train_step(training: Trainee, step: Step, config: TrainConfig) -> StepResult:
+        if step.number in steps:
+            training = dataclasses.replace(training, criterion=lambda *_: criterion(*_) * math.nan)
+        return original(training, step, config)
+
+    def criterion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits, targets)
+
+    original = train_step_of_engine
+    return train_step
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_too_many_non_finite_steps_end_the_run(
+    config: TrainConfig,
+    optimizer: str,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    chosen = with_(config, "optim", max_bad_steps=2, opt=optimizer)
+    monkeypatch.setattr(loop, "train_step", poisoned(set(range(5, 100))))
+    assert train(chosen, "--run.output", str(tmp_path / "run")) == 4
+    message = capsys.readouterr().err
+    assert re.fullmatch(
+        r"error: 3 steps were skipped .*, optim\.max_bad_steps is 2; the last was step 4 of epoch 2,"
+        r" loss nan; their images are in .*skipped\.txt\n",
+        message,
+    )
+    last = load(tmp_path / "run" / "last.pt")
+    assert last["epoch"] == 1
+    assert all(value.isfinite().all() for value in last["state_dict"].values())
+
+
+@pytest.mark.ci
+def test_useless_weights_end_the_run(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """One step an epoch: its loss is still finite, the weights it leaves are not usable."""
+    # The first two epochs train at warmup_lr.
+    arguments = ("--run.output", str(tmp_path / "run"), "--optim.lr-base", "1e30")
+    assert train(config, *arguments, "--data.batch-size", "32") == 4
+    assert re.fullmatch(
+        r"error: the validation loss is (nan|inf) after epoch 3; .*\n", capsys.readouterr().err
+    )
+    assert load(tmp_path / "run" / "last.pt")["epoch"] == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_unreadable_images_are_skipped_counted_and_named(
+    config: TrainConfig,
+    shard_config: TrainConfig,
+    image_folder: Path,
+    image_shards: Path,
+    kind: str,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    if kind == "folder":
+        chosen = with_(config, "data", max_bad_images=0.05)
+        (image_folder / "train" / "birch" / "1.jpg").write_bytes(b"")
+    else:
+        chosen = with_(shard_config, "data", max_bad_images=0.05)
+        blank_first_image(image_shards / "train-0.tar")
+    folder = tmp_path / "run"
+    assert train(chosen, "--run.output", str(folder)) == 0
+    assert rows(folder)[-1]["skipped_images"] == "1"
+    named = (folder / "skipped.txt").read_text()
+    where = "birch/1.jpg" if kind == "folder" else "train-0.tar: ash0"
+    assert re.search(rf"1 images that could not be read so far.*\n  .*{where}: ", named)
+    assert "skipped  1 images, 0 steps" in capsys.readouterr().out
+    strict = with_(chosen, "data", max_bad_images=0.0)
+    assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
+    assert "1 of 32 training images are no good, more than" in capsys.readouterr().err
+
+
+def blank_first_image(shard: Path) -> None:
+    """Overwrite the first image of a shard with zeros."""
+    with tarfile.open(shard) as archive:
+        member = next(member for member in archive if member.name.endswith(".jpg"))
+    content = bytearray(shard.read_bytes())
+    content[member.offset_data : member.offset_data + member.size] = bytes(member.size)
+    shard.write_bytes(bytes(content))
+
+
+def test_failed_saves_are_told_and_the_last_must_succeed(
+    config: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    original, calls = torch.save, []
+
+    def full_disk(checkpoint: dict, file: object) -> None:
+        calls.append(len(checkpoint["run"]["history"]))
+        if 0 < calls[-1] < 3:
+            raise OSError(28, "No space left on device")
+        original(checkpoint, file)
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    assert train(config, "--run.output", str(tmp_path / "freed")) == 0
+    assert capsys.readouterr().out.count("No space left on device; training goes on without") == 2
+    assert load(tmp_path / "freed" / "last.pt")["epoch"] == 3
+    monkeypatch.setattr(torch, "save", lambda *_: full_disk({"run": {"history": [1]}}, None))
+    assert train(config, "--run.output", str(tmp_path / "full")) == 5
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list((tmp_path / "full").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_evaluation_gives_the_number_of_the_run(
+    config: TrainConfig,
+    shard_config: TrainConfig,
+    kind: str,
+    name: str,
+    train: Callable[..., int],
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    train(config if kind == "folder" else shard_config, "--run.output", str(folder))
+    path = folder / f"{name}.pt"
+    row = torch.load(path, weights_only=True)["run"]["history"][-1]
+    assert evaluate(str(path), "--device", "cpu") == 0
+    result = json.loads((folder / f"{name}-eval.json").read_text())
+    assert (result["top1"], result["top5"]) == (row["top1"], row["top5"])
+    assert (result["loss"], result["num_images"]) == (row["val_loss"], 12)
+    assert evaluate(str(path), "--device", "cpu", "--ema") == 0
+    averaged = json.loads((folder / f"{name}-ema-eval.json").read_text())
+    assert averaged["loss"] == row["ema_loss"] != result["loss"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (["train_imagenet.py", "--config", "none.yaml"], 2, "error: --config none.yaml: No such"),
+        # Imports PyTorch before it knows, for seconds.
+        pytest.param(
+            *(["eval.py", "none.pt"], 2, "error: none.pt is no file, no folder, no hf-hub:NAME"),
+            marks=pytest.mark.ci,
+        ),
+    ],
+    ids=["train", "eval"],
+)
+def test_command_line_error_is_one_line(
+    command: list[str], code: int, message: str, tmp_path: Path
+) -> None:
+    script = [sys.executable, str(ROOT / command[0]), *command[1:]]
+    process = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == code
+    assert process.stderr.startswith(message)
+    assert process.stderr.count("\n") == 1
+    assert process.stdout == ""

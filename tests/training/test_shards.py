@@ -1,0 +1,491 @@
+"""Shards: made, verified, indexed, read back, and refused when something is wrong with them."""
+
+import errno
+import io
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.data
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import make_shards as script
+from vil.training import files
+from vil.training import make_shards as writer
+from vil.training import shards as shards_of
+from vil.training.errors import DataError, OutputError, run_script
+from vil.training.files import LOCK_NAME
+from vil.training.images import FolderSource
+from vil.training.make_shards import MakeOptions, VerifyOptions, make_shards, verify_shards
+from vil.training.settings import DataConfig
+from vil.training.shards import (
+    ShardSource,
+    index_path,
+    load_index,
+    stamp_of,
+    write_index,
+)
+
+NUM_CLASSES = 4
+TIMES = re.compile(rb'"[mc]time_ns":\d+,|"crc32":"\w+",')
+
+
+@pytest.fixture
+def made(tmp_path: Path, image_folder: Path) -> Path:
+    """The images in shards of 5: seven to train on, three to validate on."""
+    make(image_folder, tmp_path / "made")
+    return tmp_path / "made"
+
+
+def make(images: Path, folder: Path, **changes: Any) -> None:
+    options = {"shard_images": 5, "num_workers": 2} | changes
+    make_shards(MakeOptions(images=str(images), shards=str(folder), **options))
+
+
+def open_shards(
+    folder: Path, split: str = "train", num_classes: int = NUM_CLASSES, **changes: Any
+) -> ShardSource:
+    data = DataConfig(path=str(folder), train_split=split, dataset="wds", **changes)
+    return ShardSource(data, training=True, num_classes=num_classes)
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    """Write a shard as another program would."""
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Read all files that a run is to leave, of indexes all but the times of their shards."""
+
+    def content(path: Path) -> bytes:
+        return TIMES.sub(b"", path.read_bytes()) if path.suffix == ".json" else path.read_bytes()
+
+    return {path.name: content(path) for path in folder.iterdir() if path.name != LOCK_NAME}
+
+
+def flip_bit(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def offset_of(source: ShardSource, index: int) -> int:
+    """Return the first byte of an image in its shard."""
+    return int(source._places[index, 0])
+
+
+# What is written
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_shards_hold_the_images_of_the_folder(made: Path, image_folder: Path, split: str) -> None:
+    folder = FolderSource(DataConfig(path=str(image_folder), val_split=split), training=False)
+    source = open_shards(made, split)
+    assert source.classes == folder.classes
+    assert source.num_images == folder.num_images == len(source.labels)
+    assert source.labels.dtype == np.int64
+    assert source.excluded == []
+    expected = {folder.read(i): int(folder.labels[i]) for i in range(folder.num_images)}
+    assert {source.read(i): int(source.labels[i]) for i in range(source.num_images)} == expected
+
+
+def test_shards_do_not_depend_on_the_number_of_threads(
+    tmp_path: Path, image_folder: Path, made: Path
+) -> None:
+    make(image_folder, tmp_path / "again", num_workers=1)
+    assert contents(tmp_path / "again") == contents(made)
+    make(image_folder, tmp_path / "other", seed=1)
+    assert contents(tmp_path / "other").keys() == contents(made).keys()
+    for name, content in contents(tmp_path / "other").items():
+        if name.endswith(".tar"):
+            assert (content == contents(made)[name]) == name.startswith("validation")
+
+
+def test_keys_are_unique_and_without_dots(tmp_path: Path) -> None:
+    folder = tmp_path / "images" / "train" / "n01"
+    folder.mkdir(parents=True)
+    names = ["n01_18.JPEG", "a.b.jpg", "a_b.jpg", "a b.jpeg", "c.png", "c.jpg", "é" * 60 + ".png"]
+    for name in names:
+        (folder / name).write_bytes(name.encode())
+    make(tmp_path / "images", tmp_path / "made", splits=("train",))
+    samples = load_index(tmp_path / "made" / "train-000000.tar")
+    samples += load_index(tmp_path / "made" / "train-000001.tar")
+    keys = {sample.key for sample in samples}
+    assert keys == {
+        *("n01_18", "n01_a_b", "n01_a_b_2", "n01_a_b_3", "n01_c", "n01_c_2"),
+        "n01_" + "é" * 60,
+    }
+    source = open_shards(tmp_path / "made", num_classes=1)
+    assert {source.read(i).decode() for i in range(source.num_images)} == set(names)
+    with tarfile.open(tmp_path / "made" / "train-000000.tar") as tar:
+        assert {name.partition(".")[2] for name in tar.getnames()} <= {"cls", "jpg", "png"}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_timm_reads_the_shards(made: Path, split: str) -> None:
+    dataset = timm.data.create_dataset(
+        "wds/", root=str(made), split=split, is_training=False, batch_size=1
+    )
+    source = open_shards(made, split)
+    assert len(dataset) == source.num_images
+    assert [target for _, target in dataset] == source.labels.tolist()
+
+
+MOMENTS = [
+    (writer, "_announce", 0),
+    (writer, "_write_shard", 0),
+    (writer, "_read", 7),
+    (files, "sync", 3),
+    (writer, "scan", 2),
+    (writer, "write_index", 2),
+]
+
+
+def fail_after(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: int, fail: Callable[..., None]
+) -> None:
+    """Let a function do its work some times and then fail for ever."""
+    original, done = getattr(module, name), []
+
+    def failing(*arguments: Any) -> Any:
+        done.append(None)
+        return fail() if len(done) > calls else original(*arguments)
+
+    monkeypatch.setattr(module, name, failing)
+
+
+@pytest.mark.parametrize(("module", "name", "calls"), MOMENTS)
+def test_run_that_was_killed_is_finished_by_the_same_command(
+    tmp_path: Path,
+    image_folder: Path,
+    made: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    calls: int,
+) -> None:
+    folder = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        fail_after(patch, module, name, calls, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=make, args=(image_folder, folder))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert contents(folder) != contents(made)
+    make(image_folder, folder)
+    assert contents(folder) == contents(made)
+
+
+def test_shards_of_others_are_not_overwritten(tmp_path: Path, image_folder: Path) -> None:
+    name = "train-000003.tar"
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(OutputError, match=rf"{name} exists and _info\.json names no such shard"):
+        make(image_folder, tmp_path)
+    assert (tmp_path / name).read_bytes() == b"precious"
+
+
+@pytest.mark.ci
+def test_other_classes_in_validation_are_an_error(tmp_path: Path, image_folder: Path) -> None:
+    (image_folder / "val" / "cedar").rename(image_folder / "val" / "elm")
+    with pytest.raises(
+        DataError, match="the classes of splits train and validation differ, as cedar"
+    ):
+        make(image_folder, tmp_path / "made")
+    make(image_folder, tmp_path / "made", splits=("train",))
+    with pytest.raises(
+        DataError, match="the classes of splits train and validation differ, as cedar"
+    ):
+        make(image_folder, tmp_path / "made", splits=("validation",))
+
+
+def test_full_disk_is_an_error_that_leaves_no_part(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fail_after(monkeypatch, writer.webdataset.TarWriter, "write", 7, full)
+    with pytest.raises(OutputError, match=r"cannot write .*\.tar .*No space left on device"):
+        make(image_folder, tmp_path / "made", num_workers=1)
+    left = {name for name in contents(tmp_path / "made") if name.startswith("train-")}
+    assert left == {"train-000000.tar", "train-000000.tar.idx.json"}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["make_shards.py", *map(str, arguments)])
+    return run_script(script.main)
+
+
+@pytest.mark.ci
+def test_script_makes_and_verifies(
+    tmp_path: Path,
+    image_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "made"
+    assert run(monkeypatch, image_folder, folder, "--shard-images", "5") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3] == "train       32 images in 7 shards"
+    assert lines[-1] == "written     10 shards; 0 were there"
+    assert run(monkeypatch, image_folder, folder, "--shard-images", "5") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "written     0 shards; 10 were there"
+    assert run(monkeypatch, "verify", folder) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all whole: 44 images in 10 shards"
+    flip_bit(folder / "train-000003.tar", offset_of(open_shards(folder), 16))
+    name = open_shards(folder).name(16).split(": ")[1]
+    assert run(monkeypatch, "verify", folder) == 3
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1] == f"train-000003.tar: 1 bad images: {name}"
+    assert output.err.startswith("error: 1 of 10 shards in")
+
+
+# What is verified
+
+
+def test_all_damage_is_found(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = open_shards(made)
+    names = [source.name(index).split(": ")[1] for index in range(source.num_images)]
+    flip_bit(made / "train-000000.tar", offset_of(source, 0))
+    flip_bit(made / "train-000000.tar", offset_of(source, 4) + 9)
+    os.truncate(made / "train-000001.tar", offset_of(source, 8) + 9)
+    (made / "train-000002.tar").unlink()
+    index_path(made / "train-000003.tar").write_text("{")
+    index_path(made / "train-000004.tar").unlink()
+    with tarfile.open(made / "validation-000000.tar") as tar:
+        label = tar.next().offset_data
+    flip_bit(made / "validation-000000.tar", label)
+    other = made / "validation-000001.tar"
+    write_index(other, load_index(other)[1:], stamp_of(other))
+    caplog.set_level(logging.INFO, "vil.training")
+    with pytest.raises(DataError, match=r"7 of 10 shards in .* are damaged; delete them"):
+        verify_shards(VerifyOptions(shards=str(made), num_workers=2))
+    assert [line.split(": ", 1)[1] for line in caplog.messages] == [
+        f"2 bad images: {names[0]}, {names[4]}",
+        f"2 bad images: {names[8]}, {names[9]}",
+        "cannot be read: No such file or directory",
+        f"index {index_path(made / 'train-000003.tar')} is not the index of a shard; delete it",
+        "no train-000004.tar.idx.json: not finished, or not written by make_shards.py",
+        *["it does not hold the 5 images, keys and labels of its index"] * 2,
+    ]
+
+
+# What is read
+
+
+def test_made_and_scanned_indexes_agree(made: Path) -> None:
+    source = open_shards(made)
+    for path in made.glob("*.idx.json"):
+        path.unlink()
+    scanned = open_shards(made)
+    assert scanned.fingerprint == source.fingerprint
+    assert [scanned.name(i) for i in range(32)] == [source.name(i) for i in range(32)]
+
+
+def test_samples_are_grouped_as_webdataset_does_it(tmp_path: Path) -> None:
+    members = {
+        "__meta__": b"skipped",
+        "a/x.cls": b" 1\n",
+        "a/x.png": b"second choice",
+        "a/x.JPG": b"first choice",
+        "._x.jpg": b"of macOS",
+        "a/y.jpeg": b"no label",
+        "b.v/z.webp": b"label is a word",
+        "b.v/z.cls": b"cat",
+        "w.cls": b"0",
+        "u.mask.png": b"no image",
+        "t.json": b"{}",
+        "bad\nkey.jpg": b"one line",
+        "bad\nkey.cls": b"3",
+    }
+    write_tar(tmp_path / "a.tar", members)
+    for _ in range(2):  # scanned, then from the index
+        source = open_shards(tmp_path, "a.tar")
+        assert [source.read(i) for i in range(2)] == [b"first choice", b"one line"]
+        assert source.labels.tolist() == [1, 3]
+        assert [source.name(i) for i in range(2)] == ["a.tar: a/x", r"a.tar: bad\nkey"]
+        assert source.excluded == [
+            "a.tar: a/y: no label",
+            "a.tar: b.v/z: label 'cat' is no integer",
+            "a.tar: w: no image",
+        ]
+
+
+def test_order_stays_within_windows_of_shards(made: Path) -> None:
+    source = open_shards(made, shuffle_shards=2)
+    order = source.order(torch.Generator().manual_seed(0)).tolist()
+    names = [source.name(index).split(":")[0] for index in order]
+    visited = list(dict.fromkeys(names))
+    assert sorted(visited) == [f"train-{number:06d}.tar" for number in range(7)]
+    assert visited != sorted(visited)
+    windows = [visited.index(name) // 2 for name in names]
+    assert windows == sorted(windows)
+    assert [visited.index(name) for name in names] != sorted(visited.index(n) for n in names)
+
+
+class Contents(Dataset):
+    def __init__(self, source: ShardSource) -> None:
+        self.source = source
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        return self.source.read(index), len(self.source._files.descriptors)
+
+    def __len__(self) -> int:
+        return self.source.num_images
+
+
+@pytest.mark.ci
+def test_loader_processes_read_the_same(made: Path) -> None:
+    source = open_shards(made)
+    expected = [source.read(index) for index in range(32)]
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
+    loader = DataLoader(Contents(source), sampler=order, batch_size=None, num_workers=2)
+    for _ in range(2):
+        read = [content for content, _ in loader]
+        assert read == [expected[index] for index in order]
+        assert [source.read(index) for index in order] == read
+
+
+@pytest.mark.ci
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    for number in range(70):
+        write_tar(tmp_path / f"{number:02d}.tar", {"x.jpg": b"%d" % number, "x.cls": b"0"})
+    before = len(os.listdir("/proc/self/fd"))
+    source = open_shards(tmp_path, "{00..69}.tar")
+    assert len(os.listdir("/proc/self/fd")) == before
+    for _ in range(2):
+        assert [source.read(index) for index in range(70)] == [b"%d" % n for n in range(70)]
+        assert len(os.listdir("/proc/self/fd")) == before + shards_of._MOST_OPEN_FILES
+    del source
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_damaged_image_is_an_error_of_reading(made: Path) -> None:
+    source = open_shards(made)
+    flip_bit(made / "train-000000.tar", offset_of(source, 2) + 3)
+    with pytest.raises(OSError, match="wrong checksum"):
+        source.read(2)
+    assert source.read(1)
+
+
+def test_equal_shards_have_equal_fingerprints_wherever_they_lie(
+    tmp_path: Path, made: Path, image_shards: Path
+) -> None:
+    before = open_shards(made).fingerprint
+    assert open_shards(made, "validation").fingerprint != before
+    moved = made.rename(tmp_path / "moved")
+    assert open_shards(moved).fingerprint == before
+    pattern = f"{moved}/train-{{000000..000006}}.tar"
+    assert open_shards(tmp_path, pattern).fingerprint == before
+
+
+# What is refused
+
+
+def test_missing_shards_are_an_error(made: Path) -> None:
+    (made / "train-000003.tar").unlink()
+    (made / "train-000005.tar").unlink()
+    for split in ("train", "train-{000000..000006}.tar"):
+        with pytest.raises(DataError, match=r"train-000003\.tar is missing \(2 of 7 are\)"):
+            open_shards(made, split)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"splits": []}',
+        '{"splits": {"train": 1}}',
+        '{"splits": {"train": {}}}',
+        '{"splits": {"train": {"filenames": "a.tar"}}}',
+        '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": [1, 2]}}}',
+        '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": ["1"]}}}',
+        '{"splits": {"train": {"filenames": ["a.tar"], "classes": [1]}}}',
+        '{"splits": {"train": {"filenames": ["a.tar"], "made_from": []}}}',
+        "[" * 100_000,
+    ],
+)
+def test_malformed_info_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "_info.json").write_text(content)
+    with pytest.raises(
+        DataError, match=r"_info\.json (does not describe shards as timm does|must have filenames)"
+    ):
+        open_shards(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (0, r"is no tar, or not one at its start: empty file"),
+        (100, r"is no tar, or not one at its start: truncated header"),
+        (600, r"is truncated: it ends within 'a\.jpg'"),
+        (512 + 1536 + 700, r"is no tar, or not one after 'a\.cls': unexpected end of data"),
+        (512 + 1536 + 1024, r"is truncated or damaged after 'a\.cls', where a tar's end mark must"),
+        (512 + 1536 + 1024 + 100, r"is truncated or damaged after 'a\.cls', where a tar's end mar"),
+        (4096 + 512 + 100, r"is truncated: it ends within 'b\.jpg'"),
+        (10240 + 512, r"is truncated or damaged after 'b\.jpg', where a tar's end mark must be"),
+    ],
+)
+def test_truncated_shard_is_an_error_without_an_index(
+    tmp_path: Path, size: int, message: str
+) -> None:
+    image = bytes(range(256)) * 5
+    path = tmp_path / "a.tar"
+    write_tar(path, {"a.jpg": image, "a.cls": b"1", "b.cls": b"1", "b.jpg": image})
+    if size > 10240:
+        path.write_bytes(2 * path.read_bytes())  # two in a row
+    os.truncate(path, size)
+    with pytest.raises(DataError, match=message):
+        open_shards(tmp_path, "a.tar")
+
+
+ROW: list[Any] = ["k", 512, 10, 1, 5]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not the index of a shard"),
+        ("[" * 100_000, "is not the index of a shard"),
+        ("[]", "is not the index of a shard"),
+        ({"size": 10240}, "is not the index of a shard"),
+        ({"size": "10240", "samples": []}, "is not the index of a shard"),
+        ({"size": 10240, "samples": {}}, "is not the index of a shard"),
+        ({"size": 10240, "samples": [ROW[:4]]}, "is not the index of a shard"),
+        *(
+            ({"size": 10240, "samples": [[*ROW[:place], value, *ROW[place + 1 :]]]}, "is not the")
+            for place, value in [
+                *((0, None), (1, "x"), (1, 1.5), (2, None), (3, 1.5), (3, []), (4, "x")),
+            ]
+        ),
+    ],
+)
+def test_malformed_index_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
+    path = write_tar(tmp_path / "a.tar", {"k.jpg": b"0123456789", "k.cls": b"1"})
+    text = content if isinstance(content, str) else json.dumps(content)
+    index_path(path).write_text(text)
+    with pytest.raises(DataError, match=rf"index .*a\.tar\.idx\.json {message}.*delete it"):
+        open_shards(tmp_path, "a.tar")
+    index_path(path).write_text(json.dumps({"size": 10240, "samples": [[*ROW[:4], None]]}))
+    assert open_shards(tmp_path, "a.tar").read(0) == b"0123456789"

@@ -1,0 +1,65 @@
+"""Augmentation on the device: DeiT's order, and nothing that depends on how a batch is divided."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from vil.training.settings import TrainConfig
+from vil.training.transforms import BatchAugment, Normalize
+
+CPU = torch.device("cpu")
+
+
+def with_augment(config: TrainConfig, **changes: object) -> TrainConfig:
+    """Return the configuration with other augmentation."""
+    return dataclasses.replace(config, augment=dataclasses.replace(config.augment, **changes))
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random images and labels."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (size, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    return images, torch.arange(size) % 4
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_result_does_not_depend_on_how_a_step_is_divided(config: TrainConfig, mode: str) -> None:
+    augment = BatchAugment(with_augment(config, mix_size=4, mixup_mode=mode), CPU)
+    images, targets = batch(16)
+    whole_images, whole_targets = augment(images, targets, 3, 0)
+    for size in (4, 8):
+        for start in range(0, 16, size):
+            part = slice(start, start + size)
+            mixed, labels = augment(images[part], targets[part], 3, start)
+            assert torch.equal(mixed, whole_images[part])
+            assert torch.equal(labels, whole_targets[part])
+
+
+def test_steps_and_groups_are_augmented_differently(config: TrainConfig) -> None:
+    augment = BatchAugment(with_augment(config, mix_size=4, reprob=0.0, mixup_prob=1.0), CPU)
+    images, targets = batch(4)
+    results = [augment(images, targets, step, place)[1] for step, place in ((0, 0), (1, 0), (0, 4))]
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_images_are_erased_before_they_are_mixed(config: TrainConfig) -> None:
+    """Noise that was erased into one image shows through in its partner, scaled by mixup."""
+    settings = {"reprob": 1.0, "mixup": 1.0, "cutmix": 0.0}
+    images = torch.full((2, 3, 16, 16), 128, dtype=torch.uint8)
+    augment = BatchAugment(with_augment(config, **settings), CPU)
+    mixed, targets = augment(images, torch.tensor([0, 1]), 0, 0)
+    lam = ((targets[0, 0] - targets[0, 2]) / 0.9).item()
+    alone = with_augment(config, **settings | {"mixup": 0.0})
+    erased, _ = BatchAugment(alone, CPU)(images, torch.tensor([0, 1]), 0, 0)
+    assert torch.allclose(mixed[0], lam * erased[0] + (1 - lam) * erased[1], atol=1e-5)
+    assert not torch.equal(erased[0], erased[1])
+
+
+def test_without_anything_random_images_are_only_normalised(config: TrainConfig) -> None:
+    plain = with_augment(config, reprob=0.0, mixup=0.0, cutmix=0.0)
+    images, targets = batch(6)
+    result, labels = BatchAugment(plain, CPU)(images, targets, 0, 0)
+    assert torch.equal(result, Normalize(plain, CPU)(images))
+    assert torch.equal(labels, targets)

@@ -1,0 +1,260 @@
+"""Ways out of a run: one line and an exit code, and the same command goes on to the same bits."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.training.run_files import assert_same, load, rows, with_
+from vil.training import engine, loader, report
+from vil.training import train as loop
+from vil.training.errors import DataError
+from vil.training.settings import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+STEP = 5  # the second of the second epoch of two, 4 being an epoch
+Place = Callable[[pytest.MonkeyPatch, Callable[[], object]], None]
+
+
+class Way(NamedTuple):
+    """Something that happens to a run once it has begun a step, and how it has to end by it."""
+
+    place: Place
+    """Where it happens."""
+    act: Exception | Callable[[], object]
+    """What is raised, or done."""
+    code: int | None
+    """Exit code; None where the exception itself comes out, with its traceback."""
+    message: str
+    """Of the error, or of a warning."""
+    arguments: tuple[str, ...] = ()
+
+
+def before(owner: Any, name: str) -> Place:
+    """Return a place: right before a function does its work."""
+
+    def place(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def acting(*args: Any, **kwargs: Any) -> Any:
+            act()
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, acting)
+
+    return place
+
+
+def kill_a_loader() -> None:
+    """Kill one of the loader processes, as the kernel does for want of memory."""
+    for child in multiprocessing.active_children()[:1]:
+        os.kill(child.pid, signal.SIGKILL)
+
+
+def hang(*_: object) -> None:
+    """Wait for ever, as for a disk that does not answer."""
+    signal.pause()
+
+
+begins = before(torch.optim.Optimizer, "zero_grad")
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+CPU_OOM = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+WORKERS = ("--data.num-workers", "2")
+WAYS = {
+    "images gone": Way(
+        before(loader, "decode"), OSError(errno.EACCES, "Denied"), 3, "8 training images in a row"
+    ),
+    "a fault in the loader": Way(before(loader, "decode"), TypeError("a fault"), None, ""),
+    "no memory to load": Way(before(loader, "decode"), MemoryError(), 2, "too little memory"),
+    "a dead loader process": Way(begins, kill_a_loader, 6, "a loader process is gone", WORKERS),
+    "validation images gone": Way(before(engine, "_score"), DataError("gone"), 3, "gone"),
+    "no memory for a step": Way(begins, OOM, 2, "Tried to allocate 2 GiB); raise run.grad_accum"),
+    "no memory on a CPU": Way(before(engine, "_update"), CPU_OOM, 2, "lower data.validation_batch"),
+    "a wrong label": Way(begins, DataError("label 9"), 3, "label 9"),
+    "a fault in a step": Way(begins, TypeError("a fault"), None, ""),
+    "a disk that is gone": Way(
+        before(loop, "save"), OSError(errno.EIO, "I/O error", "/x"), 5, "/x cannot be read or wr"
+    ),
+    # Nothing that shows a run ends it.
+    "a curve that fails": Way(
+        before(report, "draw_curve"), ValueError("no font"), 0, "no font; training goes on without"
+    ),
+    "a log that fails": Way(
+        before(report.Report, "_append_steps"),
+        ValueError("a fault"),
+        0,
+        "a fault; training goes on",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """What the run that is left alone leaves."""
+    return {}
+
+
+@pytest.fixture
+def chosen(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """Two epochs, of which each draws its curve."""
+    monkeypatch.setattr(report, "_CURVE_EVERY", -1.0)
+    return with_(config, "schedule", epochs=2)
+
+
+def left(folder: Path) -> list[Any]:
+    """Return what must be equal; without the fingerprints, which tell where the images lie."""
+    parts = [load(folder / name) for name in ("last.pt", "best.pt")]
+    return [rows(folder), *({k: v for k, v in part.items() if k != "data"} for part in parts)]
+
+
+def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    """Do something when the run begins a step."""
+    original = loop.train_step
+
+    def train_step(trainee: Any, given: Any, config: TrainConfig) -> Any:
+        if given.number == step:
+            act()
+        return original(trainee, given, config)
+
+    patch.setattr(loop, "train_step", train_step)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
+    name: str,
+    chosen: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    outcomes: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    way, folder, begun = WAYS[name], tmp_path / "run", []
+    if not outcomes:
+        assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
+        outcomes["alone"] = left(tmp_path / "alone")
+    capsys.readouterr()
+
+    def act() -> None:
+        if begun:
+            if isinstance(way.act, Exception):
+                raise way.act
+            way.act()
+
+    arguments = ("--run.output", str(folder), *way.arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, STEP, lambda: begun.append(1))
+        way.place(patch, act)
+        if way.code is None:
+            with pytest.raises(TypeError, match="a fault"):
+                train(chosen, *arguments)
+        else:
+            assert train(chosen, *arguments) == way.code
+    told = capsys.readouterr()
+    assert way.message in (told.err if way.code else told.out)
+    assert told.err.count("\n") == bool(way.code), told.err
+    assert load(folder / "last.pt")["run"]["step"] == (4 if way.code != 0 else 8)  # no error saves
+    assert not multiprocessing.active_children()
+    assert train(chosen, *arguments) == 0
+    assert_same(left(folder), outcomes["alone"])
+
+
+def test_too_many_bad_images_leave_the_checkpoint_before_them(
+    chosen: TrainConfig,
+    image_folder: Path,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """What was trained on in their place is given up: nothing of it is left once they are back."""
+    chosen, folder = with_(chosen, "data", aug_repeats=0), tmp_path / "run"
+    assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
+    away = image_folder / "train" / "ash"
+
+    def blank() -> None:
+        for path in away.glob("*.jpg"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+            path.write_bytes(b"")
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 4, blank)
+        assert train(chosen, "--run.output", str(folder)) == 3
+    assert "training images are no good, more than" in capsys.readouterr().err
+    assert load(folder / "last.pt")["run"]["step"] == 4
+    for path in away.glob("*.jpg"):
+        path.write_bytes((tmp_path / path.name).read_bytes())
+    assert train(chosen, "--run.output", str(folder)) == 0
+    assert_same(left(folder), left(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in ((signal.SIGHUP, 129), (signal.SIGUSR2, 140), (signal.SIGXCPU, 152))
+        ),
+    ],
+)
+def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
+    number: signal.Signals,
+    code: int,
+    chosen: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def send() -> None:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, number)
+        os.kill(os.getpid(), number)
+
+    former = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            at_step(patch, STEP, send)
+            arguments = ("--run.output", str(tmp_path / "run"), *WORKERS)
+            assert train(chosen, *arguments) == code
+    finally:
+        signal.signal(number, former)
+    assert capsys.readouterr().err == f"error: stopped by {number.name}\n"
+    assert load(tmp_path / "run" / "last.pt")["run"]["step"] == STEP + 1
+
+
+def test_disk_that_hangs_ends_the_run(
+    chosen: TrainConfig,
+    train: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """After a time that is made short here; whatever the time, it has to end."""
+    monkeypatch.setattr(loader, "_PATIENCE", 3)
+    monkeypatch.setattr(loader._TrainImages, "_decode", hang)
+    assert train(chosen, "--run.output", str(tmp_path / "run"), *WORKERS) == 6
+    assert (
+        "a loader process is gone (DataLoader timed out after 3 seconds)" in capsys.readouterr().err
+    )
+    assert not multiprocessing.active_children()
+
+
+def test_exit_code_survives_a_full_disk_under_standard_output() -> None:
+    program = (
+        "import sys; from vil.training.errors import StoppedError, log, run_script\n"
+        "def script(): log.info('a'); raise StoppedError(1)\n"
+        "sys.exit(run_script(script))"
+    )
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, check=False)
+    assert run.returncode == 129

@@ -1,0 +1,182 @@
+"""One optimiser step, and one evaluation."""
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from vil.training.draws import key, seed_everything
+from vil.training.errors import DataError
+from vil.training.loader import Step, ValData
+from vil.training.model import Trainee
+from vil.training.settings import TrainConfig
+from vil.training.transforms import Normalize
+
+
+class StepResult(NamedTuple):
+    """What a step leaves on the device; reading it waits for the device."""
+
+    loss: torch.Tensor
+    """Mean over this process's images."""
+    grad_norm: torch.Tensor
+    """Norm of the whole gradient before clipping; not finite if the step was skipped."""
+
+
+class Score(NamedTuple):
+    """An evaluation of one model."""
+
+    loss: float
+    top1: float
+    """Percent."""
+    top5: float
+    """Percent."""
+    num_images: int
+    images_per_s: float
+    """Images of the pass by its time; a pass that scores several models scores each image that often."""
+
+
+def train_step(trainee: Trainee, step: Step, config: TrainConfig) -> StepResult:
+    """Make one optimiser step, unless the gradient is not finite.
+
+    The gradient is the same in all processes, so they decide alike; the decision stays on the device
+    where the optimiser can take it from there.
+
+    Args:
+        trainee: Updated in place.
+        step: The images.
+        config: The run's configuration.
+
+    Raises:
+        DataError: a label is none of the model's.
+    """
+    loss = _accumulate(trainee, step, config)
+    parameters = [p for p in trainee.model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters])
+    if config.optim.clip_grad is not None:
+        clip_grads_with_norm_(parameters, config.optim.clip_grad, norm)
+    _update(trainee.optimizer, norm)
+    if trainee.ema is not None:
+        trainee.ema.update(trainee.model)
+    return StepResult(loss, norm)
+
+
+@torch.no_grad()
+def evaluate(
+    models: Sequence[nn.Module], data: ValData, amp: bool, by_class: torch.Tensor | None = None
+) -> list[Score]:
+    """Score every validation image once by each model, over all processes, decoding it once.
+
+    Hits are counted, not averaged, so the accuracy does not depend on the batch size; nor does a score
+    depend on the other models.
+
+    Args:
+        models: Each returns logits, (B, classes).
+        data: The validation images.
+        amp: Autocast to bfloat16.
+        by_class: (2, classes) float64 of zeros on the model's device; receives the first model's hits at
+            1 and the images of each class, over all processes.
+
+    Returns:
+        A score per model.
+
+    Raises:
+        DataError: an image cannot be read, or a label is none of the model's.
+    """
+    for model in models:
+        model.eval()
+    normalize = Normalize(data.config, data.world.device)
+    # Loss, hits at 1, hits at 5, images: kept on the device, because reading one waits for it.
+    sums = [torch.zeros(4, dtype=torch.float64, device=normalize.device) for _ in models]
+    start = time.perf_counter()
+    for images, targets in data.batches():
+        check_targets(targets, data.config.model.num_classes)
+        targets = targets.to(normalize.device, non_blocking=True)
+        _score(models, sums, normalize(images), targets, amp, by_class)
+    # One sum after the other: how a larger tensor is divided among the processes, and with it the
+    # rounding, would depend on the number of models.
+    totals = [data.world.sum(total).tolist() for total in sums]
+    if by_class is not None:
+        data.world.sum(by_class)
+    seconds = time.perf_counter() - start
+    return [
+        Score(loss / count, 100 * top1 / count, 100 * top5 / count, int(count), count / seconds)
+        for loss, top1, top5, count in totals
+    ]
+
+
+def check_targets(targets: torch.Tensor, num_classes: int) -> None:
+    """Stop at a label that the model has no output for.
+
+    Raises:
+        DataError: there is one.
+    """
+    low, high = targets.aminmax()
+    if low < 0 or high >= num_classes:
+        wrong = int(low if low < 0 else high)
+        raise DataError(f"the data holds label {wrong}, model.num_classes is {num_classes}")
+
+
+def _accumulate(trainee: Trainee, step: Step, config: TrainConfig) -> torch.Tensor:
+    """Compute the gradient of a step, and return its loss, ()."""
+    world, parts = trainee.world, len(step.micro_batches)
+    size = len(step.micro_batches[0][1])
+    losses = []
+    trainee.optimizer.zero_grad()
+    for part, (images, targets) in enumerate(step.micro_batches):
+        check_targets(targets, config.model.num_classes)
+        place = (world.rank * parts + part) * size
+        images, targets = trainee.augment(images, targets, step.number, place)
+        seed_everything(key("model", config.run.seed, step.number, place))
+        waits = world.size > 1 and part < parts - 1
+        with trainee.forward.no_sync() if waits else nullcontext():
+            with torch.autocast(world.device.type, torch.bfloat16, enabled=config.run.amp):
+                loss = trainee.criterion(trainee.forward(images), targets) / parts
+            loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def _score(
+    models: Sequence[nn.Module],
+    sums: Sequence[torch.Tensor],
+    images: torch.Tensor,
+    targets: torch.Tensor,
+    amp: bool,
+    by_class: torch.Tensor | None,
+) -> None:
+    """Add a batch to the sums of each model, and to those of each class; see evaluate."""
+    for model, total in zip(models, sums, strict=True):
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
+            logits = model(images)
+        loss, hits = _judge(logits.float(), targets)
+        total[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
+        total[3] += len(targets)
+        if by_class is not None and model is models[0]:
+            counted = torch.stack([hits[:, 0], torch.ones_like(hits[:, 0])])
+            by_class.index_add_(1, targets, counted.double())
+
+
+def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of a batch, float64, and where its best five outputs hit, (B, 5)."""
+    hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+    return functional.cross_entropy(logits, targets, reduction="sum").double(), hits
+
+
+def _update(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+    """Step the optimiser if the gradient's norm is finite.
+
+    The fused optimisers of PyTorch take the condition as a tensor, as from its GradScaler; others
+    have to wait for it.
+    """
+    bad = ~norm.isfinite()
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = bad.float()
+        optimizer.grad_scale = None
+        optimizer.step()
+    elif not bad:
+        optimizer.step()

@@ -1,0 +1,339 @@
+"""Evaluate a checkpoint, or a model by name, and record the result as JSON."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import timm
+import torch
+import tyro
+from torch import nn
+from tyro.conf import Positional
+
+from vil.backbone import VisionLonghorn
+from vil.loading import model_with
+from vil.messages import one_line, printable
+from vil.training.distributed import World, connect, versions
+from vil.training.draws import seed_everything
+from vil.training.engine import evaluate
+from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
+from vil.training.files import write_text
+from vil.training.images import fingerprint
+from vil.training.loader import ValData, check_same, described, open_source
+from vil.training.model import build_model
+from vil.training.recipes import from_dict
+from vil.training.report import model_size
+from vil.training.resolve import fill_from_weights, read_source
+from vil.training.settings import (
+    Count,
+    CropPct,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    Section,
+    Text,
+    TrainConfig,
+    Workers,
+)
+from vil.weights import Weights, is_model_name, no_weights
+
+_BATCH_SIZE = 128  # where no checkpoint says
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDataConfig(Section):
+    """The validation data; what is None stays as the checkpoint has it."""
+
+    dataset: Literal["digits", "folder", "wds"] | None = None
+    """scikit-learn's digits, a folder per class, or webdataset shards."""
+    path: Text | None = None
+    """Root folder of the data."""
+    val_split: Text | None = None
+    """Sub-folder, or shards."""
+    validation_batch_size: Count | None = None
+    """Images per step."""
+    max_pixels: Count | None = None
+    """Most pixels of an image, in its file and before the crop."""
+    num_workers: Workers | None = None
+    """Loader processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Section):
+    """Evaluate a vision model."""
+
+    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Weights: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file, a file with
+    a state dict (the official Vision Mamba's), local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
+    model: Text | None = None
+    """timm model that the weights belong to, where SOURCE does not say it."""
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    img_size: Count | None = None
+    """Height and width in pixels; None stays as trained."""
+    crop_pct: CropPct | None = None
+    """Resize to img_size / crop_pct and keep the centre; None stays as trained."""
+    ema: bool = False
+    """Evaluate the averaged weights instead of the last ones."""
+    amp: bool | None = None
+    """Autocast to bfloat16; None does as in training."""
+    per_class: bool = False
+    """Tell the top-1 of each class, too."""
+    device: Text = "auto"
+    """cpu, cuda, ...; auto takes CUDA where there is one."""
+    json: Text | None = None
+    """Where to write the result; None writes <checkpoint>-eval.json, or nothing for a name. An earlier
+    evaluation is replaced, and nothing else."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate and the configuration that says how."""
+
+    model: nn.Module
+    config: TrainConfig
+    weights: str
+    """Where the weights come from."""
+    epoch: int | None
+    label_names: tuple[str, ...] | None
+    """Of the classes, None if unknown."""
+
+
+def load_subject(options: EvalConfig) -> Subject:
+    """Build the model with its weights, and the configuration that says how to evaluate it.
+
+    Raises:
+        ConfigError: the name is unknown, the weights do not fit it, or an option does not fit.
+        OutputError: the source cannot be read.
+    """
+    name = options.checkpoint
+    if is_model_name(name) and not timm.is_model_pretrained(name):
+        if options.ema or options.model is not None:
+            raise ConfigError(f"--ema and --model need weights, {name} has none")
+        config = fill_from_weights(_foreign_config(name), no_weights(name))
+        config = _with_options(config, options)
+        seed_everything(config.run.seed)  # all processes must draw the same weights
+        model = build_model(config.model)
+        config = _with_classes(config, model)
+        return Subject(model, config, "RANDOM (it has no pretrained ones)", None, None)
+    weights = read_source(name, options.ema)
+    if weights.config is None:
+        if options.model is None and weights.architecture is None:
+            raise ConfigError(f"--model is missing: {name} does not say which model it is of")
+        config = fill_from_weights(_foreign_config(options.model), weights)
+    else:
+        config = from_dict(weights.config, f"{name}: ")
+    config = _with_options(config, options)
+    model, line = _model(weights, config, options)
+    return Subject(model, _with_classes(config, model), line, weights.epoch, weights.label_names)
+
+
+def evaluate_as(options: EvalConfig) -> None:
+    """Evaluate as the command line says, print the result, and then write it.
+
+    In one of several processes, if a launcher started them: each scores a part of the images.
+
+    Raises:
+        DataError: some of the data's classes are the model's, in other places; or processes differ.
+        NonFiniteLossError: the loss is NaN or infinite.
+        OutputError: the result cannot be written; it was printed.
+    """
+    subject = load_subject(options)
+    with connect(subject.config.run) as world:
+        result = run_evaluation(subject, options, world)
+    if world.is_main:
+        log.info(describe(result))
+        path = json_path(options)
+        if path is not None:
+            _refuse_others(path)
+            write_text(path, json.dumps(result, indent=2, allow_nan=False) + "\n")
+            log.info(f"written  {path}")
+
+
+def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[str, Any]:
+    """Score the model and return what is printed and written as JSON; errors as of evaluate_as."""
+    config = subject.config
+    if config.data.dataset in ("folder", "wds") and config.data.path is None:
+        raise ConfigError(
+            f"data.dataset {config.data.dataset} needs --data.path, the root folder of the data"
+        )
+    with world.main_first():
+        source = open_source(config.data, config.model, training=False)
+    tensors = [value.cpu().reshape(-1) for value in subject.model.state_dict().values()]
+    weights = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
+    check_same(world, described(config, {"validation": source}) | {"weights": weights})
+    data, model = ValData(config, source, world), subject.model.to(world.device)
+    _check_classes(subject.label_names, source.classes)
+    by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=world.device)
+    [score] = evaluate([model], data, config.run.amp, by_class)
+    if not math.isfinite(score.loss):
+        raise NonFiniteLossError(
+            f"the validation loss is {score.loss} with the weights of {options.checkpoint}",
+            everywhere=True,
+        )
+    names = source.classes or subject.label_names or map(str, range(model.num_classes))
+    return {
+        "checkpoint": _whole_name(options.checkpoint),
+        "model": config.model.name,
+        "ema": options.ema,
+        "epoch": subject.epoch,
+        "dataset": config.data.dataset,
+        "path": None if config.data.path is None else _whole_name(config.data.path),
+        "split": config.data.val_split,
+        "img_size": config.model.img_size,
+        "crop_pct": config.data.crop_pct,
+        "interpolation": config.data.interpolation,
+        "amp": config.run.amp,
+        "weights": subject.weights,
+        **score._asdict(),
+        **({"per_class": _per_class(names, by_class)} if options.per_class else {}),
+        **model_size(model, config),
+        "gmacs_count_scans": True,
+        "device": str(world.device),
+        "versions": versions(),
+    }
+
+
+def json_path(options: EvalConfig) -> Path | None:
+    """Return where the result goes; what is not as in training is a part of the name."""
+    checkpoint = Path(options.checkpoint)
+    if options.json is not None:
+        return Path(options.json)
+    if not checkpoint.is_file():
+        return None
+    parts = [checkpoint.stem, *(["ema"] if options.ema else [])]
+    parts += [] if options.img_size is None else [f"{options.img_size}px"]
+    parts += ["per-class"] if options.per_class else []
+    return checkpoint.with_name("-".join([*parts, "eval.json"]))
+
+
+def _refuse_others(path: Path) -> None:
+    """Check that a path is free, or has an earlier evaluation."""
+    if not os.path.lexists(path):
+        return
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        earlier = None
+    if not isinstance(earlier, dict) or not earlier.keys() >= {"checkpoint", "top1", "versions"}:
+        raise OutputError(f"{path} exists and is not an evaluation; choose another --json")
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Put the result into words."""
+    installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        f"model    {result['model']} at {result['img_size']} px\n"
+        f"weights  {result['weights']}\n"
+        f"top-1    {result['top1']:.2f}%   top-5 {result['top5']:.2f}%   "
+        f"loss {result['loss']:.4f}   on {result['num_images']:,} images\n"
+        f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
+        f"{result['images_per_s']:,.0f} images/s on {result['device']}\n"
+        f"versions {installed}" + _class_lines(result.get("per_class", {}))
+    )
+
+
+def _per_class(names: Iterable[str], by_class: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Return top-1 in percent and the number of images, of each class that has any."""
+    return {
+        name: {"top1": 100 * hits / images, "num_images": int(images)}
+        for name, hits, images in zip(names, *by_class.tolist(), strict=False)
+        if images
+    }
+
+
+def _class_lines(per_class: dict[str, dict[str, float]]) -> str:
+    """Put the classes into lines, the worst first."""
+    rows = sorted(per_class.items(), key=lambda item: item[1]["top1"])
+    return "".join(
+        f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
+        for name, row in rows
+    )
+
+
+def _whole_name(source: str) -> str:
+    """Return the whole path of a file or folder, and any other source as it is."""
+    path = Path(source)
+    return str(path.resolve()) if path.exists() else source
+
+
+def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
+    """Refuse images of which some classes are the model's, and others not or in another order.
+
+    Other names altogether may be other words for the same, which only who gave them can tell.
+    """
+    if None in (trained, found) or trained == found:
+        return
+    pairs = enumerate(zip_longest(found, trained, fillvalue="missing"))
+    first, differing = next((i, pair) for i, pair in pairs if len(set(pair)) > 1)
+    one, other = map(printable, differing)
+    if set(trained) & set(found):
+        raise DataError(
+            f"class {first} is {one} in the data and {other} in the model", everywhere=True
+        )
+    log.warning(
+        f"no class of the data has a name of the model's, as class {first}, {one} in the data "
+        f"and {other} in the model: the scores are right only if these are other words for the same"
+    )
+
+
+def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:
+    """Build the model; its head must come from the weights, too."""
+    size = {} if options.img_size is None else {"img_size": options.img_size}
+    try:
+        model, line = model_with(weights, options.model, **size)
+        if size and _is_resized(model):  # to where the weights have positions of their own
+            model, line = model_with(weights, options.model)
+    except ValueError as error:
+        raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
+    if "; new " in line:
+        raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
+    return model, line
+
+
+def _is_resized(model: nn.Module) -> bool:
+    """Tell whether a model takes images of any size and resizes those of its ``img_size``."""
+    if not isinstance(model, VisionLonghorn) or not model.dynamic_img_size:
+        return False
+    return model.grid_inside(model.patch_embed.img_size) != model.patch_embed.grid_size
+
+
+def _foreign_config(name: str | None) -> TrainConfig:
+    """Return the settings of a model that was not trained here."""
+    return TrainConfig(
+        model=ModelConfig(name=name), data=DataConfig(validation_batch_size=_BATCH_SIZE)
+    )
+
+
+def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
+    """Note how many classes the model tells apart."""
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, num_classes=model.num_classes)
+    )
+
+
+def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
+    """Merge the command line into the configuration.
+
+    Raises:
+        ConfigError: values are out of their range.
+    """
+    chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
+    if chosen.get("dataset", config.data.dataset) != config.data.dataset:
+        chosen = {"path": None} | chosen  # that of the other data is of no use
+    if options.crop_pct is not None:
+        chosen["crop_pct"] = options.crop_pct
+    amp = config.run.amp if options.amp is None else options.amp
+    size = config.model.img_size if options.img_size is None else options.img_size
+    merged = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, img_size=size),
+        data=dataclasses.replace(config.data, **chosen),
+        run=RunConfig(device=options.device, amp=amp, num_threads=config.run.num_threads),
+    )
+    return from_dict(dataclasses.asdict(merged), "")

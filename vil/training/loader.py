@@ -1,0 +1,397 @@
+"""From settings to the batches of a step: opening the data, loading it, and what becomes of an image that is no good."""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Subset as Chosen
+
+from vil.messages import printable
+from vil.training.distributed import World, versions
+from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image, step_size
+from vil.training.errors import DataError
+from vil.training.images import (
+    DigitSource,
+    FolderSource,
+    Source,
+    Subset,
+    decode,
+    fingerprint,
+    image_mode,
+    read_patiently,
+)
+from vil.training.recipes import flat
+from vil.training.settings import DataConfig, ModelConfig, TrainConfig, suitable_batch
+from vil.training.shards import ShardSource
+from vil.training.transforms import Transform, train_transform, val_transform
+
+_MOST_TRIES = 8  # unreadable images in a row are no accident
+_MOST_NAMED = 100  # bad validation images; of a disk that is gone all are
+_MOST_TOLD = 3  # differences between processes; a class folder too many moves all classes after it
+_MOST_WORKERS = 8  # where none are asked for
+_PATIENCE = (
+    600  # seconds for a batch; a disk that hangs, or a process that never began, ends the run
+)
+# That a terminal or a scheduler sends to every process of a job; only the training process answers.
+_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
+# What processes may have otherwise: their own disk and device.
+_OWN = ("data.path", "run.device", "run.num_threads", "run.output")
+
+
+class Step(NamedTuple):
+    """The images that one process trains on in one step."""
+
+    number: int
+    """Step of the run."""
+    micro_batches: list[tuple[torch.Tensor, torch.Tensor]]
+    """uint8 (B, C, H, W) and class indices (B,), in turn."""
+    bad_images: dict[int, str]
+    """Unreadable images that were replaced, and why."""
+
+
+def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
+    """Open the images to train on and those to validate on, and check them; all processes must call it.
+
+    Raises:
+        ConfigError: data.train_split or data.val_split is no pattern of shards.
+        DataError: the data is missing, damaged, has no images or other classes than the model or the other split
+            has, or is not the same for all processes.
+    """
+    with world.main_first():  # which writes the indexes of shards
+        train, val = (
+            open_source(config.data, config.model, training) for training in (True, False)
+        )
+    _check_classes(train, val)
+    check_same(world, described(config, {"training": train, "validation": val}))
+    return train, val
+
+
+def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
+    """Open one split of the data and check it against the model; errors as of open_splits."""
+    split = "training" if training else "validation"
+    if data.dataset == "digits":
+        source: Source = DigitSource(training)
+    elif not Path(data.path).is_dir():
+        raise DataError(f"data.path {data.path} is not a folder")
+    elif data.dataset == "folder":
+        source = FolderSource(data, training)
+    else:
+        source = ShardSource(data, training, model.num_classes)
+    count, share = len(source.excluded), data.max_bad_images if training else 0.0
+    if count > share * (source.num_images + count):
+        raise DataError(
+            f"{count} of {source.num_images + count} {split} images have no usable label, "
+            f"the first: {source.excluded[0]}"
+        )
+    if source.num_images == 0:
+        raise DataError(f"the {split} data in {data.path} holds no images")
+    found = model.num_classes if source.classes is None else len(source.classes)
+    if model.num_classes not in (None, found):
+        raise DataError(
+            f"the {split} data has {found} classes, model.num_classes is {model.num_classes}; "
+            f"leave it out, or pass --model.num-classes {found}"
+        )
+    if training and data.images_per_class is not None:
+        return Subset(source, data.images_per_class, model.num_classes)
+    return source
+
+
+def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, str]:
+    """Return what all processes must have in common: the settings, the data, and versions, in words.
+
+    Raises:
+        DataError: an image cannot be read.
+    """
+    seen = {f"version of {name}": v for name, v in versions().items() if name != "python"}
+    seen |= {f"setting {name}": v for name, v in flat(config).items() if name not in _OWN}
+    for split, source in splits.items():
+        seen[f"number of {split} images"] = source.num_images
+        seen[f"fingerprint of the {split} images"] = source.fingerprint
+        seen |= {f"{split} class {i}": name for i, name in enumerate(source.classes or ())}
+    return {name: printable(str(value)) for name, value in seen.items()}
+
+
+def check_same(world: World, seen: Mapping[str, str]) -> None:
+    """Compare what processes described; all must call it. Copies of the data that differ train another model.
+
+    Raises:
+        DataError: one differs from the main process; in all processes.
+    """
+    if len(set(world.gather(fingerprint(str(seen).encode())))) == 1:
+        return
+    told = world.gather((socket.gethostname(), seen))
+    main, expected = told[0]
+    rank, node, found = next((r, node, s) for r, (node, s) in enumerate(told) if s != expected)
+    lines = [
+        f"{name} is {found.get(name, 'missing')} instead of {expected.get(name, 'missing')}"
+        for name in sorted(expected | found, key=lambda name: " class " in name)
+        if found.get(name) != expected.get(name)
+    ]
+    raise DataError(
+        f"rank {rank} on node {node} does not match rank 0 on node {main}. Differences ({len(lines)}): "
+        f"{'; '.join(lines[:_MOST_TOLD])}",
+        everywhere=True,
+    )
+
+
+class TrainData:
+    """The training images, step by step; all randomness follows from the seed and the step."""
+
+    def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
+        """Check that an epoch has at least one step.
+
+        Args:
+            config: The settings, all of them filled in.
+            source: The images.
+            world: The processes.
+
+        Raises:
+            ConfigError: the batch cannot be divided among the processes.
+            DataError: there are fewer images than a batch holds.
+        """
+        self.micro_batch = config.micro_batch(world.size)
+        self.source, self.config, self.world = source, config, world
+        self.transforms = {size: train_transform(config, size) for size in config.train_sizes}
+        stream = self._stream(range(0))
+        self.steps_per_epoch = stream.steps_per_epoch
+        self.num_steps = self.steps_per_epoch * config.schedule.epochs
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"an epoch has {stream.length} training images, fewer than data.batch_size "
+                f"{config.data.batch_size}; pass --data.batch-size {suitable_batch(stream.length)}, say",
+                everywhere=True,
+            )
+
+    @property
+    def num_images(self) -> int:
+        """Distinct training images."""
+        return self.source.num_images
+
+    def steps(self, first: int) -> Iterator[Step]:
+        """Yield all steps from the given one to the end of the run, by one loader for all epochs.
+
+        Raises:
+            DataError: too many images in a row are unreadable.
+        """
+        loader = DataLoader(
+            _TrainImages(self.source, self.transforms, self.config),
+            batch_sampler=self._stream(range(first, self.num_steps)),
+            collate_fn=_collate,
+            **loader_arguments(self.config.data.num_workers, self.world),
+        )
+        batches = iter(loader)
+        for number in range(first, self.num_steps):
+            loaded = list(islice(batches, self.config.run.grad_accum_steps))
+            bad = {index: reason for _, _, images in loaded for index, reason in images.items()}
+            yield Step(number, [(images, targets) for images, targets, _ in loaded], bad)
+
+    def names(self, step: int) -> list[str]:
+        """Name the images of a step, over all processes."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        data = self.config.data
+        order = epoch_order(self.source.order, data.aug_repeats, self.config.run.seed, epoch)
+        first = step_in_epoch * data.batch_size
+        return [self.source.name(i) for i in order[first : first + data.batch_size].tolist()]
+
+    def _stream(self, steps: range) -> MicroBatches:
+        data = self.config.data
+        return MicroBatches(
+            self.source.order,
+            self.source.num_images,
+            repeats=data.aug_repeats,
+            batch_size=data.batch_size,
+            micro_batch=self.micro_batch,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            seed=self.config.run.seed,
+            steps=steps,
+        )
+
+
+class ValData:
+    """The validation images, each exactly once over all processes."""
+
+    def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
+        """Take the images; arguments as of TrainData."""
+        self.source, self.config, self.world = source, config, world
+        share = config.data.batch_size // (world.size * config.run.grad_accum_steps)
+        self.batch_size = config.data.validation_batch_size or max(share, 1)
+        self._images = _ValImages(source, config)
+        self._loader: DataLoader | None = None
+
+    @property
+    def num_images(self) -> int:
+        """Images to be scored, over all processes."""
+        return self.source.num_images
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,).
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        if self._loader is None:  # its processes stay, so that none is forked in the midst of a run
+            self._loader = self._load(self._images)
+        yield from self._loader
+
+    def verify(self) -> None:
+        """Decode every image once, so that a bad one is not found after the first epoch; in all processes.
+
+        Raises:
+            DataError: images cannot be read.
+        """
+        found = [
+            problem for batch in self._load(_Problems(self._images)) for problem in batch if problem
+        ]
+        bad = [problem for problems in self.world.gather(found) for problem in problems]
+        if bad:
+            several = f"{len(bad)} validation images are no good: " if len(bad) > 1 else ""
+            more = f"; and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
+            raise DataError(several + "; ".join(bad[:_MOST_NAMED]) + more, everywhere=True)
+
+    def _load(self, images: Dataset) -> DataLoader:
+        share = range(self.world.rank, self.num_images, self.world.size)
+        return DataLoader(
+            Chosen(images, share),
+            batch_size=self.batch_size,
+            **loader_arguments(self.config.data.num_workers, self.world),
+        )
+
+
+def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
+    """Return DataLoader's arguments for loader processes; None is one per core of this process's share.
+
+    Forked on Linux, as PyTorch always did: Python 3.14's default would import it anew in each.
+    """
+    if num_workers is None:
+        usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        cores = len(usable(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_workers = max(min(cores, _MOST_WORKERS), 1)
+    arguments: dict[str, Any] = {"pin_memory": world.device.type == "cuda"}
+    if num_workers == 0:
+        return arguments
+    return arguments | {
+        "num_workers": num_workers,
+        "persistent_workers": True,
+        "multiprocessing_context": "fork" if sys.platform == "linux" else None,
+        "worker_init_fn": _leave_signals_to_parent,
+        "timeout": _PATIENCE,
+    }
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ignore what schedulers send to every process of a job: without its loaders a run could write no checkpoint."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _check_classes(train: Source, val: Source) -> None:
+    """Check that both splits have the same classes at the same places, where they have names."""
+    if None in (train.classes, val.classes) or train.classes == val.classes:
+        return
+    differing = sorted(set(train.classes) ^ set(val.classes))
+    if differing:
+        where = "training" if differing[0] in train.classes else "validation"
+        raise DataError(
+            f"class {printable(differing[0])} is in the {where} data only ({len(differing)} classes differ)"
+        )
+    pairs = enumerate(zip(train.classes, val.classes, strict=True))
+    label, (one, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    raise DataError(
+        f"class {label} is {printable(one)} in the training data and {printable(other)} in the validation data"
+    )
+
+
+class _TrainImages(Dataset):
+    """Draws of the training stream, augmented; an unreadable image is replaced by another.
+
+    Which other follows from the seed, so that a resumed run replaces it by the same one.
+    """
+
+    def __init__(
+        self, source: Source, transforms: dict[int, Transform], config: TrainConfig
+    ) -> None:
+        self.source, self.transforms, self.seed = source, transforms, config.run.seed
+        self.options = _decode_options(config)
+        # The last image decoded: repeated augmentation asks for it again at once.
+        self.decoded: tuple[Any, ...] = (None,)
+
+    def __getitem__(self, draw: Draw) -> tuple[torch.Tensor, int, dict[int, str]]:
+        if self.decoded[0] != (draw.epoch, draw.index):
+            self.decoded = ((draw.epoch, draw.index), *self._decode(draw))
+        _, image, label, bad = self.decoded
+        seed_image(key("image", self.seed, draw.epoch, draw.position))
+        size = step_size(list(self.transforms), self.seed, draw.step)
+        return self.transforms[size](image), label, bad
+
+    def _decode(self, draw: Draw) -> tuple[Any, int, dict[int, str]]:
+        """Return an image, its label, and the unreadable ones tried before it, with reasons."""
+        bad: dict[int, str] = {}
+        index = draw.index
+        for attempt in range(_MOST_TRIES):
+            try:
+                image = decode(read_patiently(self.source.read, index), **self.options)
+            except (DataError, OSError) as error:
+                bad[index] = str(error)
+                place = (draw.epoch, draw.index, attempt)
+                index = key("replacement", self.seed, *place) % self.source.num_images
+            else:
+                return image, int(self.source.labels[index]), bad
+        index, why = list(bad.items())[-1]
+        raise DataError(
+            f"{_MOST_TRIES} training images in a row cannot be read, the last: "
+            f"{self.source.name(index)}: {why}"
+        )
+
+
+class _ValImages(Dataset):
+    """Validation images; an unreadable one is an error, for nothing can stand in for it."""
+
+    def __init__(self, source: Source, config: TrainConfig) -> None:
+        self.source, self.transform = source, val_transform(config)
+        self.options = _decode_options(config)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        try:
+            image = decode(read_patiently(self.source.read, index), **self.options)
+            return self.transform(image), int(self.source.labels[index])
+        except (DataError, OSError) as error:
+            raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
+
+
+class _Problems(Dataset):
+    """What is wrong with each image of a data set; nothing if it is right."""
+
+    def __init__(self, images: _ValImages) -> None:
+        self.images = images
+
+    def __getitem__(self, index: int) -> str:
+        try:
+            self.images[index]
+        except DataError as error:
+            return str(error)
+        return ""
+
+
+def _collate(
+    items: list[tuple[torch.Tensor, int, dict[int, str]]],
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+    """Stack images and labels and merge what was bad."""
+    images, labels = default_collate([(image, label) for image, label, _ in items])
+    return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}
+
+
+def _decode_options(config: TrainConfig) -> dict[str, Any]:
+    """Return how the images of a run are decoded."""
+    data, mode = config.data, image_mode(config.model.in_chans)
+    return {"mode": mode, "exif_rotation": data.exif_rotation, "max_pixels": data.max_pixels}

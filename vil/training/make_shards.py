@@ -1,0 +1,352 @@
+"""Folders of images packed into webdataset shards, and the verification of such shards.
+
+Images are copied byte for byte. Equal images and options give equal shards, byte for byte too, which
+is what lets a run that was killed be finished by the same command.
+"""
+
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+import tyro
+import webdataset
+from tqdm import tqdm
+from tyro.conf import Positional
+
+from vil.messages import printable
+from vil.training.errors import ConfigError, DataError, OutputError, log
+from vil.training.files import lock_folder, write_atomically, write_text
+from vil.training.images import FolderSource, fingerprint
+from vil.training.settings import Count, CountFromZero, DataConfig, Section, Threads
+from vil.training.shards import (
+    INFO_NAME,
+    Sample,
+    index_path,
+    load_index,
+    read_index,
+    read_info,
+    scan,
+    stamp_of,
+    write_index,
+)
+
+_IN_ORDER = ("validation", "val", "test")  # splits of which every image is read alike
+_JPEG = ("jpg", "jpeg", "jpe", "jfif")
+_MOST_NAMES = 20  # of bad images in a line
+
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions(Section):
+    """Pack a folder of images into webdataset shards. The same command again finishes a run that was
+    stopped. `make_shards.py verify SHARD_FOLDER` verifies shards."""
+
+    images: Annotated[Positional[str], tyro.conf.arg(metavar="IMAGE_FOLDER")]
+    """Folder with a folder per split with a folder per class."""
+    shards: Annotated[Positional[str], tyro.conf.arg(metavar="SHARD_FOLDER")]
+    """Where to write; made if it is missing."""
+    splits: tuple[str, ...] = ("train", "validation")
+    """Folders to pack; `validation` also finds `val`."""
+    shard_images: Count = 1000
+    """Images of a shard."""
+    seed: CountFromZero = 0
+    """Of the random order into which images are put, so that each shard holds a mix of classes.
+    validation, val and test keep their order."""
+    num_workers: Threads | None = None
+    """Threads that copy; None takes one per core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(Section):
+    """Read every image of a folder of shards and compare it with what was written."""
+
+    shards: Annotated[Positional[str], tyro.conf.arg(metavar="SHARD_FOLDER")]
+    """What make_shards.py wrote."""
+    num_workers: Threads | None = None
+    """Threads that read; None takes one per core."""
+
+
+class _Image(NamedTuple):
+    """An image on its way into a shard."""
+
+    path: str
+    key: str
+    label: int
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of a split."""
+
+    name: str
+    images: list[_Image]
+    """In the order of the shards."""
+    classes: tuple[str, ...]
+    made_from: dict[str, Any]
+    """The options, and a digest of all names, labels and sizes."""
+    shards: list[tuple[str, list[_Image]]]
+    """File names and contents."""
+
+    def info(self) -> dict[str, Any]:
+        """Describe the split as timm does, and more."""
+        return {
+            "name": self.name,
+            "filenames": [name for name, _ in self.shards],
+            "shard_lengths": [len(images) for _, images in self.shards],
+            "num_samples": len(self.images),
+            "classes": list(self.classes),
+            "made_from": self.made_from,
+        }
+
+
+def make_shards(options: MakeOptions) -> None:
+    """Pack images into shards, except those that are there already.
+
+    Raises:
+        ConfigError: options.splits are no names of folders, or one stands twice.
+        DataError: images are missing, empty, unreadable, or classes differ between splits.
+        OutputError: the folder holds other shards, is in use, or cannot be written to.
+    """
+    splits, folder = options.splits, Path(options.shards)
+    names = all(re.fullmatch(r"[\w-]+", split) for split in splits)
+    if not splits or not names or len(set(splits)) < len(splits):
+        raise ConfigError(
+            f"splits must be different names of folders, got {' '.join(splits) or 'none'}"
+        )
+    if not Path(options.images).is_dir():
+        raise DataError(f"IMAGE_FOLDER {options.images} is not a folder")
+    plans = [_plan(split, options) for split in splits]
+    with lock_folder(folder):
+        _announce(folder, plans)
+        jobs = [(folder / name, images) for plan in plans for name, images in plan.shards]
+        missing = [job for job in jobs if not _is_whole(job[0])]
+        _work(_write_shard, missing, options.num_workers, "written")
+    for plan in plans:
+        log.info(f"{plan.name:12}{len(plan.images):,} images in {len(plan.shards):,} shards")
+    log.info(f"{'written':12}{len(missing):,} shards; {len(jobs) - len(missing):,} were there")
+
+
+def verify_shards(options: VerifyOptions) -> None:
+    """Read all shards that a folder's _info.json names and say which are damaged.
+
+    Raises:
+        DataError: a shard is damaged, or the folder holds none.
+    """
+    folder = Path(options.shards)
+    splits = read_info(folder)
+    if not splits:
+        raise DataError(f"SHARD_FOLDER {folder} has no {INFO_NAME} that names shards")
+    for name, split in splits.items():
+        if not split.keys() >= {"made_from", "shard_lengths"}:
+            raise DataError(f"split {name} in {folder} was not written by make_shards.py")
+    jobs = [
+        (folder / name, length)
+        for split in splits.values()
+        for name, length in zip(split["filenames"], split["shard_lengths"], strict=True)
+    ]
+    faults = _work(_find_faults, jobs, options.num_workers, "verified")
+    damaged = [(path, fault) for (path, _), fault in zip(jobs, faults, strict=True) if fault]
+    for path, fault in damaged:
+        log.info(f"{path.name}: {fault}")
+    if damaged:
+        raise DataError(
+            f"{len(damaged)} of {len(jobs)} shards in {folder} are damaged; delete them and their "
+            f"indexes, then make_shards.py writes them again"
+        )
+    log.info(f"all whole: {sum(length for _, length in jobs):,} images in {len(jobs):,} shards")
+
+
+def _plan(split: str, options: MakeOptions) -> _Plan:
+    """List the images of a split and divide them among shards."""
+    source = FolderSource(DataConfig(path=options.images, val_split=split), training=False)
+    paths = [str(source.path(index)) for index in range(source.num_images)]
+    labels = source.labels.tolist()
+    order = sorted(range(len(paths)), key=lambda index: (labels[index], paths[index]))
+    shuffled = split not in _IN_ORDER
+    if shuffled:
+        np.random.default_rng(options.seed).shuffle(order)
+    paths = [paths[index] for index in order]
+    labels = [labels[index] for index in order]
+    sizes = _sizes(paths, options.num_workers)
+    names = [os.path.relpath(path, source.folder) for path in paths]
+    images = [_Image(*row) for row in zip(paths, _keys(names), labels, sizes, strict=True)]
+    rows = zip(names, labels, sizes, strict=True)
+    made_from = {
+        "shard_images": options.shard_images,
+        "seed": options.seed if shuffled else None,
+        "num_images": len(images),
+        "file_list_digest": fingerprint(*(json.dumps(row).encode() for row in rows)),
+    }
+    shards = [
+        (f"{split}-{number:06d}.tar", images[first : first + options.shard_images])
+        for number, first in enumerate(range(0, len(images), options.shard_images))
+    ]
+    return _Plan(split, images, source.classes, made_from, shards)
+
+
+def _sizes(paths: list[str], num_workers: int | None) -> list[int]:
+    """Return the bytes of all files, none of which may be empty."""
+    try:
+        with ThreadPoolExecutor(num_workers) as pool:
+            sizes = list(pool.map(os.path.getsize, paths, chunksize=1000))
+    except OSError as error:
+        raise DataError(
+            f"image {printable(error.filename)} cannot be read: {error.strerror}"
+        ) from error
+    empty = [path for path, size in zip(paths, sizes, strict=True) if size == 0]
+    if empty:
+        raise DataError(
+            f"image {printable(min(empty))} is empty ({len(empty)} such, of {len(paths)})"
+        )
+    return sizes
+
+
+def _keys(names: list[str]) -> list[str]:
+    """Make keys that tell class and file; webdataset takes what follows a dot for the extension.
+
+    Args:
+        names: Paths below the split's folder, in an order that is always the same.
+    """
+    keys: list[str] = []
+    taken: set[str] = set()
+    uses: Counter[str] = Counter()
+    for name in names:
+        folders, stem = os.path.split(os.path.splitext(name)[0])
+        told = stem.startswith(f"{os.path.basename(folders)}_")  # as in n01440764/n01440764_18
+        plain = re.sub(r"[^\w-]", "_", stem if told else f"{folders}_{stem}")
+        key = plain
+        while key in taken:  # as of 1.jpg and 1.png
+            uses[plain] += 1
+            key = f"{plain}_{uses[plain] + 1}"
+        taken.add(key)
+        keys.append(key)
+    return keys
+
+
+def _announce(folder: Path, plans: list[_Plan]) -> None:
+    """Write down what the folder is going to hold, or check that it is what it was to hold.
+
+    Raises:
+        DataError: the classes of two splits differ.
+        OutputError: the folder holds shards of other images or options.
+    """
+    present = read_info(folder)
+    classes = {name: split.get("classes") for name, split in present.items()}
+    classes |= {plan.name: list(plan.classes) for plan in plans}
+    (first, expected), *others = classes.items()
+    for name, found in others:
+        if found != expected:
+            differing = sorted(set(found or ()) ^ set(expected or ())) or ["in another order"]
+            raise DataError(f"the classes of splits {first} and {name} differ, as {differing[0]}")
+    for plan in plans:
+        before = present.get(plan.name, {}).get("made_from")
+        if plan.name in present and before != plan.made_from:
+            raise OutputError(
+                f"SHARD_FOLDER {folder} holds split {plan.name} made from {before}, now it is {plan.made_from}; "
+                f"choose another folder"
+            )
+        foreign = [name for name, _ in plan.shards if os.path.lexists(folder / name)]
+        if plan.name not in present and foreign:
+            raise OutputError(f"{folder / foreign[0]} exists and {INFO_NAME} names no such shard")
+    path = folder / INFO_NAME
+    info = json.loads(path.read_bytes()) if path.exists() else {"splits": {}}
+    info["splits"] |= {plan.name: plan.info() for plan in plans}
+    write_text(path, json.dumps(info, indent=1) + "\n")
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a shard was finished; its index is written last."""
+    try:
+        index = read_index(path)
+        return index is not None and all(s.crc32 is not None for s in load_index(path))
+    except DataError:
+        return False
+
+
+def _write_shard(job: tuple[Path, list[_Image]]) -> None:
+    """Write a shard and its index."""
+    path, images = job
+    checksums: list[int] = []
+
+    def write(file: BinaryIO) -> None:
+        with webdataset.TarWriter(file, encoder=False, mtime=0) as tar:
+            for image in images:
+                content = _read(image)
+                checksums.append(zlib.crc32(content))
+                extension = image.path.rpartition(".")[2].lower()
+                extension = "jpg" if extension in _JPEG else extension  # all that timm looks for
+                label = str(image.label).encode()
+                tar.write({"__key__": image.key, extension: content, "cls": label})
+
+    write_atomically(path, write)
+    stamp, samples = stamp_of(path), scan(path)
+    pairs = zip(samples, checksums, strict=True)
+    write_index(path, [sample._replace(crc32=checksum) for sample, checksum in pairs], stamp)
+
+
+def _read(image: _Image) -> bytes:
+    try:
+        content = Path(image.path).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"image {printable(image.path)} cannot be read: {error.strerror}"
+        ) from error
+    if len(content) != image.size:
+        raise DataError(
+            f"image {printable(image.path)} changed meanwhile, from {image.size} to {len(content)} bytes"
+        )
+    return content
+
+
+def _find_faults(job: tuple[Path, int]) -> str:
+    """Say in a line what is wrong with a shard, nothing if it is whole.
+
+    Args:
+        job: The shard, and the number of its images by _info.json.
+    """
+    path, length = job
+    try:
+        index = read_index(path)
+        if index is None:
+            return f"no {index_path(path).name}: not finished, or not written by make_shards.py"
+        samples = [Sample(*row) for row in index["samples"]]
+        with path.open("rb") as file:
+            bad = [
+                s.key
+                for s in samples
+                if zlib.crc32(os.pread(file.fileno(), s.size, s.offset)) != s.crc32
+            ]
+        if bad:
+            more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
+            return f"{len(bad)} bad images: {', '.join(bad[:_MOST_NAMES])}{more}"
+        if len(samples) != length or scan(path) != [s._replace(crc32=None) for s in samples]:
+            return f"it does not hold the {length} images, keys and labels of its index"
+    except DataError as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return ""
+
+
+def _work(
+    function: Callable[[_Job], _Result], jobs: list[_Job], num_workers: int | None, done: str
+) -> list[_Result]:
+    """Apply a function to every shard in threads: the work is the disk's, and none survives a killed process."""
+    pool = ThreadPoolExecutor(num_workers or os.cpu_count())
+    try:
+        futures = [pool.submit(function, job) for job in jobs]
+        return [future.result() for future in tqdm(futures, done, unit=" shards", disable=None)]
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,239 @@
+"""Turn a checkpoint into a folder that timm, transformers and the hub take: weights, config, card."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+import yaml
+from safetensors import SafetensorError
+from timm.models import save_for_hf
+from timm.models._hub import generate_readme
+from torch import nn
+from tyro.conf import Positional
+
+from vil.loading import model_with
+from vil.messages import printable
+from vil.training.distributed import versions
+from vil.training.errors import ConfigError, OutputError, log
+from vil.training.files import sync
+from vil.training.recipes import from_dict
+from vil.training.resolve import read_source
+from vil.training.settings import Section, TrainConfig
+from vil.weights import Weights
+
+# What timm says of the weights that it has of a model by that name.
+_OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")
+
+
+# Of the recipe: what only says where on the author's machine something lay, or how it was watched.
+_PRIVATE = ("model.pretrained", "data.path", "data.num_workers")
+
+_PAPERS = (
+    """@inproceedings{liu2025longhorn,
+  title={Longhorn: State Space Models are Amortized Online Learners},
+  author={Liu, Bo and Wang, Rui and Wu, Lemeng and Feng, Yihao and Stone, Peter and Liu, Qiang},
+  booktitle={International Conference on Learning Representations},
+  year={2025}
+}""",
+    """@inproceedings{zhu2024vision,
+  title={Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model},
+  author={Zhu, Lianghui and Liao, Bencheng and Zhang, Qian and Wang, Xinlong and Liu, Wenyu and Wang,
+    Xinggang},
+  booktitle={International Conference on Machine Learning},
+  year={2024}
+}""",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseConfig(Section):
+    """Write the weights of a checkpoint as safetensors, for timm to load by local-dir:FOLDER."""
+
+    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
+    """Checkpoint that train_imagenet.py wrote."""
+    folder: Annotated[Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    """Folder to write, which must not exist."""
+    ema: bool = False
+    """Release the averaged weights instead of the last ones."""
+    license: str = "other"
+    """Licence of the weights, by its name on the Hugging Face hub."""
+
+
+def release(options: ReleaseConfig) -> None:
+    """Write model.safetensors, config.json and README.md; the folder is there whole or not at all.
+
+    Raises:
+        ConfigError: there is no such file, it has no averaged weights, or train_imagenet.py did not
+            write it.
+        OutputError: the checkpoint cannot be read, or the folder exists or cannot be written.
+    """
+    path, folder = Path(options.checkpoint), Path(options.folder)
+    if os.path.lexists(folder):
+        raise OutputError(f"{folder} exists; choose another folder")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", options.license):
+        raise ConfigError(
+            f"--license must be a name of the hub's, as apache-2.0 or other, got {options.license!r}"
+        )
+    weights = read_source(options.checkpoint, options.ema)
+    if weights.config is None:
+        raise ConfigError(f"{path} was not written by train_imagenet.py, whose runs are released")
+    config = from_dict(weights.config, f"{path}: ")
+    try:
+        model, _ = model_with(weights)
+    except ValueError as error:
+        raise OutputError(f"cannot release {path}: {error}") from error
+    card = _model_card(folder.name, weights, config, options.license)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a release that was killed
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise OutputError(f"cannot create {temporary}: {error.strerror}") from error
+    try:
+        _write(temporary, model.eval(), weights, card, options.license)
+        for file in temporary.iterdir():
+            sync(file)
+        sync(temporary)
+        temporary.rename(folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    kind = "averaged weights" if options.ema else "weights"
+    log.info(
+        f"released {config.model.name}, {kind} of epoch {weights.epoch}\n"
+        f"load it  import vil; timm.create_model('local-dir:{folder.resolve()}', pretrained=True)"
+    )
+
+
+def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license: str) -> None:
+    """Write the files."""
+    names, cfg = weights.label_names, weights.pretrained_cfg
+    for key in _OF_OTHER_WEIGHTS:
+        model.pretrained_cfg.pop(key, None)
+    preprocessing = {
+        key: cfg[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")
+    }
+    save_for_hf(
+        model,
+        folder,
+        safe_serialization=True,
+        data_config=preprocessing | {"crop_mode": "center"},
+        model_config={"pretrained_cfg": {"license": license}}
+        | ({} if names is None else {"label_names": list(names)}),
+    )
+    path = folder / "config.json"
+    described = json.loads(path.read_text(encoding="utf-8"))
+    # The number of classes stands above, and transformers hands it over itself.
+    described["model_args"].pop("num_classes", None)
+    path.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _model_card(name: str, weights: Weights, config: TrainConfig, license: str) -> str:
+    """Write a model card in timm's form.
+
+    Args:
+        name: Of the released folder.
+        weights: What is released, with the log of its run.
+        config: The run's settings.
+        license: The weights' licence, by its name on the hub.
+    """
+    return generate_readme(
+        {
+            "license": license,
+            "tags": ["image-classification", "timm", "transformers", "vision-longhorn"],
+            "description": _description(config),
+            "details": _details(weights, config),
+            "usage": _usage(name) + _metrics(weights) + _recipe(config),
+            "citation": _PAPERS,
+        },
+        _plain(name),
+    )
+
+
+def _usage(name: str) -> str:
+    source, folder = json.dumps(f"local-dir:{name}"), json.dumps(name)
+    return f"""```python
+import timm
+import vil  # registers the models
+
+model = timm.create_model({source}, pretrained=True)  # hf-hub:YOU/{printable(name)} when pushed
+model = vil.load({folder}, num_classes=3)  # to fine-tune on other classes
+```
+"""
+
+
+def _description(config: TrainConfig) -> str:
+    model = config.model
+    start = ", trained from scratch"
+    if model.pretrained:
+        start = f", fine-tuned from {_plain(_without_place(model.pretrained))}"
+    return f"An image classification model, `{model.name}`{start}."
+
+
+def _details(weights: Weights, config: TrainConfig) -> dict[str, Any]:
+    model, data = config.model, config.data
+    kind = "averaged weights (EMA)" if weights.averaged else "weights"
+    names = weights.label_names or ()
+    shown = ", ".join(map(_plain, names[:10])) + (", ..." if len(names) > 10 else "")
+    share = (
+        "" if data.images_per_class is None else f", {data.images_per_class} images of each class"
+    )
+    sizes = ", ".join(map(str, data.img_sizes or ()))
+    trained = f", trained at {sizes} px" if sizes else ""
+    return {
+        "Model": f"{model.name}, {sum(t.numel() for t in weights.state_dict.values()):,} values",
+        "Weights": f"{kind} of epoch {weights.epoch}",
+        "Images": f"{model.img_size} x {model.img_size} px, {model.in_chans} channels{trained}",
+        "Classes": f"{model.num_classes}" + (f": {shown}" if shown else ""),
+        "Trained on": f"{data.dataset}{share}",
+        "Made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
+    }
+
+
+def _metrics(weights: Weights) -> str:
+    """Return the row of the run's log that the weights are of."""
+    row = next((row for row in weights.history or () if row["epoch"] == weights.epoch), None)
+    prefix = "ema_" if weights.averaged else ""
+    if row is None or f"{prefix}top1" not in row:  # as where an average has just begun
+        return ""
+    loss = row["ema_loss" if weights.averaged else "val_loss"]
+    return (
+        "\n## Metrics\n\nOn the held-out images of its training data:\n\n"
+        "| top-1 (%) | top-5 (%) | loss |\n|---|---|---|\n"
+        f"| {row[prefix + 'top1']:.2f} | {row[prefix + 'top5']:.2f} | {loss:.4f} |\n"
+    )
+
+
+def _recipe(config: TrainConfig) -> str:
+    """Return the settings, without those that only concern the author's machine."""
+    sections: dict[str, dict[str, Any]] = {}
+    for section, values in dataclasses.asdict(config).items():
+        if section != "run":
+            sections[section] = {
+                key: list(value) if isinstance(value, tuple) else _without_place(value)
+                for key, value in values.items()
+                if f"{section}.{key}" not in _PRIVATE
+            }
+    sections["run"] = {"seed": config.run.seed, "amp": config.run.amp}
+    return f"\n## Recipe\n\n```yaml\n{yaml.safe_dump(sections, sort_keys=False)}```\n"
+
+
+def _without_place(value: Any) -> Any:
+    """Return a setting; of a path only its last name, which does not say where on a machine it lay."""
+    if not isinstance(value, str) or value.startswith("hf-hub:"):
+        return value
+    return Path(value.removeprefix("local-dir:")).name or value
+
+
+def _plain(text: str) -> str:
+    """Escape what Markdown or HTML would read in a name, and put it on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>()#|~&$!])", r"\\\1", printable(" ".join(text.split())))

@@ -1,0 +1,517 @@
+"""All that a run shows and logs: banner, progress, steps.csv, log.csv, curve.png, skipped.txt, trackers, summary."""
+
+import dataclasses
+import math
+import os
+import shlex
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from vil.complexity import count_macs, count_parameters
+from vil.messages import one_line
+from vil.training.checkpoint import BEST, Run
+from vil.training.distributed import versions
+from vil.training.engine import StepResult
+from vil.training.errors import OutputError, log
+from vil.training.files import csv_text, sync, write_atomically, write_text
+from vil.training.loader import Step, TrainData, ValData
+from vil.training.recipes import to_yaml
+from vil.training.settings import TrainConfig
+from vil.training.stopping import Signals
+
+_FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
+_COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv
+_CURVE_EVERY = 30.0  # seconds between two drawings of the curve
+_LIMIT = 60.0  # seconds for a call of a tracker
+_LIMIT_AT_SIGNAL = 5.0  # schedulers send SIGKILL 10 to 30 seconds after SIGTERM
+
+
+def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
+    """Return the parameters and the GMACs of one image, the scans counted."""
+    size = config.model.img_size
+    return {
+        "params": count_parameters(model),
+        "gmacs": count_macs(model, (config.model.in_chans, size, size)) / 1e9,
+    }
+
+
+class Report:
+    """What one process knows of a run's progress; the main one shows it and writes it into the run's folder.
+
+    Nothing that it shows or writes stops the run.
+    """
+
+    def __init__(
+        self, folder: Path, run: Run, train_data: TrainData, val_data: ValData, signals: Signals
+    ) -> None:
+        """Take up a run where it is; nothing is shown yet."""
+        self.folder, self.run, self.config = folder, run, run.config
+        self.train_data, self.val_data = train_data, val_data
+        self.length, self.epochs = train_data.steps_per_epoch, run.config.schedule.epochs
+        self.is_main = run.trainee.world.is_main
+        self.unread: list[tuple[Step, StepResult]] = []
+        """Steps whose loss was not read yet, without their images: reading waits for the device."""
+        self.failed_saves = 0
+        self.tracking = Tracking(run.config, folder, signals)
+        self.first_step = run.state.step
+        self.start = self.drawn = self.saved = time.monotonic()
+        self.stack = ExitStack()
+
+    def __enter__(self) -> "Report":
+        """Show what is about to run, and bring the files in line with the checkpoint."""
+        if self.is_main:
+            self._banner()
+            self._tolerate(lambda: write_text(self.folder / "config.yaml", to_yaml(self.config)))
+            if self.run.state.step < self.train_data.num_steps:
+                self._tolerate(self._catch_up)
+        self.bar = tqdm(
+            total=self.train_data.num_steps,
+            initial=self.run.state.step,
+            disable=not (self.is_main and sys.stdout.isatty()),
+            file=sys.stdout,
+            leave=False,
+            dynamic_ncols=True,
+        )
+        if not self.bar.disable:
+            self.stack.enter_context(logging_redirect_tqdm([log]))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.bar.close()
+        self.stack.close()
+        self.tracking.finish(failed=kind is not None)
+
+    def begin_epoch(self) -> None:
+        """Start the clock of an epoch; the parts of it before and after resuming count together."""
+        state = self.run.state
+        self.seconds_before, self.began = state.seconds, time.monotonic()
+        self.steps_before = state.step - len(state.history) * self.length
+        self.steps, self.waited, self.lap = 0, 0.0, (self.began, 0, 0.0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time within as spent waiting for data."""
+        start = time.monotonic()
+        yield
+        self.waited += time.monotonic() - start
+
+    def took(self, step: Step, result: StepResult) -> None:
+        """Note a step, whose loss is read later."""
+        self.unread.append((step._replace(micro_batches=[]), result))
+        self.steps += 1
+        self.bar.update()
+
+    @property
+    def seconds(self) -> float:
+        """Spent on the epoch."""
+        return self.seconds_before + time.monotonic() - self.began
+
+    @property
+    def images_per_s(self) -> float:
+        """In the epoch, over all processes."""
+        return (self.steps_before + self.steps) * self.config.data.batch_size / self.seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to read the losses; the same in all processes."""
+        return (self.steps_before + self.steps) % self.config.run.log_interval == 0
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether it is time for a checkpoint, by the main process's clock."""
+        return self.is_main and time.monotonic() - self.saved >= 60 * self.config.run.save_minutes
+
+    def saving(self) -> None:
+        """Note that a checkpoint is about to be written."""
+        state, self.saved = self.run.state, time.monotonic()
+        within_an_epoch = state.step > len(state.history) * self.length
+        state.seconds = self.seconds if within_an_epoch else 0.0
+
+    def losses(self, losses: list[float], norms: list[float]) -> None:
+        """Record the steps whose losses were read.
+
+        Args:
+            losses: Of the unread steps, means over all images.
+            norms: Of their gradients before clipping.
+        """
+        start, steps, waited = self.lap
+        self.lap = now, _, _ = time.monotonic(), self.steps, self.waited
+        images = (self.steps - steps) * self.config.data.batch_size
+        speed, wait = images / (now - start), 100 * (self.waited - waited) / (now - start)
+        epoch, lr = len(self.run.state.history) + 1, self.run.trainee.lr
+        rows = [
+            (step.number + 1, epoch, loss, norm, lr, speed, wait)
+            for (step, _), loss, norm in zip(self.unread, losses, norms, strict=True)
+        ]
+        self.unread.clear()
+        good = [(row[2], row[3]) for row in rows if math.isfinite(row[2]) and math.isfinite(row[3])]
+        self.mean = [sum(c) / len(good) for c in zip(*good, strict=True)] or [math.nan, math.nan]
+        if self.is_main:
+            self._tolerate(lambda: self._append_steps(rows))
+            for row in rows:
+                self.tracking.add("step", row[0], dict(zip(_COLUMNS[1:], row[1:], strict=True)))
+
+    def progress(self) -> None:
+        """Show how far the epoch has come, if it is time."""
+        done, state = self.steps_before + self.steps, self.run.state
+        if not self.is_main or not self.is_due or self.unread:
+            return
+        top1 = f"top-1 {state.history[-1]['top1']:.2f}  " if state.history else ""
+        wait = 100 * self.waited / (time.monotonic() - self.began)
+        status = (
+            f"loss {self.mean[0]:.4f}  {top1}{self.images_per_s:,.0f} images/s  data wait {wait:.0f}%  "
+            f"grad {self.mean[1]:.2g}  lr {self.run.trainee.lr:.2e}  {_memory()}{self._skipped()}{self._time_left()} left"
+        )
+        title = f"epoch {len(state.history) + 1}/{self.epochs}"
+        if not self.bar.disable:
+            self.bar.set_description_str(f"{title}  {status}")
+        elif done < self.length:
+            log.info(f"{title} step {done}/{self.length}  {status}")
+        self.tracking.show()
+
+    def epoch(self) -> None:
+        """Show a finished epoch, and write the log and the curve."""
+        if not self.is_main:
+            return
+        row = self.run.state.history[-1]
+        ema = f"  EMA {row['ema_top1']:.2f}" if "ema_top1" in row else ""
+        log.info(
+            f"epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.4f}  "
+            f"held-out loss {row['val_loss']:.4f}  top-1 {row['top1']:.2f}{ema}  "
+            f"best {self._best_top1:.2f}  {row['images_per_s']:,.0f} images/s  "
+            f"lr {row['lr']:.2e}  {self._skipped()}{self._time_left()} left"
+        )
+        self._tolerate(self._write_log)
+        if time.monotonic() - self.drawn > _CURVE_EVERY:
+            self._draw()
+        self.tracking.add("epoch", self.run.state.step, row)
+        self.tracking.show()
+
+    def skipped(self) -> None:
+        """Name what was skipped in skipped.txt."""
+        if self.is_main:
+            self._tolerate(self._write_skipped)
+
+    def summary(self) -> None:
+        """Write the log and the curve once more, and print what was reached and where it is."""
+        if not self.is_main:
+            return
+        self._tolerate(self._write_log)
+        self._draw()
+        state = self.run.state
+        best, last = state.best, state.history[-1]
+        ema = f", EMA {last['ema_top1']:.2f}%" if "ema_top1" in last else ""
+        averaged = state.best_key == "ema_top1"
+        seconds = round(sum(row["seconds"] for row in state.history))
+        present = [name for name in _FILES if os.path.exists(self.folder / name)]
+        best_path = self.folder / ("best.pt" if BEST in present else "last.pt")
+        log.info(
+            f"\n{self.config.model.name} reached top-1 {self._best_top1:.2f}% (best{', EMA' if averaged else ''}, "
+            f"epoch {best['epoch']}) and {last['top1']:.2f}% (last{ema}) on {self.val_data.num_images:,} held-out "
+            f"images, in {timedelta(seconds=seconds)}\n"
+            f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps\n"
+            f"files    {self.folder}: {', '.join(present)}\n"
+            f"evaluate python eval.py {shlex.quote(str(best_path))}{' --ema' if averaged else ''}"
+        )
+
+    @property
+    def _best_top1(self) -> float:
+        return self.run.state.best[self.run.state.best_key]
+
+    def _banner(self) -> None:
+        config, state, trainee = self.config, self.run.state, self.run.trainee
+        size = model_size(trainee.model, config)
+        sizes = ", ".join(map(str, config.data.img_sizes or ()))
+        world, parts = trainee.world, config.run.grad_accum_steps
+        spread = f" = {world.size} processes x {parts} x {self.train_data.micro_batch}"
+        excluded = len(self.run.train_source.excluded)
+        log.info(
+            f"model    {config.model.name}, {size['params']:,} parameters, "
+            f"{size['gmacs']:.4g} GMACs with scans at {config.model.img_size} px"
+            + (f", trained at {sizes} px" if sizes else "")
+            + f"\ndata     {config.data.dataset}{f' in {config.data.path}' if config.data.path else ''}: "
+            f"{self.train_data.num_images:,} images to train on, {self.val_data.num_images:,} held out, "
+            f"{config.model.num_classes} classes"
+            + (f"; {excluded} without a usable label left out" if excluded else "")
+            + f"\nweights  {trainee.origin if state.step == 0 else 'of the run that is continued'}"
+            f"\nepochs   {self.epochs} of {self.length:,} batches of {config.data.batch_size}"
+            + (spread if world.size * parts > 1 else "")
+            + f", peak lr {config.peak_lr:g} for that batch\n"
+            f"device   {world.device}, {'bfloat16 autocast' if config.run.amp else 'float32'}\n"
+            f"versions {', '.join(f'{name} {version}' for name, version in versions().items())}\n"
+            f"output   {config.run.output}"
+        )
+        if len(state.history) == self.epochs:
+            log.info("resumed  finished before; nothing is left to train")
+        elif state.step:
+            epoch = len(state.history)  # whose steps may all be done, and the model not scored
+            log.info(f"resumed  after step {state.step - epoch * self.length} of epoch {epoch + 1}")
+
+    def _catch_up(self) -> None:
+        """Bring the log in line with the checkpoint, and show the last finished epoch again."""
+        history = self.run.state.history
+        done = max(len(history) - 1, 0) * self.length
+        self.tracking.start(done)
+        for row in self._cut_steps():
+            if row["step"] > done:
+                self.tracking.add("step", int(row.pop("step")), row)
+        if history:
+            self._write_log()
+            self.tracking.add("epoch", len(history) * self.length, history[-1])
+        self._write_skipped()
+        self.tracking.show()
+
+    def _cut_steps(self) -> list[dict[str, float]]:
+        """Keep of steps.csv the whole rows of steps that the checkpoint has done, and return them."""
+        path, rows = self.folder / "steps.csv", []
+        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+        header = ",".join(_COLUMNS) + "\n"
+        for line in lines[1:] if lines[:1] == [header] else []:
+            try:
+                row = dict(zip(_COLUMNS, map(float, line.split(",")), strict=True))
+            except ValueError:
+                break
+            if not line.endswith("\n") or not len(rows) < row["step"] <= self.run.state.step:
+                break
+            rows.append(row)
+        write_text(path, header + "".join(lines[1 : len(rows) + 1]))
+        return rows
+
+    def _append_steps(self, rows: list[tuple[float, ...]]) -> None:
+        with (self.folder / "steps.csv").open("a") as file:
+            for (
+                step,
+                epoch,
+                *numbers,
+                speed,
+                wait,
+            ) in rows:  # nine digits are all that a float32 has
+                told = ",".join(f"{number:.9g}" for number in numbers)
+                file.write(f"{step},{epoch},{told},{speed:.1f},{wait:.1f}\n")
+        sync(self.folder / "steps.csv")
+
+    def _write_log(self) -> None:
+        write_text(self.folder / "log.csv", csv_text(self.run.state.history))
+
+    def _write_skipped(self) -> None:
+        """Write skipped.txt anew; remove one of an earlier start where nothing is skipped."""
+        state, data, path = self.run.state, self.train_data, self.folder / "skipped.txt"
+        if not (data.source.excluded or state.bad_images or state.bad_steps):
+            path.unlink(missing_ok=True)
+            return
+        lines = [
+            f"{len(data.source.excluded)} images without a usable label, left out",
+            *(f"  {line}" for line in data.source.excluded),
+            f"{len(state.bad_images)} images that could not be read so far, each replaced by another",
+            *(f"  {data.source.name(index)}: {why}" for index, why in state.bad_images.items()),
+            f"{len(state.bad_steps)} steps whose loss or gradient was not finite, without effect",
+        ]
+        for step, loss in state.bad_steps.items():
+            epoch, step_in_epoch = divmod(step, self.length)
+            lines.append(
+                f"  step {step_in_epoch + 1} of epoch {epoch + 1}, loss {loss}, its images:"
+            )
+            lines += [f"    {name}" for name in data.names(step)]
+        write_text(path, "\n".join(lines) + "\n")
+
+    def _draw(self) -> None:
+        self._tolerate(lambda: draw_curve(self.folder / "curve.png", self.run.state.history))
+        self.drawn = time.monotonic()
+
+    def _tolerate(self, write: Callable[[], object]) -> None:
+        """Write a file that can be written again later; say so if it fails."""
+        try:
+            write()
+        except OutputError as error:
+            log.warning(f"{error}; training goes on without")
+        except Exception as error:  # whatever matplotlib, say, comes up with
+            told = f"{type(error).__name__}: {one_line(error)}"
+            log.warning(f"cannot write into {self.folder}: {told}; training goes on without")
+
+    def _skipped(self) -> str:
+        """Count what was skipped, if anything was."""
+        images, steps = len(self.run.state.bad_images), len(self.run.state.bad_steps)
+        return f"skipped {images} images, {steps} steps  " if images or steps else ""
+
+    def _time_left(self) -> timedelta:
+        """Estimate the rest of the run from its mean pace since it started or resumed."""
+        done = self.run.state.step - self.first_step
+        pace = (time.monotonic() - self.start) / max(done, 1)
+        return timedelta(seconds=round(pace * (self.train_data.num_steps - self.run.state.step)))
+
+
+def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
+    """Draw loss and top-1 by epoch into a PNG file, given a row of the log per epoch."""
+    from matplotlib.figure import Figure
+
+    epochs = [row["epoch"] for row in history]
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    loss_axes, top1_axes = figure.subplots(1, 2)
+    loss_axes.plot(epochs, [row["train_loss"] for row in history], label="training")
+    loss_axes.plot(epochs, [row["val_loss"] for row in history], label="held out")
+    loss_axes.set(xlabel="epoch", ylabel="loss", yscale="log")
+    top1_axes.plot(epochs, [row["top1"] for row in history], color="C1", label="held out")
+    if "ema_top1" in history[-1]:
+        averaged = [row.get("ema_top1", math.nan) for row in history]
+        top1_axes.plot(epochs, averaged, color="C2", label="EMA")
+    top1_axes.set(xlabel="epoch", ylabel="top-1 (%)")
+    for axes in (loss_axes, top1_axes):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend()
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+class TensorBoard:
+    """Event files in <run>/tensorboard."""
+
+    def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
+        """Begin, or go on after a number of steps, of which later ones come again."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard drops what it has of this step and later ones.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+        self.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", done + 1)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show values of a step, counted from 1."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Bring the values to disk."""
+        self.writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        """Close the event file."""
+        self.writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, its files in <run>/wandb, its name in <run>/wandb/id.txt.
+
+    Its server never takes a step twice. Of a run that goes on, what the server has is kept, and what it
+    lacks is added; without a server (WANDB_MODE=offline) `wandb sync` does so later.
+    """
+
+    def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
+        """Begin, or go on."""
+        import wandb
+
+        name = folder / "wandb" / "id.txt"
+        if not name.exists():
+            name.parent.mkdir(exist_ok=True)
+            write_text(name, uuid.uuid4().hex)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "vision-longhorn"),
+            name=folder.name,
+            id=name.read_text(),
+            resume="allow",
+            dir=str(folder),
+            config=dataclasses.asdict(config),
+            allow_val_change=True,  # of what may change when a run goes on
+            settings=wandb.Settings(console="off"),  # leaves the progress bar alone
+        )
+        self.epochs = self.run.summary.get("epoch/epoch", 0)  # that the server has
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Show values that the server lacks; another process has them then, and survives this one.
+
+        It may have the last step of an epoch and not the epoch, which then comes at the next step.
+        """
+        new_epoch = values.get("epoch/epoch", 0) > self.epochs
+        if step >= self.run.starting_step or new_epoch:
+            self.run.log(values, step=max(step, self.run.starting_step))
+
+    def flush(self) -> None:
+        """Do nothing: the other process does that."""
+
+    def finish(self, failed: bool) -> None:
+        """Wait for the upload."""
+        self.run.finish(exit_code=int(failed))
+
+
+class Tracking:
+    """The run's tracker, if it has one, as long as it works and answers in time.
+
+    It gets the rows of steps.csv as step/..., those of log.csv as epoch/..., and the settings.
+    """
+
+    def __init__(self, config: TrainConfig, folder: Path, signals: Signals) -> None:
+        """Prepare it; nothing is imported or written yet."""
+        self.config, self.folder, self.signals = config, folder, signals
+        self.tracker: Any = None
+        self.coming: list[tuple[int, dict[str, float]]] = []
+
+    def start(self, done: int) -> None:
+        """Begin, or go on after a number of steps."""
+        kind = {"tensorboard": TensorBoard, "wandb": WandB}.get(self.config.run.tracker)
+        if kind is not None:
+            self.tracker = self._try(lambda: kind(self.config, self.folder, done))
+
+    def add(self, group: str, step: int, values: dict[str, float]) -> None:
+        """Keep values of a step to be shown as group/name; steps must not decrease."""
+        if self.tracker is not None:
+            self.coming.append((step, {f"{group}/{name}": v for name, v in values.items()}))
+
+    def show(self) -> None:
+        """Show what was kept."""
+        rows, self.coming = self.coming, []
+
+        def log_all() -> None:
+            for step, values in rows:
+                self.tracker.log(step, values)
+            self.tracker.flush()
+
+        if self.tracker is not None and rows:
+            self._try(log_all)
+
+    def finish(self, failed: bool) -> None:
+        """Show the rest, and end."""
+        self.show()
+        if self.tracker is not None:
+            self._try(lambda: self.tracker.finish(failed))
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """Call the tracker in a thread, and drop it if that fails, or hangs, which nothing can end."""
+        outcome: list[Any] = []
+
+        def work() -> None:
+            try:
+                outcome.extend((call(), None))
+            except BaseException as error:  # whatever a package, its server or a disk comes up with
+                outcome.extend((None, error))
+
+        thread = threading.Thread(target=work, daemon=True)  # no reason for the process to stay
+        thread.start()
+        begun, limit = time.monotonic(), _LIMIT
+        while thread.is_alive() and time.monotonic() - begun < limit:
+            thread.join(0.1)  # and then look for a signal
+            limit = _LIMIT_AT_SIGNAL if self.signals.received else _LIMIT
+        value, error = tuple(outcome) or (None, TimeoutError(f"no answer in {limit:g} s"))
+        if error is not None:
+            self.tracker = None
+            why = f"{type(error).__name__}: {one_line(error)}"
+            log.warning(
+                f"run.tracker {self.config.run.tracker} fails, training goes on without: {why}"
+            )
+        return value
+
+
+def _memory() -> str:
+    """Return the most memory that was in use on the GPU, if there is one."""
+    if not torch.cuda.is_available():
+        return ""
+    return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  "

@@ -1,0 +1,215 @@
+"""A run, from top to bottom."""
+
+import math
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from vil.training.checkpoint import (
+    Run,
+    continued,
+    kept_checkpoints,
+    load_newest,
+    refuse_others,
+    restore,
+    save,
+)
+from vil.training.distributed import connect
+from vil.training.draws import seed_everything
+from vil.training.engine import Score, evaluate, train_step
+from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError, log
+from vil.training.files import lock_folder
+from vil.training.loader import TrainData, ValData, open_splits
+from vil.training.model import build
+from vil.training.report import Report
+from vil.training.resolve import fill_from_data, fill_from_weights, read_pretrained
+from vil.training.settings import TrainConfig
+from vil.training.stopping import Signals
+
+_MOST_FAILED_SAVES = 5  # in a row; a full disk may be cleared meanwhile
+
+
+def train(config: TrainConfig) -> None:
+    """Train as the settings say; a run that is in the output folder goes on where it was.
+
+    Only the end of an epoch, the clock or a signal writes a checkpoint; an error never does.
+
+    Raises:
+        UserError: one of errors.py says why the run cannot begin or go on.
+    """
+    with connect(config.run) as world, ExitStack() as stack:
+        folder, saved = Path(config.run.output), None
+        if world.is_main:  # processes need not share a disk
+            refuse_others(folder)
+            stack.enter_context(lock_folder(folder))
+            saved = load_newest(folder)
+        saved = world.broadcast(saved)
+
+        # The settings: as asked for, or as the run had them; what they leave open is filled in.
+        asked = config
+        if saved is not None:
+            config, asked = continued(saved, asked)
+        weights = read_pretrained(config.model) if saved is None else None
+        config = fill_from_weights(config, weights)
+        train_source, val_source = open_splits(config, world)
+        config = fill_from_data(config, train_source, val_source)
+        train_data = TrainData(config, train_source, world)
+        val_data = ValData(config, val_source, world)
+
+        # What is trained, the same in all processes.
+        seed_everything(config.run.seed)
+        run = Run(
+            config,
+            asked,
+            build(config, world, weights, train_source.classes),
+            train_source,
+            val_source,
+        )
+        if saved is not None:
+            restore(run, saved)
+        else:
+            val_data.verify()  # now, and not after an epoch
+            if world.is_main:
+                save(folder, run)  # from here on the folder is this run's
+        state, trainee = run.state, run.trainee
+        del saved, weights
+
+        with (
+            Signals(world) as signals,
+            Report(folder, run, train_data, val_data, signals) as report,
+        ):
+            steps = train_data.steps(state.step)
+            for epoch in range(len(state.history), config.schedule.epochs):
+                trainee.set_epoch(epoch)
+                report.begin_epoch()
+                while state.step < (epoch + 1) * train_data.steps_per_epoch:
+                    with report.waiting():
+                        step = next(steps)
+                    report.took(
+                        step, train_step(trainee, step, config)
+                    )  # not waiting for the device
+                    state.step += 1
+                    number, due = signals.agree(report.save_is_due)
+                    if number or due or report.is_due:
+                        account(run, report, train_data)
+                    if number or due:
+                        write(folder, run, report, must=bool(number))
+                    if number:
+                        world.gather(None)  # a launcher ends the others as soon as one is gone
+                        raise StoppedError(number)
+                    report.progress()
+                account(run, report, train_data)
+                scores = evaluate([trainee.compiled, *trainee.averages], val_data, config.run.amp)
+                end_epoch(folder, run, report, scores)
+            report.summary()
+
+
+def account(run: Run, report: Report, data: TrainData) -> None:
+    """Read the losses since the last reading, and account for what was skipped; in all processes.
+
+    Raises:
+        NonFiniteLossError: more steps than optim.max_bad_steps were skipped.
+        DataError: more images than data.max_bad_images cannot be read.
+    """
+    if not report.unread:
+        return
+    state, world, config = run.state, run.trainee.world, run.config
+    losses, norms = torch.stack([torch.stack(result) for _, result in report.unread]).T.tolist()
+    bad = {index: why for step, _ in report.unread for index, why in step.bad_images.items()}
+    told = world.gather((losses, bad))
+    means = [sum(values) / world.size for values in zip(*(own for own, _ in told), strict=True)]
+    skipped = len(state.bad_images) + len(state.bad_steps)
+    for _, images in told:
+        state.bad_images |= images
+    state.bad_images = dict(sorted(state.bad_images.items()))
+    for (step, _), loss, norm in zip(report.unread, means, norms, strict=True):
+        if math.isfinite(loss) and math.isfinite(norm):
+            state.loss_sum += loss
+            state.loss_count += 1
+        else:
+            state.bad_steps[step.number] = loss
+    report.losses(means, norms)
+    if len(state.bad_images) + len(state.bad_steps) == skipped:
+        return
+    report.skipped()
+    if len(state.bad_steps) > config.optim.max_bad_steps:
+        step, loss = list(state.bad_steps.items())[-1]
+        epoch, step_in_epoch = divmod(step, data.steps_per_epoch)
+        raise NonFiniteLossError(
+            f"{len(state.bad_steps)} steps were skipped because loss or gradient was not finite, "
+            f"optim.max_bad_steps is {config.optim.max_bad_steps}; the last was step {step_in_epoch + 1} of epoch "
+            f"{epoch + 1}, loss {loss}; their images are in {report.folder / 'skipped.txt'}",
+            everywhere=True,
+        )
+    count = len(state.bad_images) + len(data.source.excluded)
+    if count > config.data.max_bad_images * (data.num_images + len(data.source.excluded)):
+        index, why = list(state.bad_images.items())[-1]
+        raise DataError(
+            f"{count} of {data.num_images} training images are no good, more than "
+            f"data.max_bad_images {config.data.max_bad_images:g}, as {data.source.name(index)}: "
+            f"{why}; all are in {report.folder / 'skipped.txt'}",
+            everywhere=True,
+        )
+
+
+def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> None:
+    """Note how the epoch went, write a checkpoint, and then show it.
+
+    Raises:
+        NonFiniteLossError: the model is useless.
+        OutputError: checkpoints cannot be written.
+    """
+    state, world = run.state, run.trainee.world
+    raw, *averaged = scores
+    if not math.isfinite(raw.loss):
+        kept = world.broadcast(kept_checkpoints(folder) if world.is_main else None)
+        raise NonFiniteLossError(
+            f"the validation loss is {raw.loss} after epoch {len(state.history) + 1}; {kept}",
+            everywhere=True,
+        )
+    row = {
+        "epoch": len(state.history) + 1,
+        "lr": run.trainee.lr,
+        "train_loss": state.loss_sum / state.loss_count if state.loss_count else math.nan,
+        "val_loss": raw.loss,
+        "top1": raw.top1,
+        "top5": raw.top5,
+    }
+    for score in averaged:
+        row |= {"ema_loss": score.loss, "ema_top1": score.top1, "ema_top5": score.top5}
+    row |= {
+        "skipped_images": len(state.bad_images) + len(run.train_source.excluded),
+        "skipped_steps": len(state.bad_steps),
+        "images_per_s": report.images_per_s,
+        "seconds": report.seconds,
+    }
+    state.end_epoch(row)
+    # Ahead of all that can hang; the log of a run that is killed in between is written when it goes on.
+    write(folder, run, report, must=len(state.history) == run.config.schedule.epochs)
+    report.epoch()
+
+
+def write(folder: Path, run: Run, report: Report, must: bool) -> None:
+    """Write a checkpoint, in the main process.
+
+    Args:
+        folder: The run's folder.
+        run: The run, all losses of which were read.
+        report: Counts failures.
+        must: Stop the run then. Otherwise it goes on, and stops at the fifth failure in a row.
+
+    Raises:
+        OutputError: the checkpoint could not be written; earlier ones are intact.
+    """
+    report.saving()
+    if not run.trainee.world.is_main:
+        return
+    try:
+        save(folder, run)
+        report.failed_saves = 0
+    except OutputError as error:
+        report.failed_saves += 1
+        if must or report.failed_saves == _MOST_FAILED_SAVES:
+            raise
+        log.warning(f"{error}; training goes on without")

@@ -1,0 +1,163 @@
+"""Augmentation of images one by one, in the loader, and of batches, on the device.
+
+DeiT's order: crop, flip and auto-augment a decoded image; normalise; erase; mix. Images leave the
+loader as bytes, a quarter of the size of floats, and everything after that is done in batches.
+"""
+
+from collections.abc import Callable
+
+import torch
+from PIL import Image
+from timm.data import Mixup, create_transform
+from timm.data.random_erasing import RandomErasing
+from torchvision import transforms
+
+from vil.training.draws import key, seed_everything
+from vil.training.errors import ConfigError, DataError
+from vil.training.settings import AugmentConfig, TrainConfig
+
+Transform = Callable[[Image.Image], torch.Tensor]
+
+
+def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
+    """Build the augmentation of a training image, to a uint8 tensor (C, H, W).
+
+    Args:
+        config: The run's configuration.
+        size: Height and width in pixels; ``model.img_size`` if None.
+
+    Raises:
+        ConfigError: timm does not know the auto-augment policy.
+    """
+    augment, data, size = config.augment, config.data, size or config.model.img_size
+    try:
+        recipe = create_transform(
+            (config.model.in_chans, size, size),
+            is_training=True,
+            scale=augment.scale,
+            ratio=augment.ratio,
+            hflip=augment.hflip,
+            color_jitter=None,  # DeiT's 0.3 never acted: auto-augment switches it off
+            auto_augment=augment.aa,
+            interpolation=data.interpolation,
+            mean=data.mean,
+            use_prefetcher=True,  # leaves the rest to BatchAugment
+        )
+    except (AssertionError, KeyError, ValueError) as error:
+        raise ConfigError(f"augment.aa {augment.aa!r} is not a policy of timm: {error}") from error
+    recipe.transforms[-1] = to_planes
+    if not augment.degrees and not augment.translate and augment.zoom == (1.0, 1.0):
+        return recipe
+    affine = transforms.RandomAffine(
+        augment.degrees,
+        translate=(augment.translate, augment.translate),
+        scale=augment.zoom,
+        interpolation=transforms.InterpolationMode.BILINEAR,
+    )
+    return transforms.Compose([affine, recipe])
+
+
+def val_transform(config: TrainConfig) -> Transform:
+    """Return what resizes a validation image and crops its centre, to a uint8 tensor (C, H, W).
+
+    It raises DataError for an image so long and narrow that resizing its shorter side gives more than
+    data.max_pixels.
+    """
+    size, data = config.model.img_size, config.data
+    resize_and_crop = create_transform(
+        (config.model.in_chans, size, size),
+        interpolation=data.interpolation,
+        crop_pct=data.crop_pct,
+        use_prefetcher=True,
+    )
+    wanted = int(size / data.crop_pct)
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        shorter, longer = sorted(image.size)
+        pixels = wanted * (wanted * longer // shorter)
+        if pixels > data.max_pixels:
+            raise DataError(
+                f"{image.width} x {image.height} px, with a shorter side of {wanted} px it has "
+                f"{pixels:,} pixels, which exceeds data.max_pixels {data.max_pixels:,}"
+            )
+        return torch.as_tensor(resize_and_crop(image))
+
+    return transform
+
+
+def to_planes(image: Image.Image) -> torch.Tensor:
+    """Return an image as uint8 (C, H, W) laid out in this order, which batches are made of faster."""
+    planes = bytearray().join(image.tobytes("raw", band) for band in image.getbands())
+    return torch.frombuffer(planes, dtype=torch.uint8).view(-1, image.height, image.width)
+
+
+class Normalize:
+    """Bytes to floats of the data set's mean 0 and deviation 1."""
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        shape = (1, config.model.in_chans, 1, 1)
+        self.mean = torch.tensor(config.data.mean, device=device).view(shape)
+        self.std = torch.tensor(config.data.std, device=device).view(shape)
+        self.device = device
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalise (B, C, H, W) uint8, on any device, to float32 on the model's."""
+        floats = images.to(self.device, non_blocking=True).float()  # a copy, changed in place
+        return floats.div_(255).sub_(self.mean).div_(self.std)
+
+
+class BatchAugment:
+    """Normalise, erase and mix batches; the outcome follows from seed, step and place in the step."""
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        augment = config.augment
+        self.normalize = Normalize(config, device)
+        self.erase = RandomErasing(
+            augment.reprob,
+            mode=augment.remode,
+            max_count=augment.recount,
+            device=str(device),
+        )
+        self.mixup = _build_mixup(augment, config.model.num_classes)
+        self.mix_size = augment.mix_size
+        self.seed = config.run.seed
+
+    def __call__(
+        self, images: torch.Tensor, targets: torch.Tensor, step: int, place: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Augment one micro-batch.
+
+        Args:
+            images: (B, C, H, W), uint8.
+            targets: Class indices, (B,).
+            step: Step of the run.
+            place: Place of the first image among those of the step, over all processes.
+
+        Returns:
+            Images, float32, and targets: class indices, or probabilities (B, classes) if mixing.
+        """
+        images = self.normalize(images)
+        targets = targets.to(images.device, non_blocking=True)
+        size = self.mix_size or len(images)
+        mixed = []
+        for start in range(0, len(images), size):
+            seed_everything(key("augment", self.seed, step, place + start))
+            group, labels = images[start : start + size], targets[start : start + size]
+            self.erase(group)  # in place, as is mixing
+            mixed.append(labels if self.mixup is None else self.mixup(group, labels)[1])
+        return images, torch.cat(mixed)
+
+
+def _build_mixup(config: AugmentConfig, num_classes: int) -> Mixup | None:
+    """Create mixup and cutmix, or None where both are off."""
+    if not config.mixes:
+        return None
+    return Mixup(
+        mixup_alpha=config.mixup,
+        cutmix_alpha=config.cutmix,
+        prob=config.mixup_prob,
+        switch_prob=config.mixup_switch_prob,
+        mode=config.mixup_mode,
+        label_smoothing=config.smoothing,
+        num_classes=num_classes,
+    )
