@@ -428,7 +428,7 @@ def test_missing_shards_are_an_error(made: Path) -> None:
 def test_malformed_info_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "_info.json").write_text(content)
     with pytest.raises(
-        DataError, match=r"_info\.json (does not describe shards as timm does|must have filenames)"
+        DataError, match=r"_info\.json (does not describe shards as timm does|must have as many)"
     ):
         open_shards(tmp_path)
 

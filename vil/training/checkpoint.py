@@ -39,7 +39,6 @@ from vil.training.settings import TrainConfig, marked
 from vil.weights import check_finite, check_plain, check_sums, load_archive
 
 LAST, PREVIOUS, BEST = CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")
-_KEYS = {"state_dict", "optimizer", "run", "epoch", "config", "asked", "data"}
 
 
 @dataclass
@@ -156,10 +155,9 @@ def save(folder: Path, run: Run) -> None:
             check_finite(model.state_dict(), f"the weights after step {run.state.step}")
         except ValueError as error:
             raise NonFiniteLossError(f"{error}; {kept_checkpoints(folder)}") from error
-    last = folder / LAST
+    last, content = folder / LAST, run.content()
     if is_there(last):
         link_atomically(last, folder / PREVIOUS)
-    content = run.content()
     write_atomically(last, lambda file: torch.save(content, file), prove=_check_sums)
     if run.state.best_is_last:
         link_atomically(last, folder / BEST)
@@ -168,60 +166,51 @@ def save(folder: Path, run: Run) -> None:
 def kept_checkpoints(folder: Path) -> str:
     """Say which checkpoints a run that cannot go on has, all written before that."""
     names = [name for name in CHECKPOINTS if is_there(folder / name)]
-    if not names:
-        return "no checkpoint was written before"
-    return f"{', '.join(names)} in {folder} {'is' if len(names) == 1 else 'are'} from before and intact"
-
-
-def refuse_others(folder: Path) -> None:
-    """Check that a folder has a run in it, or nothing but hidden files.
-
-    Raises:
-        OutputError: it holds something else, which is somebody's.
-    """
-    try:
-        names = sorted(path.name for path in folder.iterdir()) if is_there(folder) else []
-    except OSError as error:
-        raise OutputError(f"output folder {folder} cannot be read: {error.strerror}") from error
-    others = [name for name in names if not name.startswith(".")]
-    aside = [_aside(folder / name).name for name in CHECKPOINTS]
-    if others and not {*CHECKPOINTS, *aside} & {*names}:
-        raise OutputError(
-            f"output folder {folder} holds {others[0]} and no run to continue; choose another --run.output"
-        )
+    verb = "are" if len(names) > 1 else "is"
+    return f"{', '.join(names) or 'no checkpoint'} in {folder} {verb} from before and intact"
 
 
 def load_newest(folder: Path) -> dict[str, Any] | None:
     """Load last.pt or, if it is damaged, previous.pt, or best.pt; damaged ones get another name.
 
     Returns:
-        The checkpoint, with "origin" the path of its file; None in a folder without any.
+        The checkpoint, with "origin" the path of its file; None in a folder that is empty but for hidden files.
 
     Raises:
-        OutputError: one cannot be read, which does not mean that it is damaged; or none is whole.
+        OutputError: one cannot be read, which does not mean that it is damaged; or none is whole; or the folder holds
+            something else, which is somebody's.
     """
     damaged: dict[Path, DamagedError] = {}
     for path in (folder / name for name in CHECKPOINTS if is_there(folder / name)):
         try:
-            saved = load_checkpoint(path)
+            saved = load_checkpoint(path) | {"origin": str(path)}
         except DamagedError as error:
             damaged[path] = error
             continue
         for bad, error in damaged.items():
-            _put_aside(bad)
-            log.warning(f"{error}; it is now {_aside(bad).name}")
-        _complete(folder, path, _STATE.validate_python(saved["run"]))
-        return saved | {"origin": str(path)}
-    aside = [_aside(folder / name).name for name in CHECKPOINTS]
-    aside = [name for name in aside if is_there(folder / name)]
-    if not damaged and not aside:
-        return None
-    raise OutputError(
-        f"no checkpoint in {folder} is whole: {'; '.join(map(str, damaged.values())) or 'none has its name'}"
-        + (f"; put aside by earlier starts: {', '.join(aside)}" if aside else "")
-        + "; if the disk was at fault, give one its name last.pt back and run again; to start over, choose another "
-        "--run.output"
-    )
+            aside = bad.replace(bad.with_name(f"{bad.stem}.damaged.pt"))
+            log.warning(f"{error}; it is now {aside.name}")
+        state = _STATE.validate_python(saved["run"])
+        if path.name == LAST and state.best_is_last:  # what a killed run had still to do
+            link_atomically(path, folder / BEST)
+        if state.best_epoch and not is_there(folder / BEST):
+            log.warning(
+                f"{folder / BEST} of epoch {state.best_epoch} is gone; only a better epoch writes it"
+            )
+        return saved
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    aside = [name for name in names if name.endswith(".damaged.pt")]
+    if damaged or aside:
+        raise OutputError(
+            f"no checkpoint in {folder} is whole: {'; '.join(map(str, damaged.values())) or ', '.join(aside)}; if the "
+            f"disk was at fault, give one its name last.pt back and run again; to start over, choose another "
+            f"--run.output"
+        )
+    if names:
+        raise OutputError(
+            f"output folder {folder} holds {names[0]} and no run to continue; choose another --run.output"
+        )
+    return None
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -233,26 +222,24 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         saved = load_archive(path)
-        if not (
-            isinstance(saved, dict) and saved.keys() >= _KEYS and isinstance(saved["data"], dict)
-        ):
-            raise TypeError("parts are missing")
+        if not saved.keys() >= {"state_dict", "epoch", "config", "asked"}:
+            raise KeyError("parts are missing")
         for key in ("state_dict", "state_dict_ema"):
             check_plain(saved.get(key, {}), path)
             check_finite(saved.get(key, {}), path)
         for values in saved["optimizer"]["state"].values():
             check_plain({k: v for k, v in values.items() if isinstance(v, Tensor)}, path)
-        known = {item.name for item in fields(RunState)}
-        saved["run"] = {key: value for key, value in saved["run"].items() if key in known}
+        known = [item.name for item in fields(RunState) if item.name in saved["run"]]
+        saved["run"] = {key: saved["run"][key] for key in known}
         _STATE.validate_python(saved["run"])
+        saved["data"].keys()
     except FileNotFoundError as error:
         raise OutputError(f"checkpoint {path} does not exist") from error
     except (OSError, MemoryError) as error:
         raise OutputError(f"checkpoint {path} cannot be read: {_said(error)}") from error
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(
-            f"checkpoint {path} was not written by train_imagenet.py: {one_line(error)}"
-        ) from error
+        told = f"checkpoint {path} was not written by train_imagenet.py: {one_line(error)}"
+        raise DamagedError(told) from error
     except ValueError as error:  # of vil.weights, which names the file
         raise DamagedError(f"checkpoint {error}") from error
     return saved
@@ -261,12 +248,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def continued(saved: dict[str, Any], new: TrainConfig) -> tuple[TrainConfig, TrainConfig]:
     """Return the settings that a run goes on with, all of them and as they are asked for.
 
-    Args:
-        saved: Its checkpoint.
-        new: The settings that are asked for now.
-
     Raises:
-        ConfigError: they make another run.
+        ConfigError: the settings that are asked for now make another run.
     """
     config, asked = (from_dict(saved[key], f"{saved['origin']}: ") for key in ("config", "asked"))
     before, filled, after = flat(asked), flat(config), flat(new)
@@ -277,13 +260,12 @@ def continued(saved: dict[str, Any], new: TrainConfig) -> tuple[TrainConfig, Tra
     }
     refused = sorted(changed - allowed)
     if refused:
-        could = set(refused) <= marked("changeable")
+        told = ", ".join(f"{key} ({filled[key]} -> {after[key]})" for key in refused)
+        how = "choose another --run.output, or the same settings to continue it"
+        if set(refused) <= marked("changeable"):
+            how += "; --run.allow-changes lets it go on with these"
         raise ConfigError(
-            f"{saved['origin']} is of a run with other "
-            f"{', '.join(f'{key} ({filled[key]} -> {after[key]})' for key in refused)}; choose another --run.output, "
-            f"or the same settings to continue it"
-            + ("; --run.allow-changes lets it go on with these" if could else ""),
-            everywhere=True,
+            f"{saved['origin']} is of a run with other {told}; {how}", everywhere=True
         )
     chosen = {key: after[key] for key in free | changed}
     return _with(config, chosen), _with(asked, chosen)
@@ -299,23 +281,20 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
     origin = saved["origin"]
     for split, fingerprint in run.fingerprints.items():
         if saved["data"].get(split) != fingerprint:
-            raise DataError(
-                f"the {split} images are not those that the run in {origin} began with",
-                everywhere=True,
-            )
+            told = f"the {split} images are not those that the run in {origin} began with"
+            raise DataError(told, everywhere=True)
     try:
         _load(run.trainee.model, saved["state_dict"])
         for model in run.trainee.averages:
             _load(model, saved["state_dict_ema"])
         run.trainee.optimizer.load_state_dict(saved["optimizer"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise OutputError(
-            f"checkpoint {origin} does not fit {run.config.model.name} and {run.config.optim.opt}: {first_line(error)}",
-            everywhere=True,
-        ) from error
-    run.state = dataclasses.replace(
-        _STATE.validate_python(saved["run"]), best_key=run.state.best_key
-    )
+        told = (
+            f"checkpoint {origin} does not fit {run.config.model.name} and {run.config.optim.opt}"
+        )
+        raise OutputError(f"{told}: {first_line(error)}", everywhere=True) from error
+    state = _STATE.validate_python(saved["run"])
+    run.state = dataclasses.replace(state, best_key=run.state.best_key)
 
 
 def _load(model: nn.Module, state_dict: dict[str, Any]) -> None:
@@ -334,27 +313,6 @@ def _with(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
         changed = dataclasses.replace(getattr(config, section), **{key: value})
         config = dataclasses.replace(config, **{section: changed})
     return config
-
-
-def _complete(folder: Path, origin: Path, state: RunState) -> None:
-    """Do what a run that was killed right after writing last.pt had still to do."""
-    if origin.name == LAST and state.best_is_last:
-        link_atomically(origin, folder / BEST)
-    if state.best_epoch and not is_there(folder / BEST):
-        log.warning(
-            f"{folder / BEST} of epoch {state.best_epoch} is gone; only a better epoch will write it"
-        )
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.damaged.pt")
-
-
-def _put_aside(path: Path) -> None:
-    try:
-        path.replace(_aside(path))
-    except OSError as error:
-        raise OutputError(f"cannot rename {path}: {error.strerror}") from error
 
 
 def _check_sums(path: Path) -> None:

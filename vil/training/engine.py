@@ -110,11 +110,7 @@ def evaluate(
 
 
 def check_targets(targets: torch.Tensor, num_classes: int) -> None:
-    """Stop at a label that the model has no output for.
-
-    Raises:
-        DataError: there is one.
-    """
+    """Stop at a label that the model has no output for."""
     low, high = targets.aminmax()
     if low < 0 or high >= num_classes:
         wrong = int(low if low < 0 else high)

@@ -105,12 +105,7 @@ class Subject:
 
 
 def load_subject(options: EvalConfig) -> Subject:
-    """Build the model with its weights, and the configuration that says how to evaluate it.
-
-    Raises:
-        ConfigError: the name is unknown, the weights do not fit it, or an option does not fit.
-        OutputError: the source cannot be read.
-    """
+    """Build the model with its weights, and the configuration that says how to evaluate it."""
     name = options.checkpoint
     if is_model_name(name) and not timm.is_model_pretrained(name):
         if options.ema or options.model is not None:
@@ -318,11 +313,7 @@ def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
 
 
 def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
-    """Merge the command line into the configuration.
-
-    Raises:
-        ConfigError: values are out of their range.
-    """
+    """Merge the command line into the configuration."""
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
     if chosen.get("dataset", config.data.dataset) != config.data.dataset:
         chosen = {"path": None} | chosen  # that of the other data is of no use

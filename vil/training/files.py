@@ -76,15 +76,7 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
 
 
 def link_atomically(source: Path, path: Path) -> None:
-    """Give a file that is never changed in place a second name, or a copy where links do not exist.
-
-    Args:
-        source: The file.
-        path: Its other name; replaced if it exists.
-
-    Raises:
-        OutputError: neither was possible; what was at the path is intact.
-    """
+    """Give a file that is never changed in place a second name, or a copy where links do not exist."""
     temporary = _temporary(path)
     try:
         os.link(source, temporary)
@@ -138,11 +130,7 @@ def lock_folder(folder: Path) -> BinaryIO:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether a folder has an entry of a name.
-
-    Raises:
-        OutputError: the disk does not say, which is no reason to take the entry for missing.
-    """
+    """Tell whether a folder has an entry of a name."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

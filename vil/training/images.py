@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -28,46 +28,16 @@ from vil.training.errors import DataError
 from vil.training.settings import DataConfig
 
 IMAGE_EXTENSIONS = frozenset(
-    [
-        "jpg",
-        "jpeg",
-        "jpe",
-        "jfif",
-        "png",
-        "webp",
-        "avif",
-        "bmp",
-        "dib",
-        "gif",
-        "tif",
-        "tiff",
-        "ppm",
-        "pgm",
-        "pbm",
-        "pnm",
-        "jp2",
-        "tga",
-    ]
+    (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "avif", "bmp", "dib", "gif"),
+        *("tif", "tiff", "ppm", "pgm", "pbm", "pnm", "jp2", "tga"),
+    )
 )
 """Extensions of files that count as images, in small letters, without the dot."""
-Image.init()
 # Others would start programs, as EPS does, or hold no pixels. What has no signature comes last.
-_FORMATS = tuple(
-    name
-    for name in [
-        "JPEG",
-        "PNG",
-        "WEBP",
-        "AVIF",
-        "BMP",
-        "DIB",
-        "GIF",
-        "TIFF",
-        "PPM",
-        "JPEG2000",
-        "TGA",
-    ]
-    if name in Image.OPEN
+_FORMATS = (
+    *("JPEG", "PNG", "WEBP", "AVIF", "BMP", "DIB"),
+    *("GIF", "TIFF", "PPM", "JPEG2000", "TGA"),
 )
 _MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360
@@ -97,11 +67,7 @@ class Source(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal data, wherever it lies: the listing, and the content of some images.
-
-        Raises:
-            DataError: one of these cannot be read.
-        """
+        """Equal for equal data, wherever it lies: the listing, and the content of some images."""
         count = min(self.num_images, _CONTENTS)
         chosen = np.linspace(0, self.num_images - 1, count).round().astype(np.int64).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -119,11 +85,7 @@ class Source(ABC):
         """
 
     def checksum(self, index: int) -> int | None:
-        """Return the CRC32 of an image's file, in any thread; None here, where the listing tells all.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return the CRC32 of an image's file, in any thread; None here, where the listing tells all."""
         return None
 
     @abstractmethod
@@ -183,11 +145,7 @@ class FolderSource(Source):
     """A folder per class below data.path/<split>, numbered in timm's order of their names."""
 
     def __init__(self, data: DataConfig, training: bool) -> None:
-        """List the images, which lie at data.path/<split>/<class>/<image>.
-
-        Raises:
-            DataError: there is no such folder, it cannot be read, a class has no images, or an image lies elsewhere.
-        """
+        """List the images, which lie at data.path/<split>/<class>/<image>."""
         self.folder = _find_split(data, training)
         paths, self.classes, labels = list_images(self.folder)
         # Arrays, because a million Python strings would be copied into every loader process.
@@ -216,16 +174,7 @@ class Subset(Source):
     """Some images of each class of another source: the same in every run, and nested by number."""
 
     def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
-        """Choose the images.
-
-        Args:
-            source: The whole split.
-            per_class: How many images to keep of each class.
-            num_classes: Number of classes; None is that of the source's names.
-
-        Raises:
-            DataError: a class has fewer images.
-        """
+        """Choose the images."""
         counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
         least = int(counts.argmin())
         if counts[least] < per_class:
@@ -284,7 +233,7 @@ def decode(
     """
     usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # checked here instead
     try:
-        image = Image.open(io.BytesIO(content), formats=_FORMATS)
+        image = Image.open(io.BytesIO(content), formats=_formats())
         pixels = image.width * image.height
         if pixels > max_pixels:
             raise DataError(
@@ -306,17 +255,19 @@ def decode(
         Image.MAX_IMAGE_PIXELS = usual
 
 
+@cache
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]  # AVIF is optional
+
+
 def image_mode(in_chans: int) -> str:
     """Return Pillow's name of the colours that a model of 1 or 3 channels takes."""
     return _MODES[in_chans]
 
 
 def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
-    """Read an image's file, again for a minute where the disk may come back.
-
-    Raises:
-        OSError: it could not be read.
-    """
+    """Read an image's file, again for a minute where the disk may come back."""
     for attempt in range(max(_PASSING.values()) + 1):
         try:
             return read(index)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data import Subset as Chosen
 
@@ -30,7 +31,7 @@ from vil.training.images import (
 from vil.training.recipes import flat
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig, suitable_batch
 from vil.training.shards import ShardSource
-from vil.training.transforms import Transform, train_transform, val_transform
+from vil.training.transforms import train_transform, val_transform
 
 _MOST_TRIES = 8  # unreadable images in a row are no accident
 _MOST_NAMED = 100  # bad validation images; of a disk that is gone all are
@@ -107,11 +108,7 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
 
 
 def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, str]:
-    """Return what all processes must have in common: the settings, the data, and versions, in words.
-
-    Raises:
-        DataError: an image cannot be read.
-    """
+    """Return what all processes must have in common: the settings, the data, and versions, in words."""
     seen = {f"version of {name}": v for name, v in versions().items() if name != "python"}
     seen |= {f"setting {name}": v for name, v in flat(config).items() if name not in _OWN}
     for split, source in splits.items():
@@ -122,11 +119,7 @@ def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, st
 
 
 def check_same(world: World, seen: Mapping[str, str]) -> None:
-    """Compare what processes described; all must call it. Copies of the data that differ train another model.
-
-    Raises:
-        DataError: one differs from the main process; in all processes.
-    """
+    """Compare what processes described; all must call it. Copies of the data that differ train another model."""
     if len(set(world.gather(fingerprint(str(seen).encode())))) == 1:
         return
     told = world.gather((socket.gethostname(), seen))
@@ -148,20 +141,10 @@ class TrainData:
     """The training images, step by step; all randomness follows from the seed and the step."""
 
     def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
-        """Check that an epoch has at least one step.
-
-        Args:
-            config: The settings, all of them filled in.
-            source: The images.
-            world: The processes.
-
-        Raises:
-            ConfigError: the batch cannot be divided among the processes.
-            DataError: there are fewer images than a batch holds.
-        """
+        """Check that an epoch has at least one step."""
         self.micro_batch = config.micro_batch(world.size)
         self.source, self.config, self.world = source, config, world
-        self.transforms = {size: train_transform(config, size) for size in config.train_sizes}
+        self._images = _TrainImages(source, config)
         stream = self._stream(range(0))
         self.steps_per_epoch = stream.steps_per_epoch
         self.num_steps = self.steps_per_epoch * config.schedule.epochs
@@ -178,13 +161,9 @@ class TrainData:
         return self.source.num_images
 
     def steps(self, first: int) -> Iterator[Step]:
-        """Yield all steps from the given one to the end of the run, by one loader for all epochs.
-
-        Raises:
-            DataError: too many images in a row are unreadable.
-        """
+        """Yield all steps from the given one to the end of the run, by one loader for all epochs."""
         loader = DataLoader(
-            _TrainImages(self.source, self.transforms, self.config),
+            self._images,
             batch_sampler=self._stream(range(first, self.num_steps)),
             collate_fn=_collate,
             **loader_arguments(self.config.data.num_workers, self.world),
@@ -226,7 +205,6 @@ class ValData:
         self.source, self.config, self.world = source, config, world
         share = config.data.batch_size // (world.size * config.run.grad_accum_steps)
         self.batch_size = config.data.validation_batch_size or max(share, 1)
-        self._images = _ValImages(source, config)
         self._loader: DataLoader | None = None
 
     @property
@@ -235,25 +213,17 @@ class ValData:
         return self.source.num_images
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,).
-
-        Raises:
-            DataError: an image cannot be read.
-        """
+        """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,)."""
         if self._loader is None:  # its processes stay, so that none is forked in the midst of a run
-            self._loader = self._load(self._images)
+            self._loader = self._load(_ValImages(self.source, self.config))
         yield from self._loader
 
     def verify(self) -> None:
-        """Decode every image once, so that a bad one is not found after the first epoch; in all processes.
-
-        Raises:
-            DataError: images cannot be read.
-        """
-        found = [
-            problem for batch in self._load(_Problems(self._images)) for problem in batch if problem
+        """Decode every image once, so that a bad one is not found after the first epoch; in all processes."""
+        batches = list(self._load(_Problems(self.source, self.config)))
+        bad = [
+            line for told in self.world.gather(batches) for batch in told for line in batch if line
         ]
-        bad = [problem for problems in self.world.gather(found) for problem in problems]
         if bad:
             several = f"{len(bad)} validation images are no good: " if len(bad) > 1 else ""
             more = f"; and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
@@ -312,27 +282,37 @@ def _check_classes(train: Source, val: Source) -> None:
     )
 
 
-class _TrainImages(Dataset):
+class _Images(Dataset):
+    """Reads and decodes images of a source."""
+
+    def __init__(self, source: Source, config: TrainConfig) -> None:
+        self.source, self.config = source, config
+
+    def decoded(self, index: int) -> Image.Image:
+        data, mode = self.config.data, image_mode(self.config.model.in_chans)
+        content = read_patiently(self.source.read, index)
+        return decode(content, mode, data.exif_rotation, data.max_pixels)
+
+
+class _TrainImages(_Images):
     """Draws of the training stream, augmented; an unreadable image is replaced by another.
 
     Which other follows from the seed, so that a resumed run replaces it by the same one.
     """
 
-    def __init__(
-        self, source: Source, transforms: dict[int, Transform], config: TrainConfig
-    ) -> None:
-        self.source, self.transforms, self.seed = source, transforms, config.run.seed
-        self.options = _decode_options(config)
+    def __init__(self, source: Source, config: TrainConfig) -> None:
+        super().__init__(source, config)
+        self.transforms = {size: train_transform(config, size) for size in config.train_sizes}
         # The last image decoded: repeated augmentation asks for it again at once.
-        self.decoded: tuple[Any, ...] = (None,)
+        self.last: tuple[Any, ...] = (None,)
 
     def __getitem__(self, draw: Draw) -> tuple[torch.Tensor, int, dict[int, str]]:
-        if self.decoded[0] != (draw.epoch, draw.index):
-            self.decoded = ((draw.epoch, draw.index), *self._decode(draw))
-        _, image, label, bad = self.decoded
-        seed_image(key("image", self.seed, draw.epoch, draw.position))
-        size = step_size(list(self.transforms), self.seed, draw.step)
-        return self.transforms[size](image), label, bad
+        if self.last[0] != (draw.epoch, draw.index):
+            self.last = ((draw.epoch, draw.index), *self._decode(draw))
+        _, image, label, bad = self.last
+        seed = self.config.run.seed
+        seed_image(key("image", seed, draw.epoch, draw.position))
+        return self.transforms[step_size(list(self.transforms), seed, draw.step)](image), label, bad
 
     def _decode(self, draw: Draw) -> tuple[Any, int, dict[int, str]]:
         """Return an image, its label, and the unreadable ones tried before it, with reasons."""
@@ -340,44 +320,38 @@ class _TrainImages(Dataset):
         index = draw.index
         for attempt in range(_MOST_TRIES):
             try:
-                image = decode(read_patiently(self.source.read, index), **self.options)
+                return self.decoded(index), int(self.source.labels[index]), bad
             except (DataError, OSError) as error:
                 bad[index] = str(error)
-                place = (draw.epoch, draw.index, attempt)
-                index = key("replacement", self.seed, *place) % self.source.num_images
-            else:
-                return image, int(self.source.labels[index]), bad
-        index, why = list(bad.items())[-1]
+            place = (self.config.run.seed, draw.epoch, draw.index, attempt)
+            index = key("replacement", *place) % self.source.num_images
+        last, why = list(bad.items())[-1]
         raise DataError(
-            f"{_MOST_TRIES} training images in a row cannot be read, the last: "
-            f"{self.source.name(index)}: {why}"
+            f"{_MOST_TRIES} training images in a row cannot be read, the last: {self.source.name(last)}: {why}"
         )
 
 
-class _ValImages(Dataset):
+class _ValImages(_Images):
     """Validation images; an unreadable one is an error, for nothing can stand in for it."""
 
     def __init__(self, source: Source, config: TrainConfig) -> None:
-        self.source, self.transform = source, val_transform(config)
-        self.options = _decode_options(config)
+        super().__init__(source, config)
+        self.transform = val_transform(config)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         try:
-            image = decode(read_patiently(self.source.read, index), **self.options)
-            return self.transform(image), int(self.source.labels[index])
+            image = self.transform(self.decoded(index))
         except (DataError, OSError) as error:
             raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
+        return image, int(self.source.labels[index])
 
 
-class _Problems(Dataset):
-    """What is wrong with each image of a data set; nothing if it is right."""
-
-    def __init__(self, images: _ValImages) -> None:
-        self.images = images
+class _Problems(_ValImages):
+    """What is wrong with each validation image; nothing if it is right."""
 
     def __getitem__(self, index: int) -> str:
         try:
-            self.images[index]
+            super().__getitem__(index)
         except DataError as error:
             return str(error)
         return ""
@@ -389,9 +363,3 @@ def _collate(
     """Stack images and labels and merge what was bad."""
     images, labels = default_collate([(image, label) for image, label, _ in items])
     return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}
-
-
-def _decode_options(config: TrainConfig) -> dict[str, Any]:
-    """Return how the images of a run are decoded."""
-    data, mode = config.data, image_mode(config.model.in_chans)
-    return {"mode": mode, "exif_rotation": data.exif_rotation, "max_pixels": data.max_pixels}

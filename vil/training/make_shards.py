@@ -214,11 +214,7 @@ def _sizes(paths: list[str], num_workers: int | None) -> list[int]:
 
 
 def _keys(names: list[str]) -> list[str]:
-    """Make keys that tell class and file; webdataset takes what follows a dot for the extension.
-
-    Args:
-        names: Paths below the split's folder, in an order that is always the same.
-    """
+    """Make keys that tell class and file; webdataset takes what follows a dot for the extension."""
     keys: list[str] = []
     taken: set[str] = set()
     uses: Counter[str] = Counter()
@@ -236,12 +232,7 @@ def _keys(names: list[str]) -> list[str]:
 
 
 def _announce(folder: Path, plans: list[_Plan]) -> None:
-    """Write down what the folder is going to hold, or check that it is what it was to hold.
-
-    Raises:
-        DataError: the classes of two splits differ.
-        OutputError: the folder holds shards of other images or options.
-    """
+    """Write down what the folder is going to hold, or check that it is what it was to hold."""
     present = read_info(folder)
     classes = {name: split.get("classes") for name, split in present.items()}
     classes |= {plan.name: list(plan.classes) for plan in plans}
@@ -311,11 +302,7 @@ def _read(image: _Image) -> bytes:
 
 
 def _find_faults(job: tuple[Path, int]) -> str:
-    """Say in a line what is wrong with a shard, nothing if it is whole.
-
-    Args:
-        job: The shard, and the number of its images by _info.json.
-    """
+    """Say in a line what is wrong with a shard, nothing if it is whole."""
     path, length = job
     try:
         index = read_index(path)

@@ -118,11 +118,7 @@ def build(
 
 @torch.no_grad()
 def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
-    """Refuse a size of data.img_sizes that the model does not take, by trying one image.
-
-    Raises:
-        ConfigError: it does not; says what to do.
-    """
+    """Refuse a size of data.img_sizes that the model does not take, by trying one image."""
     try:
         device = next(model.parameters()).device
         model.eval()(torch.zeros(1, config.in_chans, size, size, device=device))
@@ -137,11 +133,7 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
 
 
 def _check_patch_drop(model: nn.Module, size: int) -> None:
-    """Refuse what the first step at a size would, since weights bring a grid and a rate of their own.
-
-    Raises:
-        ConfigError: patches are dropped at another grid than the one that the weights are of.
-    """
+    """Refuse what the first step at a size would, since weights bring a grid and a rate of their own."""
     if isinstance(model, VisionLonghorn) and model.patch_drop_rate:
         grid = list(model.patch_embed.dynamic_feat_size((size, size)))
         try:
@@ -152,11 +144,7 @@ def _check_patch_drop(model: nn.Module, size: int) -> None:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Create the model with weights drawn at random.
-
-    Raises:
-        ConfigError: timm does not know the name, or the model refuses an argument.
-    """
+    """Create the model with weights drawn at random."""
     try:
         return create(config.name, **model_arguments(config), **_drop_path(config))
     except ValueError as error:
@@ -181,16 +169,7 @@ def _drop_path(config: ModelConfig) -> dict[str, float]:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
-    """Create the optimiser; vectors and model.no_weight_decay() are not decayed.
-
-    Args:
-        model: Its parameters are optimised.
-        config: The settings.
-        lr: Peak learning rate.
-
-    Raises:
-        ConfigError: timm does not know the optimiser, or it refuses an argument.
-    """
+    """Create the optimiser; vectors and model.no_weight_decay() are not decayed."""
     try:
         return create_optimizer_v2(
             model,

@@ -20,7 +20,6 @@ from vil.training.errors import ConfigError
 from vil.training.settings import TrainConfig
 
 _Options = TypeVar("_Options")
-_REMOVED = ("data.fractal_seed",)  # settings of earlier versions, without effect on what is left
 
 
 def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
@@ -51,17 +50,7 @@ def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
 
 
 def parse(kind: type[_Options], arguments: list[str], default: _Options | None = None) -> _Options:
-    """Parse a command line and check every value.
-
-    Args:
-        kind: What it describes, a dataclass.
-        arguments: The command line without the program's name.
-        default: Values of what it leaves out; those of the class if None.
-
-    Raises:
-        ConfigError: a value is out of its range.
-        SystemExit: an argument or the type of a value is wrong; tyro has printed why.
-    """
+    """Parse a command line and check every value."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with nullcontext() if is_first else redirect_stderr(io.StringIO()):
         options = tyro.cli(kind, args=arguments, default=default)
@@ -69,11 +58,7 @@ def parse(kind: type[_Options], arguments: list[str], default: _Options | None =
 
 
 def read_recipe(path: Path) -> TrainConfig:
-    """Read a YAML recipe on top of the defaults: sections of TrainConfig, each with some of its fields.
-
-    Raises:
-        ConfigError: the file is missing, not YAML, or has an unknown key, one twice, or a wrong value.
-    """
+    """Read a YAML recipe on top of the defaults: sections of TrainConfig, each with some of its fields."""
     try:
         sections = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -89,11 +74,7 @@ class _Loader(yaml.SafeLoader):
     """YAML's safe loader, which also takes 1e-3 for a number, as YAML 1.2 does, and no key twice in a mapping."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Read a mapping, each key once; what a merge brings in may stand in both.
-
-        Raises:
-            ComposerError: a key stands twice.
-        """
+        """Read a mapping, each key once; what a merge brings in may stand in both."""
         node = super().compose_mapping_node(anchor)
         times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         for key, _ in node.value:
@@ -118,10 +99,10 @@ def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _
     Raises:
         ConfigError: a name is unknown or a value out of its range; says all of that in one line.
     """
-    if kind is TrainConfig and isinstance(values, dict):
-        for section, key in (name.split(".") for name in _REMOVED):
-            if isinstance(values.get(section), dict):
-                values = values | {section: {k: v for k, v in values[section].items() if k != key}}
+    if isinstance(values, dict) and isinstance(values.get("data"), dict):
+        values["data"].pop(
+            "fractal_seed", None
+        )  # of earlier versions, without effect on what is left
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str))
     except ValidationError as error:

@@ -138,14 +138,7 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
 
 
 def _model_card(name: str, weights: Weights, config: TrainConfig, license: str) -> str:
-    """Write a model card in timm's form.
-
-    Args:
-        name: Of the released folder.
-        weights: What is released, with the log of its run.
-        config: The run's settings.
-        license: The weights' licence, by its name on the hub.
-    """
+    """Write a model card in timm's form."""
     return generate_readme(
         {
             "license": license,

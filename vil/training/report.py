@@ -21,10 +21,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from vil.complexity import count_macs, count_parameters
 from vil.messages import one_line
-from vil.training.checkpoint import BEST, Run
+from vil.training.checkpoint import Run
 from vil.training.distributed import versions
 from vil.training.engine import StepResult
-from vil.training.errors import OutputError, log
+from vil.training.errors import log
 from vil.training.files import csv_text, sync, write_atomically, write_text
 from vil.training.loader import Step, TrainData, ValData
 from vil.training.recipes import to_yaml
@@ -40,11 +40,8 @@ _LIMIT_AT_SIGNAL = 5.0  # schedulers send SIGKILL 10 to 30 seconds after SIGTERM
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
     """Return the parameters and the GMACs of one image, the scans counted."""
-    size = config.model.img_size
-    return {
-        "params": count_parameters(model),
-        "gmacs": count_macs(model, (config.model.in_chans, size, size)) / 1e9,
-    }
+    size = (config.model.in_chans, config.model.img_size, config.model.img_size)
+    return {"params": count_parameters(model), "gmacs": count_macs(model, size) / 1e9}
 
 
 class Report:
@@ -57,7 +54,7 @@ class Report:
         self, folder: Path, run: Run, train_data: TrainData, val_data: ValData, signals: Signals
     ) -> None:
         """Take up a run where it is; nothing is shown yet."""
-        self.folder, self.run, self.config = folder, run, run.config
+        self.folder, self.run, self.config, self.state = folder, run, run.config, run.state
         self.train_data, self.val_data = train_data, val_data
         self.length, self.epochs = train_data.steps_per_epoch, run.config.schedule.epochs
         self.is_main = run.trainee.world.is_main
@@ -65,7 +62,7 @@ class Report:
         """Steps whose loss was not read yet, without their images: reading waits for the device."""
         self.failed_saves = 0
         self.tracking = Tracking(run.config, folder, signals)
-        self.first_step = run.state.step
+        self.first_step = self.state.step
         self.start = self.drawn = self.saved = time.monotonic()
         self.stack = ExitStack()
 
@@ -73,12 +70,12 @@ class Report:
         """Show what is about to run, and bring the files in line with the checkpoint."""
         if self.is_main:
             self._banner()
-            self._tolerate(lambda: write_text(self.folder / "config.yaml", to_yaml(self.config)))
-            if self.run.state.step < self.train_data.num_steps:
-                self._tolerate(self._catch_up)
+            self._try(write_text, self.folder / "config.yaml", to_yaml(self.config))
+            if self.state.step < self.train_data.num_steps:
+                self._try(self._catch_up)
         self.bar = tqdm(
             total=self.train_data.num_steps,
-            initial=self.run.state.step,
+            initial=self.state.step,
             disable=not (self.is_main and sys.stdout.isatty()),
             file=sys.stdout,
             leave=False,
@@ -95,10 +92,9 @@ class Report:
 
     def begin_epoch(self) -> None:
         """Start the clock of an epoch; the parts of it before and after resuming count together."""
-        state = self.run.state
-        self.seconds_before, self.began = state.seconds, time.monotonic()
-        self.steps_before = state.step - len(state.history) * self.length
-        self.steps, self.waited, self.lap = 0, 0.0, (self.began, 0, 0.0)
+        self.seconds_before, self.began = self.state.seconds, time.monotonic()
+        self.first_of_start, self.waited = self.state.step, 0.0
+        self.lap = (self.began, self.state.step, 0.0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -108,10 +104,15 @@ class Report:
         self.waited += time.monotonic() - start
 
     def took(self, step: Step, result: StepResult) -> None:
-        """Note a step, whose loss is read later."""
+        """Count a step, whose loss is read later."""
         self.unread.append((step._replace(micro_batches=[]), result))
-        self.steps += 1
+        self.state.step += 1
         self.bar.update()
+
+    @property
+    def done(self) -> int:
+        """Steps of the epoch."""
+        return self.state.step - len(self.state.history) * self.length
 
     @property
     def seconds(self) -> float:
@@ -121,12 +122,12 @@ class Report:
     @property
     def images_per_s(self) -> float:
         """In the epoch, over all processes."""
-        return (self.steps_before + self.steps) * self.config.data.batch_size / self.seconds
+        return self.done * self.config.data.batch_size / self.seconds
 
     @property
     def is_due(self) -> bool:
         """Whether it is time to read the losses; the same in all processes."""
-        return (self.steps_before + self.steps) % self.config.run.log_interval == 0
+        return self.done % self.config.run.log_interval == 0
 
     @property
     def save_is_due(self) -> bool:
@@ -135,108 +136,103 @@ class Report:
 
     def saving(self) -> None:
         """Note that a checkpoint is about to be written."""
-        state, self.saved = self.run.state, time.monotonic()
-        within_an_epoch = state.step > len(state.history) * self.length
-        state.seconds = self.seconds if within_an_epoch else 0.0
+        self.saved = time.monotonic()
+        self.state.seconds = self.seconds if self.done else 0.0
 
     def losses(self, losses: list[float], norms: list[float]) -> None:
-        """Record the steps whose losses were read.
-
-        Args:
-            losses: Of the unread steps, means over all images.
-            norms: Of their gradients before clipping.
-        """
-        start, steps, waited = self.lap
-        self.lap = now, _, _ = time.monotonic(), self.steps, self.waited
-        images = (self.steps - steps) * self.config.data.batch_size
-        speed, wait = images / (now - start), 100 * (self.waited - waited) / (now - start)
-        epoch, lr = len(self.run.state.history) + 1, self.run.trainee.lr
+        """Record the unread steps: their losses over all images, the norms of their gradients before clipping."""
+        start, step, waited = self.lap
+        self.lap = now, _, _ = time.monotonic(), self.state.step, self.waited
+        speed = (self.state.step - step) * self.config.data.batch_size / (now - start)
+        wait = 100 * (self.waited - waited) / (now - start)
+        epoch, lr = len(self.state.history) + 1, self.run.trainee.lr
         rows = [
             (step.number + 1, epoch, loss, norm, lr, speed, wait)
             for (step, _), loss, norm in zip(self.unread, losses, norms, strict=True)
         ]
         self.unread.clear()
-        good = [(row[2], row[3]) for row in rows if math.isfinite(row[2]) and math.isfinite(row[3])]
-        self.mean = [sum(c) / len(good) for c in zip(*good, strict=True)] or [math.nan, math.nan]
+        good = [row[2:4] for row in rows if all(map(math.isfinite, row[2:4]))]
+        self.mean = [sum(values) / len(good) for values in zip(*good, strict=True)] or [
+            math.nan
+        ] * 2
         if self.is_main:
-            self._tolerate(lambda: self._append_steps(rows))
+            self._try(self._append_steps, rows)
             for row in rows:
                 self.tracking.add("step", row[0], dict(zip(_COLUMNS[1:], row[1:], strict=True)))
 
     def progress(self) -> None:
         """Show how far the epoch has come, if it is time."""
-        done, state = self.steps_before + self.steps, self.run.state
-        if not self.is_main or not self.is_due or self.unread:
+        if not self.is_main or not self.is_due:
             return
-        top1 = f"top-1 {state.history[-1]['top1']:.2f}  " if state.history else ""
+        history = self.state.history
+        top1 = f"top-1 {history[-1]['top1']:.2f}  " if history else ""
         wait = 100 * self.waited / (time.monotonic() - self.began)
+        memory = ""
+        if torch.cuda.is_available():
+            memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  "
+        title = f"epoch {len(history) + 1}/{self.epochs}"
         status = (
             f"loss {self.mean[0]:.4f}  {top1}{self.images_per_s:,.0f} images/s  data wait {wait:.0f}%  "
-            f"grad {self.mean[1]:.2g}  lr {self.run.trainee.lr:.2e}  {_memory()}{self._skipped()}{self._time_left()} left"
+            f"grad {self.mean[1]:.2g}  lr {self.run.trainee.lr:.2e}  {memory}{self._rest()}"
         )
-        title = f"epoch {len(state.history) + 1}/{self.epochs}"
         if not self.bar.disable:
             self.bar.set_description_str(f"{title}  {status}")
-        elif done < self.length:
-            log.info(f"{title} step {done}/{self.length}  {status}")
+        elif self.done < self.length:
+            log.info(f"{title} step {self.done}/{self.length}  {status}")
         self.tracking.show()
 
     def epoch(self) -> None:
         """Show a finished epoch, and write the log and the curve."""
         if not self.is_main:
             return
-        row = self.run.state.history[-1]
+        row, best = self.state.history[-1], self.state.best[self.state.best_key]
         ema = f"  EMA {row['ema_top1']:.2f}" if "ema_top1" in row else ""
         log.info(
             f"epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.4f}  "
-            f"held-out loss {row['val_loss']:.4f}  top-1 {row['top1']:.2f}{ema}  "
-            f"best {self._best_top1:.2f}  {row['images_per_s']:,.0f} images/s  "
-            f"lr {row['lr']:.2e}  {self._skipped()}{self._time_left()} left"
+            f"held-out loss {row['val_loss']:.4f}  top-1 {row['top1']:.2f}{ema}  best {best:.2f}  "
+            f"{row['images_per_s']:,.0f} images/s  lr {row['lr']:.2e}  {self._rest()}"
         )
-        self._tolerate(self._write_log)
+        self._try(self._write_log)
         if time.monotonic() - self.drawn > _CURVE_EVERY:
             self._draw()
-        self.tracking.add("epoch", self.run.state.step, row)
+        self.tracking.add("epoch", self.state.step, row)
         self.tracking.show()
 
     def skipped(self) -> None:
         """Name what was skipped in skipped.txt."""
         if self.is_main:
-            self._tolerate(self._write_skipped)
+            self._try(self._write_skipped)
 
     def summary(self) -> None:
         """Write the log and the curve once more, and print what was reached and where it is."""
         if not self.is_main:
             return
-        self._tolerate(self._write_log)
+        self._try(self._write_log)
         self._draw()
-        state = self.run.state
-        best, last = state.best, state.history[-1]
+        state, best, last = self.state, self.state.best, self.state.history[-1]
         ema = f", EMA {last['ema_top1']:.2f}%" if "ema_top1" in last else ""
         averaged = state.best_key == "ema_top1"
         seconds = round(sum(row["seconds"] for row in state.history))
         present = [name for name in _FILES if os.path.exists(self.folder / name)]
-        best_path = self.folder / ("best.pt" if BEST in present else "last.pt")
         log.info(
-            f"\n{self.config.model.name} reached top-1 {self._best_top1:.2f}% (best{', EMA' if averaged else ''}, "
+            f"\n{self.config.model.name} reached top-1 {best[state.best_key]:.2f}% (best{', EMA' * averaged}, "
             f"epoch {best['epoch']}) and {last['top1']:.2f}% (last{ema}) on {self.val_data.num_images:,} held-out "
             f"images, in {timedelta(seconds=seconds)}\n"
             f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps\n"
             f"files    {self.folder}: {', '.join(present)}\n"
-            f"evaluate python eval.py {shlex.quote(str(best_path))}{' --ema' if averaged else ''}"
+            f"evaluate python eval.py {shlex.quote(str(self.folder / present[0]))}{' --ema' * averaged}"
         )
 
-    @property
-    def _best_top1(self) -> float:
-        return self.run.state.best[self.run.state.best_key]
-
     def _banner(self) -> None:
-        config, state, trainee = self.config, self.run.state, self.run.trainee
-        size = model_size(trainee.model, config)
+        config, state, trainee = self.config, self.state, self.run.trainee
+        size, world, parts = (
+            model_size(trainee.model, config),
+            trainee.world,
+            config.run.grad_accum_steps,
+        )
+        excluded, done = len(self.run.train_source.excluded), len(state.history)
         sizes = ", ".join(map(str, config.data.img_sizes or ()))
-        world, parts = trainee.world, config.run.grad_accum_steps
         spread = f" = {world.size} processes x {parts} x {self.train_data.micro_batch}"
-        excluded = len(self.run.train_source.excluded)
         log.info(
             f"model    {config.model.name}, {size['params']:,} parameters, "
             f"{size['gmacs']:.4g} GMACs with scans at {config.model.img_size} px"
@@ -253,15 +249,14 @@ class Report:
             f"versions {', '.join(f'{name} {version}' for name, version in versions().items())}\n"
             f"output   {config.run.output}"
         )
-        if len(state.history) == self.epochs:
+        if done == self.epochs:
             log.info("resumed  finished before; nothing is left to train")
-        elif state.step:
-            epoch = len(state.history)  # whose steps may all be done, and the model not scored
-            log.info(f"resumed  after step {state.step - epoch * self.length} of epoch {epoch + 1}")
+        elif state.step:  # all steps of an epoch may be done, and the model not scored
+            log.info(f"resumed  after step {self.done} of epoch {done + 1}")
 
     def _catch_up(self) -> None:
-        """Bring the log in line with the checkpoint, and show the last finished epoch again."""
-        history = self.run.state.history
+        """Bring the files in line with the checkpoint, and show the last finished epoch again."""
+        history = self.state.history
         done = max(len(history) - 1, 0) * self.length
         self.tracking.start(done)
         for row in self._cut_steps():
@@ -283,7 +278,7 @@ class Report:
                 row = dict(zip(_COLUMNS, map(float, line.split(",")), strict=True))
             except ValueError:
                 break
-            if not line.endswith("\n") or not len(rows) < row["step"] <= self.run.state.step:
+            if not line.endswith("\n") or not len(rows) < row["step"] <= self.state.step:
                 break
             rows.append(row)
         write_text(path, header + "".join(lines[1 : len(rows) + 1]))
@@ -303,19 +298,19 @@ class Report:
         sync(self.folder / "steps.csv")
 
     def _write_log(self) -> None:
-        write_text(self.folder / "log.csv", csv_text(self.run.state.history))
+        write_text(self.folder / "log.csv", csv_text(self.state.history))
 
     def _write_skipped(self) -> None:
         """Write skipped.txt anew; remove one of an earlier start where nothing is skipped."""
-        state, data, path = self.run.state, self.train_data, self.folder / "skipped.txt"
-        if not (data.source.excluded or state.bad_images or state.bad_steps):
+        state, source, path = self.state, self.train_data.source, self.folder / "skipped.txt"
+        if not (source.excluded or state.bad_images or state.bad_steps):
             path.unlink(missing_ok=True)
             return
         lines = [
-            f"{len(data.source.excluded)} images without a usable label, left out",
-            *(f"  {line}" for line in data.source.excluded),
+            f"{len(source.excluded)} images without a usable label, left out",
+            *(f"  {line}" for line in source.excluded),
             f"{len(state.bad_images)} images that could not be read so far, each replaced by another",
-            *(f"  {data.source.name(index)}: {why}" for index, why in state.bad_images.items()),
+            *(f"  {source.name(index)}: {why}" for index, why in state.bad_images.items()),
             f"{len(state.bad_steps)} steps whose loss or gradient was not finite, without effect",
         ]
         for step, loss in state.bad_steps.items():
@@ -323,54 +318,52 @@ class Report:
             lines.append(
                 f"  step {step_in_epoch + 1} of epoch {epoch + 1}, loss {loss}, its images:"
             )
-            lines += [f"    {name}" for name in data.names(step)]
+            lines += [f"    {name}" for name in self.train_data.names(step)]
         write_text(path, "\n".join(lines) + "\n")
 
     def _draw(self) -> None:
-        self._tolerate(lambda: draw_curve(self.folder / "curve.png", self.run.state.history))
+        self._try(draw_curve, self.folder / "curve.png", self.state.history)
         self.drawn = time.monotonic()
 
-    def _tolerate(self, write: Callable[[], object]) -> None:
+    def _try(self, write: Callable[..., object], *arguments: Any) -> None:
         """Write a file that can be written again later; say so if it fails."""
         try:
-            write()
-        except OutputError as error:
-            log.warning(f"{error}; training goes on without")
-        except Exception as error:  # whatever matplotlib, say, comes up with
-            told = f"{type(error).__name__}: {one_line(error)}"
-            log.warning(f"cannot write into {self.folder}: {told}; training goes on without")
+            write(*arguments)
+        except Exception as error:  # whatever a disk, or matplotlib, comes up with
+            log.warning(f"{type(error).__name__}: {one_line(error)}; training goes on without")
 
-    def _skipped(self) -> str:
-        """Count what was skipped, if anything was."""
-        images, steps = len(self.run.state.bad_images), len(self.run.state.bad_steps)
-        return f"skipped {images} images, {steps} steps  " if images or steps else ""
-
-    def _time_left(self) -> timedelta:
-        """Estimate the rest of the run from its mean pace since it started or resumed."""
-        done = self.run.state.step - self.first_step
-        pace = (time.monotonic() - self.start) / max(done, 1)
-        return timedelta(seconds=round(pace * (self.train_data.num_steps - self.run.state.step)))
+    def _rest(self) -> str:
+        """Count what was skipped, and estimate the rest of the run from its mean pace since it started."""
+        images, steps = len(self.state.bad_images), len(self.state.bad_steps)
+        pace = (time.monotonic() - self.start) / max(self.state.step - self.first_step, 1)
+        left = timedelta(seconds=round(pace * (self.train_data.num_steps - self.state.step)))
+        return (
+            f"skipped {images} images, {steps} steps  " if images or steps else ""
+        ) + f"{left} left"
 
 
 def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
     """Draw loss and top-1 by epoch into a PNG file, given a row of the log per epoch."""
     from matplotlib.figure import Figure
 
-    epochs = [row["epoch"] for row in history]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
-    loss_axes, top1_axes = figure.subplots(1, 2)
-    loss_axes.plot(epochs, [row["train_loss"] for row in history], label="training")
-    loss_axes.plot(epochs, [row["val_loss"] for row in history], label="held out")
-    loss_axes.set(xlabel="epoch", ylabel="loss", yscale="log")
-    top1_axes.plot(epochs, [row["top1"] for row in history], color="C1", label="held out")
-    if "ema_top1" in history[-1]:
-        averaged = [row.get("ema_top1", math.nan) for row in history]
-        top1_axes.plot(epochs, averaged, color="C2", label="EMA")
-    top1_axes.set(xlabel="epoch", ylabel="top-1 (%)")
-    for axes in (loss_axes, top1_axes):
+    curves = (
+        ("train_loss", "training"),
+        ("val_loss", "held out"),
+        ("top1", "held out"),
+        ("ema_top1", "EMA"),
+    )
+    for axes, chosen in zip(figure.subplots(1, 2), (curves[:2], curves[2:]), strict=True):
+        for key, label in chosen:
+            if key in history[-1]:
+                values = [row.get(key, math.nan) for row in history]
+                axes.plot([row["epoch"] for row in history], values, label=label)
+        axes.set_xlabel("epoch")
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
+    figure.axes[0].set(ylabel="loss", yscale="log")
+    figure.axes[1].set(ylabel="top-1 (%)")
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
@@ -385,13 +378,11 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
         self.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", done + 1)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Show values of a step, counted from 1."""
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        """Bring the values to disk."""
+    def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        """Show values of steps, and bring them to disk."""
+        for step, values in rows:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
     def finish(self, failed: bool) -> None:
@@ -426,17 +417,15 @@ class WandB:
         )
         self.epochs = self.run.summary.get("epoch/epoch", 0)  # that the server has
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
         """Show values that the server lacks; another process has them then, and survives this one.
 
         It may have the last step of an epoch and not the epoch, which then comes at the next step.
         """
-        new_epoch = values.get("epoch/epoch", 0) > self.epochs
-        if step >= self.run.starting_step or new_epoch:
-            self.run.log(values, step=max(step, self.run.starting_step))
-
-    def flush(self) -> None:
-        """Do nothing: the other process does that."""
+        for step, values in rows:
+            new_epoch = values.get("epoch/epoch", 0) > self.epochs
+            if step >= self.run.starting_step or new_epoch:
+                self.run.log(values, step=max(step, self.run.starting_step))
 
     def finish(self, failed: bool) -> None:
         """Wait for the upload."""
@@ -452,45 +441,38 @@ class Tracking:
     def __init__(self, config: TrainConfig, folder: Path, signals: Signals) -> None:
         """Prepare it; nothing is imported or written yet."""
         self.config, self.folder, self.signals = config, folder, signals
-        self.tracker: Any = None
+        self.tracker: TensorBoard | WandB | None = None
         self.coming: list[tuple[int, dict[str, float]]] = []
 
     def start(self, done: int) -> None:
         """Begin, or go on after a number of steps."""
         kind = {"tensorboard": TensorBoard, "wandb": WandB}.get(self.config.run.tracker)
         if kind is not None:
-            self.tracker = self._try(lambda: kind(self.config, self.folder, done))
+            self.tracker = self._call(kind, self.config, self.folder, done)
 
     def add(self, group: str, step: int, values: dict[str, float]) -> None:
         """Keep values of a step to be shown as group/name; steps must not decrease."""
-        if self.tracker is not None:
-            self.coming.append((step, {f"{group}/{name}": v for name, v in values.items()}))
+        self.coming.append((step, {f"{group}/{name}": value for name, value in values.items()}))
 
     def show(self) -> None:
         """Show what was kept."""
         rows, self.coming = self.coming, []
-
-        def log_all() -> None:
-            for step, values in rows:
-                self.tracker.log(step, values)
-            self.tracker.flush()
-
         if self.tracker is not None and rows:
-            self._try(log_all)
+            self._call(self.tracker.log, rows)
 
     def finish(self, failed: bool) -> None:
         """Show the rest, and end."""
         self.show()
         if self.tracker is not None:
-            self._try(lambda: self.tracker.finish(failed))
+            self._call(self.tracker.finish, failed)
 
-    def _try(self, call: Callable[[], Any]) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the tracker in a thread, and drop it if that fails, or hangs, which nothing can end."""
         outcome: list[Any] = []
 
         def work() -> None:
             try:
-                outcome.extend((call(), None))
+                outcome.extend((function(*arguments), None))
             except BaseException as error:  # whatever a package, its server or a disk comes up with
                 outcome.extend((None, error))
 
@@ -508,10 +490,3 @@ class Tracking:
                 f"run.tracker {self.config.run.tracker} fails, training goes on without: {why}"
             )
         return value
-
-
-def _memory() -> str:
-    """Return the most memory that was in use on the GPU, if there is one."""
-    if not torch.cuda.is_available():
-        return ""
-    return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  "

@@ -31,24 +31,14 @@ _PREPROCESSING = {
 
 
 def read_pretrained(config: ModelConfig) -> Weights | None:
-    """Read the weights that a new run starts from, if it names some.
-
-    Raises:
-        ConfigError: they do not exist.
-        OutputError: they cannot be read.
-    """
+    """Read the weights that a new run starts from, if it names some."""
     if config.pretrained is None:
         return None
     return read_source(config.pretrained, config.pretrained_ema)
 
 
 def read_source(source: str, ema: bool) -> Weights:
-    """Read weights; arguments as of vil.weights.read_weights.
-
-    Raises:
-        ConfigError: there is no such source, or it has no averaged weights.
-        OutputError: it cannot be read.
-    """
+    """Read weights; arguments as of vil.weights.read_weights."""
     try:
         return read_weights(source, ema)
     except (FileNotFoundError, LookupError) as error:
@@ -150,11 +140,7 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
 
 
 def model_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments that make timm's entry point build the model.
-
-    Raises:
-        ConfigError: model.args names a setting of its own.
-    """
+    """Return the arguments that make timm's entry point build the model."""
     given = {key: getattr(model, key) for key in MODEL_ARGUMENTS if getattr(model, key) is not None}
     return given | parse_args(model.args)
 

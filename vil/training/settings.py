@@ -74,11 +74,9 @@ class ModelConfig(Section):
     name: Text | None = None
     """Any model of timm by its name; None is the model that model.pretrained is of."""
     pretrained: Text | None = None
-    """Weights that a new run starts from: a checkpoint of train_imagenet.py, a folder of release.py, a
-    .safetensors file, a file with a state dict (the official Vision Mamba's), local-dir:FOLDER,
-    hf-hub:NAME, or the name of a timm model that has weights. What it says of its model and its images
-    holds where nothing is set here. Embeddings of other sizes are resampled, a head for other classes
-    is new."""
+    """Weights that a new run starts from: a checkpoint, a folder of release.py, a .safetensors file, a file with a
+    state dict (the official Vision Mamba's), local-dir:FOLDER, hf-hub:NAME, or a timm model's name. What it says of
+    its model and images holds where nothing is set here. A head for other classes is new."""
     pretrained_ema: bool = False
     """Start from the averaged weights of that checkpoint."""
     num_classes: Count | None = None
@@ -86,8 +84,7 @@ class ModelConfig(Section):
     in_chans: Literal[1, 3] | None = None
     """Image channels: 3 reads images as RGB, 1 as grey; None is as of model.pretrained, or 3."""
     img_size: Count | None = None
-    """Height and width in pixels, in training and in evaluation; None is as of model.pretrained, or
-    224."""
+    """Height and width in pixels; None is as of model.pretrained, or 224."""
     patch_size: Count | None = None
     """Patch height and width in pixels."""
     embed_dim: Count | None = None
@@ -111,38 +108,31 @@ class DataConfig(Section):
     path: Free[Text | None] = None
     """Root folder of the data (folder, wds)."""
     train_split: Text = "train"
-    """Sub-folder (folder), or shards (wds): a split of _info.json, or a brace pattern such as
-    train-{000..511}.tar."""
+    """Sub-folder (folder), or shards (wds): a split of _info.json, or a pattern such as train-{000..511}.tar."""
     val_split: Text = "validation"
     """The same for validation; in a folder `validation` also finds `val`."""
     images_per_class: Count | None = None
-    """Training images of each class, the first ones of an order that no seed changes, so that the
-    images of a smaller number are among those of a larger; None takes all."""
+    """Training images of each class, those of a smaller number among those of a larger; None takes all."""
     img_sizes: _Sizes | None = None
-    """Train at several sizes: each step draws one of these heights and widths, in pixels, for all of its
-    images. Validation stays at model.img_size. None trains at model.img_size only."""
+    """Train at several sizes, in pixels: each step draws one for all of its images. Validation stays at
+    model.img_size. None trains at model.img_size only."""
     batch_size: Count | None = 1024
-    """Images per optimiser step, over all processes and accumulated micro-batches; None is the power of
-    two that makes 16 steps of an epoch or more, 8 to 64."""
+    """Images per optimiser step, over all processes and micro-batches; None is 8 to 64, by the number of images."""
     validation_batch_size: Free[Count | None] = None
     """Images per process and step in validation; those of a training micro-batch if None."""
     aug_repeats: CountFromZero = 3
     """Repeated augmentation: draws of each image in a row; 0 or 1 is off."""
     shuffle_shards: Count = 16
-    """Shards (wds) whose images are shuffled together; the order of the shards is drawn anew each
-    epoch."""
+    """Shards (wds) whose images are shuffled together; each epoch draws an order of the shards."""
     max_bad_images: Free[ShareBelowOne] = 0.001
-    """Largest share of the training images that may turn out unreadable or unlabelled before the run
-    stops. Each is replaced, counted and named in skipped.txt. In validation none is tolerated."""
+    """Largest share of the training images that may be unreadable or unlabelled before the run stops. Each is
+    replaced, and named in skipped.txt. In validation none is tolerated."""
     max_pixels: Count = 89_478_485
-    """Most pixels of an image, as it is in its file and as validation resizes it before the crop; Pillow's
-    limit, against small files that fill the memory. A larger image counts as unreadable."""
+    """Most pixels of an image, in its file and as validation resizes it; a larger one counts as unreadable."""
     exif_rotation: bool = False
-    """Turn photographs as their EXIF orientation says; off in the published recipes, which ignored
-    it."""
+    """Turn photographs as their EXIF orientation says, which the published recipes ignored."""
     num_workers: Free[Workers | None] = None
-    """Loader processes of each training process; 0 loads in the training process; None is one per core
-    that the process may use, at most 8."""
+    """Loader processes of each training process; 0 loads in it; None is one per core, at most 8."""
     mean: _Channels[Share] | None = None
     """Mean of each channel, pixels in [0, 1]; None is as of model.pretrained, or ImageNet's."""
     std: _Channels[ShareAboveZero] | None = None
@@ -150,8 +140,7 @@ class DataConfig(Section):
     interpolation: Literal["bicubic", "bilinear"] | None = None
     """Interpolation of every resize; None is as of model.pretrained, or bicubic."""
     crop_pct: CropPct | None = None
-    """Validation resizes to img_size / crop_pct and keeps the centre, which is padded above 1; None is as
-    of model.pretrained, or 0.875."""
+    """Validation resizes to img_size / crop_pct and keeps the centre; None is as of model.pretrained, or 0.875."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +178,8 @@ class AugmentConfig(Section):
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
     """Share mixing parameters over the batch, a pair, or nothing."""
     mix_size: Count | None = None
-    """Images that share one draw of mixup or cutmix, the published batch of one GPU: the result does
-    not depend then on how a batch is divided among processes. None is all that one process trains
-    on at a time."""
+    """Images that share one draw of mixup or cutmix, the published batch of one GPU, so that the result does not
+    depend on how a batch is divided among processes. None is all that one process trains on at a time."""
     smoothing: ShareBelowOne = 0.1
     """Label smoothing."""
 
@@ -208,30 +196,27 @@ class OptimConfig(Section):
     opt: Text = "adamw"
     """Any optimiser that timm.optim.create_optimizer_v2 knows."""
     lr_base: Changeable[Number] = 1e-3
-    """Peak rate of a batch of lr_base_size images. That of data.batch_size images follows by
-    lr_base_scale, whatever the number of processes and micro-batches; warmup_lr and min_lr are not
-    scaled."""
+    """Peak rate of a batch of lr_base_size images; that of data.batch_size images follows by lr_base_scale.
+    warmup_lr and min_lr are not scaled."""
     lr_base_size: Count = 512
     """Images that lr_base is meant for; 512 is DeiT's rule."""
     lr_base_scale: Literal["linear", "sqrt"] = "linear"
-    """Whether the rate is in proportion to the batch, as DeiT's is, or to its square root, which suits
-    adamw at small batches."""
+    """Whether the rate is in proportion to the batch, as DeiT's is, or to its root, which suits small batches."""
     opt_betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
     """Decay of the two moments."""
     opt_eps: Number = 1e-8
     """Added to the denominator."""
     layer_decay: ShareAboveZero | None = None
-    """Factor of the learning rate from one block to the one below it, 0.75 say, for fine-tuning; None is
-    one rate for all."""
+    """Factor of the learning rate from one block to the one below, for fine-tuning; None is one rate for all."""
     weight_decay: Number = 0.05
     """Decay of matrices; none on vectors nor on what model.no_weight_decay() names."""
     clip_grad: Positive | None = None
     """Largest norm of the gradient; None does not clip."""
     best: Literal["raw", "ema"] = "raw"
-    """Whether best.pt is of the epoch with the best top-1 of the weights, or of the averaged ones."""
+    """Whether best.pt is of the best top-1 of the weights, or of the averaged ones."""
     max_bad_steps: Free[CountFromZero] = 10
-    """Steps of the run that may have a loss or a gradient that is not finite before it stops. Such a
-    step changes no weight; it is counted, and its images are named in skipped.txt."""
+    """Steps that may have a loss or a gradient that is not finite before the run stops. Such a step changes no
+    weight; its images are named in skipped.txt."""
     model_ema_decay: Share | None = 0.99996
     """Decay per step of the averaged weights; None keeps no average."""
 
@@ -257,11 +242,9 @@ class RunConfig(Section):
     """This run: where it writes, on what it computes."""
 
     output: Free[Text | None] = None
-    """Output folder. A run that is in it is continued, if its configuration is the same. None is
-    output/<recipe>."""
+    """Output folder. A run in it is continued, if its settings are the same. None is output/<recipe>."""
     allow_changes: Free[bool] = False
-    """Continue the run in the output folder with other settings than it had so far: of schedule, lr_base,
-    amp and torchcompile. Holds for this start only."""
+    """Let this start go on with another schedule, lr_base, amp or torchcompile than the run had so far."""
     seed: Seed = 0
     """Seed of the initial weights, the data order and the augmentation."""
     device: Free[Text] = "auto"
@@ -277,10 +260,9 @@ class RunConfig(Section):
     log_interval: Free[Count] = 50
     """Steps between two readings of the loss."""
     save_minutes: Free[Number] = 10.0
-    """Minutes between two checkpoints within an epoch; there is one after each epoch, too."""
+    """Minutes between two checkpoints within an epoch."""
     tracker: Free[Literal["tensorboard", "wandb"] | None] = None
-    """Where steps.csv and log.csv are shown, too, by a package to be installed; wandb takes its own
-    environment variables, as WANDB_PROJECT and WANDB_MODE=offline."""
+    """Where steps.csv and log.csv are shown, too, by a package to be installed; wandb takes WANDB_PROJECT etc."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,15 +289,7 @@ class TrainConfig(Section):
         return self.optim.lr_base * (ratio**0.5 if self.optim.lr_base_scale == "sqrt" else ratio)
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the images that one process trains on at a time.
-
-        Args:
-            world_size: Number of processes.
-
-        Raises:
-            ConfigError: the batch cannot be divided among them and their micro-batches, or
-                augment.mix_size does not divide what remains.
-        """
+        """Return the images that one process trains on at a time."""
         batch, parts = self.data.batch_size, world_size * self.run.grad_accum_steps
         if batch % parts:
             raise ConfigError(
@@ -389,12 +363,7 @@ def suitable_batch(num_images: int) -> int:
 
 
 def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
-    """Read model.args: Python's literals where they are some, text elsewhere.
-
-    Raises:
-        ConfigError: one is not key=value, is a setting of its own, or makes something else than a model
-            to train.
-    """
+    """Read model.args: Python's literals where they are some, text elsewhere."""
     parsed = key_values("model.args", args)
     for key in parsed:
         if key in NOT_OF_A_MODEL:
@@ -407,11 +376,7 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
 
 
 def key_values(option: str, words: tuple[str, ...]) -> dict[str, Any]:
-    """Read the words of an option: Python's literals where they are some, text elsewhere.
-
-    Raises:
-        ConfigError: one is not key=value.
-    """
+    """Read the words of an option: Python's literals where they are some, text elsewhere."""
     parsed = {}
     for word in words:
         key, equals, value = word.partition("=")

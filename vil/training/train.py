@@ -11,7 +11,6 @@ from vil.training.checkpoint import (
     continued,
     kept_checkpoints,
     load_newest,
-    refuse_others,
     restore,
     save,
 )
@@ -41,7 +40,6 @@ def train(config: TrainConfig) -> None:
     with connect(config.run) as world, ExitStack() as stack:
         folder, saved = Path(config.run.output), None
         if world.is_main:  # processes need not share a disk
-            refuse_others(folder)
             stack.enter_context(lock_folder(folder))
             saved = load_newest(folder)
         saved = world.broadcast(saved)
@@ -89,7 +87,6 @@ def train(config: TrainConfig) -> None:
                     report.took(
                         step, train_step(trainee, step, config)
                     )  # not waiting for the device
-                    state.step += 1
                     number, due = signals.agree(report.save_is_due)
                     if number or due or report.is_due:
                         account(run, report, train_data)
@@ -106,12 +103,7 @@ def train(config: TrainConfig) -> None:
 
 
 def account(run: Run, report: Report, data: TrainData) -> None:
-    """Read the losses since the last reading, and account for what was skipped; in all processes.
-
-    Raises:
-        NonFiniteLossError: more steps than optim.max_bad_steps were skipped.
-        DataError: more images than data.max_bad_images cannot be read.
-    """
+    """Read the losses since the last reading, and account for what was skipped; in all processes."""
     if not report.unread:
         return
     state, world, config = run.state, run.trainee.world, run.config
@@ -154,12 +146,7 @@ def account(run: Run, report: Report, data: TrainData) -> None:
 
 
 def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> None:
-    """Note how the epoch went, write a checkpoint, and then show it.
-
-    Raises:
-        NonFiniteLossError: the model is useless.
-        OutputError: checkpoints cannot be written.
-    """
+    """Note how the epoch went, write a checkpoint, and then show it."""
     state, world = run.state, run.trainee.world
     raw, *averaged = scores
     if not math.isfinite(raw.loss):
@@ -191,17 +178,7 @@ def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> No
 
 
 def write(folder: Path, run: Run, report: Report, must: bool) -> None:
-    """Write a checkpoint, in the main process.
-
-    Args:
-        folder: The run's folder.
-        run: The run, all losses of which were read.
-        report: Counts failures.
-        must: Stop the run then. Otherwise it goes on, and stops at the fifth failure in a row.
-
-    Raises:
-        OutputError: the checkpoint could not be written; earlier ones are intact.
-    """
+    """Write a checkpoint, in the main process."""
     report.saving()
     if not run.trainee.world.is_main:
         return
