@@ -98,7 +98,8 @@ class Session:
         (work / "logs").mkdir(parents=True, exist_ok=True)
         output.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock = lock_folder(work)
+            self._lock = lock_folder(work)  # until this process ends
+            self._lock.__enter__()
         except OutputError as error:
             sys.exit(str(error))
         self.path = output / RECORD

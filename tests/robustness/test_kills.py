@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.faults.kills_runs import (
-    CASES,
-    Case,
-    differing,
-    fork_server,
-    kill_case,
-    left_alone,
-    make_images,
-)
-from tools.faults.kills_torchrun import EPOCHS, stop_torchrun
+from tools.faults.kills import kill_case, left_alone
+from tools.faults.runs import CASES, Case, differing, fork_server, make_images
+from tools.faults.torchrun import EPOCHS, disturb
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +47,11 @@ def test_killed_runs_of_other_kinds_continue(root: Path, case: Case) -> None:
 
 
 @pytest.mark.nightly
-def test_torchrun_continues_after_sigterm(root: Path) -> None:
-    """When started again. That it does by itself after a worker is killed is one of the faults."""
+def test_torchrun_continues(root: Path) -> None:
+    """By itself after a worker is killed, and after SIGTERM when it is started again."""
     case = Case("wds", 0, 2)
-    row = stop_torchrun(root, case, left_alone(root, case, EPOCHS), 0, random.Random(0))
-    assert row["problem"] is None
-    assert row["hit"]
+    alone = left_alone(root, case, EPOCHS)
+    for kill in (True, False):
+        row = disturb(root, case, alone, 0, random.Random(0), kill)
+        assert row["problem"] is None
+        assert row["hit"]

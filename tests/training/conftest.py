@@ -35,7 +35,7 @@ def make_image(seed: int) -> Image.Image:
 
 
 @pytest.fixture
-def image_folder(tmp_path: Path) -> Path:
+def image_folder(tmp_path) -> Path:
     """Four classes in folders, 32 images to train on and 12 held out."""
     for split, count in SPLITS.items():
         for label, name in enumerate(CLASSES):
@@ -47,7 +47,7 @@ def image_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def image_shards(tmp_path: Path, image_folder: Path) -> Path:
+def image_shards(tmp_path, image_folder) -> Path:
     """The same images in three shards of each split."""
     root = tmp_path / "shards"
     root.mkdir()
@@ -63,7 +63,7 @@ def image_shards(tmp_path: Path, image_folder: Path) -> Path:
 
 
 @pytest.fixture
-def config(image_folder: Path) -> TrainConfig:
+def config(image_folder) -> TrainConfig:
     """Three epochs of a minuscule ViL with everything random switched on."""
     config = TrainConfig(
         model=ModelConfig(
@@ -84,7 +84,7 @@ def config(image_folder: Path) -> TrainConfig:
 
 
 @pytest.fixture
-def shard_config(config: TrainConfig, image_shards: Path) -> TrainConfig:
+def shard_config(config, image_shards) -> TrainConfig:
     """The same on shards."""
     data = dataclasses.replace(
         config.data,
@@ -102,9 +102,7 @@ def rendered() -> None:
 
 
 @pytest.fixture
-def train(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., int]:
+def train(request, tmp_path, monkeypatch) -> Callable[..., int]:
     """Return a function that runs train_imagenet.py on a configuration and gives its exit code.
 
     Curves are drawn as always, but turned into pixels, which takes a third of such a run, only where a
@@ -126,7 +124,7 @@ def train(
 
 
 @pytest.fixture
-def evaluate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def evaluate(monkeypatch) -> Callable[..., int]:
     """Return a function that runs eval.py and gives its exit code."""
 
     def run(*arguments: str) -> int:

@@ -15,7 +15,7 @@ ALLOW = "--run.allow-changes"
 
 
 @pytest.fixture
-def stopped(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+def stopped(config, train, tmp_path) -> Path:
     """The folder of a run of three epochs that was stopped in the second, after six steps."""
     with pytest.MonkeyPatch.context() as patch:
         signal_at(patch, 5, 15)
@@ -24,16 +24,13 @@ def stopped(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> P
 
 
 @pytest.fixture
-def again(config: TrainConfig, train: Callable[..., int], stopped: Path) -> Callable[..., int]:
+def again(config, train, stopped) -> Callable[..., int]:
     """Return a function that runs the stopped run's command with more arguments."""
     return lambda *arguments: train(config, "--run.output", str(stopped), *arguments)
 
 
 def test_finished_run_is_trained_for_more_epochs_at_another_rate(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    config, train, capsys, tmp_path
 ) -> None:
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder))
@@ -61,7 +58,7 @@ def test_finished_run_is_trained_for_more_epochs_at_another_rate(
 
 
 def test_what_makes_another_run_is_refused_with_the_switch_and_without(
-    again: Callable[..., int], stopped: Path, capsys: pytest.CaptureFixture[str]
+    again, stopped, capsys
 ) -> None:
     before = (stopped / "last.pt").read_bytes()
     for words, key in (
@@ -82,9 +79,7 @@ def test_what_makes_another_run_is_refused_with_the_switch_and_without(
     assert (stopped / "last.pt").read_bytes() == before
 
 
-def test_what_is_free_and_what_was_filled_in_is_no_change(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
+def test_what_is_free_and_what_was_filled_in_is_no_change(config, train, tmp_path) -> None:
     """The command that began a run and the run's own config.yaml both go on, in any order."""
     open_ = with_(with_(config, "schedule", warmup_epochs=None), "model", num_classes=None)
     folder = tmp_path / "run"
@@ -96,9 +91,7 @@ def test_what_is_free_and_what_was_filled_in_is_no_change(
     assert train(read_recipe(folder / "config.yaml"), *arguments, "--run.save-minutes", "1") == 0
 
 
-def test_changed_run_that_is_stopped_ends_with_the_same_bits(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
+def test_changed_run_that_is_stopped_ends_with_the_same_bits(config, train, tmp_path) -> None:
     changed = with_(with_(config, "optim", lr_base=2e-3), "schedule", epochs=4, min_lr=1e-4)
     folders = [tmp_path / name for name in ("whole", "parts")]
 
@@ -119,11 +112,7 @@ def test_changed_run_that_is_stopped_ends_with_the_same_bits(
 
 
 def test_best_by_the_average_is_what_evaluation_prints(
-    config: TrainConfig,
-    train: Callable[..., int],
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    config, train, evaluate, capsys, tmp_path
 ) -> None:
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder), "--optim.best", "ema") == 0

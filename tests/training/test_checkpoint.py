@@ -29,12 +29,11 @@ from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, U
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.files import lock_folder, write_atomically, write_text
 from vil.training.model import build
-from vil.training.settings import TrainConfig
 from vil.weights import check_finite
 
 
 @pytest.fixture
-def run(config: TrainConfig) -> Run:
+def run(config) -> Run:
     """A run on four kinds of trees before its first step; its average differs from the model."""
     trainee = build(config, World())
     with torch.no_grad():
@@ -53,7 +52,7 @@ def train(run: Run, top1: float) -> Run:
 
 
 @pytest.fixture
-def saved(run: Run, tmp_path: Path) -> Path:
+def saved(run, tmp_path) -> Path:
     """The last of two checkpoints, after an epoch."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -63,7 +62,7 @@ def saved(run: Run, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("torn")])
-def test_failed_write_leaves_the_old_file(tmp_path: Path, error: Exception) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path, error) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
 
@@ -77,9 +76,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, error: Exception) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_contents_are_on_the_disk_before_their_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contents_are_on_the_disk_before_their_name(tmp_path, monkeypatch) -> None:
     """After a power loss in between, the new name would be that of an empty file."""
     calls = []
 
@@ -99,12 +96,12 @@ def test_contents_are_on_the_disk_before_their_name(
     assert calls == ["fsync", "replace", "fsync of the folder"]
 
 
-def test_folder_has_one_writer_and_nothing_of_dead_ones(tmp_path: Path) -> None:
+def test_folder_has_one_writer_and_nothing_of_dead_ones(tmp_path) -> None:
     (tmp_path / ".last.pt.123.tmp").write_bytes(b"half")
     (tmp_path / ".mine").write_text("mine")
     child = (
         "import sys; from pathlib import Path; from vil.training.files import lock_folder\n"
-        f"lock_folder(Path({str(tmp_path)!r}))"
+        f"with lock_folder(Path({str(tmp_path)!r})): pass"
     )
     with lock_folder(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {".mine", ".vision-longhorn.lock"}
@@ -113,7 +110,7 @@ def test_folder_has_one_writer_and_nothing_of_dead_ones(tmp_path: Path) -> None:
 
 
 def test_checkpoint_that_does_not_read_back_does_not_replace_the_old_one(
-    saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    saved, run, monkeypatch
 ) -> None:
     original = torch.save
 
@@ -132,7 +129,7 @@ def test_checkpoint_that_does_not_read_back_does_not_replace_the_old_one(
     assert not list(saved.parent.glob(".*.tmp"))
 
 
-def test_the_checkpoint_before_and_the_best_are_kept(saved: Path, run: Run) -> None:
+def test_the_checkpoint_before_and_the_best_are_kept(saved, run) -> None:
     def epochs() -> list[int]:
         names = ("last.pt", "previous.pt", "best.pt")
         return [load_checkpoint(saved.with_name(name))["epoch"] for name in names]
@@ -148,7 +145,7 @@ def test_the_checkpoint_before_and_the_best_are_kept(saved: Path, run: Run) -> N
     assert steps == [13, 12]
 
 
-def test_epochs_before_the_average_are_not_best_by_it(run: Run) -> None:
+def test_epochs_before_the_average_are_not_best_by_it(run) -> None:
     run.state.best_key = "ema_top1"
     for top1, averaged in ((90.0, None), (95.0, None), (50.0, 0.0), (60.0, 0.0)):
         row = {"epoch": len(run.state.history) + 1, "top1": top1}
@@ -156,14 +153,14 @@ def test_epochs_before_the_average_are_not_best_by_it(run: Run) -> None:
     assert run.state.best_epoch == 3
 
 
-def test_timm_reads_the_averaged_weights(saved: Path, run: Run) -> None:
+def test_timm_reads_the_averaged_weights(saved, run) -> None:
     sizes = {"num_classes": 4, "img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2}
     model = timm.create_model("vil_tiny", checkpoint_path=str(saved), **sizes)
     assert torch.equal(model.head.bias, run.trainee.ema.module.head.bias)
     assert not torch.equal(model.head.bias, run.trainee.model.head.bias)
 
 
-def test_flipped_bit_is_detected(saved: Path, run: Run) -> None:
+def test_flipped_bit_is_detected(saved, run) -> None:
     content = bytearray(saved.read_bytes())
     weight = run.trainee.model.head.weight.detach().numpy().tobytes()
     content[content.index(weight) + 10] ^= 1
@@ -173,7 +170,7 @@ def test_flipped_bit_is_detected(saved: Path, run: Run) -> None:
         load_checkpoint(saved)
 
 
-def test_pickled_code_is_not_run(tmp_path: Path) -> None:
+def test_pickled_code_is_not_run(tmp_path) -> None:
     torch.save({"state_dict": Path("x")}, tmp_path / "code.pt")
     with pytest.raises(DamagedError, match=r"code\.pt .* what could execute code is not read"):
         load_checkpoint(tmp_path / "code.pt")
@@ -220,7 +217,7 @@ def go_on(saved: Path, run: Run) -> None:
     restore(run, found)
 
 
-def test_content_of_another_form_is_one_line_and_no_traceback(saved: Path, run: Run) -> None:
+def test_content_of_another_form_is_one_line_and_no_traceback(saved, run) -> None:
     """Though its checksums are right."""
     content = torch.load(saved, weights_only=True)
     content["optimizer"]["state"] = {0: {"exp_avg": torch.zeros(2)}}
@@ -241,7 +238,7 @@ def test_content_of_another_form_is_one_line_and_no_traceback(saved: Path, run: 
             load_subject(EvalConfig(checkpoint=str(saved)))
 
 
-def test_archive_that_torch_does_not_write_is_refused(saved: Path) -> None:
+def test_archive_that_torch_does_not_write_is_refused(saved) -> None:
     """Compressed, it could unpack to a thousand times its size; overlapping, to any."""
     with zipfile.ZipFile(saved) as archive:
         parts = {info.filename: archive.read(info) for info in archive.infolist()}
@@ -267,7 +264,7 @@ def test_limits_may_be_infinite() -> None:
 
 
 @pytest.mark.parametrize("ema", [False, True])
-def test_weights_that_are_not_finite_are_not_saved(ema: bool, run: Run, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(ema, run, tmp_path) -> None:
     for kept in (
         "no checkpoint in .* is from before and intact",
         "last.pt in .* is from before and intact",
@@ -292,9 +289,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_damaged_ones_are_put_aside_only_for_a_whole_one(
-    saved: Path, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_ones_are_put_aside_only_for_a_whole_one(saved, run, caplog) -> None:
     folder = saved.parent
     save(folder, train(run, 40.0))
     whole = contents(folder)
@@ -318,7 +313,7 @@ def test_damaged_ones_are_put_aside_only_for_a_whole_one(
         load_newest(folder)
 
 
-def test_what_a_killed_save_left_undone_is_done(saved: Path) -> None:
+def test_what_a_killed_save_left_undone_is_done(saved) -> None:
     saved.with_name("best.pt").unlink()
     assert load_newest(saved.parent)["epoch"] == 1
     assert saved.with_name("best.pt").read_bytes() == saved.read_bytes()
@@ -326,9 +321,7 @@ def test_what_a_killed_save_left_undone_is_done(saved: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("reads", [0, 5, 40])
-def test_checkpoint_that_cannot_be_read_is_not_damaged(
-    number: int, reads: int, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_that_cannot_be_read_is_not_damaged(number, reads, saved, monkeypatch) -> None:
     """However far the reading comes, and though zipfile takes errors at the end for no zip file."""
     before, left, original = (
         contents(saved.parent),
@@ -351,7 +344,7 @@ def test_checkpoint_that_cannot_be_read_is_not_damaged(
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
-def test_name_of_a_checkpoint_that_leads_to_none_stops_the_run(kind: str, saved: Path) -> None:
+def test_name_of_a_checkpoint_that_leads_to_none_stops_the_run(kind, saved) -> None:
     """As of a disk that is not mounted: a run must not begin anew there."""
     saved.unlink()
     if kind == "folder":
@@ -363,9 +356,7 @@ def test_name_of_a_checkpoint_that_leads_to_none_stops_the_run(kind: str, saved:
         load_newest(saved.parent)
 
 
-def test_only_a_folder_without_a_checkpoint_refuses_other_files(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_only_a_folder_without_a_checkpoint_refuses_other_files(saved, tmp_path) -> None:
     saved.with_name("notes.txt").write_text("mine")
     assert load_newest(saved.parent)["epoch"] == 1
     other = tmp_path / "other"

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,7 +26,7 @@ LAST_RESORT = 900  # seconds for processes that end within 10, should they hang
 
 
 @pytest.fixture
-def one_step_epochs(config: TrainConfig) -> TrainConfig:
+def one_step_epochs(config) -> TrainConfig:
     """Twenty epochs of one step, so that the log has the loss of every step; at two image sizes."""
     return dataclasses.replace(
         config,
@@ -83,9 +82,7 @@ def log(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
 
 
 @pytest.mark.ci
-def test_two_processes_equal_one(
-    one_step_epochs: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
+def test_two_processes_equal_one(one_step_epochs, train, tmp_path) -> None:
     run = dataclasses.replace(one_step_epochs.run, grad_accum_steps=2)
     divided = dataclasses.replace(one_step_epochs, run=run)
     processes = start(divided, tmp_path / "two", 2)
@@ -113,7 +110,7 @@ def test_two_processes_equal_one(
 
 
 @pytest.fixture
-def places(image_folder: Path, tmp_path: Path) -> list[Path]:
+def places(image_folder, tmp_path) -> list[Path]:
     """Two nodes, each of which has its copy of the images under the same name."""
     nodes = [tmp_path / "node-0", tmp_path / "node-1"]
     for node in nodes:
@@ -183,11 +180,7 @@ def other_weights(place: Path) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_copy_of_the_data_that_differs_ends_the_training_of_all(
-    damage: Callable[[Path], None],
-    message: str,
-    config: TrainConfig,
-    places: list[Path],
-    tmp_path: Path,
+    damage, message, config, places, tmp_path
 ) -> None:
     damage(places[1] / "images")
     model = dataclasses.replace(config.model, num_classes=None)
@@ -216,12 +209,7 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
     ids=["images", "weights"],
 )
 def test_copies_that_differ_end_the_evaluation_of_all(
-    damage: Callable[[Path], None],
-    message: str,
-    config: TrainConfig,
-    train: Callable[..., int],
-    places: list[Path],
-    tmp_path: Path,
+    damage, message, config, train, places, tmp_path
 ) -> None:
     one_epoch = dataclasses.replace(
         config, schedule=dataclasses.replace(config.schedule, epochs=1, warmup_epochs=0)
@@ -238,9 +226,7 @@ def test_copies_that_differ_end_the_evaluation_of_all(
 
 
 @pytest.mark.ci
-def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
-    config: TrainConfig, tmp_path: Path
-) -> None:
+def test_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_path) -> None:
     endless = dataclasses.replace(
         config,
         schedule=dataclasses.replace(config.schedule, epochs=10_000),
@@ -258,7 +244,7 @@ def test_signal_to_one_process_stops_all_of_them_at_the_same_step(
 
 
 @pytest.mark.ci
-def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_path: Path) -> None:
+def test_lost_process_ends_the_others_with_one_line(config, tmp_path) -> None:
     endless = dataclasses.replace(
         config, schedule=dataclasses.replace(config.schedule, epochs=10_000)
     )
@@ -271,7 +257,7 @@ def test_lost_process_ends_the_others_with_one_line(config: TrainConfig, tmp_pat
 
 
 @pytest.mark.nightly
-def test_compiled_model_trains_in_two_processes(config: TrainConfig, tmp_path: Path) -> None:
+def test_compiled_model_trains_in_two_processes(config, tmp_path) -> None:
     run = dataclasses.replace(config.run, torchcompile=True, amp=True, grad_accum_steps=2)
     processes = start(dataclasses.replace(config, run=run), tmp_path / "run", 2)
     printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
@@ -281,7 +267,7 @@ def test_compiled_model_trains_in_two_processes(config: TrainConfig, tmp_path: P
     assert all(0 < loss < 2 for loss in losses)
 
 
-def test_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_a_launcher_is_read(monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     run = RunConfig(device="cpu")
@@ -299,7 +285,7 @@ def test_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.nightly
-def test_torchrun_says_a_wrong_setting_once_per_attempt(tmp_path: Path) -> None:
+def test_torchrun_says_a_wrong_setting_once_per_attempt(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += ["2", "--max-restarts", "1", str(ROOT / "train_imagenet.py"), "--run.seed", "-1"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

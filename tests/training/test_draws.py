@@ -57,7 +57,7 @@ def test_steps_hold_the_images_that_deit_gives_them() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 64), (2, 32), (2, 8), (4, 16), (8, 4)])
-def test_a_step_is_the_same_however_it_is_divided(world_size: int, micro_batch: int) -> None:
+def test_a_step_is_the_same_however_it_is_divided(world_size, micro_batch) -> None:
     whole = flat(stream(range(9, 15), micro_batch=64))
     parts = [
         stream(range(9, 15), micro_batch=micro_batch, rank=rank, world_size=world_size)
@@ -74,7 +74,7 @@ def test_a_step_is_the_same_however_it_is_divided(world_size: int, micro_batch: 
 
 
 @pytest.mark.parametrize("first", [0, 5, 12, 23])
-def test_resumed_stream_is_the_rest_of_the_whole(first: int) -> None:
+def test_resumed_stream_is_the_rest_of_the_whole(first) -> None:
     assert stream(range(first, 24)) == stream(range(24))[4 * first :]
 
 

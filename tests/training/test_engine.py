@@ -10,7 +10,6 @@ from vil.training.distributed import World
 from vil.training.engine import Score, evaluate, train_step
 from vil.training.loader import Step, ValData, open_source
 from vil.training.model import Trainee, build
-from vil.training.settings import TrainConfig
 
 
 class CountedData(ValData):
@@ -25,7 +24,7 @@ class CountedData(ValData):
 
 
 @pytest.fixture
-def training(config: TrainConfig) -> Trainee:
+def training(config) -> Trainee:
     """A model, and an average that differs from it."""
     training = build(config, World())
     with torch.no_grad():
@@ -36,7 +35,7 @@ def training(config: TrainConfig) -> Trainee:
 
 @pytest.mark.parametrize("amp", [False, True])
 def test_models_scored_together_score_as_alone_and_images_are_read_once(
-    training: Trainee, config: TrainConfig, amp: bool
+    training, config, amp
 ) -> None:
     small = dataclasses.replace(config.data, validation_batch_size=5)  # 12 images: 5, 5, 2
     chosen = dataclasses.replace(config, data=small)
@@ -50,9 +49,7 @@ def test_models_scored_together_score_as_alone_and_images_are_read_once(
     assert not any(module.training for model in models for module in model.modules())
 
 
-def test_a_step_clips_the_gradient_and_then_moves_the_average(
-    training: Trainee, config: TrainConfig
-) -> None:
+def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) -> None:
     averages = dict(training.ema.module.named_parameters())
     before = {name: average.clone() for name, average in averages.items()}
     images = torch.arange(8 * 3 * 16 * 16).view(8, 3, 16, 16).to(torch.uint8)
@@ -71,7 +68,7 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(
 
 
 @pytest.mark.parametrize("opt", ["adamw", "sgd"])  # of which the first decides on the device
-def test_a_step_whose_loss_is_not_finite_changes_no_weight(config: TrainConfig, opt: str) -> None:
+def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, opt=opt))
     training = dataclasses.replace(
         build(config, World()), criterion=lambda logits, _: logits.sum() * torch.nan

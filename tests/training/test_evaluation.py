@@ -4,7 +4,6 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,12 @@ import vil
 from vil.training.errors import OutputError
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.release import ReleaseConfig, release
-from vil.training.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+def checkpoint(config, train, tmp_path) -> Path:
     """The last checkpoint of a short run."""
     arguments = ("--schedule.epochs", "1", "--data.crop-pct", "0.8")
     assert train(config, "--run.output", str(tmp_path / "run"), *arguments) == 0
@@ -28,17 +26,13 @@ def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -
 
 
 @pytest.fixture
-def released(checkpoint: Path, tmp_path: Path) -> Path:
+def released(checkpoint, tmp_path) -> Path:
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
     return tmp_path / "small"
 
 
 def test_all_sources_of_the_same_weights_score_the_same(
-    checkpoint: Path,
-    released: Path,
-    image_folder: Path,
-    evaluate: Callable[..., int],
-    tmp_path: Path,
+    checkpoint, released, image_folder, evaluate, tmp_path
 ) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     alone = tmp_path / "alone.safetensors"
@@ -57,9 +51,7 @@ def test_all_sources_of_the_same_weights_score_the_same(
         assert result["checkpoint"] == str(source)
 
 
-def test_size_and_crop_of_the_command_line(
-    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_size_and_crop_of_the_command_line(checkpoint, evaluate, capsys) -> None:
     assert evaluate(str(checkpoint), "--img-size", "24", "--crop-pct", "1") == 0
     printed = capsys.readouterr().out
     assert "vil_tiny at 24 px" in printed
@@ -68,13 +60,7 @@ def test_size_and_crop_of_the_command_line(
     assert (result["img_size"], result["crop_pct"]) == (24, 1.0)
 
 
-def test_other_classes_are_refused(
-    checkpoint: Path,
-    released: Path,
-    image_folder: Path,
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_classes_are_refused(checkpoint, released, image_folder, evaluate, capsys) -> None:
     capsys.readouterr()
     (image_folder / "val" / "birch").rename(image_folder / "val" / "zelkova")
     for source in (checkpoint, released):
@@ -93,9 +79,7 @@ def test_other_classes_are_refused(
     )
 
 
-def test_an_evaluation_is_replaced_and_nothing_else(
-    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys) -> None:
     for options in ((), ("--amp", "True"), ("--per-class",), ("--ema",), ("--img-size", "24")):
         assert evaluate(str(checkpoint), *options) == 0
     names = {path.name.removeprefix("last-") for path in checkpoint.parent.glob("last-*")}
@@ -112,9 +96,7 @@ def test_an_evaluation_is_replaced_and_nothing_else(
         assert written.read_text() == content
 
 
-def test_weights_that_are_not_finite_are_refused(
-    checkpoint: Path, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_not_finite_are_refused(checkpoint, evaluate, capsys) -> None:
     content = torch.load(checkpoint, weights_only=True)
     content["state_dict"]["head.bias"][0] = torch.nan
     content["state_dict"]["norm.weight"][1] = torch.inf
@@ -133,13 +115,7 @@ def test_weights_that_are_not_finite_are_refused(
 
 
 @pytest.mark.ci
-def test_classes_are_told_one_by_one(
-    config: TrainConfig,
-    train: Callable[..., int],
-    evaluate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_classes_are_told_one_by_one(config, train, evaluate, capsys, tmp_path) -> None:
     train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
     capsys.readouterr()
     assert evaluate(str(tmp_path / "run" / "last.pt"), "--per-class") == 0
@@ -157,12 +133,7 @@ ODD_NAMES = ("\x1b[31mred", "two\nlines", "a\rb", "\u202eright to left")
 
 
 def test_names_that_are_printed_are_one_line_without_commands(
-    config: TrainConfig,
-    train: Callable[..., int],
-    evaluate: Callable[..., int],
-    image_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    config, train, evaluate, image_folder, capsys, tmp_path
 ) -> None:
     """Of classes, one by one and where they differ from the model's, and of tensors."""
     for old, new in zip(("ash", "birch", "cedar", "dogwood"), ODD_NAMES, strict=True):
@@ -185,7 +156,7 @@ def test_names_that_are_printed_are_one_line_without_commands(
 
 @pytest.mark.parametrize(("asked", "found"), [(None, True), (True, True), (False, False)])
 def test_precision_is_the_runs_unless_another_is_asked_for(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path, asked: bool | None, found: bool
+    config, train, tmp_path, asked, found
 ) -> None:
     arguments = ("--run.output", str(tmp_path / "run"), "--schedule.epochs", "1", "--run.amp")
     assert train(config, *arguments) == 0
@@ -194,9 +165,7 @@ def test_precision_is_the_runs_unless_another_is_asked_for(
 
 
 @pytest.mark.ci
-def test_two_processes_score_what_one_does(
-    config: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
+def test_two_processes_score_what_one_does(config, train, tmp_path) -> None:
     train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
     results = []
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,13 @@ from vil.training.distributed import World
 from vil.training.errors import run_script
 from vil.training.model import build
 from vil.training.recipes import read_recipe
-from vil.training.settings import TrainConfig, suitable_batch
+from vil.training.settings import suitable_batch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path) -> Path:
     """Three classes, 12 images to train on and 3 held out."""
     for name in ("cat", "dog", "emu"):
         for split, count in (("train", 4), ("val", 1)):
@@ -34,12 +33,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_recipe_needs_images_and_weights_and_nothing_else(
-    config: TrainConfig,
-    train: Callable[..., int],
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config, train, photos, tmp_path, monkeypatch, capsys
 ) -> None:
     short = (
         "--schedule.epochs",
@@ -70,7 +64,7 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
     assert [float(row["lr"]) for row in rows] == pytest.approx([peak, peak], rel=1e-3)
 
 
-def test_layer_decay_gives_lower_blocks_lower_rates(config: TrainConfig) -> None:
+def test_layer_decay_gives_lower_blocks_lower_rates(config) -> None:
     optim = dataclasses.replace(config.optim, layer_decay=0.5)
     training = build(dataclasses.replace(config, optim=optim), World())
     training.set_epoch(1)
@@ -92,6 +86,6 @@ def test_layer_decay_gives_lower_blocks_lower_rates(config: TrainConfig) -> None
     ("images", "batch", "steps"),
     [(1, 1, 1), (12, 8, 1), (80, 8, 10), (512, 32, 16), (5_000, 64, 78), (50_000, 64, 781)],
 )
-def test_batch_suits_the_number_of_images(images: int, batch: int, steps: int) -> None:
+def test_batch_suits_the_number_of_images(images, batch, steps) -> None:
     assert suitable_batch(images) == batch
     assert images // batch == steps

@@ -60,7 +60,7 @@ def listed_by_timm(folder: Path) -> tuple[list[str], list[int], tuple[str, ...]]
 
 
 @pytest.fixture
-def every_kind(tmp_path: Path) -> Path:
+def every_kind(tmp_path) -> Path:
     """A class with an image of every kind, each of another grey, and one with a file of other kinds."""
     for split in ("train", "val"):
         folder = fill(tmp_path / "kinds" / split, "b/1.jpg", *(f"b/1.{kind}" for kind in NO_IMAGES))
@@ -71,7 +71,7 @@ def every_kind(tmp_path: Path) -> Path:
     return tmp_path / "kinds"
 
 
-def test_every_kind_that_pillow_reads_is_an_image(every_kind: Path) -> None:
+def test_every_kind_that_pillow_reads_is_an_image(every_kind) -> None:
     source = FolderSource(DataConfig(path=str(every_kind)), training=True)
     assert source.labels.tolist() == [0] * len(KINDS) + [1]
     for number in range(len(KINDS)):
@@ -79,7 +79,7 @@ def test_every_kind_that_pillow_reads_is_an_image(every_kind: Path) -> None:
         assert abs(int(pixels(source.read(number))[8, 8]) - 20 * number) <= 2
 
 
-def test_drawing_named_as_an_image_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_named_as_an_image_is_not_drawn(monkeypatch) -> None:
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("was drawn"))
     content = encoded(Image.new("L", (8, 8)), "EPS")
     assert Image.open(io.BytesIO(content)).format == "EPS"
@@ -95,7 +95,7 @@ def test_drawing_named_as_an_image_is_not_drawn(monkeypatch: pytest.MonkeyPatch)
         (["cat/wild/young/1.webp", "cat/wild/1.txt"], "cat/wild/young/1.webp"),
     ],
 )
-def test_image_at_another_depth_is_an_error(tmp_path: Path, names: list[str], first: str) -> None:
+def test_image_at_another_depth_is_an_error(tmp_path, names, first) -> None:
     fill(tmp_path, "cat/1.jpg", "dog/1.jpg", *names)
     with pytest.raises(DataError) as error:
         list_images(tmp_path)
@@ -105,7 +105,7 @@ def test_image_at_another_depth_is_an_error(tmp_path: Path, names: list[str], fi
 # Their order
 
 
-def test_order_is_that_of_timm(tmp_path: Path) -> None:
+def test_order_is_that_of_timm(tmp_path) -> None:
     classes = ["n10", "n9", "N09b", "cat", "cat-1", "cat 2", "Cats", "1", "1a", "20", "é", "ca.t"]
     images = ["10.jpg", "9.jpg", "x9y10.JPEG", "x10y9.png", "A.jpg", "b.jpg", "a b.jpg", "a-1.jpg"]
     fill(tmp_path, *(f"{name}/{image}" for name in classes for image in images))
@@ -119,14 +119,14 @@ GREY = np.linspace(0, 65535, 12).astype(np.uint16).reshape(3, 4)
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "JPEG2000", "PPM"])
-def test_16_bits_are_scaled(form: str) -> None:
+def test_16_bits_are_scaled(form) -> None:
     content = encoded(Image.fromarray(GREY), form)
     assert np.array_equal(pixels(content), GREY >> 8)
     assert np.array_equal(pixels(content, "RGB"), np.stack([GREY >> 8] * 3, axis=2))
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_32_bits_are_refused(mode: str) -> None:
+def test_32_bits_are_refused(mode) -> None:
     message = f"TIFF with pixels of mode {mode}, whose range is not defined; they must have 8 or 16"
     with pytest.raises(DataError, match=message):
         decode(encoded(Image.new(mode, (4, 4)), "TIFF"), "RGB")
@@ -152,7 +152,7 @@ def palette_image() -> Image.Image:
     ],
     ids=["transparent palette", "GIF", "JPEG of CMYK", "CMYK", "LA", "RGBA", "1 bit"],
 )
-def test_colours_are_those_of_timm(content: bytes, colours: list[list[int]]) -> None:
+def test_colours_are_those_of_timm(content, colours) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = pixels(content, "RGB")
@@ -166,16 +166,14 @@ def test_colours_are_those_of_timm(content: bytes, colours: list[list[int]]) -> 
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
-def test_truncated_file_is_an_error(form: str) -> None:
+def test_truncated_file_is_an_error(form) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     content = encoded(Image.fromarray(noise), form)
     with pytest.raises(DataError):
         decode(content[: len(content) // 2], "RGB")
 
 
-def test_too_many_pixels_are_an_error_before_they_are_decoded(
-    config: TrainConfig, image_folder: Path
-) -> None:
+def test_too_many_pixels_are_an_error_before_they_are_decoded(config, image_folder) -> None:
     """Told by the header: of these there are none."""
     header = struct.pack(">IIBBBBB", 13_000, 13_000, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
@@ -191,7 +189,7 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(
         val_data(config).verify()
 
 
-def test_size_of_every_image_in_between_is_limited(config: TrainConfig) -> None:
+def test_size_of_every_image_in_between_is_limited(config) -> None:
     """Of random shapes, sizes and limits, that which torchvision resizes to counts."""
     random, refused = np.random.default_rng(0), 0
     for _ in range(100):
@@ -213,7 +211,7 @@ def test_size_of_every_image_in_between_is_limited(config: TrainConfig) -> None:
 
 
 def test_every_image_that_grows_too_large_is_named_before_the_first_step(
-    config: TrainConfig, image_folder: Path
+    config, image_folder
 ) -> None:
     """A few hundred bytes each, that would become gigabytes."""
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, img_size=64))
@@ -261,7 +259,7 @@ TURNED = {
 
 @pytest.mark.parametrize("value", TURNED)
 @pytest.mark.parametrize("form", ["JPEG", "PNG"])
-def test_photographs_are_turned_if_asked(form: str, value: int) -> None:
+def test_photographs_are_turned_if_asked(form, value) -> None:
     content = with_exif(form, value)
     assert np.abs(pixels(content).astype(int) - UPRIGHT).max() <= 8
     turned = pixels(content, exif_rotation=True)
@@ -269,7 +267,7 @@ def test_photographs_are_turned_if_asked(form: str, value: int) -> None:
 
 
 @pytest.fixture
-def rotated(config: TrainConfig, image_folder: Path) -> TrainConfig:
+def rotated(config, image_folder) -> TrainConfig:
     """Every image on its side, and two upright ones to validate on."""
     for path in image_folder.glob("*/*/*.jpg"):
         path.write_bytes(with_exif("JPEG", 1 if path.match("val/ash/[01].jpg") else 6))
@@ -281,7 +279,7 @@ def turning(config: TrainConfig) -> TrainConfig:
 
 
 @pytest.mark.ci
-def test_setting_turns_images_of_training(rotated: TrainConfig) -> None:
+def test_setting_turns_images_of_training(rotated) -> None:
     augment = dataclasses.replace(
         rotated.augment, aa=None, hflip=0.0, scale=(1.0, 1.0), ratio=(0.5, 2.0)
     )

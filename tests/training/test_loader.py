@@ -51,7 +51,7 @@ def test_digits_hold_out_360_of_every_class_alike() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_validation_counts_each_image_once_over_all_processes(
-    config: TrainConfig, shard_config: TrainConfig, kind: str, world_size: int
+    config, shard_config, kind, world_size
 ) -> None:
     chosen = with_data(config if kind == "folder" else shard_config, batch_size=30)
     shares = [val_data(chosen, World(rank, world_size)) for rank in range(world_size)]
@@ -61,7 +61,7 @@ def test_validation_counts_each_image_once_over_all_processes(
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_steps_do_not_depend_on_loader_processes_nor_on_where_they_start(
-    config: TrainConfig, shard_config: TrainConfig, kind: str
+    config, shard_config, kind
 ) -> None:
     chosen = config if kind == "folder" else shard_config
     whole = list(train_data(chosen).steps(0))
@@ -71,9 +71,7 @@ def test_steps_do_not_depend_on_loader_processes_nor_on_where_they_start(
 
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_processes_make_equal_steps_of_the_same_images(
-    config: TrainConfig, shard_config: TrainConfig, kind: str
-) -> None:
+def test_processes_make_equal_steps_of_the_same_images(config, shard_config, kind) -> None:
     chosen = config if kind == "folder" else shard_config
     run = dataclasses.replace(chosen.run, grad_accum_steps=2)
     divided = dataclasses.replace(chosen, run=run)
@@ -85,7 +83,7 @@ def test_processes_make_equal_steps_of_the_same_images(
         assert torch.equal(torch.cat(images), step.micro_batches[0][0])
 
 
-def test_names_are_those_of_the_images_trained_on(config: TrainConfig) -> None:
+def test_names_are_those_of_the_images_trained_on(config) -> None:
     data = train_data(with_data(config, aug_repeats=0))
     for step in data.steps(6):
         labels = [Path(name).parent.name for name in data.names(step.number)]
@@ -93,9 +91,7 @@ def test_names_are_those_of_the_images_trained_on(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_unreadable_training_image_is_replaced_and_told(
-    config: TrainConfig, image_folder: Path, num_workers: int
-) -> None:
+def test_unreadable_training_image_is_replaced_and_told(config, image_folder, num_workers) -> None:
     healthy = list(train_data(config).steps(0))
     path = damage(image_folder, "train/birch/1.jpg")
     data = train_data(with_data(config, num_workers=num_workers))
@@ -109,9 +105,7 @@ def test_unreadable_training_image_is_replaced_and_told(
         assert same == (str(path) not in data.names(step.number))
 
 
-def test_labels_are_those_of_the_images_and_of_what_replaces_one(
-    config: TrainConfig, image_folder: Path
-) -> None:
+def test_labels_are_those_of_the_images_and_of_what_replaces_one(config, image_folder) -> None:
     for label, name in enumerate(("ash", "birch", "cedar", "dogwood")):
         for path in (image_folder / "train" / name).iterdir():
             Image.new("L", (24, 20), 60 * label).save(path)
@@ -124,7 +118,7 @@ def test_labels_are_those_of_the_images_and_of_what_replaces_one(
             assert (images.float().mean((1, 2, 3)) / 60).round().tolist() == labels.tolist()
 
 
-def test_repeats_of_an_image_are_augmented_differently(config: TrainConfig) -> None:
+def test_repeats_of_an_image_are_augmented_differently(config) -> None:
     data = train_data(config)
     (images, _), *_ = next(data.steps(0)).micro_batches
     assert len(set(data.names(0))) == 3  # of 8 images
@@ -132,29 +126,27 @@ def test_repeats_of_an_image_are_augmented_differently(config: TrainConfig) -> N
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "P", "RGBA", "1", "I;16"])
-def test_colours_are_converted(tmp_path: Path, mode: str) -> None:
+def test_colours_are_converted(tmp_path, mode) -> None:
     form = "JPEG" if mode == "CMYK" else "PNG"
     Image.new(mode, (9, 7)).save(tmp_path / "a", form)
     assert decode((tmp_path / "a").read_bytes(), "RGB").mode == "RGB"
     assert decode((tmp_path / "a").read_bytes(), "L").mode == "L"
 
 
-def test_empty_class_folder_is_an_error(config: TrainConfig, image_folder: Path) -> None:
+def test_empty_class_folder_is_an_error(config, image_folder) -> None:
     (image_folder / "train" / "elm").mkdir()
     with pytest.raises(DataError, match=r"class folder .*train/elm has no images"):
         train_data(config)
 
 
-def test_other_number_of_classes_is_an_error(config: TrainConfig) -> None:
+def test_other_number_of_classes_is_an_error(config) -> None:
     model = dataclasses.replace(config.model, num_classes=5)
     with pytest.raises(DataError, match=r"has 4 classes, model\.num_classes is 5"):
         train_data(dataclasses.replace(config, model=model))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_unreadable_validation_image_is_an_error(
-    config: TrainConfig, image_folder: Path, num_workers: int
-) -> None:
+def test_unreadable_validation_image_is_an_error(config, image_folder, num_workers) -> None:
     damage(image_folder, "val/birch/1.jpg")
     data = val_data(with_data(config, num_workers=num_workers))
     for find in (data.verify, lambda: list(data.batches())):
@@ -171,10 +163,7 @@ def overwrite(path: Path) -> None:
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 @pytest.mark.parametrize("images_per_class", [None, 3])
 def test_other_contents_under_the_same_names_have_other_fingerprints(
-    config: TrainConfig,
-    shard_config: TrainConfig,
-    kind: str,
-    images_per_class: int | None,
+    config, shard_config, kind, images_per_class
 ) -> None:
     chosen = with_data(
         config if kind == "folder" else shard_config, images_per_class=images_per_class
@@ -204,9 +193,7 @@ def open_subsets(config: TrainConfig, *numbers: int | None) -> list[Source]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_fewer_images_of_each_class_are_nested_and_read_right(
-    config: TrainConfig, shard_config: TrainConfig, kind: str
-) -> None:
+def test_fewer_images_of_each_class_are_nested_and_read_right(config, shard_config, kind) -> None:
     chosen = config if kind == "folder" else shard_config
     whole, few, more, again = open_subsets(chosen, None, 3, 5, 3)
     assert (few.num_images, more.num_images) == (12, 20)
@@ -226,9 +213,7 @@ def test_fewer_images_of_each_class_are_nested_and_read_right(
 
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_fewer_images_keep_the_order_of_all(
-    config: TrainConfig, shard_config: TrainConfig, kind: str
-) -> None:
+def test_fewer_images_keep_the_order_of_all(config, shard_config, kind) -> None:
     chosen = with_data(config if kind == "folder" else shard_config, shuffle_shards=1)
     whole, few = open_subsets(chosen, None, 3)
     orders = [source.order(torch.Generator().manual_seed(0)) for source in (whole, few)]
@@ -244,7 +229,7 @@ def test_fewer_images_keep_the_order_of_all(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_all_images_of_a_step_are_made_at_its_size(config: TrainConfig, num_workers: int) -> None:
+def test_all_images_of_a_step_are_made_at_its_size(config, num_workers) -> None:
     several = with_data(config, img_sizes=(8, 24, 16), num_workers=num_workers)
     several = dataclasses.replace(several, run=dataclasses.replace(several.run, grad_accum_steps=2))
     whole = train_data(several)

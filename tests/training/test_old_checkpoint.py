@@ -6,7 +6,6 @@
 import csv
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,7 @@ LOSSES = [2.2475, 2.1518]  # held out, as that run logged them
 
 
 def test_old_checkpoint_resumes_evaluates_and_is_released(
-    tmp_path: Path,
-    evaluate: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path, evaluate, monkeypatch, capsys
 ) -> None:
     folder, released = tmp_path / "run", tmp_path / "released"
     folder.mkdir()

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import timm
@@ -11,7 +9,7 @@ import torch
 
 import vil
 from vil.training.release import ReleaseConfig, release
-from vil.training.settings import ModelConfig, TrainConfig
+from vil.training.settings import ModelConfig
 
 MODELS = {  # further settings, the head's and the stem's names
     "resnet18": (["--model.args", "drop_rate=0.1", "channels=(8, 16, 32, 64)"], "fc", "conv1"),
@@ -29,12 +27,7 @@ MODELS = {  # further settings, the head's and the stem's names
 @pytest.mark.ci
 @pytest.mark.parametrize("name", list(MODELS))
 def test_model_of_timm_trains_and_comes_back(
-    name: str,
-    config: TrainConfig,
-    train: Callable[..., int],
-    evaluate: Callable[..., int],
-    image_folder: Path,
-    tmp_path: Path,
+    name, config, train, evaluate, image_folder, tmp_path
 ) -> None:
     options, head, stem = MODELS[name]
     config = dataclasses.replace(config, model=ModelConfig(name=name, img_size=32))

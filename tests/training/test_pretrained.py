@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ FROZEN = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-l
 
 
 @pytest.fixture
-def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+def checkpoint(config, train, tmp_path) -> Path:
     """Weights of a run with a preprocessing of its own."""
     arguments = (
         "--schedule.epochs",
@@ -37,13 +36,13 @@ def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -
 
 
 @pytest.fixture
-def released(checkpoint: Path, tmp_path: Path) -> Path:
+def released(checkpoint, tmp_path) -> Path:
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
     return tmp_path / "small"
 
 
 @pytest.fixture
-def open_config(config: TrainConfig) -> TrainConfig:
+def open_config(config) -> TrainConfig:
     """The configuration with all left open that weights and data can say."""
     unset = dict.fromkeys(("mean", "std", "interpolation", "crop_pct"))
     return dataclasses.replace(
@@ -62,13 +61,7 @@ def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "averaged", "released", "local-dir", "safetensors"])
 def test_run_starts_from_the_weights(
-    kind: str,
-    open_config: TrainConfig,
-    checkpoint: Path,
-    released: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    kind, open_config, checkpoint, released, train, capsys, tmp_path
 ) -> None:
     source = {
         "checkpoint": checkpoint,
@@ -104,14 +97,7 @@ def other_names(image_folder: Path, names: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("kind", ["fewer", "others", "order"])
 def test_other_classes_get_a_new_head_and_nothing_else(
-    kind: str,
-    open_config: TrainConfig,
-    checkpoint: Path,
-    released: Path,
-    image_folder: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    kind, open_config, checkpoint, released, image_folder, train, capsys, tmp_path
 ) -> None:
     if kind == "fewer":
         for split in ("train", "val"):
@@ -148,11 +134,7 @@ def test_other_classes_get_a_new_head_and_nothing_else(
 
 
 def test_killed_run_of_the_same_command_continues_bit_for_bit(
-    open_config: TrainConfig,
-    checkpoint: Path,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    open_config, checkpoint, train, monkeypatch, tmp_path
 ) -> None:
     command = ("--model.pretrained", str(checkpoint), "--run.output")
     assert train(open_config, *command, str(tmp_path / "whole")) == 0
@@ -175,12 +157,7 @@ def test_killed_run_of_the_same_command_continues_bit_for_bit(
 
 
 def test_what_does_not_fit_is_refused(
-    open_config: TrainConfig,
-    checkpoint: Path,
-    released: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    open_config, checkpoint, released, train, capsys, tmp_path
 ) -> None:
     bare = tmp_path / "bare.pth"
     torch.save(load(checkpoint)["state_dict"], bare)

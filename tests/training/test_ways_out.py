@@ -105,7 +105,7 @@ def outcomes() -> dict[str, Any]:
 
 
 @pytest.fixture
-def chosen(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+def chosen(config, monkeypatch) -> TrainConfig:
     """Two epochs, of which each draws its curve."""
     monkeypatch.setattr(report, "_CURVE_EVERY", -1.0)
     return with_(config, "schedule", epochs=2)
@@ -131,12 +131,7 @@ def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
-    name: str,
-    chosen: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    outcomes: dict[str, Any],
-    tmp_path: Path,
+    name, chosen, train, capsys, outcomes, tmp_path
 ) -> None:
     way, folder, begun = WAYS[name], tmp_path / "run", []
     if not outcomes:
@@ -169,11 +164,7 @@ def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
 
 
 def test_too_many_bad_images_leave_the_checkpoint_before_them(
-    chosen: TrainConfig,
-    image_folder: Path,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    chosen, image_folder, train, capsys, tmp_path
 ) -> None:
     """What was trained on in their place is given up: nothing of it is left once they are back."""
     chosen, folder = with_(chosen, "data", aug_repeats=0), tmp_path / "run"
@@ -207,12 +198,7 @@ def test_too_many_bad_images_leave_the_checkpoint_before_them(
     ],
 )
 def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
-    number: signal.Signals,
-    code: int,
-    chosen: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    number, code, chosen, train, capsys, tmp_path
 ) -> None:
     def send() -> None:
         for child in multiprocessing.active_children():
@@ -231,13 +217,7 @@ def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
     assert load(tmp_path / "run" / "last.pt")["run"]["step"] == STEP + 1
 
 
-def test_disk_that_hangs_ends_the_run(
-    chosen: TrainConfig,
-    train: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_disk_that_hangs_ends_the_run(chosen, train, capsys, monkeypatch, tmp_path) -> None:
     """After a time that is made short here; whatever the time, it has to end."""
     monkeypatch.setattr(loader, "_PATIENCE", 3)
     monkeypatch.setattr(loader._TrainImages, "_decode", hang)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tools.faults.kills_runs import CLASSES, write_shard
+from tools.faults.runs import CLASSES, write_shard
 from vil.training.files import write_text
 from vil.training.recipes import to_yaml
 from vil.training.settings import (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import vil
 from vil.messages import first_line
-from vil.training.errors import ConfigError, LostProcessError
+from vil.training.errors import ConfigError, LostProcessError, is_dead_loader
 from vil.training.settings import RunConfig
 
 _LOST = re.compile(
@@ -103,7 +103,7 @@ def connect(run: RunConfig) -> Iterator[World]:
         )
         yield world
     except RuntimeError as error:
-        if not _LOST.search(str(error)) or "DataLoader" in str(error):
+        if not _LOST.search(str(error)) or is_dead_loader(error):
             raise
         raise LostProcessError(
             "another process of the run is gone; its own error says why"

@@ -116,6 +116,11 @@ def run_script(body: Callable[[], None]) -> int:
     return 0
 
 
+def is_dead_loader(error: Exception) -> bool:
+    """Tell the death of a loader process, which PyTorch raises wherever the training process then is."""
+    return "DataLoader" in str(error) and "Caught " not in str(error)  # as an error in one says
+
+
 def message_of(error: Exception) -> str:
     """Return what an error says in one line; that of a loader process says all of its traceback."""
     line = (str(error).strip().splitlines() or [""])[-1]
@@ -146,7 +151,7 @@ def _explained(error: Exception) -> UserError | None:
         return OutputError(
             f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
         )
-    if "DataLoader" in told and "Caught " not in told:  # what is caught in one is no death
+    if is_dead_loader(error):
         return LostProcessError(
             f"a loader process is gone ({first_line(error)}); if memory is short, lower data.num_workers; if "
             f"/dev/shm is, give the container more, by docker run --shm-size 8g, say"
@@ -162,10 +167,13 @@ def _say(line: str) -> None:
 def _end_loaders() -> None:
     """Kill loader processes that are left: one that reads from a disk that hangs would be waited for."""
     children = multiprocessing.active_children()
-    if children:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises when they die
+    if not children:
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises when they die
     for child in children:
         child.kill()
+        child.join()
+    signal.signal(signal.SIGCHLD, handler)
 
 
 def _give_up_output() -> None:

@@ -8,12 +8,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vil.training.errors import OutputError, log
+from vil.training.errors import OutputError, is_dead_loader, log
 
 LOCK_NAME = ".vision-longhorn.lock"
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
@@ -48,6 +48,8 @@ def write_atomically(
         os.replace(temporary, path)
         sync(path.parent)
     except (OSError, RuntimeError, MemoryError) as error:
+        if is_dead_loader(error):
+            raise
         free = ""
         with suppress(OSError):  # of a disk or a folder that is gone
             free = f" ({shutil.disk_usage(path.parent).free >> 20} MiB free)"
@@ -93,40 +95,44 @@ def link_atomically(source: Path, path: Path) -> None:
             temporary.unlink()
 
 
-def lock_folder(folder: Path) -> BinaryIO:
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
     """Make a folder if it is missing, reserve it for this process, and remove what killed ones were writing there.
-
-    Returns:
-        The open lock file; the lock ends with the process or when the file is closed.
 
     Raises:
         OutputError: the folder cannot be written, or another process holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_NAME).open("ab")
+        file = (folder / LOCK_NAME).open("ab", buffering=0)
     except OSError as error:
         raise OutputError(f"output folder {folder} cannot be written: {error.strerror}") from error
+    try:
+        _lock(file, folder)
+        with suppress(OSError):  # they are in nobody's way
+            for path in folder.iterdir():
+                if _TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                    path.unlink()
+        yield
+    finally:
+        with suppress(OSError):  # nothing was written into it
+            file.close()
+
+
+def _lock(file: BinaryIO, folder: Path) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
-            file.close()
             raise OutputError(f"output folder {folder} is in use by another process") from error
         if error.errno not in _NO_LOCKS:
-            file.close()
             raise OutputError(
                 f"output folder {folder} cannot be locked: {error.strerror}"
             ) from error
         log.warning(
-            f"the disk of {folder} has no locks ({error.strerror}): a second process that wrote there, too, would "
-            f"not be noticed"
+            f"the disk of {folder} has no locks ({error.strerror}): a second process that wrote there would not be "
+            f"noticed"
         )
-    with suppress(OSError):  # they are in nobody's way
-        for path in folder.iterdir():
-            if _TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-                path.unlink()
-    return file
 
 
 def is_there(path: Path) -> bool:

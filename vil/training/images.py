@@ -323,6 +323,14 @@ def natural_key(name: str) -> tuple[list[str | int], str]:
     return parts, name
 
 
+def is_folder(path: Path) -> bool:
+    """Tell whether a path leads to a folder; a disk that does not say is a DataError."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise DataError(f"{printable(str(path))} cannot be read: {error.strerror}") from error
+
+
 def _look_into(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of a folder's folders and of its images; links count as what they lead to."""
     folders, images = [], []
@@ -356,7 +364,7 @@ def _find_split(data: DataConfig, training: bool) -> Path:
     split = data.train_split if training else data.val_split
     names = [split, "val"] if split == "validation" else [split]
     for name in names:
-        if Path(data.path, name).is_dir():
+        if is_folder(Path(data.path, name)):
             return Path(data.path, name)
     raise DataError(
         f"data.path {data.path} has no folder {' or '.join(names)}; images must lie at "

@@ -26,6 +26,7 @@ from vil.training.images import (
     decode,
     fingerprint,
     image_mode,
+    is_folder,
     read_patiently,
 )
 from vil.training.recipes import flat
@@ -82,7 +83,7 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     split = "training" if training else "validation"
     if data.dataset == "digits":
         source: Source = DigitSource(training)
-    elif not Path(data.path).is_dir():
+    elif not is_folder(Path(data.path)):
         raise DataError(f"data.path {data.path} is not a folder")
     elif data.dataset == "folder":
         source = FolderSource(data, training)

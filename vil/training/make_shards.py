@@ -24,7 +24,7 @@ from tyro.conf import Positional
 from vil.messages import printable
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.files import lock_folder, write_atomically, write_text
-from vil.training.images import FolderSource, fingerprint
+from vil.training.images import FolderSource, fingerprint, is_folder
 from vil.training.settings import Count, CountFromZero, DataConfig, Section, Threads
 from vil.training.shards import (
     INFO_NAME,
@@ -125,7 +125,7 @@ def make_shards(options: MakeOptions) -> None:
         raise ConfigError(
             f"splits must be different names of folders, got {' '.join(splits) or 'none'}"
         )
-    if not Path(options.images).is_dir():
+    if not is_folder(Path(options.images)):
         raise DataError(f"IMAGE_FOLDER {options.images} is not a folder")
     plans = [_plan(split, options) for split in splits]
     with lock_folder(folder):

@@ -24,7 +24,7 @@ from vil.messages import one_line
 from vil.training.checkpoint import Run
 from vil.training.distributed import versions
 from vil.training.engine import StepResult
-from vil.training.errors import log
+from vil.training.errors import is_dead_loader, log
 from vil.training.files import csv_text, sync, write_atomically, write_text
 from vil.training.loader import Step, TrainData, ValData
 from vil.training.recipes import to_yaml
@@ -214,13 +214,14 @@ class Report:
         averaged = state.best_key == "ema_top1"
         seconds = round(sum(row["seconds"] for row in state.history))
         present = [name for name in _FILES if os.path.exists(self.folder / name)]
+        path = self.folder / ("best.pt" if "best.pt" in present else "last.pt")
         log.info(
             f"\n{self.config.model.name} reached top-1 {best[state.best_key]:.2f}% (best{', EMA' * averaged}, "
             f"epoch {best['epoch']}) and {last['top1']:.2f}% (last{ema}) on {self.val_data.num_images:,} held-out "
             f"images, in {timedelta(seconds=seconds)}\n"
             f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps\n"
             f"files    {self.folder}: {', '.join(present)}\n"
-            f"evaluate python eval.py {shlex.quote(str(self.folder / present[0]))}{' --ema' * averaged}"
+            f"evaluate python eval.py {shlex.quote(str(path))}{' --ema' * averaged}"
         )
 
     def _banner(self) -> None:
@@ -330,6 +331,8 @@ class Report:
         try:
             write(*arguments)
         except Exception as error:  # whatever a disk, or matplotlib, comes up with
+            if is_dead_loader(error):
+                raise
             log.warning(f"{type(error).__name__}: {one_line(error)}; training goes on without")
 
     def _rest(self) -> str:

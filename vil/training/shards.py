@@ -6,6 +6,7 @@ origin it is made from the headers of the tar. It holds for the very file that i
 name, a copy too, is scanned again.
 """
 
+import glob
 import json
 import os
 import re
@@ -223,10 +224,13 @@ def read_index(shard: Path) -> Index | None:
 
 def write_index(shard: Path, samples: list[Sample], stamp: dict[str, int]) -> None:
     """Write the index beside a shard, whose stamp was taken before it was read."""
+    path = index_path(shard)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a killed process
+        left.unlink()  # if it is of one at work, that one goes without an index this time
     content = {"crc32": "0" * 8, **stamp, "samples": samples}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
     start = (_HEAD + _checksum(text.encode())).decode()
-    write_text(index_path(shard), start + text[len(start) :])
+    write_text(path, start + text[len(start) :])
 
 
 def scan(shard: Path) -> list[Sample]:
@@ -393,7 +397,10 @@ def _find_shards(
             names = expand_urls(split)
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"{setting} must be a brace pattern: {error}") from error
-    missing = [name for name in names if not (root / name).is_file()]
+    try:
+        missing = [name for name in names if not (root / name).is_file()]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
     if missing:
         raise DataError(
             f"{setting}: shard {root / missing[0]} is missing ({len(missing)} of {len(names)} are)"

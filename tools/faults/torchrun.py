@@ -1,28 +1,37 @@
-"""Real torchruns that lose a worker, or are asked to stop."""
+"""Kill workers of real torchruns, which must go on by themselves, and stop torchruns that are started again.
 
+    python -m tools.faults.torchrun [--kills 2] [--seed 0]
+
+Each must end with the same bits as one left alone; for every fourth that loses a worker, one gets SIGTERM. Ends with
+status 1 if anything differs.
+"""
+
+import argparse
 import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from tools.faults.kills_runs import (
+from tools.faults.kills import Tally, left_alone
+from tools.faults.runs import (
     PATIENCE,
     Case,
-    Tally,
     differing,
-    left_alone,
+    fork_server,
+    make_images,
     outcome,
     processes,
     tail,
     write_recipe,
 )
-from tools.faults.kills_server import ROOT
+from tools.faults.server import ROOT
 
 EPOCHS = 10  # long enough to be hit
 
@@ -71,56 +80,35 @@ class Torchrun:
         return self.process.returncode
 
 
-def kill_torchrun(root: Path, case: Case, alone: Tally, number: int, rng: random.Random) -> dict:
-    """Kill a worker of a torchrun, which must continue by itself.
-
-    Args:
-        root: Holds the data.
-        case: How to run.
-        alone: The run left alone.
-        number: For the name of the run's folder.
-        rng: Draws moment and victim.
+def disturb(
+    root: Path, case: Case, alone: Tally, number: int, rng: random.Random, kill: bool
+) -> dict:
+    """Kill a worker of a torchrun, which must go on by itself, or send torchrun SIGTERM and start it again.
 
     Returns:
         What happened; "hit" is False if the run ended before.
     """
-    folder = root / f"torchrun-kill-{number}"
+    folder = root / f"torchrun-{'kill' if kill else 'stop'}-{number}"
     run = Torchrun(case, root, folder)
-    run.wait_for(folder / "last.pt")
-    time.sleep(rng.uniform(0, alone.seconds / 2))  # it has begun, and shall not end before
-    rank = rng.randrange(2)
-    victim = run.workers().get(rank)
+    run.wait_for(
+        folder / "previous.pt"
+    )  # the second checkpoint: it has begun, and shall not end before
+    time.sleep(rng.uniform(0, alone.seconds / 2))
+    victim = run.workers().get(rng.randrange(2)) if kill else run.process.pid
     with suppress(ProcessLookupError):
-        os.kill(victim or 0, signal.SIGKILL if victim else 0)
-    killed = time.monotonic()
+        os.kill(victim or 0, 0 if victim is None else signal.SIGKILL if kill else signal.SIGTERM)
     code = run.wait()
-    row = {"case": str(case), "signal": "SIGKILL", "rank": rank, "code": code}
-    row |= {"seconds": time.monotonic() - killed, "restarts": run.restarts}
-    row["resumes"] = run.log.read_text().count("resumed  ")
-    row["hit"] = bool(victim) and (run.restarts > 0 or code != 0)
-    good = code == 0 and run.restarts == row["resumes"] == 1
-    return row | {"problem": _torchrun_problem(run, alone, folder, good or not row["hit"])}
-
-
-def stop_torchrun(root: Path, case: Case, alone: Tally, number: int, rng: random.Random) -> dict:
-    """Send a torchrun SIGTERM, start it again, and compare; see kill_torchrun."""
-    folder = root / f"torchrun-stop-{number}"
-    run = Torchrun(case, root, folder)
-    run.wait_for(folder / "last.pt")
-    time.sleep(rng.uniform(0, alone.seconds / 2))  # it has begun, and shall not end before
-    run.process.terminate()
-    stopped = time.monotonic()
-    code = run.wait()
-    row = {"case": str(case), "signal": "SIGTERM", "rank": None, "code": code}
-    row |= {"seconds": time.monotonic() - stopped, "restarts": run.restarts}
-    again = Torchrun(case, root, folder)
-    good = again.wait() == 0 and run.restarts == 0
+    hit = bool(victim) and (run.restarts > 0 or code != 0)
+    good = code == 0 and run.restarts == 1
+    if not kill:
+        good = Torchrun(case, root, folder).wait() == 0 and run.restarts == 0
     printed = run.log.read_text()
-    row["resumes"] = printed.count("resumed  ")
     # Workers that had trained every epoch and were about to end have nothing to save.
-    row["hit"] = code != 0 and "resumed  finished before" not in printed
-    good = good and printed.count("stopped by SIGTERM") == 1  # one process of a node says it
-    return row | {"problem": _torchrun_problem(run, alone, folder, good or not row["hit"])}
+    hit = hit and "resumed  finished before" not in printed
+    good = good and printed.count("resumed  ") == 1
+    row = {"case": str(case), "signal": "SIGKILL" if kill else "SIGTERM", "code": code}
+    row |= {"restarts": run.restarts, "hit": hit}
+    return row | {"problem": _torchrun_problem(run, alone, folder, good or not hit)}
 
 
 def _torchrun_problem(run: Torchrun, alone: Tally, folder: Path, good: bool) -> str | None:
@@ -133,8 +121,8 @@ def _torchrun_problem(run: Torchrun, alone: Tally, folder: Path, good: bool) -> 
 
 def torchrun_rows(root: Path, count: int, seed: int) -> Iterator[dict]:
     """Kill a worker of so many torchruns, and stop a quarter as many; those not hit count extra."""
-    alone = {}
-    for kind, wanted in ((kill_torchrun, count), (stop_torchrun, -(-count // 4))):
+    alone: dict = {}
+    for kill, wanted in ((True, count), (False, -(-count // 4))):
         hits = 0
         for number in itertools.count():
             if hits == wanted:
@@ -142,7 +130,32 @@ def torchrun_rows(root: Path, count: int, seed: int) -> Iterator[dict]:
             case = Case(("folder", "wds")[number % 2], (0, 2)[number // 2 % 2], 2)
             if case.equals not in alone:
                 alone[case.equals] = left_alone(root, case, EPOCHS)
-            rng = random.Random(f"{seed} {kind.__name__} {number}")
-            row = kind(root, case, alone[case.equals], number, rng)
+            rng = random.Random(f"{seed} {kill} {number}")
+            row = disturb(root, case, alone[case.equals], number, rng, kill)
             hits += row["hit"] or row["problem"] is not None
             yield row
+
+
+def main() -> int:
+    """Print a line for each torchrun; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=2, help="torchruns that lose a worker")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    args = parser.parse_args()
+    problems = []
+    with tempfile.TemporaryDirectory() as name, fork_server():
+        make_images(Path(name))
+        for row in torchrun_rows(Path(name), args.kills, args.seed):
+            problem = row.pop("problem")
+            verdict = "different" if problem else "equal" if row["hit"] else "not hit"
+            print(
+                f"{verdict:9} {', '.join(f'{key} {value}' for key, value in row.items())}",
+                flush=True,
+            )
+            problems += [problem] if problem else []
+    print("\n".join(problems) or "all equal")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
