@@ -29,213 +29,241 @@ REST = (
 MUTATIONS = [
     # Validation always crops at timm's 0.875, whatever data.crop_pct says.
     (
-        "vil/training/data/augment.py",
-        "            crop_pct=data.crop_pct,\n",
+        "vil/training/transforms.py",
+        "        crop_pct=data.crop_pct,\n",
         "",
-        "tests/training/data",
+        "tests/training/test_recipes.py",
     ),
     # All groups of mix_size in a micro-batch are erased and mixed by the same draws.
     (
-        "vil/training/data/augment.py",
+        "vil/training/transforms.py",
         'key("augment", self.seed, step, place + start)',
         'key("augment", self.seed, step, place)',
-        "tests/training/data",
+        "tests/training/test_transforms.py",
     ),
     # With repeated augmentation an epoch is no longer rounded down to a multiple of 256 images.
     (
-        "vil/training/data/draws.py",
+        "vil/training/draws.py",
         "return num_images // _REPEAT_ROUND * _REPEAT_ROUND",
         "return num_images",
-        "tests/training/data",
+        "tests/training/test_draws.py",
     ),
     # The image that replaces an unreadable one gets the label of the unreadable one.
     (
-        "vil/training/data/batches.py",
-        "return image, int(self.source.labels[index]), bad",
-        "return image, int(self.source.labels[draw.index]), bad",
-        "tests/training/data",
+        "vil/training/loader.py",
+        "int(self.source.labels[index]), bad",
+        "int(self.source.labels[draw.index]), bad",
+        "tests/training/test_loader.py",
     ),
     # Repeated augmentation: all draws of an image in a row are augmented alike (easily missed).
     (
-        "vil/training/data/batches.py",
-        'key("image", self.seed, draw.epoch, draw.position)',
-        'key("image", self.seed, draw.epoch, draw.index)',
-        "tests/training/data",
+        "vil/training/loader.py",
+        'key("image", seed, draw.epoch, draw.position)',
+        'key("image", seed, draw.epoch, draw.index)',
+        "tests/training/test_loader.py",
     ),
-    # After a loader process died, validation goes on too early and scores images twice.
+    # A loader process that dies is taken for a fault of a disk, and the run waits for it.
     (
-        "vil/training/data/batches.py",
-        "share[first * self.batch_size :]",
-        "share[first:]",
-        "-m ci tests/training/data/test_data.py",
+        "vil/training/errors.py",
+        'return "DataLoader" in str(error) and "Caught " not in str(error)',
+        "return False",
+        "tests/training/test_ways_out.py",
+    ),
+    # Training images in folders and validation images may have other classes.
+    (
+        "vil/training/loader.py",
+        "    _check_classes(train, val)\n",
+        "",
+        "tests/training/test_loader.py",
     ),
     # With data.images_per_class the first image is never trained on.
     (
-        "vil/training/data/sources.py",
+        "vil/training/images.py",
         "return drawn[drawn >= 0]",
         "return drawn[drawn > 0]",
-        "tests/training/data",
-    ),
-    # A file that is missing for a moment is given up at once, and another image takes its place.
-    (
-        "vil/training/data/reading.py",
-        "is_gone = number == _PAUSES_IF_GONE and _is_gone(error)",
-        "is_gone = _is_gone(error)",
-        "tests/training/data",
+        "tests/training/test_loader.py",
     ),
     # The checksum of an image in a shard is not verified.
     (
-        "vil/training/data/shards.py",
+        "vil/training/shards.py",
         "if checksum not in (_NO_CHECKSUM, zlib.crc32(content)):",
         "if checksum not in (_NO_CHECKSUM, checksum):",
-        "tests/training/data",
+        "tests/training/test_shards.py",
     ),
     # A shard replaced by another one of the same size is read by the old index: old labels.
     (
-        "vil/training/data/shard_index.py",
-        "if index.stamp == stamp:",
-        "if index.stamp.size == stamp.size:",
-        "tests/training/data",
+        "vil/training/shards.py",
+        "stamp == {key: index.get(key) for key in stamp}",
+        'stamp["size"] == index["size"]',
+        "tests/training/test_shards.py",
     ),
     # Of two tars in one file the images of the second are missing, and nothing says so.
     (
-        "vil/training/data/shard_scan.py",
-        "    if any(rest):",
-        "    if any(rest[: tarfile.BLOCKSIZE]):",
-        "tests/training/data",
+        "vil/training/shards.py",
+        "or any(rest) or file.read(1):",
+        "or any(rest[: tarfile.BLOCKSIZE]):",
+        "tests/training/test_shards.py",
     ),
     # Verification of shards does not notice that a label is another one than was written.
     (
-        "vil/training/data/shard_writer.py",
-        "scan_shard(path) != index.scanned:",
-        "len(scan_shard(path)) != len(index.scanned):",
-        "tests/training/data",
+        "vil/training/make_shards.py",
+        "scan(path) != [",
+        "len(scan(path)) != len([",
+        "tests/training/test_shards.py",
     ),
     # The gradient is clipped at twice the norm that is set.
     (
-        "vil/training/run/engine.py",
+        "vil/training/engine.py",
         "clip_grads_with_norm_(parameters, config.optim.clip_grad, norm)",
         "clip_grads_with_norm_(parameters, 2 * config.optim.clip_grad, norm)",
-        "tests/training/run",
+        "tests/training/test_engine.py",
     ),
     # The averaged weights stay what they were at the start.
     (
-        "vil/training/run/engine.py",
-        "training.ema.update(training.model)",
+        "vil/training/engine.py",
+        "trainee.ema.update(trainee.model)",
         "pass",
-        "tests/training/run",
+        "tests/training/test_engine.py",
     ),
     # An optimiser that is not a fused one, SGD say, makes the step of a NaN gradient.
     (
-        "vil/training/run/engine.py",
+        "vil/training/engine.py",
         "    elif not bad:",
         "    else:",
-        "tests/training/run",
+        "tests/training/test_engine.py",
     ),
     # From the second epoch on the model trains as in evaluation, without drop path.
     (
-        "vil/training/run/loop.py",
-        "    training.model.train()\n",
+        "vil/training/model.py",
+        "        self.model.train()\n",
         "",
-        "tests/training/run",
+        "tests/training/test_old_checkpoint.py tests/training/test_run.py tests/training/test_changes.py tests/training/test_engine.py",
     ),
     # A checkpoint within the epoch after the best one becomes best.pt.
     (
-        "vil/training/run/checkpoint.py",
-        "state.best_is_last and state.loss_count == 0 and not",
-        "state.best_is_last and not",
-        "tests/training/run",
+        "vil/training/checkpoint.py",
+        " and self.loss_count == 0",
+        "",
+        "tests/training/test_checkpoint.py",
     ),
     # On resuming the average starts anew from the weights.
     (
-        "vil/training/run/resume.py",
-        'averaged = checkpoint.get("state_dict_ema", weights)',
-        "averaged = weights",
-        "tests/training/run",
+        "vil/training/checkpoint.py",
+        '_load(model, saved["state_dict_ema"])',
+        '_load(model, saved["state_dict"])',
+        "tests/training/test_run.py",
     ),
-    # --run.allow-changes: a new weight decay, say, is recorded and has no effect.
+    # A run goes on with other settings than it had, such as the seed.
     (
-        "vil/training/run/optimizer_state.py",
-        "groups.append(kept | changed |",
-        "groups.append(changed | kept |",
-        "tests/training/run",
+        "vil/training/checkpoint.py",
+        "refused = sorted(changed - allowed)",
+        "refused = sorted(changed & allowed)",
+        "tests/training/test_changes.py",
+    ),
+    # A run goes on with other images than it began with.
+    (
+        "vil/training/checkpoint.py",
+        'if saved["data"].get(split) != fingerprint:',
+        "if False:",
+        "tests/training/test_run.py",
+    ),
+    # A damaged checkpoint is not put aside, and the next save makes it previous.pt.
+    (
+        "vil/training/checkpoint.py",
+        "aside = bad.replace(bad.with_name",
+        "aside = (bad.with_name",
+        "tests/training/test_checkpoint.py",
     ),
     # Vectors and what model.no_weight_decay() names are decayed, too.
     (
-        "vil/training/run/setup.py",
+        "vil/training/model.py",
         "layer_decay=config.layer_decay,",
         "layer_decay=config.layer_decay, filter_bias_and_bn=False,",
-        "tests/training/test_config.py",
+        "tests/training/test_recipes.py",
     ),
     # A signal that only another process than the main one receives is swallowed.
     (
-        "vil/training/run/stopping.py",
-        "return self.received, int(due), int(self.error is not None)",
-        "return self.world.is_main * self.received, int(due), int(self.error is not None)",
-        "-m ci tests/training/run/test_distributed.py",
+        "vil/training/stopping.py",
+        "torch.tensor([self.received, int(",
+        "torch.tensor([self.world.is_main * self.received, int(",
+        "-m ci tests/training/test_distributed.py -k signal",
     ),
     # Rows of steps.csv from after the checkpoint stay on resuming, and come again.
     (
-        "vil/training/run/step_log.py",
-        "if not last < step <= done:",
-        "if not last < step:",
-        "tests/training/run",
+        "vil/training/report.py",
+        'not len(rows) < row["step"] <= self.state.step:',
+        'not len(rows) < row["step"]:',
+        "tests/training/test_watching.py",
+    ),
+    # A tracker that hangs is waited for after a signal as long as before.
+    (
+        "vil/training/report.py",
+        "limit = _LIMIT_AT_SIGNAL if self.signals.received else _LIMIT",
+        "limit = _LIMIT",
+        "tests/training/test_watching.py -k tracker_that_hangs",
     ),
     # Processes whose images have other contents under the same names train together.
     (
-        "vil/training/run/sameness.py",
+        "vil/training/loader.py",
         "= source.fingerprint",
         "= source.listing",
-        "tests/training/run",
+        "tests/training/test_ranks.py",
     ),
     # Mean, deviation, interpolation and crop of model.pretrained are passed over.
     (
-        "vil/training/run/resolve.py",
+        "vil/training/resolve.py",
         "value = described.get(key, default)",
         "value = default",
-        "tests/training/run",
+        "tests/training/test_pretrained.py",
     ),
     # run.save_minutes has no effect: no checkpoint within an epoch, a crash costs all of it.
     (
-        "vil/training/run/train.py",
-        "Agreement(world, config.run.save_minutes)",
-        "Agreement(world)",
-        "tests/training/run",
+        "vil/training/report.py",
+        ">= 60 * self.config.run.save_minutes",
+        ">= 1e9",
+        "tests/training/test_run.py",
     ),
     # --no-amp is passed over where the run had amp: scores are those of bfloat16.
     (
-        "vil/training/run/evaluation.py",
+        "vil/training/evaluation.py",
         "amp = config.run.amp if options.amp is None else options.amp",
         "amp = options.amp or config.run.amp",
-        "tests/training/run",
+        "tests/training/test_evaluation.py",
     ),
     # After a power loss the new file may be empty, and the old one is gone.
     (
         "vil/training/files.py",
         "            os.fsync(file.fileno())\n",
         "",
-        "tests/training",
+        "tests/training/test_checkpoint.py",
     ),
     # optim.lr_base_size has no effect: a wrong learning rate where it is not 512.
     (
-        "vil/training/config.py",
+        "vil/training/settings.py",
         "ratio = self.data.batch_size / self.optim.lr_base_size",
         "ratio = self.data.batch_size / 512",
-        "tests/training",
+        "tests/training/test_run.py tests/training/test_finetuning.py",
+    ),
+    # A setting with a range takes any number.
+    (
+        "vil/training/settings.py",
+        "Positive = Annotated[float, Field(gt=0)]",
+        "Positive = Annotated[float, Field()]",
+        "tests/training/test_settings.py",
     ),
     # Of a key that stands twice in a recipe the last is taken, without a word.
     (
         "vil/training/recipes.py",
-        'yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)',
+        'yaml.load(path.read_text(encoding="utf-8"), _Loader)',
         'yaml.load(path.read_text(encoding="utf-8"), yaml.SafeLoader)',
-        "tests/training",
+        "tests/training/test_recipes.py",
     ),
     # The loss of another process ends in a traceback and code 1 instead of 6.
     (
         "vil/training/distributed.py",
-        "if not _LOST.search(str(error)):",
-        "if not _LOST.match(str(error)):",
-        "-m ci tests/training/run/test_distributed.py -k lost",
+        "if not _LOST.search(str(error))",
+        "if not _LOST.match(str(error))",
+        "-m ci tests/training/test_distributed.py -k lost",
     ),
     # ---- kernels/triton
     # Reads token r = live, one past the end, in a reverse scan whose last chunk is ragged.

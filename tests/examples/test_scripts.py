@@ -18,7 +18,7 @@ from PIL import Image
 
 import vil
 
-for _needed in ("segmentation_models_pytorch", "torchmetrics", "pycocotools", "matplotlib", "rich"):
+for _needed in ("segmentation_models_pytorch", "torchmetrics", "pycocotools", "matplotlib", "tqdm"):
     pytest.importorskip(_needed)
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

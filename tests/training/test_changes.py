@@ -53,6 +53,7 @@ def test_finished_run_is_trained_for_more_epochs_at_another_rate(
     assert all(state["step"] == 20 for state in last["optimizer"]["state"].values())
     written = read_recipe(folder / "config.yaml")
     assert (written.schedule.epochs, written.optim.lr_base, written.run.amp) == (5, 2e-3, True)
+    assert not written.run.allow_changes  # which held for that start only
     assert train(config, *more) == 0  # they are the run's own settings now
     assert "nothing is left to train" in capsys.readouterr().out
 

@@ -14,7 +14,8 @@ from vil.training.distributed import World
 from vil.training.draws import step_size
 from vil.training.errors import DataError
 from vil.training.images import Source, decode
-from vil.training.loader import Step, open_source
+from vil.training.loader import Step, open_source, open_splits
+from vil.training.loader import _check_classes as check_classes
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig
 
 
@@ -137,6 +138,22 @@ def test_empty_class_folder_is_an_error(config, image_folder) -> None:
     (image_folder / "train" / "elm").mkdir()
     with pytest.raises(DataError, match=r"class folder .*train/elm has no images"):
         train_data(config)
+
+
+def test_splits_must_have_the_same_classes_in_the_same_order(config, image_folder) -> None:
+    open_ = dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=None))
+    train, val = open_splits(open_, World())
+    assert train.classes == val.classes
+    (image_folder / "val" / "birch").rename(image_folder / "val" / "elm")
+    with pytest.raises(
+        DataError, match=r"class birch is in the training data only \(2 classes dif"
+    ):
+        open_splits(open_, World())
+    val.classes = val.classes[::-1]
+    with pytest.raises(
+        DataError, match="class 0 is ash in the training data and dogwood in the val"
+    ):
+        check_classes(train, val)
 
 
 def test_other_number_of_classes_is_an_error(config) -> None:

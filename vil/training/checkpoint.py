@@ -245,12 +245,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return saved
 
 
-def continued(saved: dict[str, Any], new: TrainConfig) -> tuple[TrainConfig, TrainConfig]:
-    """Return the settings that a run goes on with, all of them and as they are asked for.
+def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConfig, TrainConfig]:
+    """Return the settings that a run goes on with, or begins with: as it had them, and as they are asked for.
+
+    run.allow_changes is for this start, and no setting of the run.
 
     Raises:
         ConfigError: the settings that are asked for now make another run.
     """
+    once = {"run.allow_changes": False}
+    if saved is None:
+        return _with(new, once), _with(new, once)
     config, asked = (from_dict(saved[key], f"{saved['origin']}: ") for key in ("config", "asked"))
     before, filled, after = flat(asked), flat(config), flat(new)
     free, allowed = marked("free"), marked("changeable") if new.run.allow_changes else set()
@@ -267,7 +272,7 @@ def continued(saved: dict[str, Any], new: TrainConfig) -> tuple[TrainConfig, Tra
         raise ConfigError(
             f"{saved['origin']} is of a run with other {told}; {how}", everywhere=True
         )
-    chosen = {key: after[key] for key in free | changed}
+    chosen = {key: after[key] for key in free | changed} | once
     return _with(config, chosen), _with(asked, chosen)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -172,6 +171,8 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
             everywhere=True,
         )
     names = source.classes or subject.label_names or map(str, range(model.num_classes))
+    rows = zip(names, *by_class.tolist(), strict=False)
+    per_class = {name: {"top1": 100 * hit / n, "num_images": int(n)} for name, hit, n in rows if n}
     return {
         "checkpoint": _whole_name(options.checkpoint),
         "model": config.model.name,
@@ -186,7 +187,7 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "amp": config.run.amp,
         "weights": subject.weights,
         **score._asdict(),
-        **({"per_class": _per_class(names, by_class)} if options.per_class else {}),
+        **({"per_class": per_class} if options.per_class else {}),
         **model_size(model, config),
         "gmacs_count_scans": True,
         "device": str(world.device),
@@ -222,6 +223,7 @@ def _refuse_others(path: Path) -> None:
 def describe(result: dict[str, Any]) -> str:
     """Put the result into words."""
     installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    rows = sorted(result.get("per_class", {}).items(), key=lambda item: item[1]["top1"])
     return (
         f"model    {result['model']} at {result['img_size']} px\n"
         f"weights  {result['weights']}\n"
@@ -229,25 +231,11 @@ def describe(result: dict[str, Any]) -> str:
         f"loss {result['loss']:.4f}   on {result['num_images']:,} images\n"
         f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
         f"{result['images_per_s']:,.0f} images/s on {result['device']}\n"
-        f"versions {installed}" + _class_lines(result.get("per_class", {}))
-    )
-
-
-def _per_class(names: Iterable[str], by_class: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Return top-1 in percent and the number of images, of each class that has any."""
-    return {
-        name: {"top1": 100 * hits / images, "num_images": int(images)}
-        for name, hits, images in zip(names, *by_class.tolist(), strict=False)
-        if images
-    }
-
-
-def _class_lines(per_class: dict[str, dict[str, float]]) -> str:
-    """Put the classes into lines, the worst first."""
-    rows = sorted(per_class.items(), key=lambda item: item[1]["top1"])
-    return "".join(
-        f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
-        for name, row in rows
+        f"versions {installed}"
+        + "".join(
+            f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
+            for name, row in rows  # the worst first
+        )
     )
 
 
@@ -282,7 +270,7 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
     size = {} if options.img_size is None else {"img_size": options.img_size}
     try:
         model, line = model_with(weights, options.model, **size)
-        if size and _is_resized(model):  # to where the weights have positions of their own
+        if size and _resizes(model):  # to where the weights have positions of their own
             model, line = model_with(weights, options.model)
     except ValueError as error:
         raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
@@ -291,8 +279,8 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
     return model, line
 
 
-def _is_resized(model: nn.Module) -> bool:
-    """Tell whether a model takes images of any size and resizes those of its ``img_size``."""
+def _resizes(model: nn.Module) -> bool:
+    """Tell whether a model takes images of any size and resizes those of its ``img_size`` inside."""
     if not isinstance(model, VisionLonghorn) or not model.dynamic_img_size:
         return False
     return model.grid_inside(model.patch_embed.img_size) != model.patch_embed.grid_size
@@ -300,16 +288,14 @@ def _is_resized(model: nn.Module) -> bool:
 
 def _foreign_config(name: str | None) -> TrainConfig:
     """Return the settings of a model that was not trained here."""
-    return TrainConfig(
-        model=ModelConfig(name=name), data=DataConfig(validation_batch_size=_BATCH_SIZE)
-    )
+    data = DataConfig(validation_batch_size=_BATCH_SIZE)
+    return TrainConfig(model=ModelConfig(name=name), data=data)
 
 
 def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
     """Note how many classes the model tells apart."""
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, num_classes=model.num_classes)
-    )
+    changed = dataclasses.replace(config.model, num_classes=model.num_classes)
+    return dataclasses.replace(config, model=changed)
 
 
 def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:

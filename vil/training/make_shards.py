@@ -77,35 +77,32 @@ class VerifyOptions(Section):
 
 
 class _Image(NamedTuple):
-    """An image on its way into a shard."""
+    """An image on its way into a shard; size is in bytes."""
 
     path: str
     key: str
     label: int
     size: int
-    """Bytes."""
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What becomes of a split."""
 
     name: str
-    images: list[_Image]
-    """In the order of the shards."""
     classes: tuple[str, ...]
     made_from: dict[str, Any]
     """The options, and a digest of all names, labels and sizes."""
-    shards: list[tuple[str, list[_Image]]]
-    """File names and contents."""
+    shards: dict[str, list[_Image]]
+    """Contents by file name."""
 
     def info(self) -> dict[str, Any]:
         """Describe the split as timm does, and more."""
+        lengths = [len(images) for images in self.shards.values()]
         return {
             "name": self.name,
-            "filenames": [name for name, _ in self.shards],
-            "shard_lengths": [len(images) for _, images in self.shards],
-            "num_samples": len(self.images),
+            "filenames": list(self.shards),
+            "shard_lengths": lengths,
+            "num_samples": sum(lengths),
             "classes": list(self.classes),
             "made_from": self.made_from,
         }
@@ -130,11 +127,12 @@ def make_shards(options: MakeOptions) -> None:
     plans = [_plan(split, options) for split in splits]
     with lock_folder(folder):
         _announce(folder, plans)
-        jobs = [(folder / name, images) for plan in plans for name, images in plan.shards]
+        jobs = [(folder / name, images) for plan in plans for name, images in plan.shards.items()]
         missing = [job for job in jobs if not _is_whole(job[0])]
         _work(_write_shard, missing, options.num_workers, "written")
     for plan in plans:
-        log.info(f"{plan.name:12}{len(plan.images):,} images in {len(plan.shards):,} shards")
+        count = sum(map(len, plan.shards.values()))
+        log.info(f"{plan.name:12}{count:,} images in {len(plan.shards):,} shards")
     log.info(f"{'written':12}{len(missing):,} shards; {len(jobs) - len(missing):,} were there")
 
 
@@ -189,11 +187,11 @@ def _plan(split: str, options: MakeOptions) -> _Plan:
         "num_images": len(images),
         "file_list_digest": fingerprint(*(json.dumps(row).encode() for row in rows)),
     }
-    shards = [
-        (f"{split}-{number:06d}.tar", images[first : first + options.shard_images])
+    shards = {
+        f"{split}-{number:06d}.tar": images[first : first + options.shard_images]
         for number, first in enumerate(range(0, len(images), options.shard_images))
-    ]
-    return _Plan(split, images, source.classes, made_from, shards)
+    }
+    return _Plan(split, source.classes, made_from, shards)
 
 
 def _sizes(paths: list[str], num_workers: int | None) -> list[int]:
@@ -248,7 +246,7 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
                 f"SHARD_FOLDER {folder} holds split {plan.name} made from {before}, now it is {plan.made_from}; "
                 f"choose another folder"
             )
-        foreign = [name for name, _ in plan.shards if os.path.lexists(folder / name)]
+        foreign = [name for name in plan.shards if os.path.lexists(folder / name)]
         if plan.name not in present and foreign:
             raise OutputError(f"{folder / foreign[0]} exists and {INFO_NAME} names no such shard")
     path = folder / INFO_NAME

@@ -139,57 +139,36 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
 
 def _model_card(name: str, weights: Weights, config: TrainConfig, license: str) -> str:
     """Write a model card in timm's form."""
-    return generate_readme(
-        {
-            "license": license,
-            "tags": ["image-classification", "timm", "transformers", "vision-longhorn"],
-            "description": _description(config),
-            "details": _details(weights, config),
-            "usage": _usage(name) + _metrics(weights) + _recipe(config),
-            "citation": _PAPERS,
-        },
-        _plain(name),
+    model, data, names = config.model, config.data, weights.label_names or ()
+    shown = ", ".join(map(_plain, names[:10])) + (", ..." if len(names) > 10 else "")
+    start = (
+        f"fine-tuned from {_plain(_without_place(model.pretrained))}" if model.pretrained else ""
     )
-
-
-def _usage(name: str) -> str:
-    source, folder = json.dumps(f"local-dir:{name}"), json.dumps(name)
-    return f"""```python
+    details = {
+        "Model": f"{model.name}, {sum(t.numel() for t in weights.state_dict.values()):,} values",
+        "Weights": f"{'averaged weights (EMA)' if weights.averaged else 'weights'} of epoch {weights.epoch}",
+        "Images": f"{model.img_size} x {model.img_size} px, {model.in_chans} channels",
+        "Classes": f"{model.num_classes}" + (f": {shown}" if shown else ""),
+        "Trained on": data.dataset,
+        "Made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
+    }
+    usage = f"""```python
 import timm
 import vil  # registers the models
 
-model = timm.create_model({source}, pretrained=True)  # hf-hub:YOU/{printable(name)} when pushed
-model = vil.load({folder}, num_classes=3)  # to fine-tune on other classes
+model = timm.create_model({json.dumps(f"local-dir:{name}")}, pretrained=True)  # hf-hub:YOU/{printable(name)} when pushed
+model = vil.load({json.dumps(name)}, num_classes=3)  # to fine-tune on other classes
 ```
 """
-
-
-def _description(config: TrainConfig) -> str:
-    model = config.model
-    start = ", trained from scratch"
-    if model.pretrained:
-        start = f", fine-tuned from {_plain(_without_place(model.pretrained))}"
-    return f"An image classification model, `{model.name}`{start}."
-
-
-def _details(weights: Weights, config: TrainConfig) -> dict[str, Any]:
-    model, data = config.model, config.data
-    kind = "averaged weights (EMA)" if weights.averaged else "weights"
-    names = weights.label_names or ()
-    shown = ", ".join(map(_plain, names[:10])) + (", ..." if len(names) > 10 else "")
-    share = (
-        "" if data.images_per_class is None else f", {data.images_per_class} images of each class"
-    )
-    sizes = ", ".join(map(str, data.img_sizes or ()))
-    trained = f", trained at {sizes} px" if sizes else ""
-    return {
-        "Model": f"{model.name}, {sum(t.numel() for t in weights.state_dict.values()):,} values",
-        "Weights": f"{kind} of epoch {weights.epoch}",
-        "Images": f"{model.img_size} x {model.img_size} px, {model.in_chans} channels{trained}",
-        "Classes": f"{model.num_classes}" + (f": {shown}" if shown else ""),
-        "Trained on": f"{data.dataset}{share}",
-        "Made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
+    card = {
+        "license": license,
+        "tags": ["image-classification", "timm", "transformers", "vision-longhorn"],
+        "description": f"An image classification model, `{model.name}`, {start or 'trained from scratch'}.",
+        "details": details,
+        "usage": usage + _metrics(weights) + _recipe(config),
+        "citation": _PAPERS,
     }
+    return generate_readme(card, _plain(name))
 
 
 def _metrics(weights: Weights) -> str:

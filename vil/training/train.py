@@ -45,9 +45,7 @@ def train(config: TrainConfig) -> None:
         saved = world.broadcast(saved)
 
         # The settings: as asked for, or as the run had them; what they leave open is filled in.
-        asked = config
-        if saved is not None:
-            config, asked = continued(saved, asked)
+        config, asked = continued(saved, config)
         weights = read_pretrained(config.model) if saved is None else None
         config = fill_from_weights(config, weights)
         train_source, val_source = open_splits(config, world)
@@ -57,20 +55,15 @@ def train(config: TrainConfig) -> None:
 
         # What is trained, the same in all processes.
         seed_everything(config.run.seed)
-        run = Run(
-            config,
-            asked,
-            build(config, world, weights, train_source.classes),
-            train_source,
-            val_source,
-        )
+        trainee = build(config, world, weights, train_source.classes)
+        run = Run(config, asked, trainee, train_source, val_source)
         if saved is not None:
             restore(run, saved)
         else:
             val_data.verify()  # now, and not after an epoch
             if world.is_main:
                 save(folder, run)  # from here on the folder is this run's
-        state, trainee = run.state, run.trainee
+        state = run.state
         del saved, weights
 
         with (
@@ -84,9 +77,8 @@ def train(config: TrainConfig) -> None:
                 while state.step < (epoch + 1) * train_data.steps_per_epoch:
                     with report.waiting():
                         step = next(steps)
-                    report.took(
-                        step, train_step(trainee, step, config)
-                    )  # not waiting for the device
+                    result = train_step(trainee, step, config)  # does not wait for the device
+                    report.took(step, result)
                     number, due = signals.agree(report.save_is_due)
                     if number or due or report.is_due:
                         account(run, report, train_data)
