@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from vil.training.errors import DataError
 from vil.training.images import Source, decode
 from vil.training.loader import Step, open_source, open_splits
 from vil.training.loader import _check_classes as check_classes
+from vil.training.recipes import to_yaml
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig
 
 
@@ -260,3 +263,20 @@ def test_all_images_of_a_step_are_made_at_its_size(config, num_workers) -> None:
     # No other size of the list has a part in it.
     one = next(train_data(with_data(several, img_sizes=(drawn[0],))).steps(0))
     assert_same_steps([one], [next(whole.steps(0))])
+
+
+def test_a_program_that_leaves_loader_processes_ends(config, tmp_path) -> None:
+    """They ignore SIGTERM, by which Python would end them, and then wait for them."""
+    (tmp_path / "recipe.yaml").write_text(to_yaml(with_data(config, num_workers=1)))
+    program = (
+        "from pathlib import Path; from vil.training.distributed import World\n"
+        "from vil.training.loader import TrainData, open_source\n"
+        "from vil.training.recipes import read_recipe\n"
+        f"config = read_recipe(Path({str(tmp_path / 'recipe.yaml')!r}))\n"
+        "source = open_source(config.data, config.model, training=True)\n"
+        "steps = TrainData(config, source, World()).steps(0)\n"
+        "print(next(steps).number)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

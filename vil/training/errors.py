@@ -98,7 +98,7 @@ def run_script(body: Callable[[], None]) -> int:
         try:
             body()
         finally:
-            _end_loaders()
+            end_loaders()
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -164,9 +164,9 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)  # noqa: T201  the one line that a program ends with
 
 
-def _end_loaders() -> None:
-    """Kill loader processes that are left: one that reads from a disk that hangs would be waited for."""
-    children = multiprocessing.active_children()
+def end_loaders() -> None:
+    """Kill loader processes that are left: they ignore SIGTERM, and one whose disk hangs would be waited for."""
+    children = [child for child in multiprocessing.active_children() if child.daemon]
     if not children:
         return
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises when they die

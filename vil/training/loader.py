@@ -1,10 +1,12 @@
 """From settings to the batches of a step: opening the data, loading it, and what becomes of an image that is no good."""
 
+import atexit
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from torch.utils.data import Subset as Chosen
 from vil.messages import printable
 from vil.training.distributed import World, versions
 from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image, step_size
-from vil.training.errors import DataError
+from vil.training.errors import DataError, end_loaders
 from vil.training.images import (
     DigitSource,
     FolderSource,
@@ -251,6 +253,7 @@ def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
     arguments: dict[str, Any] = {"pin_memory": world.device.type == "cuda"}
     if num_workers == 0:
         return arguments
+    _end_loaders_at_exit()
     return arguments | {
         "num_workers": num_workers,
         "persistent_workers": True,
@@ -258,6 +261,12 @@ def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
         "worker_init_fn": _leave_signals_to_parent,
         "timeout": _PATIENCE,
     }
+
+
+@cache
+def _end_loaders_at_exit() -> None:
+    """Let Python not wait for loaders that are left when it ends, which ignore its SIGTERM."""
+    atexit.register(end_loaders)
 
 
 def _leave_signals_to_parent(worker: int) -> None:
