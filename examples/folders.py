@@ -1,23 +1,23 @@
 """Your own data for the examples: folders of images and masks, and COCO's layout of boxes."""
 
-import json
+import contextlib
+import io
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision import tv_tensors
+from torchvision.datasets import CocoDetection, VisionDataset
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 IGNORED = 255  # in masks: pixels that are neither learned from nor counted
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 
 
-class MaskFolder(Dataset):
+class MaskFolder(VisionDataset):
     """One split of a folder of images and of masks with a class index in each pixel.
 
     It has ``images/SPLIT/NAME.jpg`` (or another format), ``masks/SPLIT/NAME.png``, grey or with a
@@ -35,7 +35,7 @@ class MaskFolder(Dataset):
         Raises:
             FileNotFoundError: classes.txt, the images or a mask are not there.
         """
-        self.transform = transform
+        super().__init__(folder, transforms=transform)
         images = folder / "images" / split
         self.images = sorted(p for p in images.glob("*") if p.suffix.lower() in _SUFFIXES)
         if not self.images:
@@ -63,31 +63,26 @@ class MaskFolder(Dataset):
         """
         image, path = _image(self.images[index]), self.masks[index]
         with Image.open(path) as file:
-            if file.mode not in ("L", "P"):
-                raise ValueError(
-                    f"{path} has pixels of mode {file.mode}, must be class indices, mode L or P"
-                )
-            mask = pil_to_tensor(file)[0].long()
-        if mask.shape != image.shape[1:]:
+            mode, mask = file.mode, pil_to_tensor(file)[0].long()
+        most = len(self.classes) - 1
+        wrong = mask[(mask > most) & (mask != IGNORED)].unique().tolist()
+        if mode not in ("L", "P") or mask.shape != image.shape[1:] or wrong:
             raise ValueError(
-                f"{path} has {mask.shape[1]} x {mask.shape[0]} px, must be as its image "
-                f"{self.images[index]}, {image.shape[2]} x {image.shape[1]} px"
+                f"{path} must have mode L or P, the size {tuple(image.shape[1:])} of its image, and "
+                f"classes up to {most} or {IGNORED} to ignore, got {mode}, {tuple(mask.shape)}, {wrong}"
             )
-        wrong = mask[(mask >= len(self.classes)) & (mask != IGNORED)]
-        if len(wrong):
-            raise ValueError(
-                f"{path} has class {wrong[0]}, must be below the {len(self.classes)} of "
-                f"classes.txt, or {IGNORED} to ignore"
-            )
-        return self.transform(image, {"mask": tv_tensors.Mask(mask)})
+        return self.transforms(image, {"mask": tv_tensors.Mask(mask)})
 
 
-class CocoFolder(Dataset):
+class CocoFolder(CocoDetection):
     """One split of a folder laid out as COCO is, of images and boxes.
 
     It has ``SPLIT/*`` or ``SPLIT2017/*`` with images, and ``annotations/instances_SPLIT.json`` or
     ``annotations/instances_SPLIT2017.json``. Annotations of crowds are left out, and so are, with a
     warning, boxes without an area.
+
+    An item is the image, (3, H, W), uint8; and a dict of ``boxes``, (N, 4), float32, left, top, right
+    and bottom in pixels, and ``labels``, (N,), int64, from 1 on in the order of the category ids.
     """
 
     def __init__(self, folder: Path, split: str, transform: Callable = lambda *item: item) -> None:
@@ -100,82 +95,68 @@ class CocoFolder(Dataset):
 
         Raises:
             FileNotFoundError: the annotations or an image are not there.
-            ValueError: the annotations are no JSON, lack something, or name what is not there.
+            ValueError: the annotations are no JSON, lack something, name what is not there, or have a
+                box outside its image.
         """
-        self.transform = transform
-        self.path = _only(folder / "annotations", f"instances_{split}*.json")
-        images = _only(folder, f"{split}*")
+        path = _only(folder / "annotations", f"instances_{split}*.json")
         try:
-            content = json.loads(self.path.read_text())
-            names = {entry["id"]: entry["name"] for entry in content["categories"]}
-            files = {entry["id"]: images / entry["file_name"] for entry in content["images"]}
-            annotations = [a for a in content["annotations"] if not a.get("iscrowd")]
-            self.boxes, empty = self._by_image(annotations, files, sorted(names))
+            with contextlib.redirect_stdout(io.StringIO()):  # it tells how long it took
+                super().__init__(_only(folder, f"{split}*"), path, transforms=transform)
+            self._check()
         except KeyError as error:
-            raise ValueError(f"{self.path} lacks {error}, which COCO's instances have") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self.path} is no JSON: {error}") from error
+            raise ValueError(f"{path} lacks {error}, which COCO's instances have") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        self.numbers = sorted(self.coco.cats)
+        self.classes = ["background", *(self.coco.cats[n]["name"] for n in self.numbers)]
+
+    def _check(self) -> None:
+        images, empty = {each["id"]: each for each in self.coco.dataset["images"]}, 0
+        for image in images.values():
+            if not (path := Path(self.root) / image["file_name"]).is_file():
+                raise FileNotFoundError(f"{path} is missing, which the annotations list")
+        for one in self.coco.dataset["annotations"]:
+            image, box = images.get(one["image_id"]), one["bbox"]
+            if not image or one["category_id"] not in self.coco.cats or not _within(box, image):
+                raise ValueError(
+                    "annotations must have a category_id and an image_id that are listed, and a bbox "
+                    f"(left, top, width, height) within the image, got {one} and the image {image}"
+                )
+            empty += min(box[2:]) <= 0
         if empty:
-            warnings.warn(f"{self.path}: {empty} boxes without an area are left out", stacklevel=2)
-        missing = [path for path in files.values() if not path.is_file()]
-        if missing or not files:
-            first = missing[0] if missing else "every image"
-            raise FileNotFoundError(f"{first} is missing, of {self.path}")
-        self.files = list(files.items())
-        self.classes = ["background", *(names[number] for number in sorted(names))]
+            warnings.warn(f"{empty} boxes without an area are left out", stacklevel=3)
 
-    def _by_image(
-        self, annotations: list[dict], files: dict[int, Path], numbers: list[int]
-    ) -> tuple[dict[int, list[tuple[list[float], int]]], int]:
-        """Return boxes (left, top, width, height) and labels of each image, and how many are empty."""
-        boxes, empty = defaultdict(list), 0
-        for annotation in annotations:
-            name = f"{self.path}: annotation {annotation['id']}"
-            box, image = annotation["bbox"], annotation["image_id"]
-            if annotation["category_id"] not in numbers:
-                raise ValueError(f"{name} has category_id {annotation['category_id']}, not listed")
-            if image not in files:
-                raise ValueError(f"{name} has image_id {image}, not listed")
-            if len(box) != 4 or not all(abs(number) < 1e6 for number in box):
-                raise ValueError(f"{name} has bbox {box}, must be left, top, width, height in px")
-            if min(box[2:]) > 0:
-                boxes[image].append((box, numbers.index(annotation["category_id"]) + 1))
-            else:
-                empty += 1
-        return boxes, empty
+    def _load_image(self, id: int) -> tv_tensors.Image:
+        image, listed = (
+            _image(Path(self.root) / self.coco.imgs[id]["file_name"]),
+            self.coco.imgs[id],
+        )
+        if image.shape[1:] != (listed["height"], listed["width"]):
+            raise ValueError(f"{listed} must be of its size {tuple(image.shape[1:])}")
+        return image
 
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[tv_tensors.Image, dict[str, Tensor]]:
-        """Read an image and its boxes.
-
-        Returns:
-            The image, (3, H, W), uint8; and a dict of ``boxes``, (N, 4), float32, left, top, right and
-            bottom in pixels, and ``labels``, (N,), int64, from 1 on in the order of the category ids.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: a box lies outside the image.
-        """
-        number, path = self.files[index]
-        image, found = _image(path), self.boxes.get(number, [])
-        height, width = image.shape[1:]
-        boxes = torch.tensor([box for box, _ in found], dtype=torch.float32).reshape(-1, 4)
+    def _load_target(self, id: int) -> dict[str, Tensor]:
+        found = [
+            one
+            for one in super()._load_target(id)
+            if not one.get("iscrowd") and min(one["bbox"][2:]) > 0
+        ]
+        boxes = torch.tensor([one["bbox"] for one in found], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
-        over = (boxes < -1) | (boxes > torch.tensor([width, height, width, height]) + 1)
-        if over.any():  # by more than rounding
-            box = boxes[over.any(1)][0].tolist()
-            raise ValueError(
-                f"{self.path}: box {box} (left, top, right, bottom) is not within {path}, "
-                f"{width} x {height} px"
-            )
-        target = {
-            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
-            "labels": torch.tensor([label for _, label in found], dtype=torch.int64),
+        size = self.coco.imgs[id]["height"], self.coco.imgs[id]["width"]
+        labels = [self.numbers.index(one["category_id"]) + 1 for one in found]
+        return {
+            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size),
+            "labels": torch.tensor(labels, dtype=torch.int64),
         }
-        return self.transform(image, target)
+
+
+def _within(box: list[float], image: dict) -> bool:
+    """Return whether a box is one, and in its image but for rounding."""
+    if len(box) != 4:
+        return False
+    sides = (box[0], box[2], image["width"]), (box[1], box[3], image["height"])
+    return all(-1 <= start <= start + length <= most + 1 for start, length, most in sides)
 
 
 def _image(path: Path) -> tv_tensors.Image:

@@ -37,7 +37,7 @@ def main() -> None:
     images, masks = (part[:SHOWN] for part in next(iter(val)))
     with torch.inference_mode():
         predicted = predict(model, images).argmax(1).cpu()
-    draw_masks(args.output / "picture.png", images, masks, predicted, val.dataset.classes)
+    draw_masks(args.output / "picture.png", images, masks, predicted, len(val.dataset.classes))
 
 
 def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:

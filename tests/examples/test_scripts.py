@@ -165,7 +165,9 @@ def coco(tmp_path: Path) -> Path:
             picture(folder / f"{split}2017/{number}.jpg", pixels)
         box = {"bbox": [5, 6, 20, 30.5], "iscrowd": 0, "area": 610}
         content = {
-            "images": [{"id": 10 + n, "file_name": f"{n}.jpg"} for n in range(4)],
+            "images": [
+                {"id": 10 + n, "file_name": f"{n}.jpg", "width": 50, "height": 40} for n in range(4)
+            ],
             "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
             "annotations": [  # the last image has none
                 {"id": n, "image_id": 10 + n, "category_id": (3, 7, 7)[n], **box} for n in range(3)
@@ -211,9 +213,10 @@ MASK_FAULTS = [
         lambda folder: (folder / "masks/train/3.png").unlink(),
         "masks/train/3.png is missing, the mask of",
     ),
-    (another_size, "masks/train/1.png has 64 x 48 px, must be as its image"),
-    (colours, "masks/train/1.png has pixels of mode RGB, must be class indices"),
-    (too_high_a_class, "masks/val/2.png has class 3, must be below the 3 of classes.txt"),
+    (another_size, "of its image, and classes up to 2 or 255 to ignore, got L, (48, 64), []"),
+    (colours, "masks/train/1.png must have mode L or P, the size (64, 48) of its image"),
+    (too_high_a_class, "masks/val/2.png must have mode L or P"),
+    (too_high_a_class, "classes up to 2 or 255 to ignore, got L, (40, 50), [3]"),
     (lambda folder: (folder / "classes.txt").unlink(), "classes.txt"),
     (cut_off, "images/train/0.jpg cannot be read"),
     (far_too_large, "images/train/0.jpg cannot be read: Image size (200000000 pixels)"),
@@ -232,6 +235,11 @@ def changed(**change: object) -> Callable[[Path], None]:
     return change_it
 
 
+def another_listed_size(folder: Path) -> None:
+    path = folder / "annotations/instances_val2017.json"
+    path.write_text(path.read_text().replace('"height": 40', '"height": 41'))
+
+
 def without_images(folder: Path) -> None:
     path = folder / "annotations/instances_val2017.json"
     content = json.loads(path.read_text())
@@ -240,18 +248,17 @@ def without_images(folder: Path) -> None:
 
 
 COCO_FAULTS = [
-    (lambda folder: (folder / "train2017/2.jpg").unlink(), "train2017/2.jpg is missing, of"),
-    (
-        changed(category_id=5),
-        "instances_train2017.json: annotation 0 has category_id 5, not listed",
-    ),
-    (changed(image_id=5), "annotation 0 has image_id 5, not listed"),
-    (changed(bbox=[1, 2, 3]), "annotation 0 has bbox [1, 2, 3], must be left, top, width, height"),
-    (changed(bbox=[30, 2, 30, 9]), "0.jpg, 50 x 40 px"),
+    (lambda folder: (folder / "train2017/2.jpg").unlink(), "train2017/2.jpg is missing, which"),
+    (changed(category_id=5), "instances_train2017.json: annotations must have a category_id and"),
+    (changed(image_id=5), "'image_id': 5, "),
+    (changed(bbox=[1, 2, 3]), "'bbox': [1, 2, 3], "),
+    (changed(bbox=[30, 2, 30, 9]), "'bbox': [30, 2, 30, 9], "),
+    (changed(bbox=[math.nan, 2, 30, 9]), "'bbox': [nan, 2, 30, 9], "),
+    (another_listed_size, "'height': 41} must be of its size (40, 50)"),
     (without_images, "instances_val2017.json lacks 'images'"),
     (
         lambda folder: (folder / "annotations/instances_train2017.json").write_text("{"),
-        "instances_train2017.json is no JSON",
+        "instances_train2017.json: Expecting",
     ),
 ]
 
@@ -310,5 +317,5 @@ def test_an_example_says_what_does_not_fit(run: Run, masks: Path, tmp_path: Path
     with pytest.raises(ValueError, match="--batch-size must be at most 4, the images, got 5"):
         run("segment", tmp_path / "output", *data, "--batch-size", "5")
     too_high_a_class(masks)
-    with pytest.raises(ValueError, match=r"masks/val/2\.png has class 3, must be below the 3"):
+    with pytest.raises(ValueError, match=r"masks/val/2\.png must have mode L or P, .*, \[3\]"):
         run("segment", tmp_path / "output", *data)
