@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 from transformers import UperNetConfig
@@ -29,6 +28,8 @@ from downstream.run import Options, Task, run, world_size
 from downstream.scenes import CLASSES, IGNORED, Augment, Scenes, Whole, by_windows
 from vil.training.draws import seed_everything
 from vil.training.errors import ConfigError, run_script
+from vil.training.recipes import parse
+from vil.training.settings import Count, CountFromZero
 
 # Of the official scripts of the two sizes; blocks of the depth of both.
 RATES = {
@@ -43,13 +44,18 @@ _FIRST_FACTOR = 1e-6  # of the learning rate, at the first step
 class SceneOptions(Options):
     """Train UperNet on ADE20K."""
 
-    img_size: int = 512
-    steps: int = 60_000
-    batch_size: int = 32
-    warmup_steps: int = 1500
-    val_steps: int = 6000
+    img_size: Count = 512
+    steps: Count = 60_000
+    batch_size: Count = 32
+    warmup_steps: CountFromZero = 1500
+    val_steps: Count = 6000
     precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed"
-    pyramid_blocks: tuple[int, int, int, int] = (5, 11, 17, 23)
+    pyramid_blocks: tuple[CountFromZero, CountFromZero, CountFromZero, CountFromZero] = (
+        5,
+        11,
+        17,
+        23,
+    )
     """Blocks whose tokens the four maps are made of."""
 
     def __post_init__(self) -> None:
@@ -184,7 +190,7 @@ def train(options: SceneOptions) -> dict[str, float]:
 
 def main() -> None:
     """Train as the command line says."""
-    train(tyro.cli(SceneOptions))
+    train(parse(SceneOptions, sys.argv[1:]))
 
 
 if __name__ == "__main__":

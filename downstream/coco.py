@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed
-import tyro
 from torch import Tensor
 
 from downstream.cascade import cascade_mask_rcnn
@@ -24,6 +23,8 @@ from downstream.objects import Jitter, Objects, as_it_is, average_precision, fou
 from downstream.run import Options, Task, run, world_size
 from vil.training.draws import seed_everything
 from vil.training.errors import run_script
+from vil.training.recipes import parse
+from vil.training.settings import Count, CountFromZero
 
 # Of the official configuration of tiny; small's is the same.
 _RATES = {"lr": 1e-4, "weight_decay": 0.1, "layer_decay": 0.837}
@@ -36,11 +37,11 @@ _FIRST_FACTOR = 1e-3  # of the learning rate, at the first step
 class ObjectOptions(Options):
     """Train Cascade Mask R-CNN on COCO."""
 
-    img_size: int = 1024
-    steps: int = 184_375
-    batch_size: int = 64
-    warmup_steps: int = 250
-    val_steps: int = 9219
+    img_size: Count = 1024
+    steps: Count = 184_375
+    batch_size: Count = 64
+    warmup_steps: CountFromZero = 250
+    val_steps: Count = 9219
     precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed"
 
 
@@ -82,7 +83,7 @@ class Detection(Task):
             torch.distributed.all_gather_object(parts, self.rows)
         self.rows = []
         every = [row for part in parts for row in part]
-        figures = average_precision(self.val_set.coco, every, self.val_set.images)
+        figures = average_precision(self.val_set.coco, every, self.val_set.ids)
         self.log_dict(figures, prog_bar=True, sync_dist=True)
         self.result = {"step": self.trainer.global_step, **figures}
 
@@ -111,7 +112,7 @@ def train(options: ObjectOptions) -> dict[str, float]:
 
 def main() -> None:
     """Train as the command line says."""
-    train(tyro.cli(ObjectOptions))
+    train(parse(ObjectOptions, sys.argv[1:]))
 
 
 if __name__ == "__main__":

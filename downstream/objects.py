@@ -19,7 +19,7 @@ from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor
-from torch.utils.data import Dataset
+from torchvision.datasets import CocoDetection
 from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as T
@@ -31,8 +31,11 @@ Target = dict[str, Tensor]
 _MASK = 0.5  # from which probability on a pixel is the object's
 
 
-class Objects(Dataset):
-    """Images uint8 (3, H, W) and a dict of labels int64 (n), masks uint8 (n, H, W) and the image's number."""
+class Objects(CocoDetection):
+    """Images uint8 (3, H, W) and a dict of labels int64 (n), masks uint8 (n, H, W) and the image's number.
+
+    Crowds are left out.
+    """
 
     def __init__(
         self,
@@ -56,40 +59,36 @@ class Objects(Dataset):
         if not path.is_file():
             raise DataError(f"no annotations {path}")
         with contextlib.redirect_stdout(io.StringIO()):  # it tells how long it took
-            self.coco = COCO(str(path))
-        self.folder = root / split
-        self.transform = transform
-        self.categories = sorted(self.coco.getCatIds())
-        self.images = sorted(self.coco.getImgIds())
+            super().__init__(root / split, path, transforms=transform)
+        self.categories = sorted(self.coco.cats)
         if with_objects:
-            self.images = [number for number in self.images if self._objects(number)]
-        if not self.images:
+            self.ids = [number for number in self.ids if self._objects(number)]
+        if not self.ids:
             raise DataError(f"{path} has no images")
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple:
-        number = self.images[index]
-        path = self.folder / self.coco.imgs[number]["file_name"]
+    def _load_image(self, id: int) -> Tensor:
+        path = Path(self.root) / self.coco.imgs[id]["file_name"]
         try:
             with PIL.Image.open(path) as file:
-                image = T.pil_to_tensor(file.convert("RGB"))
+                return T.pil_to_tensor(file.convert("RGB"))
         except (OSError, PIL.Image.DecompressionBombError) as error:
             raise DataError(f"cannot read {path}: {error}") from error
-        objects = self._objects(number)
+
+    def _load_target(self, id: int) -> Target:
+        size, objects = (
+            (self.coco.imgs[id][side] for side in ("height", "width")),
+            self._objects(id),
+        )
         masks = [torch.from_numpy(self.coco.annToMask(each)) for each in objects]
         labels = [self.categories.index(each["category_id"]) + 1 for each in objects]
-        target = {
+        return {
             "labels": torch.tensor(labels, dtype=torch.int64),
-            "masks": torch.stack(masks) if masks else image.new_zeros(0, *image.shape[1:]),
-            "image": torch.tensor(number),
+            "masks": torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8),
+            "image": torch.tensor(id),
         }
-        return self.transform(image, target)
 
-    def _objects(self, number: int) -> list[dict[str, Any]]:
-        """Return the annotations of an image, crowds left out."""
-        return [each for each in self.coco.imgToAnns[number] if not each["iscrowd"]]
+    def _objects(self, id: int) -> list[dict[str, Any]]:
+        return [each for each in self.coco.imgToAnns[id] if not each["iscrowd"]]
 
 
 class Jitter:

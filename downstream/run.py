@@ -10,13 +10,14 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -25,7 +26,18 @@ from downstream.features import parameter_groups
 from vil.training.draws import Draw, MicroBatches, key, seed_image
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import lock_folder, write_text
-from vil.training.settings import key_values
+from vil.training.settings import (
+    Count,
+    CountFromZero,
+    Number,
+    Positive,
+    Section,
+    Seed,
+    ShareAboveZero,
+    ShareBelowOne,
+    Workers,
+    key_values,
+)
 
 _TIMED = 20  # batches that tell the time of a step
 # What another start of the same run may have otherwise.
@@ -33,14 +45,14 @@ _FREE = ("data", "output", "num_workers", "grad_checkpointing", "val_steps", "ch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Section):
     """Options of a run; the same command again goes on from its last checkpoint."""
 
     output: Path
     """Folder for checkpoints, figures and the result."""
     data: Path | None = None
     """Folder of the data set."""
-    generated: int | None = None
+    generated: Annotated[int, Field(ge=2)] | None = None
     """Instead of --data: a dry run on so many generated training images, and half as many to validate."""
     model: str = "vil_tiny_pyramid"
     """timm's name of the backbone."""
@@ -48,47 +60,41 @@ class Options:
     """Weights to begin with, as of vil.load: a checkpoint, a folder, a .safetensors or .pth file, ..."""
     model_kwargs: tuple[str, ...] = ()
     """More arguments of the backbone, as key=value."""
-    img_size: int
+    img_size: Count
     """Height and width in pixels of what is trained on."""
-    steps: int
+    steps: Count
     """Steps of the optimizer."""
-    batch_size: int
+    batch_size: Count
     """Images of a step, of all processes together."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Parts that each process computes its images of a step in."""
-    lr: float | None = None
+    lr: Positive | None = None
     """Learning rate; None takes that of the backbone's size, which the README lists."""
-    weight_decay: float | None = None
+    weight_decay: Number | None = None
     """Of AdamW; None as for the learning rate."""
-    layer_decay: float | None = None
+    layer_decay: ShareAboveZero | None = None
     """From a block to the one below; None as for the learning rate."""
-    drop_path: float = 0.1
+    drop_path: ShareBelowOne = 0.1
     """Stochastic depth of the last block."""
-    warmup_steps: int
+    warmup_steps: CountFromZero
     """Steps of linear warm-up."""
     grad_checkpointing: bool = False
     """Compute each block again in the backward pass instead of keeping its activations."""
     precision: Literal["bf16-mixed", "32-true"]
     """Autocast to bfloat16, or float32."""
-    num_workers: int = 8
+    num_workers: Workers = 8
     """Loader processes of each process."""
-    val_steps: int
+    val_steps: Count
     """Steps between validations."""
-    checkpoint_steps: int = 1000
+    checkpoint_steps: Count = 1000
     """Steps between checkpoints."""
-    seed: int = 0
+    seed: Seed = 0
     """Of everything random."""
 
     def __post_init__(self) -> None:
         """Refuse what no run can be made of."""
         if (self.data is None) == (self.generated is None):
             raise ConfigError("give one of --data and --generated")
-        lowest = {"generated": 2, "num_workers": 0, "warmup_steps": 0, "seed": 0}
-        for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), lowest.get(field.name, 1)
-            if type(value) is int and value < least:
-                option = f"--{field.name.replace('_', '-')}"
-                raise ConfigError(f"{option} must be at least {least}, got {value}")
         parts = world_size() * self.accumulate
         if self.batch_size % parts:
             raise ConfigError(

@@ -44,7 +44,7 @@ def test_crowds_and_images_without_objects_are_left_out(tmp_path: Path) -> None:
         Objects(tmp_path, "train2017", lambda *sample: sample, with_objects=only)
         for only in (False, True)
     )
-    assert (every.images, some.images) == ([0, 1, 2, 3], [0, 1, 3])
+    assert (every.ids, some.ids) == ([0, 1, 2, 3], [0, 1, 3])
     image, target = every[2]
     assert target["masks"].shape == (0, *image.shape[1:])
     assert Jitter(32)(image, target)[1]["boxes"].shape == (0, 4)
@@ -119,15 +119,15 @@ def test_perfect_detections_score_100(tmp_path: Path) -> None:
         each["bbox"] = [left, top, right - left, bottom - top]
     for _, target in objects:
         rows += found(int(target["image"]), objects.categories, perfect(target))
-    figures = average_precision(objects.coco, rows, objects.images)
+    figures = average_precision(objects.coco, rows, objects.ids)
     assert figures == pytest.approx(dict.fromkeys(figures, 100.0))
     assert set(figures) == {
         f"{kind}_{ap}" for kind in ("box", "mask") for ap in ("ap", "ap50", "ap75")
     }
-    half = average_precision(objects.coco, rows[::2], objects.images)
+    half = average_precision(objects.coco, rows[::2], objects.ids)
     assert all(0 < value < 100 for value in half.values())
 
 
 def test_nothing_found_scores_0(tmp_path: Path) -> None:
     objects = read(tmp_path)
-    assert set(average_precision(objects.coco, [], objects.images).values()) == {0.0}
+    assert set(average_precision(objects.coco, [], objects.ids).values()) == {0.0}

@@ -21,6 +21,7 @@ from downstream.run import Options, Task
 from tests.downstream.small_heads import SIZES
 from vil.training.errors import ConfigError, NonFiniteLossError, OutputError
 from vil.training.files import LOCK_NAME
+from vil.training.recipes import parse
 
 SMALL = {
     "model_kwargs": ("embed_dim=16", "depth=4"),
@@ -96,6 +97,21 @@ def test_the_time_of_a_step_tells_the_hours_of_the_run(
     speed = json.loads((tmp_path / "speed.json").read_text())
     assert speed["seconds_per_step"] == 2
     assert speed["hours"] == pytest.approx(2 * 60_000 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--lr -1", "lr must be greater than 0, got -1.0"),
+        ("--steps 0", "steps must be greater than or equal to 1, got 0"),
+        ("--generated 1", "generated must be greater than or equal to 2, got 1"),
+        ("--accumulate 5", "--batch-size must be divisible by 1 processes x 5 parts, got 32"),
+        ("--data folder", "give one of --data and --generated"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(words: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse(ade20k.SceneOptions, ["--output", "out", "--generated", "4", *words.split()])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(
