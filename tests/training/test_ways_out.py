@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from tests.training.run_files import assert_same, load, rows, with_
 from vil.training import engine, loader, report
@@ -77,6 +78,9 @@ WAYS = {
     "a fault in the loader": Way(before(loader, "decode"), TypeError("a fault"), None, ""),
     "no memory to load": Way(before(loader, "decode"), MemoryError(), 2, "too little memory"),
     "a dead loader process": Way(begins, kill_a_loader, 6, "a loader process is gone", WORKERS),
+    "a loader process that dies as it hands over": Way(
+        before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "is gone", WORKERS
+    ),
     "validation images gone": Way(before(engine, "_score"), DataError("gone"), 3, "gone"),
     "no memory for a step": Way(begins, OOM, 2, "Tried to allocate 2 GiB); raise run.grad_accum"),
     "no memory on a CPU": Way(before(engine, "_update"), CPU_OOM, 2, "lower data.validation_batch"),

@@ -1,1 +1,1 @@
-"""Training and evaluation on images: settings here, images and batches in data/, runs in run/."""
+"""Training and evaluation on images; train.py has a run from top to bottom."""

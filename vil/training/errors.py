@@ -25,6 +25,12 @@ import torch
 from vil.messages import first_line, printable
 
 log = logging.getLogger("vil.training")
+SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
+"""What terminals, launchers and schedulers send ahead of SIGKILL, to every process of a job: the training process
+answers, its loaders do not. SIGQUIT is left to end a process at once, which is what it is for."""
 
 
 class UserError(Exception):

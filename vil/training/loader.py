@@ -19,7 +19,7 @@ from torch.utils.data import Subset as Chosen
 from vil.messages import printable
 from vil.training.distributed import World, versions
 from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image, step_size
-from vil.training.errors import DataError, end_loaders
+from vil.training.errors import SIGNALS, DataError, end_loaders
 from vil.training.images import (
     DigitSource,
     FolderSource,
@@ -40,14 +40,7 @@ _MOST_TRIES = 8  # unreadable images in a row are no accident
 _MOST_NAMED = 100  # bad validation images; of a disk that is gone all are
 _MOST_TOLD = 3  # differences between processes; a class folder too many moves all classes after it
 _MOST_WORKERS = 8  # where none are asked for
-_PATIENCE = (
-    600  # seconds for a batch; a disk that hangs, or a process that never began, ends the run
-)
-# That a terminal or a scheduler sends to every process of a job; only the training process answers.
-_SIGNALS = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
-)
+_PATIENCE = 600  # seconds for a batch; a disk that hangs, or a process that never began, ends it
 # What processes may have otherwise: their own disk and device.
 _OWN = ("data.path", "run.device", "run.num_threads", "run.output")
 
@@ -171,7 +164,7 @@ class TrainData:
             collate_fn=_collate,
             **loader_arguments(self.config.data.num_workers, self.world),
         )
-        batches = iter(loader)
+        batches = _loaded(loader)
         for number in range(first, self.num_steps):
             loaded = list(islice(batches, self.config.run.grad_accum_steps))
             bad = {index: reason for _, _, images in loaded for index, reason in images.items()}
@@ -219,11 +212,11 @@ class ValData:
         """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,)."""
         if self._loader is None:  # its processes stay, so that none is forked in the midst of a run
             self._loader = self._load(_ValImages(self.source, self.config))
-        yield from self._loader
+        yield from _loaded(self._loader)
 
     def verify(self) -> None:
         """Decode every image once, so that a bad one is not found after the first epoch; in all processes."""
-        batches = list(self._load(_Problems(self.source, self.config)))
+        batches = list(_loaded(self._load(_Problems(self.source, self.config))))
         bad = [
             line for told in self.world.gather(batches) for batch in told for line in batch if line
         ]
@@ -263,6 +256,14 @@ def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
     }
 
 
+def _loaded(loader: DataLoader) -> Iterator[Any]:
+    """Yield a loader's batches; a process that dies while it hands one over is told like any that dies."""
+    try:
+        yield from loader
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(f"DataLoader worker is gone: {type(error).__name__}") from error
+
+
 @cache
 def _end_loaders_at_exit() -> None:
     """Let Python not wait for loaders that are left when it ends, which ignore its SIGTERM."""
@@ -271,7 +272,7 @@ def _end_loaders_at_exit() -> None:
 
 def _leave_signals_to_parent(worker: int) -> None:
     """Ignore what schedulers send to every process of a job: without its loaders a run could write no checkpoint."""
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

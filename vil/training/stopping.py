@@ -7,13 +7,7 @@ import torch
 import torch.distributed as dist
 
 from vil.training.distributed import World
-
-# Those that terminals, launchers and schedulers send ahead of SIGKILL. SIGQUIT is left to end a process
-# at once, which is what it is for.
-_SIGNALS = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
-)
+from vil.training.errors import SIGNALS
 
 
 class Signals:
@@ -26,7 +20,7 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         """Catch signals; a SIGHUP that nohup lets be ignored stays so."""
-        numbers = set(_SIGNALS)
+        numbers = set(SIGNALS)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
         self._previous = {number: signal.signal(number, self._receive) for number in numbers}
