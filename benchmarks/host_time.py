@@ -1,0 +1,165 @@
+"""Time what Python and PyTorch take around the kernels: a block of ours beside one of DeiT, on few tokens.
+
+    python -m benchmarks.host_time [--models vil_tiny vil_tiny_exact vim_tiny] [--routes cpu triton] [--dim 192]
+        [--size 32] [--rounds 200] [--output FILE.json]
+
+Images are so small that kernels hardly count: 4 patches and a class token at 32 px. Times are CPU seconds of one thread,
+medians over rounds in which all parts take turns; ratios are to DeiT's block, round by round.
+
+    block      norm, mixer and residual; attention and MLP in DeiT's
+    operator   the mixer without its two outer projections, which PyTorch does: what this library adds
+    routes     cpu: compiled loops, which compute; triton: every launch is left out, and counted, so that what remains
+               is the time of the host. Triton itself takes about 12 us for a launch, which is not in it.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import vil  # noqa: F401  (registers the models)
+from benchmarks.provenance import environment
+from vil.kernels import backends
+from vil.measuring import in_turns
+from vil.training.files import write_text
+
+ROUTES, PASSES = ("cpu", "triton"), ("inference", "forward", "forward + backward")
+CALLS = 10  # of a part in a step: the clock itself takes a tenth of a microsecond
+
+
+class Sink:
+    """Takes the place of a record of launches, and only counts them."""
+
+    count = 0
+
+    def append(self, launch: object) -> None:
+        """Count a launch."""
+        self.count += 1
+
+
+@contextlib.contextmanager
+def routed(route: str) -> Iterator[Sink]:
+    """Serve all operations by a backend; that of Triton launches nothing, as if for an H100."""
+    sink = Sink()
+    with contextlib.ExitStack() as stack:
+        if route == "triton":
+            from vil.kernels.triton import launch, tuning
+
+            for owner, name, value in (
+                (backends, "_check_serves", lambda *_: None),
+                (tuning, "architecture", lambda device: "sm_90"),
+                (launch, "_record", sink),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(backends.use_backend(route))
+        yield sink
+
+
+def parts(name: str, dim: int, size: int) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
+    """Return what is timed of a model and of DeiT, each as a call on inputs that want gradients."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=size, embed_dim=dim, depth=2)
+    deit = timm.create_model("deit_tiny_patch16_224", img_size=size, embed_dim=dim, depth=2)
+    tokens = model.patch_embed.num_patches + 1
+    x = torch.randn(1, tokens, dim, requires_grad=True)
+    xz = torch.randn(1, tokens, model.blocks[1].mixer.in_proj.out_features, requires_grad=True)
+    block, core = model.blocks[1], copy.deepcopy(model.blocks[1].mixer)
+    core.in_proj = core.out_proj = nn.Identity()
+    return {
+        "DeiT's block": (lambda: deit.blocks[1](x), deit),
+        "block": (lambda: block(x), model),
+        "operator": (lambda: core(xz), core),
+    }
+
+
+def step_of(call: Callable[[], Tensor], module: nn.Module, pass_name: str) -> Callable[[], None]:
+    """Return a function that makes several calls, in inference or as in training."""
+    grad = torch.ones_like(call())
+
+    def step() -> None:
+        module.train(pass_name != "inference")
+        with torch.inference_mode(pass_name == "inference"):
+            for _ in range(CALLS):
+                out = call()
+                if pass_name == "forward + backward":
+                    out.backward(grad)
+
+    return step
+
+
+def measure(route: str, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each part and pass."""
+    with routed(route) as sink:
+        timed = parts(name, args.dim, args.size)
+        steps = {
+            (part, pass_name): step_of(call, module, pass_name)
+            for part, (call, module) in timed.items()
+            for pass_name in PASSES
+        }
+        seconds = in_turns(steps, args.rounds, clock=time.process_time)
+        rows = []
+        for (part, pass_name), times in seconds.items():
+            base = seconds["DeiT's block", pass_name]
+            sink.count = 0
+            steps[part, pass_name]()
+            rows.append(
+                {
+                    "route": route,
+                    "model": name,
+                    "part": part,
+                    "pass": pass_name,
+                    "microseconds": 1e6 * statistics.median(times) / CALLS,
+                    "ratio": statistics.median(t / b for t, b in zip(times, base, strict=True)),
+                    "launches": sink.count // CALLS,
+                }
+            )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as a Markdown table: microseconds, and the ratio to DeiT's block in brackets."""
+    heads = ("route", "model", "part", *PASSES, "launches")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in heads[:3])
+        groups.setdefault(key, {})[row["pass"]] = row
+    for key, passes in groups.items():
+        cells = [f"{passes[p]['microseconds']:.0f} ({passes[p]['ratio']:.2f})" for p in PASSES]
+        launches = ", ".join(str(passes[p]["launches"]) for p in PASSES)
+        lines.append(f"| {' | '.join((*key, *cells, launches))} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", default=["vil_tiny", "vil_tiny_exact", "vim_tiny"])
+    add("--routes", nargs="+", choices=ROUTES, default=list(ROUTES))
+    add("--dim", type=int, default=192, help="channels of a token")
+    add("--size", type=int, default=32, help="height and width of images in pixels")
+    add("--rounds", type=int, default=200)
+    add("--output", type=Path, help="the record, JSON")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = [row for r in args.routes for name in args.models for row in measure(r, name, args)]
+    if args.output:
+        settings = {key: getattr(args, key) for key in ("dim", "size", "rounds")}
+        record = {"environment": environment() | settings, "rows": rows}
+        write_text(args.output, json.dumps(record, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
