@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.roofline import M
 from vil.kernels import ops, reference
+from vil.kernels.args import ScanArgs
 
 CHUNK = 16  # tokens of a chunk of the PyTorch scan
 HEAD = 64  # channels of a head of attention
@@ -335,7 +336,7 @@ def truth(task: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         out, grads = _truth_by_sequence(_exact_attention, exact, grad)
     else:
         arguments = exact if task == "mamba" else (*exact[:2], None, *exact[2:])
-        out = reference.bidirectional_scan(*arguments, task)
+        out, *_ = reference.scan(ScanArgs(*arguments), task)
         grads = torch.autograd.grad(out, exact, grad)
     out = out.detach()
     return {"inference": out, "output": out, **dict(zip(tensors, grads, strict=True))}

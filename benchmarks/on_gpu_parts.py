@@ -58,10 +58,7 @@ _GPU_TESTS = (
     # The next part.
     "--deselect=tests/kernels/triton/test_on_gpu.py::test_every_backend_agrees_with_the_reference",
 )
-_SHAPE_TESTS = (
-    "tests/kernels/triton/test_sequential.py",
-    "tests/kernels/triton/test_longhorn_exact.py",
-)
+_SHAPE_TESTS = ("tests/kernels/triton/test_scans.py",)
 # Those of an aim and of long sequences first.
 _SHAPES = ("128,197,384", "8,6085,384", "64,197,768", "1,6085,384")
 _SCAN = ("-m", "benchmarks.scan", "--resume", "--output", "{output}/scan.json", *_SECONDS)

@@ -11,8 +11,7 @@ from vil.kernels import operators  # noqa: F401  (defines them)
 
 # Operator -> positions of its activations
 _ACTIVATIONS = {
-    "scan": (0, 1, 3, 4),
-    "bidirectional_scan": (0, 1, 3, 4, 7),
+    "scan": (0, 1, 3, 4, 7),
     "causal_conv1d_bidirectional": (0,),
     "mixer": (0,),
 }

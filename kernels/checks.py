@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.grid import Grid
 from vil.kernels.reference import RECURRENCES
 
@@ -45,11 +46,6 @@ def refuse_onnx() -> None:
             "ONNX has no operator vil::mixer: create the model with exportable=True, call its eval(), and "
             "give it to torch.onnx.export"
         )
-
-
-def state_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of states and sums for activations of the dtype of x."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _check_activation(x: Tensor, name: str, letters: str) -> None:
@@ -94,21 +90,16 @@ def _check_taps(
     _check(weight, name, "2, D, K", (2, channels, weight.shape[2]), dtypes, like)
 
 
-def _check_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    recurrence: str,
-    directions: bool,
-) -> None:
-    check_recurrence(recurrence, A)
-    lead, shape = ("2, ", (2,)) if directions else ("", ())
+def check_scan(args: ScanArgs, recurrence: str) -> None:
+    """Check the arguments of a scan; of one direction messages are without its axis, as ``ops.py`` is."""
+    check_recurrence(recurrence, args.A)
+    both = args.z is not None
+    lead, N = ("2, ", (2,)) if both else ("", ())
+    if not both:
+        args = ScanArgs(*(None if t is None else t.squeeze(0) for t in args))
+    x, dt, A, q, k, D, bias, z, initial_state, _ = args
     _check_activation(x, "x", f"{lead}B, L, D")
-    if x.shape[-2] < 1 or (directions and x.shape[0] != 2):
+    if x.shape[-2] < 1 or (both and x.shape[0] != 2):
         raise ValueError(f"x must have shape ({lead}B, L, D) with L >= 1, got {tuple(x.shape)}")
     _check_activation(k, "k", f"{lead}B, L, M")
     channels, states, same, parameter = x.shape[-1], k.shape[-1], (x.dtype,), _parameter_dtypes(x)
@@ -117,44 +108,15 @@ def _check_scan(
     _check(k, "k", f"{lead}B, L, M", (*x.shape[:-1], states), same, x)
     _check(q, "q", f"{lead}B, L, M", (*x.shape[:-1], states), same, x)
     if A is not None:
-        _check(A, "A", f"{lead}D, M", (*shape, channels, states), parameter, x)
+        _check(A, "A", f"{lead}D, M", (*N, channels, states), parameter, x)
     for name, tensor in (("D", D), ("bias", bias)):
         if tensor is not None:
-            _check(tensor, name, f"{lead}D", (*shape, channels), parameter, x)
-
-
-def check_single(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    recurrence: str,
-) -> None:
-    """Check the arguments of ``longhorn_scan`` and ``mamba_scan``."""
-    _check_scan(x, dt, A, q, k, D, bias, recurrence, directions=False)
+            _check(tensor, name, f"{lead}D", (*N, channels), parameter, x)
+    if z is not None:
+        _check(z, "z", "B, L, D", tuple(x.shape[1:]), same, x)
     if initial_state is not None:
-        shape = (x.shape[0], x.shape[2], k.shape[2])
-        _check(initial_state, "initial_state", "B, D, M", shape, (state_dtype(x),), x)
-
-
-def check_bidirectional(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-) -> None:
-    """Check the arguments of ``bidirectional_scan``."""
-    _check_scan(x, dt, A, q, k, D, bias, recurrence, directions=True)
-    _check(z, "z", "B, L, D", tuple(x.shape[1:]), (x.dtype,), x)
+        shape = (*N, x.shape[-3], channels, states)
+        _check(initial_state, "initial_state", f"{lead}B, D, M", shape, (compute_dtype(x),), x)
 
 
 def _check_order(order: Tensor | None, like: Tensor, batch: int) -> None:

@@ -19,12 +19,9 @@ _MACS_PER_STATE = {"longhorn": 4, "longhorn_exact": 3, "mamba": 4}
 Shape = tuple[int, ...]
 
 
-def _scan_macs(x: Shape, states: int, skip: bool, recurrence: str) -> int:
-    return math.prod(x) * (_MACS_PER_STATE[recurrence] * states + skip)
-
-
-def _bidirectional_macs(x: Shape, states: int, recurrence: str) -> int:
-    return _scan_macs(x, states, True, recurrence) + math.prod(x[1:])  # the gate
+def _scan_macs(x: Shape, states: int, skip: bool, gate: bool, recurrence: str) -> int:
+    scans = math.prod(x) * (_MACS_PER_STATE[recurrence] * states + skip)
+    return scans + (math.prod(x[1:]) if gate else 0)
 
 
 def _mixer_macs(
@@ -35,32 +32,21 @@ def _mixer_macs(
     _, columns, inner = x_proj_weight
     rank = dt_weight[-1]
     tokens = 2 * B * L * inner
-    scan = _bidirectional_macs((2, B, L, inner), (columns - rank) // 2, recurrence)
+    scan = _scan_macs((2, B, L, inner), (columns - rank) // 2, True, True, recurrence)
     return tokens * (conv_weight[-1] + rank) + scan, tokens * columns
 
 
 @register_flop_formula(torch.ops.vil.scan)
-def _scan(x, dt, A, q, k, D, bias, initial_state, recurrence, *args, **kwargs) -> int:
-    return 2 * _scan_macs(x, q[-1], D is not None, recurrence)
+def _scan(x, dt, A, q, k, D, bias, z, initial_state, recurrence, *args, **kwargs) -> int:
+    return 2 * _scan_macs(x, q[-1], D is not None, z is not None, recurrence)
 
 
 @register_flop_formula(torch.ops.vil.scan_backward)
 def _scan_backward(
-    grad_y, grad_state, x, dt, A, q, k, D, bias, initial_state, recurrence, *args, **kwargs
-) -> int:
-    return 6 * _scan_macs(x, q[-1], D is not None, recurrence)
-
-
-@register_flop_formula(torch.ops.vil.bidirectional_scan)
-def _bidirectional(x, dt, A, q, k, D, bias, z, recurrence, *args, **kwargs) -> int:
-    return 2 * _bidirectional_macs(x, q[-1], recurrence)
-
-
-@register_flop_formula(torch.ops.vil.bidirectional_scan_backward)
-def _bidirectional_backward(
-    grad, x, dt, A, q, k, D, bias, z, y_sum, states, recurrence, *args, **kwargs
-) -> int:
-    return 6 * _bidirectional_macs(x, q[-1], recurrence)
+    grad, grad_final, x, dt, A, q, k, D, bias, z, initial_state, y_sum, states, recurrence,
+    *args, **kwargs,
+) -> int:  # fmt: skip
+    return 6 * _scan_macs(x, q[-1], D is not None, z is not None, recurrence)
 
 
 @register_flop_formula(torch.ops.vil.causal_conv1d_bidirectional)

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from vil.kernels import grid_conv, workspace
+from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
-    check_bidirectional,
     check_conv,
     check_mixer,
     check_positions,
-    check_single,
+    check_scan,
     refuse_onnx,
     refuse_tangents,
-    state_dtype,
 )
 from vil.kernels.grid import Layout, layout_of, without_missing
 from vil.kernels.reference import full_steps
@@ -77,59 +76,47 @@ def _from_operator(
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
 
 
-def _bidirectional_saving(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    save: bool,
-    key_norm: float = 1.0,
-    dt_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a backend's ``bidirectional_scan`` and what it saves for the backward pass.
+def _run_scan(
+    args: ScanArgs, recurrence: str, reverse: bool, save: bool, key_norm: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a backend's ``scan``: out, the last state of one direction, y_sum and states.
 
-    That is y_sum and states if ``save`` and the backend saves anything, else empty tensors.
+    The last two are for the backward pass, if ``save`` and the backend saves anything. What is not there is
+    an empty tensor.
     """
+    x = args.x
     backend = backend_for(x.device, x.dtype)
-    inputs = (x, dt, A, q, k, D, bias, z, recurrence, key_norm, dt_weight)
-    if save and backend.saved(x, k, recurrence) is not None:
-        return backend.bidirectional_scan_saving(*inputs)
-    out = backend.bidirectional_scan(*inputs).contiguous()
-    return out, *_empty_saved(x, k, recurrence, save=False)
+    save = save and backend.saved(x, args.k, recurrence) is not None
+    out, *others = backend.scan(args, recurrence, reverse, key_norm, save)
+    # An empty tensor for each, since two outputs of an operator must not be the same.
+    final, y_sum, states = (
+        x.new_empty(0, dtype=compute_dtype(x)) if t is None else t for t in others
+    )
+    return out.contiguous(), final.contiguous(), y_sum, states
 
 
 def _empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return tensors such as ``_bidirectional_saving`` gives for y_sum and states."""
+    """Return tensors such as ``_run_scan`` gives for y_sum and states."""
     saved = backend_for(x.device, x.dtype).saved(x, k, recurrence) if save else None
     if saved is None:
-        saved = (((0,), state_dtype(x)),) * 2
+        saved = (((0,), compute_dtype(x)),) * 2
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in saved)
 
 
-def _bidirectional_gradients(
+def _scan_gradients(
+    args: ScanArgs,
     grad: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
+    grad_final: Tensor | None,
     y_sum: Tensor,
     states: Tensor,
     recurrence: str,
+    reverse: bool,
     key_norm: float = 1.0,
-) -> tuple[Tensor | None, ...]:
-    """Return a backend's gradients of ``bidirectional_scan``, from what was saved if anything was."""
-    backend, inputs = backend_for(x.device, x.dtype), (x, dt, A, q, k, D, bias, z, recurrence)
-    saved = {"saved": (y_sum, states)} if states.numel() else {}
-    return backend.bidirectional_scan_backward(grad, *inputs, key_norm=key_norm, **saved)
+) -> ScanArgs:
+    """Return a backend's gradients of ``scan``, from what was saved if anything was."""
+    saved = (y_sum if y_sum.numel() else None, states) if states.numel() else None
+    backend = backend_for(args.x.device, args.x.dtype)
+    return backend.scan_backward(args, grad, grad_final, recurrence, reverse, key_norm, saved)
 
 
 @_operator("scan")
@@ -141,28 +128,35 @@ def _scan(
     k: Tensor,
     D: Tensor | None,
     bias: Tensor | None,
+    z: Tensor | None,
     initial_state: Tensor | None,
     recurrence: str,
     reverse: bool,
-) -> tuple[Tensor, Tensor]:
-    check_single(x, dt, A, q, k, D, bias, initial_state, recurrence)
-    y, state = backend_for(x.device, x.dtype).scan(
-        x, dt, A, q, k, D, bias, initial_state, recurrence, reverse
-    )
-    return y.contiguous(), state.contiguous()
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = ScanArgs(x, dt, A, q, k, D, bias, z, initial_state)
+    check_scan(args, recurrence)
+    return _run_scan(args, recurrence, reverse, save)
 
 
 @_scan.register_fake
-def _(x: Tensor, dt: Tensor, A: Tensor | None, q: Tensor, k: Tensor, *rest) -> tuple:
-    check_single(x, dt, A, q, k, *rest[:-1])
-    state = x.new_empty((x.shape[0], x.shape[2], k.shape[2]), dtype=state_dtype(x))
-    return _empty(x), state
+def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    args, (recurrence, _, save) = ScanArgs(*inputs[:9]), inputs[9:]
+    check_scan(args, recurrence)
+    N, B, _, D = args.x.shape
+    shape = (0,) if args.z is not None else (N, B, D, args.k.shape[3])
+    final = args.x.new_empty(shape, dtype=compute_dtype(args.x))
+    return (
+        args.x.new_empty(args.x.shape[1:]),
+        final,
+        *_empty_saved(args.x, args.k, recurrence, save),
+    )
 
 
 @_operator("scan_backward")
 def _scan_backward(
-    grad_y: Tensor,
-    grad_final_state: Tensor,
+    grad: Tensor,
+    grad_final: Tensor,
     x: Tensor,
     dt: Tensor,
     A: Tensor | None,
@@ -170,101 +164,43 @@ def _scan_backward(
     k: Tensor,
     D: Tensor | None,
     bias: Tensor | None,
+    z: Tensor | None,
     initial_state: Tensor | None,
-    recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (x, dt, A, q, k, D, bias, initial_state)
-    grads = backend_for(x.device, x.dtype).scan_backward(
-        grad_y, grad_final_state, *inputs, recurrence, reverse
-    )
-    return _to_operator(grads, x)
-
-
-@_scan_backward.register_fake
-def _(grad_y: Tensor, grad_final_state: Tensor, *inputs) -> tuple[Tensor, ...]:
-    return _empty_gradients(inputs[:-2])
-
-
-def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.recurrence, ctx.reverse = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _scan_autograd(ctx, grad_y: Tensor, grad_final_state: Tensor) -> tuple:
-    inputs = ctx.saved_tensors
-    grads = torch.ops.vil.scan_backward(
-        grad_y, grad_final_state, *inputs, ctx.recurrence, ctx.reverse
-    )
-    return (*_from_operator(grads, inputs), None, None)
-
-
-_scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
-
-
-@_operator("bidirectional_scan")
-def _bidirectional_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_bidirectional(x, dt, A, q, k, D, bias, z, recurrence)
-    return _bidirectional_saving(x, dt, A, q, k, D, bias, z, recurrence, save)
-
-
-@_bidirectional_scan.register_fake
-def _(*inputs) -> tuple[Tensor, Tensor, Tensor]:
-    x, _, _, _, k, *_, z, recurrence, save = inputs
-    check_bidirectional(*inputs[:-1])
-    return _empty(z), *_empty_saved(x, k, recurrence, save)
-
-
-@_operator("bidirectional_scan_backward")
-def _bidirectional_scan_backward(
-    grad: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
     y_sum: Tensor,
     states: Tensor,
     recurrence: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (x, dt, A, q, k, D, bias, z)
-    return _to_operator(_bidirectional_gradients(grad, *inputs, y_sum, states, recurrence), x)
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    args = ScanArgs(x, dt, A, q, k, D, bias, z, initial_state)
+    grads = _scan_gradients(args, grad, grad_final, y_sum, states, recurrence, reverse)
+    return _to_operator(grads[:9], x)
 
 
-@_bidirectional_scan_backward.register_fake
-def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
-    return _empty_gradients(inputs[:-3])
+@_scan_backward.register_fake
+def _(grad: Tensor, grad_final: Tensor, *inputs) -> tuple[Tensor, ...]:
+    return _empty_gradients(inputs[:9])
 
 
-def _bidirectional_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.recurrence, _ = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.set_materialize_grads(False)
+def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.recurrence, ctx.reverse, _ = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.of_final = output[1].new_empty(()).expand(output[1].shape)
+    ctx.set_materialize_grads(False)  # or zeros were made for y_sum and states
 
 
-def _bidirectional_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
-    if grad is None:
-        return (None,) * 10
+def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None) -> tuple:
+    if grad is None and grad_final is None:
+        return (None,) * 12
     *inputs, y_sum, states = ctx.saved_tensors
-    grads = torch.ops.vil.bidirectional_scan_backward(grad, *inputs, y_sum, states, ctx.recurrence)
-    return (*_from_operator(grads, tuple(inputs)), None, None)
+    grad = inputs[0].new_zeros(inputs[0].shape[1:]) if grad is None else grad
+    grad_final = torch.zeros_like(ctx.of_final) if grad_final is None else grad_final
+    grads = torch.ops.vil.scan_backward(
+        grad, grad_final, *inputs, y_sum, states, ctx.recurrence, ctx.reverse
+    )
+    return (*_from_operator(grads, tuple(inputs)), None, None, None)
 
 
-_bidirectional_scan.register_autograd(_bidirectional_autograd, setup_context=_bidirectional_setup)
+_scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 
 
 @_operator("causal_conv1d_bidirectional")
@@ -371,9 +307,8 @@ def _mixer(
         x = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
         projected = project(x, steps.x_proj_weight)
         low, q, k = split(projected, dt_weight, x)
-        out, y_sum, states = _bidirectional_saving(
-            x, low, steps.A, q, k, D, dt_bias, z, recurrence, save, steps.key_norm, dt_weight
-        )
+        args = ScanArgs(x, low, steps.A, q, k, D, dt_bias, z, dt_weight=dt_weight)
+        out, _, y_sum, states = _run_scan(args, recurrence, False, save, steps.key_norm)
     return out, projected if save else x.new_empty(0), y_sum, states
 
 
@@ -419,28 +354,27 @@ def _mixer_backward(
             projected = project(convolved, steps.x_proj_weight)
         low, q, k = split(projected, dt_weight, convolved)
         dt = full_steps(low, dt_weight, workspace.bmm)
-        dx, ddt, dA, dq, dk, dD, dbias, dz = _bidirectional_gradients(
-            grad, convolved, dt, steps.A, q, k, D, dt_bias, z, y_sum, states, recurrence,
-            steps.key_norm,
-        )  # fmt: skip
-        ddt = ddt.flatten(1, 2)
+        args = ScanArgs(convolved, dt, steps.A, q, k, D, dt_bias, z)
+        grads = _scan_gradients(args, grad, None, y_sum, states, recurrence, False, steps.key_norm)
+        ddt = grads.dt.flatten(1, 2)
         d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
         d_dt_weight = torch.bmm(ddt.mT, low.flatten(1, 2))
-        d_projected = torch.cat((d_low, dk.flatten(1, 2), dq.flatten(1, 2)), dim=-1)
+        d_projected = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
         d_x_proj_weight = torch.bmm(d_projected.mT, convolved.flatten(1, 2))
-        dx = dx.flatten(1, 2).baddbmm_(d_projected, steps.x_proj_weight.to(dx.dtype))
+        dx = grads.x.flatten(1, 2)
+        dx = dx.baddbmm_(d_projected, steps.x_proj_weight.to(dx.dtype))
         dx, d_conv_weight, d_conv_bias = grid_conv.backward(
             backend, dx.view(convolved.shape), x, conv_weight, conv_bias, layout
         )
     gradients = (
-        torch.cat((dx, dz), dim=-1),
+        torch.cat((dx, grads.z), dim=-1),
         d_conv_weight,
         d_conv_bias,
         steps.undo_x_proj(d_x_proj_weight.to(x_proj_weight.dtype)),
         d_dt_weight.to(dt_weight.dtype),
-        dbias,
-        steps.undo_A(dA),
-        dD,
+        grads.bias,
+        steps.undo_A(grads.A),
+        grads.D,
     )
     return _to_operator(gradients, xz)
 

@@ -5,7 +5,7 @@ precision and for counting FLOPs.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -73,7 +73,7 @@ def longhorn_scan(
     if form not in forms:
         raise ValueError(f'form must be "diagonal" or "exact", got {form!r}')
     tensors = (x, beta, None, q, k, D, bias, initial_state)
-    y, state = _operator("scan")(*tensors, forms[form], reverse)
+    y, state = _scan_one_direction(tensors, forms[form], reverse)
     return (y, state) if return_final_state else y
 
 
@@ -114,7 +114,7 @@ def mamba_scan(
         ValueError: A shape, dtype or device disagrees.
     """
     tensors = (x, dt, A, q, k, D, bias, initial_state)
-    y, state = _operator("scan")(*tensors, "mamba", reverse)
+    y, state = _scan_one_direction(tensors, "mamba", reverse)
     return (y, state) if return_final_state else y
 
 
@@ -154,8 +154,7 @@ def bidirectional_scan(
         ValueError: A shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
     tensors = (x, dt, A, q, k, D, bias, z)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return _operator("bidirectional_scan")(*tensors, recurrence, save)[0]
+    return _operator("scan")(*tensors, None, recurrence, False, _has_gradients(tensors))[0]
 
 
 def causal_conv1d_bidirectional(
@@ -182,6 +181,20 @@ def causal_conv1d_bidirectional(
     """
     tensors = (x, weight, bias, order)
     return _operator("causal_conv1d_bidirectional")(*tensors)
+
+
+def _scan_one_direction(
+    tensors: tuple[Tensor | None, ...], recurrence: str, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return y and the last state, given x, dt, A, q, k, D, bias and initial_state."""
+    *tensors, state = (None if t is None else t.unsqueeze(0) for t in tensors)
+    save = _has_gradients((*tensors, state))
+    y, final, *_ = _operator("scan")(*tensors, None, state, recurrence, reverse, save)
+    return y, final.squeeze(0)
+
+
+def _has_gradients(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -14,21 +14,15 @@ Per batch element, channel i, token t and state j, with queries q and keys k sha
     all             y_i  =  q.S_i + D_i x_i
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vil.kernels.args import ScanArgs, compute_dtype
+
 RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _raise_to(dtype: torch.dtype, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
 def step_size(
@@ -87,38 +81,45 @@ def advance(
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
+    args: ScanArgs,
     recurrence: str,
-    reverse: bool,
+    reverse: bool = False,
     key_norm: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Scan one direction with any of the recurrences (formulas at the top of this file).
+    save: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Scan one direction; or both, average the two and gate: silu(z) (y0 + y1) / 2.
+
+    The latter is Vision Mamba's bidirectional composition ("v2" with divided output), any recurrence.
 
     Args:
-        x: Values, (B, L, D).
-        dt: Raw step size, before bias and sigmoid (Longhorn's beta) or softplus (Mamba), (B, L, D).
-        A: Decay rates, (D, M), all negative; for ``mamba`` only.
-        q: Queries, (B, L, M).
-        k: Keys, (B, L, M).
-        D: Skip weights, (D,).
-        bias: Added to dt, (D,).
-        initial_state: (B, D, M), zeros if None.
+        args: What is scanned.
         recurrence: One of ``RECURRENCES``.
-        reverse: Scan from the last token to the first.
+        reverse: Scan the one direction from the last token to the first.
         key_norm: As of ``step_size``.
+        save: Return what the backward pass can use, if this backend saves anything.
 
     Returns:
-        y (B, L, D) in the dtype of x, and the final state (B, D, M) in the dtype computed in.
+        The output, (B, L, D), in the dtype of x; of one direction its last state, (1, B, D, M), in the dtype
+        computed in; and the two tensors that ``saved`` describes, or None.
     """
-    out_dtype, dtype = x.dtype, _compute_dtype(x)
-    x, dt, A, q, k, D, bias, state = _raise_to(dtype, x, dt, A, q, k, D, bias, initial_state)
+    args = args._replace(dt=full_steps(args.dt, args.dt_weight), dt_weight=None)
+    raised = args.to(compute_dtype(args.x))
+    if args.z is None:
+        y, state = _scan_direction(raised, 0, recurrence, reverse, key_norm)
+        return y.to(args.x.dtype), state[None], None, None
+    y_sum = 0
+    for direction in (0, 1):
+        y_sum = y_sum + _scan_direction(raised, direction, recurrence, direction == 1, key_norm)[0]
+    return (F.silu(raised.z) * y_sum / 2).to(args.x.dtype), None, None, None
+
+
+def _scan_direction(
+    args: ScanArgs, direction: int, recurrence: str, reverse: bool, key_norm: float
+) -> tuple[Tensor, Tensor]:
+    """Return y (B, L, D) and the last state (B, D, M) of one direction."""
+    x, dt, A, q, k, D, bias, _, state, _ = args
+    x, dt, q, k = (t[direction] for t in (x, dt, q, k))
+    A, D, bias, state = (None if t is None else t[direction] for t in (A, D, bias, state))
     step = step_size(dt, k, bias, recurrence, key_norm)
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2])
@@ -127,9 +128,35 @@ def scan(
     for t in reversed(tokens) if reverse else tokens:
         state, outputs[t] = advance(state, x[:, t], step[:, t], A, q[:, t], k[:, t], recurrence)
     y = torch.stack(outputs, 1)
-    if D is not None:
-        y = y + D * x
-    return y.to(out_dtype), state
+    return y if D is None else y + D * x, state
+
+
+def scan_backward(
+    args: ScanArgs,
+    grad: Tensor,
+    grad_final: Tensor | None,
+    recurrence: str,
+    reverse: bool = False,
+    key_norm: float = 1.0,
+    saved: tuple[Tensor | None, Tensor] | None = None,
+) -> ScanArgs:
+    """Return the gradients of ``scan``.
+
+    Args:
+        args: As of ``scan``, the step sizes in full.
+        grad: Gradient of the output, (B, L, D).
+        grad_final: Of one direction, the gradient of its last state, (1, B, D, M).
+        recurrence: As of ``scan``.
+        reverse: As of ``scan``.
+        key_norm: As of ``scan``.
+        saved: What ``scan`` has saved; without it a backend scans again.
+    """
+    grads = (grad,) if args.z is not None else (grad, grad_final)
+
+    def outputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return scan(ScanArgs(*tensors), recurrence, reverse, key_norm)[: len(grads)]
+
+    return ScanArgs(*gradients(outputs, args, grads))
 
 
 def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
@@ -152,52 +179,6 @@ def full_steps(
         return low
     dt = bmm(low.flatten(1, 2), dt_weight.to(low.dtype).mT)
     return dt.unflatten(1, low.shape[1:3])
-
-
-def bidirectional_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    key_norm: float = 1.0,
-    dt_weight: Tensor | None = None,
-) -> Tensor:
-    """Scan index 0 forward and index 1 in reverse, average the two and gate: silu(z) (y0 + y1) / 2.
-
-    Vision Mamba's bidirectional composition ("v2" with divided output), any recurrence.
-
-    Args:
-        x: Values of the two directions in the order of the tokens, (2, B, L, D).
-        dt: Raw step sizes, (2, B, L, D); or of rank R, (2, B, L, R), if ``dt_weight`` is given.
-        A: Decay rates, (2, D, M); for ``mamba`` only.
-        q: Queries, (2, B, L, M).
-        k: Keys, (2, B, L, M).
-        D: Skip weights, (2, D).
-        bias: Added to dt, (2, D).
-        z: Gate before its SiLU, shared by the directions, (B, L, D).
-        recurrence: One of ``RECURRENCES``.
-        key_norm: As of ``step_size``.
-        dt_weight: As of ``full_steps``.
-
-    Returns:
-        (B, L, D) in the dtype of x.
-    """
-    dt, dtype = full_steps(dt, dt_weight), _compute_dtype(x)
-    x_c, dt_c, A_c, q_c, k_c, D_c, bias_c, z_c = _raise_to(dtype, x, dt, A, q, k, D, bias, z)
-    y_sum = 0
-    for i, reverse in enumerate((False, True)):
-        A_i = None if A_c is None else A_c[i]
-        y, _ = scan(
-            x_c[i], dt_c[i], A_i, q_c[i], k_c[i], D_c[i], bias_c[i], None, recurrence, reverse,
-            key_norm,
-        )  # fmt: skip
-        y_sum = y_sum + y
-    return (F.silu(z_c) * y_sum / 2).to(x.dtype)
 
 
 def causal_conv1d_bidirectional(
@@ -224,8 +205,8 @@ def causal_conv1d_bidirectional(
     """
     if order is not None:
         return _convolve_in_order(x, weight, bias, order)
-    dtype = _compute_dtype(x)
-    x_c, weight, bias = _raise_to(dtype, x, weight, bias)
+    dtype = compute_dtype(x)
+    x_c, weight, bias = (t.to(dtype) for t in (x, weight, bias))
     length, taps = x.shape[1], weight.shape[-1]
     padded = F.pad(x_c, (0, 0, taps - 1, taps - 1))
     out = [bias[0].expand_as(x_c), bias[1].expand_as(x_c)]
@@ -250,7 +231,7 @@ def _convolve_in_order(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor) -
 
 def gradients(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: tuple[Tensor | None, ...],
+    inputs: Sequence[Tensor | None],
     grad: Tensor | tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradient for each input (None for None), by autograd through ``function``."""
@@ -270,47 +251,6 @@ def gradients(
             g.clone()
         )  # may be the incoming gradient itself, which an operator must not return
     return tuple(grads)
-
-
-def scan_backward(
-    grad_y: Tensor,
-    grad_final_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
-    inputs = (x, dt, A, q, k, D, bias, initial_state)
-    return gradients(
-        lambda *tensors: scan(*tensors, recurrence, reverse), inputs, (grad_y, grad_final_state)
-    )
-
-
-def bidirectional_scan_backward(
-    grad: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    key_norm: float = 1.0,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
-    inputs = (x, dt, A, q, k, D, bias, z)
-    return gradients(
-        lambda *tensors: bidirectional_scan(*tensors, recurrence, key_norm), inputs, grad
-    )
 
 
 def causal_conv1d_bidirectional_backward(

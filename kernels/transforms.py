@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from vil.kernels import autocast, grid_conv, reference
-from vil.kernels.checks import check_bidirectional, check_conv, check_mixer, check_single
+from vil.kernels.args import ScanArgs
+from vil.kernels.checks import check_conv, check_mixer, check_scan
 from vil.kernels.grid import layout_of, without_missing
 from vil.kernels.operators import project, split
 from vil.kernels.step_area import Steps
@@ -27,18 +28,13 @@ _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch
 _library = torch.library.Library("vil", "FRAGMENT")
 
 
-def scan(*arguments: Any) -> tuple[Tensor, Tensor]:
+def scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what ``vil::scan`` does."""
     arguments = autocast.cast("scan", arguments)
-    check_single(*arguments[:-1])
-    return reference.scan(*arguments)
-
-
-def bidirectional_scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``vil::bidirectional_scan`` does."""
-    arguments = autocast.cast("bidirectional_scan", arguments)
-    check_bidirectional(*arguments[:-1])
-    return _saving_nothing(reference.bidirectional_scan(*arguments[:-1]), 2)
+    args, (recurrence, reverse, _) = ScanArgs(*arguments[:9]), arguments[9:]
+    check_scan(args, recurrence)
+    out, final, *_ = reference.scan(args, recurrence, reverse)
+    return out, *(out.new_empty(0) if t is None else t for t in (final, None, None))
 
 
 def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
@@ -54,10 +50,12 @@ def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (*arguments[:9], *arguments[10:])  # all but whether to save
     check_mixer(*inputs)
     with torch.autocast(arguments[0].device.type, enabled=False):
-        return _saving_nothing(reference.bidirectional_scan(*scan_inputs(*inputs)), 3)
+        args, key_norm = scan_args(*inputs)
+        out, *_ = reference.scan(args, inputs[8], key_norm=key_norm)
+    return out, *(out.new_empty(0) for _ in range(3))
 
 
-def scan_inputs(
+def scan_args(
     xz: Tensor,
     conv_weight: Tensor,
     conv_bias: Tensor,
@@ -69,8 +67,8 @@ def scan_inputs(
     recurrence: str,
     grid: Sequence[int] | None = None,
     valid: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """Return the arguments of ``reference.bidirectional_scan`` within ``vil::mixer``, given its own."""
+) -> tuple[ScanArgs, float]:
+    """Return what is scanned within ``vil::mixer``, given its arguments, and ``key_norm``."""
     x, z = xz.chunk(2, dim=-1)
     # Not from the operators' cache: a transform would leave its own tensors in it.
     layout = layout_of(grid, conv_weight.shape[2], xz.device)
@@ -79,12 +77,8 @@ def scan_inputs(
     x = grid_conv.forward(reference, x, conv_weight, conv_bias, layout)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     low, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)
-    return x, low, steps.A, q, k, D, dt_bias, z, recurrence, steps.key_norm, dt_weight
-
-
-def _saving_nothing(out: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return an operator's outputs where what is for its backward pass is empty."""
-    return out, *(out.new_empty(0) for _ in range(count))
+    args = ScanArgs(x, low, steps.A, q, k, D, dt_bias, z, dt_weight=dt_weight)
+    return args, steps.key_norm
 
 
 class _Backward(NamedTuple):
@@ -121,14 +115,12 @@ class _Backward(NamedTuple):
 
 _FORWARD = {
     "scan": scan,
-    "bidirectional_scan": bidirectional_scan,
     "causal_conv1d_bidirectional": causal_conv1d_bidirectional,
     "mixer": mixer,
 }
 _BACKWARD = {
-    "scan_backward": _Backward(scan, 2, 8, lambda *rest: rest),
-    "bidirectional_scan_backward": _Backward(
-        bidirectional_scan, 1, 8, lambda y_sum, states, recurrence: (recurrence, False)
+    "scan_backward": _Backward(
+        scan, 2, 9, lambda y_sum, states, recurrence, reverse: (recurrence, reverse, False)
     ),
     "causal_conv1d_bidirectional_backward": _Backward(
         causal_conv1d_bidirectional, 1, 3, lambda order: (order,)

@@ -355,8 +355,8 @@ MUTATIONS = [
     # The mixer's output lies in the memory that the next call uses.
     (
         "kernels/cpu/backend.py",
-        "y = torch.empty((B, L, D), dtype=self.stored)",
-        "y = workspace.empty((B, L, D), self.stored)",
+        "y = torch.empty((B, L, D), dtype=s.stored)",
+        "y = workspace.empty((B, L, D), s.stored)",
         "tests/vil/test_recompute.py",
     ),
     # ---- the rest of kernels
@@ -372,7 +372,7 @@ MUTATIONS = [
     # With fewer tokens than were trained the states can grow without bounds.
     ("kernels/step_area.py", "max(area, 1.0) ** (0.5", "area ** (0.5", REST),
     # The gradient of A at another grid is that of A / area.
-    ("kernels/operators.py", "steps.undo_A(dA),", "dA,", REST),
+    ("kernels/operators.py", "steps.undo_A(grads.A),", "grads.A,", REST),
     # At another grid, or with missing patches, the second direction is not in scan order.
     (
         "kernels/exportable.py",

@@ -23,6 +23,7 @@ from numba.core.ccallback import CFunc
 from torch import Tensor
 
 from vil.kernels import workspace
+from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
 from vil.kernels.reference import full_steps
 from vil.kernels.workspace import lent  # noqa: F401  (what operators take memory from)
@@ -229,53 +230,46 @@ class _Scan:
     element, the token or state, and last the channel (of q and k, the state).
 
     Args:
-        x: Values, (directions, B, L, D).
-        dt: Raw step sizes, (directions, B, L, D).
-        A: Decay rates, (directions, D, M), or None.
-        q: Queries, (directions, B, L, M).
-        k: Keys, (directions, B, L, M).
-        D: Skip weights, (directions, D), or None.
-        bias: Added to dt, (directions, D), or None.
+        args: What is scanned, the step sizes in full.
         recurrence: One of ``RECURRENCES``.
         reverse: Scan a single direction from the last token to the first.
         key_norm: Factor on |k|^2 in Longhorn's step size.
-        more: Other tensors with tokens and channels that ``forward`` or ``backward`` will be given.
+        *more: Another tensor with tokens and channels that ``run`` will be given.
     """
 
     def __init__(
         self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        D: Tensor | None,
-        bias: Tensor | None,
+        args: ScanArgs,
         recurrence: str,
         reverse: bool,
-        key_norm: float = 1.0,
-        more: tuple[Tensor, ...] = (),
+        key_norm: float,
+        *more: Tensor,
     ):
-        self.stored = _stored_dtype(x, dt, *more)
-        self.dtype = _compute_dtype(self.stored)
-        self.channels = x.shape[-1]
-        self.shape = (*x.shape[:3], _padded(self.channels), k.shape[-1])
         if recurrence not in _RECURRENCES:
             raise NotImplementedError(
                 f'the backend "cpu" does not serve the recurrence {recurrence}; use "reference"'
             )
-        self.recurrence, self.reverse = _RECURRENCES[recurrence], reverse
-        self.x, self.dt = self.tokens(x), self.tokens(dt)
-        self.q, self.k = _rows(q, self.dtype), _rows(k, self.dtype)
+        more = more if args.z is None else (args.z, *more)
+        self.stored = _stored_dtype(args.x, args.dt, *more)
+        self.dtype = _compute_dtype(self.stored)
+        self.channels = args.x.shape[-1]
+        self.shape = (*args.x.shape[:3], _padded(self.channels), args.k.shape[-1])
+        self.scalars = (_RECURRENCES[recurrence], int(reverse))
         # The loops take powers of 2.
-        self.A = None if A is None else self.states(A[:, None]) * math.log2(math.e)
-        self.skip, self.bias = (
+        A = None if args.A is None else self.states(args.A[:, None]) * math.log2(math.e)
+        skip, bias = (
             self.zeros(1, 1, 1, self.shape[3])
             if parameter is None
             else self.channels_last(parameter[:, None, None])
-            for parameter in (D, bias)
+            for parameter in (args.D, args.bias)
         )
-        self.key_norm = torch.full((1, 1, 1, 1), key_norm, dtype=self.dtype)
+        key_norm = torch.full((1, 1, 1, 1), key_norm, dtype=self.dtype)
+        q, k = _rows(args.q, self.dtype), _rows(args.k, self.dtype)
+        initial = args.initial_state
+        initial = self.zero_state() if initial is None else self.states(initial)
+        z = None if args.z is None else self.tokens(args.z[None])
+        x, dt = self.tokens(args.x), self.tokens(args.dt)
+        self.inputs = (x, dt, A, q, k, skip, bias, key_norm, initial, z)
 
     def tokens(self, tensor: Tensor) -> Tensor:
         """Return a tensor (..., L, D) as the loops take it."""
@@ -296,9 +290,6 @@ class _Scan:
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype)
 
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype)
-
     def run(
         self,
         kernel: Callable[..., None],
@@ -316,169 +307,82 @@ class _Scan:
             passes: How often the kernel goes over every state, roughly.
             *tensors: What the kernel takes after the inputs.
         """
-        inputs = (self.x, self.dt, self.A, self.q, self.k, self.skip, self.bias, self.key_norm)
         _run(
             kernel,
             self.shape[1] * groups,
             passes * math.prod(self.shape),
             scratch_size,
             self.stored,
-            (self.recurrence, int(self.reverse), groups, *self.shape),
-            *inputs,
+            (*self.scalars, groups, *self.shape),
+            *self.inputs,
             *tensors,
         )
 
-    def forward(self, initial: Tensor, z: Tensor | None, final: Tensor | None) -> Tensor:
-        """Return y (B, L, D); writes the final state where there is one direction."""
-        _, B, L, D, M = self.shape
-        y = torch.empty((B, L, D), dtype=self.stored)
-        size = loops.scratch_size(L, M)
-        self.run(loops.scan_blocks, D // loops.WIDTH, size, 1, initial, z, y[None], final)
-        return y[..., : self.channels]
-
-    def backward(
-        self,
-        initial: Tensor,
-        z: Tensor | None,
-        grad: Tensor,
-        grad_final: Tensor,
-        dinitial: Tensor | None,
-        dz: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients for x, dt, A, q, k, D and bias; writes those for the others."""
-        directions, B, L, D, M = self.shape
-        groups = min(D // loops.WIDTH, _MOST_GROUPS)
-        columns = loops.num_columns(M)
-        dx, ddt = (workspace.empty((directions, B, L, D), self.stored) for _ in range(2))
-        dA = None if self.A is None else self.zeros(directions, B, M, D)
-        dqk = workspace.empty((groups * directions, B, L, columns), self.dtype).zero_()
-        dskip, dbias = self.zeros(directions, B, 1, D), self.zeros(directions, B, 1, D)
-        self.run(
-            loops.scan_blocks_backward,
-            groups,
-            loops.backward_scratch_size(L, M),
-            4,
-            *(initial, z, grad, grad_final),
-            *(dx, ddt, dA, dqk, dskip, dbias, dinitial, dz),
-        )
-        dqk = _sum(dqk.view(groups, directions, B, L, columns), 0)
-        return (
-            dx[..., : self.channels],
-            ddt[..., : self.channels],
-            None if dA is None else _sum(dA, 1)[..., : self.channels].mT,
-            dqk[..., :M],
-            dqk[..., M : 2 * M],
-            _sum(dskip, 1)[:, 0, : self.channels],
-            _sum(dbias, 1)[:, 0, : self.channels],
-        )
-
-
-def _single_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    recurrence: str,
-    reverse: bool,
-    *more: Tensor,
-) -> tuple[_Scan, Tensor]:
-    tensors = (None if t is None else t[None] for t in (x, dt, A, q, k, D, bias))
-    scan = _Scan(*tensors, recurrence, reverse, more=more)
-    initial = scan.zero_state() if initial_state is None else scan.states(initial_state[None])
-    return scan, initial
-
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
+    args: ScanArgs,
     recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Scan one direction; arguments and results as of ``reference.scan``."""
-    s, initial = _single_scan(x, dt, A, q, k, D, bias, initial_state, recurrence, reverse)
-    _, B, _, padded, M = s.shape
-    final = s.empty(1, B, M, padded)
-    y = s.forward(initial, None, final)
-    return y.to(x.dtype), final[0, :, :, : s.channels].mT
+    reverse: bool = False,
+    key_norm: float = 1.0,
+    save: bool = False,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """Scan; arguments and results as of ``reference.scan``."""
+    args = args._replace(dt=full_steps(args.dt, args.dt_weight, workspace.bmm), dt_weight=None)
+    s = _Scan(args, recurrence, reverse, key_norm)
+    N, B, L, D, M = s.shape
+    y = torch.empty((B, L, D), dtype=s.stored)
+    final = torch.empty((1, B, M, D), dtype=s.dtype) if N == 1 else None
+    s.run(loops.scan_blocks, D // loops.WIDTH, loops.scratch_size(L, M), 1, y[None], final)
+    final = None if final is None else final[..., : s.channels].mT
+    return y[..., : s.channels].to(args.x.dtype), final, None, None
 
 
 def scan_backward(
-    grad_y: Tensor,
-    grad_final_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
+    args: ScanArgs,
+    grad: Tensor,
+    grad_final: Tensor | None,
     recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
-    inputs = (x, dt, A, q, k, D, bias, initial_state)
-    s, initial = _single_scan(*inputs, recurrence, reverse, grad_y)
-    _, B, _, padded, M = s.shape
-    grad, grad_final = s.tokens(grad_y[None]), s.states(grad_final_state[None])
-    dinitial = s.empty(1, B, M, padded)
-    grads = s.backward(initial, None, grad, grad_final, dinitial, None)
-    grads = (*(None if g is None else g[0] for g in grads), dinitial[0, :, :, : s.channels].mT)
-    return _in_dtypes_of(inputs, grads)
+    reverse: bool = False,
+    key_norm: float = 1.0,
+    saved: None = None,
+) -> ScanArgs:
+    """Return the gradients of ``scan``; arguments as of ``reference.scan_backward``."""
+    s = _Scan(args, recurrence, reverse, key_norm, grad)
+    N, B, L, D, M = s.shape
+    groups = min(D // loops.WIDTH, _MOST_GROUPS)
+    columns = loops.num_columns(M)
+    dx, ddt = (workspace.empty((N, B, L, D), s.stored) for _ in range(2))
+    dA = None if args.A is None else s.zeros(N, B, M, D)
+    dqk = workspace.empty((groups * N, B, L, columns), s.dtype).zero_()
+    dskip, dbias = s.zeros(N, B, 1, D), s.zeros(N, B, 1, D)
+    dstate = None if args.z is not None else torch.empty((1, B, M, D), dtype=s.dtype)
+    dz = None if args.z is None else workspace.empty((1, B, L, D), s.stored)
+    s.run(
+        loops.scan_blocks_backward,
+        groups,
+        loops.backward_scratch_size(L, M),
+        4,
+        s.tokens(grad[None]),
+        s.zero_state() if args.z is not None else s.states(grad_final),
+        *(dx, ddt, dA, dqk, dskip, dbias, dstate, dz),
+    )
+    dqk = _sum(dqk.view(groups, N, B, L, columns), 0)
+    grads = ScanArgs(
+        dx[..., : s.channels],
+        ddt[..., : s.channels],
+        None if dA is None else _sum(dA, 1)[..., : s.channels].mT,
+        dqk[..., :M],
+        dqk[..., M : 2 * M],
+        _sum(dskip, 1)[:, 0, : s.channels],
+        _sum(dbias, 1)[:, 0, : s.channels],
+        None if dz is None else dz[0, ..., : s.channels],
+        None if dstate is None else dstate[..., : s.channels].mT,
+    )
+    return ScanArgs(*_in_dtypes_of(args, grads))
 
 
 def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
     """Return None: nothing is saved, the backward pass scans again."""
-
-
-def bidirectional_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    key_norm: float = 1.0,
-    dt_weight: Tensor | None = None,
-) -> Tensor:
-    """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
-    dt = full_steps(dt, dt_weight, workspace.bmm)
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm, (z,))
-    return s.forward(s.zero_state(), s.tokens(z[None]), None).to(x.dtype)
-
-
-def bidirectional_scan_backward(
-    grad: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    key_norm: float = 1.0,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z."""
-    s = _Scan(x, dt, A, q, k, D, bias, recurrence, False, key_norm, (z, grad))
-    zero, dz = s.zero_state(), workspace.empty((1, *s.shape[1:4]), s.stored)
-    z_rows, grad_rows = s.tokens(z[None]), s.tokens(grad[None])
-    grads = s.backward(zero, z_rows, grad_rows, zero, None, dz)
-    return _in_dtypes_of((x, dt, A, q, k, D, bias, z), (*grads, dz[0, :, :, : s.channels]))
 
 
 # ------------------------------------------------------------------------------------ convolution

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vil.kernels.args import ScanArgs
 from vil.kernels.reference import full_steps
 from vil.kernels.triton import conv, exact_chunks, longhorn_exact, sequential, sequential_tokens
 from vil.kernels.triton.tuning import CHUNK
@@ -36,174 +37,84 @@ def _check_states(k: Tensor, recurrence: str) -> None:
         )
 
 
-def _forward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    *rest: Tensor | bool | float | None,
-    recurrence: str,
-    dt_weight: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    _check_dtype(x)
-    _check_states(rest[1], recurrence)
-    if recurrence == "longhorn_exact":
-        return longhorn_exact.forward(x, dt, *rest, dt_weight=dt_weight)
-    return sequential.forward(x, full_steps(dt, dt_weight), A, *rest)
-
-
-def _backward(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    *rest: Tensor | bool | float | None,
-    recurrence: str,
-) -> tuple[Tensor | None, ...]:
-    if recurrence == "longhorn_exact":
-        dx, ddt, *others = longhorn_exact.backward(dout, dfinal, x, dt, *rest)
-        return dx, ddt, None, *others
-    return sequential.backward(dout, dfinal, x, dt, A, *rest)
-
-
-def _as_one_direction(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Return the arguments with a leading axis of one direction, and zeros for absent weights."""
-    zero = x.new_zeros(x.shape[-1], dtype=torch.float32)
-    D, bias = zero if D is None else D, zero if bias is None else bias
-    return tuple(None if t is None else t.unsqueeze(0) for t in (x, dt, A, q, k, D, bias))
+def _with_parameters(args: ScanArgs) -> ScanArgs:
+    """Return the arguments with zeros for absent weights, which the kernels always read."""
+    if args.D is not None and args.bias is not None:
+        return args
+    N, _, _, channels = args.x.shape
+    zero = args.x.new_zeros(N, channels, dtype=torch.float32)
+    return args._replace(
+        D=zero if args.D is None else args.D, bias=zero if args.bias is None else args.bias
+    )
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
+    args: ScanArgs,
     recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Scan one direction; arguments and results as of ``reference.scan``."""
-    inputs = _as_one_direction(x, dt, A, q, k, D, bias)
-    y, _, _, final = _forward(*inputs, None, initial_state, reverse, False, recurrence=recurrence)
-    return y, final
+    reverse: bool = False,
+    key_norm: float = 1.0,
+    save: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Scan; arguments and results as of ``reference.scan``."""
+    _check_dtype(args.x)
+    _check_states(args.k, recurrence)
+    x, dt, A, q, k, D, bias, z, state, dt_weight = _with_parameters(args)
+    state = None if state is None else state[0]
+    rest = (q, k, D, bias, z, state, reverse, save, key_norm)
+    if recurrence == "longhorn_exact":
+        found = longhorn_exact.forward(x, dt, *rest, dt_weight=dt_weight)
+    else:
+        found = sequential.forward(x, full_steps(dt, dt_weight), A, *rest)
+    out, y_sum, states, final = found
+    return out, None if final is None else final[None], y_sum, states
 
 
 def scan_backward(
-    grad_y: Tensor,
-    grad_final_state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
+    args: ScanArgs,
+    grad: Tensor,
+    grad_final: Tensor | None,
     recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``scan`` for x, dt, A, q, k, D, bias and initial_state."""
-    inputs = _as_one_direction(x, dt, A, q, k, D, bias)
-    *grads, _, dinitial = _backward(
-        grad_y, grad_final_state, *inputs, None, initial_state, None, None, reverse,
-        recurrence=recurrence,
-    )  # fmt: skip
-    dx, ddt, dA, dq, dk, dD, dbias = (None if g is None else g.squeeze(0) for g in grads)
-    return (
-        dx, ddt, dA, dq, dk, None if D is None else dD, None if bias is None else dbias, dinitial
-    )  # fmt: skip
+    reverse: bool = False,
+    key_norm: float = 1.0,
+    saved: tuple[Tensor | None, Tensor] | None = None,
+) -> ScanArgs:
+    """Return the gradients of ``scan``; arguments as of ``reference.scan_backward``."""
+    x, dt, A, q, k, D, bias, z, state, _ = _with_parameters(args)
+    state = None if state is None else state[0]
+    grads = (grad, None if z is not None else grad_final[0])
+    rest = (q, k, D, bias, z, state, *(saved or (None, None)), reverse, key_norm)
+    if recurrence == "longhorn_exact":
+        dx, ddt, dq, dk, dD, dbias, dz, dstate = longhorn_exact.backward(*grads, x, dt, *rest)
+        dA = None
+    else:
+        dx, ddt, dA, dq, dk, dD, dbias, dz, dstate = sequential.backward(*grads, x, dt, A, *rest)
+    return ScanArgs(
+        dx,
+        ddt,
+        dA,
+        dq,
+        dk,
+        None if args.D is None else dD,
+        None if args.bias is None else dbias,
+        dz,
+        None if dstate is None else dstate[None],
+    )
 
 
 def saved(
     x: Tensor, k: Tensor, recurrence: str
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of y_sum and states, which ``bidirectional_scan_saving`` saves."""
-    _, B, L, channels = x.shape
+    """Return shapes and dtypes of the sum of both directions and the states that ``scan`` saves."""
+    N, B, L, channels = x.shape
     chunks, states = triton.cdiv(L, CHUNK), k.shape[-1]
     if recurrence == "longhorn_exact":
-        shape = (2, B, chunks, channels, exact_chunks.padded_states(states))
+        shape = (N, B, chunks, channels, exact_chunks.padded_states(states))
         sum_dtype = longhorn_exact.sum_dtype(x.dtype)
     else:
         sum_dtype = torch.float32
-        shape = (2, B, chunks, sequential_tokens.padded_states(states) // 4, channels, 4)
-    return ((B, L, channels), sum_dtype), (shape, torch.float32)
-
-
-def bidirectional_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    key_norm: float = 1.0,
-    dt_weight: Tensor | None = None,
-) -> Tensor:
-    """Scan both ways, average and gate; arguments as of ``reference.bidirectional_scan``."""
-    out, *_ = _forward(
-        x, dt, A, q, k, D, bias, z, None, False, False, key_norm, recurrence=recurrence,
-        dt_weight=dt_weight,
-    )  # fmt: skip
-    return out
-
-
-def bidirectional_scan_saving(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    key_norm: float = 1.0,
-    dt_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what ``bidirectional_scan`` does, and return y_sum and states for the backward pass too."""
-    out, y_sum, states, _ = _forward(
-        x, dt, A, q, k, D, bias, z, None, False, True, key_norm, recurrence=recurrence,
-        dt_weight=dt_weight,
-    )  # fmt: skip
-    return out, y_sum, states
-
-
-def bidirectional_scan_backward(
-    grad: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    recurrence: str,
-    saved: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
-    key_norm: float = 1.0,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``bidirectional_scan`` for x, dt, A, q, k, D, bias and z.
-
-    ``saved`` is y_sum and states of ``bidirectional_scan_saving``; without them it scans again.
-    """
-    *grads, _ = _backward(
-        grad, None, x, dt, A, q, k, D, bias, z, None, *saved, False, key_norm, recurrence=recurrence
-    )
-    return tuple(grads)
+        shape = (N, B, chunks, sequential_tokens.padded_states(states) // 4, channels, 4)
+    y_sum = ((0,), torch.float32) if N == 1 else ((B, L, channels), sum_dtype)
+    return y_sum, (shape, torch.float32)
 
 
 def causal_conv1d_bidirectional(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vil.kernels import grid_conv, ops, reference
+from vil.kernels.args import ScanArgs
 from vil.kernels.grid import Grid, layout_of, without_missing
 from vil.kernels.step_area import Steps
 
@@ -146,13 +147,12 @@ def scanned(recurrence: str, area: float, repeats: int, scale: float) -> Tensor:
     weight = torch.ones(1, 9, 1, dtype=torch.float64)  # of steps of rank 1, keys and queries
     steps = Steps(weight, torch.empty(1, D, 1), A, recurrence, area)
     k_factor, q_factor = steps.x_proj_weight[0, 1, 0], steps.x_proj_weight[0, 5, 0]
-    k = (k * k_factor).expand(1, 1, repeats, 4)[0]
-    x, dt = x.expand(1, 1, repeats, D)[0], dt.expand(1, 1, repeats, D)[0]
-    rates = None if A is None else steps.A[0]
-    _, state = reference.scan(
-        x, dt, rates, k, k, None, None, start / q_factor, recurrence, False, steps.key_norm
-    )
-    return state * q_factor
+    k = (k * k_factor).expand(1, 1, repeats, 4)
+    x, dt = x.expand(1, 1, repeats, D), dt.expand(1, 1, repeats, D)
+    state = (start / q_factor)[None]
+    args = ScanArgs(x, dt, steps.A, k, k, D=None, bias=None, z=None, initial_state=state)
+    _, state, *_ = reference.scan(args, recurrence, key_norm=steps.key_norm)
+    return state[0] * q_factor
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)

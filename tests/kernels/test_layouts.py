@@ -13,7 +13,7 @@ from vil.kernels.grid import Grid
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
-OPERATORS = ["scan", "bidirectional_scan", "causal_conv1d_bidirectional", "mixer"]
+OPERATORS = ["scan", "scan both ways", "causal_conv1d_bidirectional", "mixer"]
 
 
 def laid_out(tensor: Tensor, rng: random.Random, expandable: bool = True) -> Tensor:
@@ -46,7 +46,7 @@ def drawn(
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     tokens, channels, states = (rng.randint(1, n) for n in most)
     channels = rng.choice([channels, channels, most[1]])
-    B, lead = rng.randint(1, 3), () if operator == "scan" else (2,)
+    B, lead = rng.randint(1, 3), (1,) if operator == "scan" else (2,)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         values = 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -82,10 +82,11 @@ def drawn(
     rows, keys = (*lead, B, tokens, channels), (*lead, B, tokens, states)
     arguments = [normal(*rows), normal(*rows), rates(), normal(*keys), normal(*keys)]
     arguments += [parameter(channels), parameter(channels)]
-    if operator == "bidirectional_scan":
-        return [*arguments, normal(*rows[1:]), recurrence, rng.random() < 0.5]
-    state = normal(B, channels, states, dtype=max(dtype, torch.float32, key=bits))
-    return [*arguments, rng.choice([None, state]), recurrence, rng.random() < 0.5]
+    save = rng.random() < 0.5
+    if operator == "scan both ways":
+        return [*arguments, normal(*rows[1:]), None, recurrence, False, save]
+    state = normal(1, B, channels, states, dtype=max(dtype, torch.float32, key=bits))
+    return [*arguments, None, rng.choice([None, state]), recurrence, rng.random() < 0.5, save]
 
 
 def bits(dtype: torch.dtype) -> int:
@@ -101,8 +102,9 @@ def results(operator: str, backend: str, arguments: list, seed: int) -> list[Ten
     wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     with ops.use_backend(backend):
-        out = getattr(torch.ops.vil, operator)(*leaves)
-        outputs = [*out] if operator == "scan" else [out if isinstance(out, Tensor) else out[0]]
+        out = getattr(torch.ops.vil, operator.partition(" ")[0])(*leaves)
+        out = [out] if isinstance(out, Tensor) else out
+        outputs = [*out[:2]] if operator == "scan" else [out[0]]
         grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
         grads = [
             laid_out(g.to(o.device, o.dtype), rng) for g, o in zip(grads, outputs, strict=True)

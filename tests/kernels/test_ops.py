@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vil.kernels import backends, ops, reference
+from vil.kernels.args import ScanArgs
 
 B, L, D, M, K = 2, 5, 3, 4, 4
 
@@ -65,9 +66,10 @@ def backend(request: pytest.FixtureRequest):
 def test_scan_gradients(recurrence: str, reverse: bool) -> None:
     arguments = with_gradient(scan_arguments(recurrence))
     assert torch.autograd.gradcheck(
-        lambda *a: torch.ops.vil.scan(*a, recurrence, reverse), arguments
+        lambda *a: ops._scan_one_direction(a, recurrence, reverse), arguments
     )
-    torch.library.opcheck(torch.ops.vil.scan, (*arguments, recurrence, reverse))
+    *one, state = (None if t is None else t.detach()[None].requires_grad_() for t in arguments)
+    torch.library.opcheck(torch.ops.vil.scan, (*one, None, state, recurrence, reverse, True))
 
 
 @pytest.mark.pairs
@@ -75,14 +77,14 @@ def test_scan_gradients(recurrence: str, reverse: bool) -> None:
 def test_bidirectional_scan_gradients(backend: str, recurrence: str) -> None:
     arguments = with_gradient(bidirectional_arguments(recurrence))
     assert torch.autograd.gradcheck(lambda *a: ops.bidirectional_scan(*a, recurrence), arguments)
-    torch.library.opcheck(torch.ops.vil.bidirectional_scan, (*arguments, recurrence, True))
+    torch.library.opcheck(torch.ops.vil.scan, (*arguments, None, recurrence, False, True))
     if backend == "reference":
         return  # opcheck cannot look into torch.func, by which the reference differentiates
     detached = tuple(None if t is None else t.detach() for t in arguments)
     nothing = torch.empty(0, dtype=torch.float64)
     torch.library.opcheck(
-        torch.ops.vil.bidirectional_scan_backward,
-        (randn(B, L, D), *detached, nothing, nothing, recurrence),
+        torch.ops.vil.scan_backward,
+        (randn(B, L, D), nothing, *detached, None, nothing, nothing, recurrence, False),
     )
 
 
@@ -97,7 +99,7 @@ def test_gradients_where_parts_of_one_result_are_contiguous(
     one = (*tokens[:2], A, *tokens[2:], *weights, None)
     both = (*(None if t is None else torch.stack([t, t]) for t in one[:-1]), tokens[0])
     for scan, arguments in (
-        (lambda *a: torch.ops.vil.scan(*a, recurrence, False)[0], one),
+        (lambda *a: ops._scan_one_direction(a, recurrence, False)[0], one),
         (lambda *a: ops.bidirectional_scan(*a, recurrence), both),
     ):
         found = []
@@ -126,16 +128,20 @@ def test_public_functions_reach_their_recurrence() -> None:
             initial_state=state,
             return_final_state=True,
         )
-        expected = reference.scan(x, beta, None, q, k, skip, bias, state, recurrence, True)
-        torch.testing.assert_close((y, final), expected, rtol=1e-10, atol=1e-12)
+        one = ScanArgs(
+            x[None], beta[None], None, q[None], k[None], skip[None], bias[None], None, state[None]
+        )
+        expected = reference.scan(one, recurrence, True)
+        torch.testing.assert_close((y, final[None]), expected[:2], rtol=1e-10, atol=1e-12)
     x, dt, A, q, k, skip, bias, state = scan_arguments("mamba")
     y = ops.mamba_scan(x, dt, A, q, k)
-    expected, _ = reference.scan(x, dt, A, q, k, None, None, None, "mamba", False)
+    one = ScanArgs(x[None], dt[None], A[None], q[None], k[None], None, None, None)
+    expected, *_ = reference.scan(one, "mamba")
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
 
 
 def replaced(position: int, value: object) -> tuple:
-    arguments = [*bidirectional_arguments("longhorn"), "longhorn", False]
+    arguments = [*bidirectional_arguments("longhorn"), "longhorn"]
     arguments[position] = value
     return tuple(arguments)
 
@@ -160,7 +166,28 @@ def replaced(position: int, value: object) -> tuple:
 )
 def test_bidirectional_scan_names_the_wrong_argument(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        torch.ops.vil.bidirectional_scan(*arguments)
+        ops.bidirectional_scan(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x", randn(L, D), r"x must have shape \(B, L, D\), got \(5, 3\)"),
+        ("x", randn(B, 0, D), r"x must have shape \(B, L, D\) with L >= 1, got \(2, 0, 3\)"),
+        ("beta", randn(B, L, D + 1), r"beta must have shape \(B, L, D\) = \(2, 5, 3\)"),
+        ("q", randn(B, L + 1, M), r"q must have shape \(B, L, M\) = \(2, 5, 4\)"),
+        ("D", randn(D + 1), r"D must have shape \(D\) = \(3,\), got \(4,\)"),
+        ("initial_state", randn(B, D, M + 1), r"\(B, D, M\) = \(2, 3, 4\), got \(2, 3, 5\)"),
+        ("initial_state", randn(B, D, M).float(), "initial_state must be torch.float64"),
+        ("form", "closed", 'form must be "diagonal" or "exact"'),
+    ],
+)
+def test_a_scan_of_one_direction_names_the_wrong_argument(
+    name: str, value: object, message: str
+) -> None:
+    x, beta, _, q, k, *_ = scan_arguments("longhorn")
+    with pytest.raises(ValueError, match=message):
+        ops.longhorn_scan(**{"x": x, "beta": beta, "q": q, "k": k, name: value})
 
 
 def flops(function: Callable[..., object], *arguments: object) -> tuple[int, int]:

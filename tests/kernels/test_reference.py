@@ -7,12 +7,22 @@ import torch
 import torch.nn.functional as F
 
 from vil.kernels import reference
+from vil.kernels.args import ScanArgs
 
 B, L, D, M = 2, 7, 5, 4
 
 
+def scan(
+    a: dict, recurrence: str, reverse: bool = False, state: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return y and the last state of one direction."""
+    one = {n: None if t is None else t[None] for n, t in {**a, "initial_state": state}.items()}
+    y, final, *_ = reference.scan(ScanArgs(**one, z=None), recurrence, reverse)
+    return y, final[0]
+
+
 def make(recurrence: str, length: int = L) -> dict:
-    """Return random float64 arguments of ``reference.scan`` without state."""
+    """Return random float64 arguments of one direction without a state."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -36,7 +46,7 @@ def order(reverse: bool) -> list[int]:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_diagonal_is_the_loop_of_the_paper(reverse: bool) -> None:
     a = make("longhorn")
-    y, final = reference.scan(**a, initial_state=None, recurrence="longhorn", reverse=reverse)
+    y, final = scan(a, "longhorn", reverse)
     for b in range(B):
         for i in range(D):
             state = [0.0] * M
@@ -58,7 +68,7 @@ def test_exact_solves_the_recall_problem_of_the_paper(reverse: bool, key_norm: f
     """Eq. 5: minimise |S - S_prev|^2 + sum_i beta_i (S_i.k - x_i)^2 by solving for each row."""
     a = make("longhorn_exact")
     a["k"] *= key_norm
-    y, final = reference.scan(**a, initial_state=None, recurrence="longhorn_exact", reverse=reverse)
+    y, final = scan(a, "longhorn_exact", reverse)
     beta = torch.sigmoid(a["dt"] + a["bias"])
     state = torch.zeros(B, D, M, dtype=torch.float64)
     for t in order(reverse):
@@ -76,7 +86,7 @@ def test_exact_solves_the_recall_problem_of_the_paper(reverse: bool, key_norm: f
 @pytest.mark.parametrize("reverse", [False, True])
 def test_mamba_is_the_loop_of_its_paper(reverse: bool) -> None:
     a = make("mamba")
-    y, _ = reference.scan(**a, initial_state=None, recurrence="mamba", reverse=reverse)
+    y, _ = scan(a, "mamba", reverse)
     for b in range(B):
         for i in range(D):
             state = [0.0] * M
@@ -95,10 +105,8 @@ def test_mamba_is_the_loop_of_its_paper(reverse: bool) -> None:
 def test_reverse_is_the_forward_scan_of_the_flipped_sequence(recurrence: str) -> None:
     a = make(recurrence)
     flipped = {n: t.flip(1) if n in ("x", "dt", "q", "k") else t for n, t in a.items()}
-    y, state = reference.scan(**a, initial_state=None, recurrence=recurrence, reverse=True)
-    y_flipped, state_flipped = reference.scan(
-        **flipped, initial_state=None, recurrence=recurrence, reverse=False
-    )
+    y, state = scan(a, recurrence, True)
+    y_flipped, state_flipped = scan(flipped, recurrence)
     # not bit for bit: the exponentials round differently with the memory layout
     assert (y - y_flipped.flip(1)).abs().max() < 1e-13
     assert (state - state_flipped).abs().max() < 1e-13
@@ -108,16 +116,14 @@ def test_reverse_is_the_forward_scan_of_the_flipped_sequence(recurrence: str) ->
 @pytest.mark.parametrize("reverse", [False, True])
 def test_state_carries_a_scan_over_a_cut(recurrence: str, reverse: bool) -> None:
     a = make(recurrence)
-    whole, final = reference.scan(**a, initial_state=None, recurrence=recurrence, reverse=reverse)
+    whole, final = scan(a, recurrence, reverse)
     parts = [
         {n: t[:, part] if n in ("x", "dt", "q", "k") else t for n, t in a.items()}
         for part in (slice(None, 3), slice(3, None))
     ]
     state, outputs = None, [None, None]
     for i in (1, 0) if reverse else (0, 1):
-        outputs[i], state = reference.scan(
-            **parts[i], initial_state=state, recurrence=recurrence, reverse=reverse
-        )
+        outputs[i], state = scan(parts[i], recurrence, reverse, state)
     assert (torch.cat(outputs, 1) - whole).abs().max() < 1e-13
     assert (state - final).abs().max() < 1e-13
 
@@ -128,9 +134,9 @@ def test_bidirectional_scan_averages_and_gates_both_directions(recurrence: str) 
     two = {n: None if t is None else t * 0.7 for n, t in two.items()}
     z = torch.linspace(-3, 3, B * L * D, dtype=torch.float64).view(B, L, D)
     both = {n: None if one[n] is None else torch.stack([one[n], two[n]]) for n in one}
-    out = reference.bidirectional_scan(**both, z=z, recurrence=recurrence)
-    y_0, _ = reference.scan(**one, initial_state=None, recurrence=recurrence, reverse=False)
-    y_1, _ = reference.scan(**two, initial_state=None, recurrence=recurrence, reverse=True)
+    out, *_ = reference.scan(ScanArgs(**both, z=z), recurrence)
+    y_0, _ = scan(one, recurrence, False)
+    y_1, _ = scan(two, recurrence, True)
     expected = z * torch.sigmoid(z) * (y_0 + y_1) / 2
     assert (out - expected).abs().max() < 1e-14
 
@@ -163,9 +169,9 @@ def test_longhorn_step_size_has_its_limits(raw: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     a = {n: None if t is None else t.to(dtype) for n, t in make("longhorn").items()}
-    y, state = reference.scan(**a, initial_state=None, recurrence="longhorn", reverse=False)
+    y, state = scan(a, "longhorn", False)
     raised = {n: None if t is None else t.double() for n, t in a.items()}
-    exact, _ = reference.scan(**raised, initial_state=None, recurrence="longhorn", reverse=False)
+    exact, _ = scan(raised, "longhorn", False)
     assert y.dtype == dtype
     assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # rounding to the output's dtype is the largest error left

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from vil.kernels import reference
 from vil.kernels.ops import (
     bidirectional_scan,
     causal_conv1d_bidirectional,
@@ -71,33 +70,16 @@ def _model(name: str) -> Function:
 
 
 VALID = torch.tensor([[True, True, False, True]] * B)
-# What is called, and the same in plain PyTorch (or under the reference backend, by plain autograd).
-CASES: dict[str, tuple[Function, Function | None]] = {
-    "longhorn_scan": (
-        _longhorn(longhorn_scan),
-        _longhorn(
-            lambda x, dt, q, k: reference.scan(
-                x, dt, None, q, k, None, None, None, "longhorn", False
-            )[0]
-        ),
-    ),
-    "mamba_scan": (
-        _mamba(mamba_scan),
-        _mamba(lambda *a: reference.scan(*a, None, "mamba", False)[0]),
-    ),
-    "bidirectional_scan": (
-        _both_ways(bidirectional_scan),
-        _both_ways(reference.bidirectional_scan),
-    ),
-    "causal_conv1d_bidirectional": (
-        _conv(causal_conv1d_bidirectional),
-        _conv(reference.causal_conv1d_bidirectional),
-    ),
-    "mixer": (_mixer(), None),
-    "mixer on a grid": (_mixer([2, 2, 1, 1, 1, 1, 1, 1, 0], VALID), None),
-    "vil_tiny": (_model("vil_tiny"), None),
-    "vil_tiny_exact": (_model("vil_tiny_exact"), None),
-    "vim_tiny": (_model("vim_tiny"), None),
+CASES: dict[str, Function] = {
+    "longhorn_scan": _longhorn(longhorn_scan),
+    "mamba_scan": _mamba(mamba_scan),
+    "bidirectional_scan": _both_ways(bidirectional_scan),
+    "causal_conv1d_bidirectional": _conv(causal_conv1d_bidirectional),
+    "mixer": _mixer(),
+    "mixer on a grid": _mixer([2, 2, 1, 1, 1, 1, 1, 1, 0], VALID),
+    "vil_tiny": _model("vil_tiny"),
+    "vil_tiny_exact": _model("vil_tiny_exact"),
+    "vim_tiny": _model("vim_tiny"),
 }
 INPUT = randn(B, L, D)
 DIRECTION = randn(B, L, D, seed=9)
@@ -130,7 +112,7 @@ each = pytest.mark.parametrize("name", CASES)
 
 @each
 def test_jvp(name: str) -> None:
-    function, _ = CASES[name]
+    function = CASES[name]
     value, tangent = torch.func.jvp(function, (INPUT,), (DIRECTION,))
     near(value, function(INPUT))
     near(tangent, derivative(function))
@@ -139,7 +121,7 @@ def test_jvp(name: str) -> None:
 @pytest.mark.ci
 @each
 def test_jacobians(name: str) -> None:
-    function, _ = CASES[name]
+    function = CASES[name]
     by_rows = torch.autograd.functional.jacobian(function, INPUT)
     near(torch.func.jacrev(function)(INPUT), by_rows)
     near(torch.func.jacfwd(function)(INPUT), by_rows)
@@ -148,7 +130,7 @@ def test_jacobians(name: str) -> None:
 
 @each
 def test_vmap(name: str) -> None:
-    function, _ = CASES[name]
+    function = CASES[name]
     inputs = torch.stack((INPUT, DIRECTION, INPUT + DIRECTION))
     near(torch.func.vmap(function)(inputs), torch.stack([function(x) for x in inputs]))
     gradients = torch.func.vmap(torch.func.grad(loss(function)))(inputs)
@@ -158,7 +140,7 @@ def test_vmap(name: str) -> None:
 @each
 def test_second_derivatives(name: str) -> None:
     """By backward of backward, hessian, and forward over reverse: all the same, and the differences'."""
-    function, _ = CASES[name]
+    function = CASES[name]
     x = INPUT.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(function)(x), x, create_graph=True)
     (product,) = torch.autograd.grad(gradient, x, DIRECTION)

@@ -99,11 +99,13 @@ def test_decay_is_what_a_scan_forgets(name: str) -> None:
             state = torch.zeros(2, 64, 16)
             state[..., j] = 1
             query = state[:, :1, :]
-            tensors = (torch.zeros(2, 1, 64), scan.dt[direction])
-            last = (query, scan.k[direction], None, scan.bias[direction])
+            tensors = (torch.zeros(2, 1, 64), scan.args.dt[direction])
+            last = (query, scan.args.k[direction], None, scan.args.bias[direction])
             with ops.use_backend("reference"):
                 if name == "vim_tiny":
-                    read = ops.mamba_scan(*tensors, scan.A[direction], *last, initial_state=state)
+                    read = ops.mamba_scan(
+                        *tensors, scan.args.A[direction], *last, initial_state=state
+                    )
                 else:
                     form = "exact" if name.endswith("exact") else "diagonal"
                     read = ops.longhorn_scan(*tensors, *last, form=form, initial_state=state)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vil import selfcheck
+from vil.kernels.args import ScanArgs
 
 cpu = pytest.importorskip("vil.kernels.cpu.backend")
 
@@ -29,13 +30,13 @@ def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> Non
 def test_fails_on_a_wrong_gradient(
     wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = cpu.bidirectional_scan_backward
+    right = cpu.scan_backward
 
-    def backward(*arguments: object, **options: object) -> tuple:
-        *grads, dz = right(*arguments, **options)
-        return (*grads, dz * wrong)
+    def backward(*arguments: object, **options: object) -> ScanArgs:
+        grads = right(*arguments, **options)
+        return grads if grads.z is None else grads._replace(z=grads.z * wrong)
 
-    monkeypatch.setattr(cpu, "bidirectional_scan_backward", backward)
+    monkeypatch.setattr(cpu, "scan_backward", backward)
     assert selfcheck.main() == 1
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == "24 passed, 18 failed"

@@ -5,11 +5,13 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from vil.kernels.args import ScanArgs
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -70,7 +72,7 @@ def _odd(t: torch.Tensor) -> torch.Tensor:
     return wide[..., 1:]
 
 
-def scan_inputs(c: Case) -> tuple[tuple, torch.Tensor, torch.Tensor | None]:
+def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
     """Return arguments of a scan, the gradient of its output and that of its last state."""
     g = torch.Generator().manual_seed(hash((c.L, c.D, c.M)) % 2**31)
     randn, dtype, N = _randn(g), DTYPES[c.dtype], c.directions
@@ -92,72 +94,57 @@ def scan_inputs(c: Case) -> tuple[tuple, torch.Tensor, torch.Tensor | None]:
         x, dt, z = _odd(x), _odd(dt), None if z is None else _odd(z)
     A = -randn(N, c.D, c.M).exp() if c.op == "mamba" else None
     D, bias = randn(N, c.D), randn(N, c.D)
-    initial = randn(c.B, c.D, c.M) if N == 1 and c.initial else None
+    initial = randn(1, c.B, c.D, c.M) if N == 1 and c.initial else None
     dout = randn(c.B, c.L, c.D).to(dtype)
-    dfinal = randn(c.B, c.D, c.M) if N == 1 else None
-    return (x, dt, A, q, k, D, bias, z, initial), dout, dfinal
+    dfinal = randn(1, c.B, c.D, c.M) if N == 1 else None
+    return ScanArgs(x, dt, A, q, k, D, bias, z, initial), dout, dfinal
+
+
+def _recurrence(c: Case) -> str:
+    return {"exact": "longhorn_exact"}.get(c.op, c.op)
 
 
 def scan_reference(
-    c: Case, inputs: Sequence, dout: torch.Tensor, dfinal: torch.Tensor | None
+    c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
 ) -> tuple[list, list]:
     """Return outputs and gradients of the reference in float64."""
     from vil.kernels import reference
 
-    recurrence = {"exact": "longhorn_exact"}.get(c.op, c.op)
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
-    if c.directions == 2:
-        outputs = [reference.bidirectional_scan(*leaves[:8], recurrence, c.key_norm)]
-    else:
-        one = [None if t is None else t[0] for t in leaves[:7]]
-        outputs = list(reference.scan(*one, leaves[8], recurrence, c.reverse, c.key_norm))
+    args, options = ScanArgs(*leaves), (_recurrence(c), c.reverse, c.key_norm)
+    outputs = [t for t in reference.scan(args, *options) if t is not None]
     grads = [g.double() for g in (dout, dfinal) if g is not None]
     gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], grads)
     outputs = [o.detach() for o in outputs]
     if c.directions == 2:  # and the float32 sum before the gate, which no rounding hides
         with torch.no_grad():
-            one = [[None if t is None else t[n] for t in leaves[:7]] for n in (0, 1)]
-            rest = (None, recurrence)
-            sums = [reference.scan(*one[n], *rest, n == 1, c.key_norm)[0] for n in (0, 1)]
+            args = args._replace(z=None)
+            ways = [ScanArgs(*(None if t is None else t[n : n + 1] for t in args)) for n in (0, 1)]
+            sums = [
+                reference.scan(way, _recurrence(c), n == 1, c.key_norm)[0]
+                for n, way in enumerate(ways)
+            ]
             outputs.append(sum(sums))
     return outputs, list(gradients)
 
 
 def scan_run(
-    c: Case, inputs: Sequence, dout: torch.Tensor, dfinal: torch.Tensor | None
+    c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
 ) -> tuple[list, list]:
     """Return the same of the kernels."""
-    from vil.kernels.triton import longhorn_exact, sequential
+    from vil.kernels.triton import backend
 
-    x, dt, A, q, k, D, bias, z, initial = inputs
-    if c.op == "exact":
-        given = (x, dt, q, k, D, bias, z, initial)
-        out, y_sum, states, final = longhorn_exact.forward(*given, c.reverse, True, c.key_norm)
-        plain = out
-        if c.D >= 200:  # another specialisation, slow to compile
-            plain, *_ = longhorn_exact.forward(*given, c.reverse, False, c.key_norm)
-        total = y_sum
-        if not c.saved:
-            y_sum = states = None
-        saved = (y_sum, states, c.reverse, c.key_norm)
-        grads = longhorn_exact.backward(dout, dfinal, *given, *saved)
-        dx, ddt, dq, dk, dD, db, dz, di = grads
-        grads = (dx, ddt, None, dq, dk, dD, db, dz, di)
-    else:
-        out, y_sum, states, final = sequential.forward(*inputs, c.reverse, True, c.key_norm)
-        plain, *_ = sequential.forward(*inputs, c.reverse, False, c.key_norm)
-        total = y_sum
-        if not c.saved:
-            y_sum = states = None
-        saved = (y_sum, states, c.reverse, c.key_norm)
-        grads = sequential.backward(dout, dfinal, *inputs, *saved)
+    options = (_recurrence(c), c.reverse, c.key_norm)
+    out, final, y_sum, states = backend.scan(inputs, *options, save=True)
+    plain = out
+    if c.op != "exact" or c.D >= 200:  # another specialisation, slow to compile
+        plain, *_ = backend.scan(inputs, *options)
+    saved = (y_sum, states) if c.saved else None
+    grads = backend.scan_backward(inputs, dout, dfinal, *options, saved)
     if not torch.equal(out, plain):
         raise AssertionError("the output differs if states are saved")
-    outputs = [out, total] if c.directions == 2 else [out, final]
+    outputs = [out, y_sum] if c.directions == 2 else [out, final]
     return outputs, [g for g in grads if g is not None]
-
-
-NAMES = ("x", "dt", "A", "q", "k", "D", "bias", "z", "initial_state")
 
 
 def scan_results(c: Case) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -166,7 +153,7 @@ def scan_results(c: Case) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     truths, gradients = scan_reference(c, inputs, dout, dfinal)
     outputs, grads = scan_run(c, inputs, dout, dfinal)
     names = ["out", "sum" if c.directions == 2 else "final"]
-    names += ["d" + n for n, t in zip(NAMES, inputs, strict=True) if t is not None]
+    names += ["d" + name for name, t in inputs._asdict().items() if t is not None]
     pairs = zip([*outputs, *grads], [*truths, *gradients], strict=True)
     return dict(zip(names, pairs, strict=True))
 

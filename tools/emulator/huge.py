@@ -56,7 +56,8 @@ def conv_error() -> float:
 def scan_error(recurrence: str) -> float:
     """Return the error of a scan token by token in the last batch element."""
     from vil.kernels import reference
-    from vil.kernels.triton import sequential
+    from vil.kernels.args import ScanArgs
+    from vil.kernels.triton import backend
 
     x, dt = zeros(2, B, L, D), zeros(2, B, L, D)
     q, k = zeros(2, B, L, M), zeros(2, B, L, M)
@@ -67,11 +68,11 @@ def scan_error(recurrence: str) -> float:
     A = -torch.randn(2, D, M).exp() if recurrence == "mamba" else None
     skip, bias = torch.randn(2, D), torch.randn(2, D)
     runtime.STATE.cta_filter = last(-(-D // 128))
-    out, *_ = sequential.forward(x, dt, A, q, k, skip, bias, z, None, False, True)
-    x, dt, q, k = (t[:, -1:].double() for t in (x, dt, q, k))
-    A = None if A is None else A.double()
-    given = (x, dt, A, q, k, skip.double(), bias.double(), z[-1:].double())
-    return cases.relative(out[-1:], reference.bidirectional_scan(*given, recurrence))
+    args = ScanArgs(x, dt, A, q, k, skip, bias, z)
+    out, *_ = backend.scan(args, recurrence, save=True)
+    x, dt, q, k = (t[:, -1:] for t in (x, dt, q, k))
+    last_one = args._replace(x=x, dt=dt, q=q, k=k, z=z[-1:]).to(torch.float64)
+    return cases.relative(out[-1:], reference.scan(last_one, recurrence)[0])
 
 
 def main() -> int:

@@ -20,24 +20,18 @@ from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
 from vil.kernels import reference
+from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
-from vil.kernels.transforms import scan_inputs
+from vil.kernels.transforms import scan_args
 from vil.maps.evaluating import check_images, evaluating
 
 _MOST_NUMBERS = 2**22  # of a tensor of unit values and of what is read of them: 16 MiB each
 
 
 class _Scan(NamedTuple):
-    """What a mixer scans: arguments of ``reference.bidirectional_scan``, step sizes in full."""
+    """What a mixer scans, step sizes in full."""
 
-    x: Tensor
-    dt: Tensor
-    A: Tensor | None
-    q: Tensor
-    k: Tensor
-    D: Tensor
-    bias: Tensor
-    z: Tensor
+    args: ScanArgs
     recurrence: str
     key_norm: float
     grid: list[int]
@@ -63,13 +57,14 @@ def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple
     """
     backbone = _backbone_of(model)
     [scan] = _scans(backbone, images, [block])
-    _, B, L, E = scan.x.shape
-    matrices = scan.x.new_empty(2, B, E, L, L)
+    x = scan.args.x
+    _, B, L, E = x.shape
+    matrices = x.new_empty(2, B, E, L, L)
     for direction in (0, 1):
         for sources, read in _reads(scan, (direction,)):
             matrices[direction][..., sources] = read.permute(1, 3, 2, 0)
     order = _class_token_first(backbone, L, images.device)
-    values = scan.x.mT[..., order]
+    values = x.mT[..., order]
     return matrices[..., order, :][..., order], values
 
 
@@ -187,13 +182,14 @@ def decay(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
         ValueError: as of ``channel_matrices``.
     """
     [scan] = _scans(_backbone_of(model), images, [block])
-    steps, nothing = _steps(scan), torch.zeros_like(scan.x)
-    A = None if scan.A is None else scan.A[:, None, None]
-    M, trace = scan.k.shape[-1], 0.0
+    x, _, A, q, k, *_ = scan.args
+    steps, nothing = _steps(scan), torch.zeros_like(x)
+    A = None if A is None else A[:, None, None]
+    M, trace = k.shape[-1], 0.0
     for j in range(M):
-        unit = F.one_hot(torch.tensor(j, device=scan.k.device), M).to(scan.k)
-        state = unit.expand(*scan.x.shape, M)
-        left, _ = reference.advance(state, nothing, steps, A, scan.q, scan.k, scan.recurrence)
+        unit = F.one_hot(torch.tensor(j, device=k.device), M).to(k)
+        state = unit.expand(*x.shape, M)
+        left, _ = reference.advance(state, nothing, steps, A, q, k, scan.recurrence)
         trace = trace + left[..., j]
     return _image_of(scan, 1 - trace / M)
 
@@ -236,35 +232,36 @@ def _scan_of(mixer: nn.Module, tokens: Tensor, grid: list[int]) -> _Scan:
     xz = mixer.in_proj(tokens)
     A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
     with torch.autocast(xz.device.type, enabled=False):
-        x, low, A, q, k, D, bias, z, recurrence, key_norm, dt_weight = scan_inputs(
+        args, key_norm = scan_args(
             *(xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj_weight, mixer.dt_weight),
             *(mixer.dt_bias, A, mixer.D, mixer.recurrence, grid),
         )
-        dt = reference.full_steps(low, dt_weight)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    tensors = (None if t is None else t.to(dtype) for t in (x, dt, A, q, k, D, bias, z))
-    return _Scan(*tensors, recurrence, key_norm, grid)
+        dt = reference.full_steps(args.dt, args.dt_weight)
+    args = args._replace(dt=dt, dt_weight=None).to(compute_dtype(args.x))
+    return _Scan(args, mixer.recurrence, key_norm, grid)
 
 
 @torch.no_grad()
 def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield sources, int64 (n,), and what all tokens read where these alone have the value 1, (n, B, L, E)."""
-    _, B, L, E = scan.x.shape
+    x = scan.args.x
+    _, B, L, E = x.shape
     size = max(_MOST_NUMBERS // (2 * B * L * E), 1)
-    backend = backend_for(scan.x.device, scan.x.dtype)
-    for sources in torch.arange(L, device=scan.x.device).split(size):
+    backend = backend_for(x.device, x.dtype)
+    for sources in torch.arange(L, device=x.device).split(size):
         n = len(sources)
-        unit = scan.x.new_zeros(2, n, B, L, E)
+        unit = x.new_zeros(2, n, B, L, E)
         for direction in directions:
             unit[direction] = F.one_hot(sources, L).to(unit)[:, None, :, None]
-        dt, q, k = (
-            t[:, None].expand(-1, n, *t.shape[1:]).flatten(1, 2) for t in (scan.dt, scan.q, scan.k)
-        )
-        z = scan.z.expand(n, *scan.z.shape).flatten(0, 1)
-        read = backend.bidirectional_scan(
-            unit.flatten(1, 2), dt, scan.A, q, k, scan.D, scan.bias, z, scan.recurrence,
-            scan.key_norm,
-        )  # fmt: skip
+        repeated = {
+            name: tensor.unsqueeze(-4)
+            .expand(*tensor.shape[:-3], n, *tensor.shape[-3:])
+            .flatten(-4, -3)
+            for name in ("dt", "q", "k", "z")
+            for tensor in [getattr(scan.args, name)]
+        }
+        args = scan.args._replace(x=unit.flatten(1, 2), **repeated)
+        read, *_ = backend.scan(args, scan.recurrence, key_norm=scan.key_norm)
         yield sources, read.unflatten(0, (n, B))
 
 
@@ -281,9 +278,8 @@ def _class_token_first(backbone: VisionLonghorn, length: int, device: torch.devi
 
 
 def _steps(scan: _Scan) -> Tensor:
-    return reference.step_size(
-        scan.dt, scan.k, scan.bias[:, None, None], scan.recurrence, scan.key_norm
-    )
+    bias = scan.args.bias[:, None, None]
+    return reference.step_size(scan.args.dt, scan.args.k, bias, scan.recurrence, scan.key_norm)
 
 
 def _image_of(scan: _Scan, numbers: Tensor) -> Tensor:

@@ -1,0 +1,118 @@
+"""Scans of random arguments by a backend, and beside the reference in float64."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from vil.kernels import reference
+from vil.kernels.args import ScanArgs, compute_dtype
+
+Shape = tuple[int, int, int, int]  # B, L, D, M
+Results = dict[str, Tensor]
+
+
+def random_args(
+    recurrence: str,
+    shape: Shape,
+    N: int = 2,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> ScanArgs:
+    """Return random arguments, strided as in the backbone; of one direction, with an initial state."""
+    B, L, D, M = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+
+    rows, z, keys = randn(N, B, L, 2 * D), randn(B, L, 2 * D), randn(N, B, L, 3 + 2 * M)
+    rows, z, keys = (t.to(dtype) for t in (rows, z, keys))
+    args = ScanArgs(
+        x=rows[..., :D],
+        dt=rows[..., D:],
+        A=-randn(N, D, M).exp() if recurrence == "mamba" else None,
+        q=keys[..., 3 + M :],
+        k=keys[..., 3 : 3 + M],
+        D=randn(N, D),
+        bias=randn(N, D),
+        z=z[..., D:] if N == 2 else None,
+        initial_state=randn(1, B, D, M) if N == 1 else None,
+    )
+    parameters = {name: getattr(args, name) for name in ("A", "D", "bias", "initial_state")}
+    exact = compute_dtype(args.x)
+    return args._replace(**{n: None if t is None else t.to(exact) for n, t in parameters.items()})
+
+
+def random_gradients(args: ScanArgs) -> tuple[Tensor, Tensor | None]:
+    """Return gradients of the output and, of one direction, of its last state."""
+    generator = torch.Generator().manual_seed(1)
+    _, B, L, D = args.x.shape
+    grad = torch.randn(B, L, D, generator=generator, dtype=torch.float64).to(args.x)
+    if args.z is not None:
+        return grad, None
+    final = torch.randn(1, B, D, args.k.shape[3], generator=generator, dtype=torch.float64)
+    return grad, final.to(args.x.device, compute_dtype(args.x))
+
+
+def results_of(
+    backend: ModuleType,
+    args: ScanArgs,
+    recurrence: str,
+    reverse: bool = False,
+    key_norm: float = 1.0,
+    save: bool = True,
+    grads: tuple[Tensor, Tensor | None] | None = None,
+) -> Results:
+    """Return output, last state and gradients by their names."""
+    options = (recurrence, reverse, key_norm)
+    out, final, *saved = backend.scan(args, *options, save)
+    saved = None if saved[1] is None else tuple(saved)
+    grads = random_gradients(args) if grads is None else grads
+    gradients = backend.scan_backward(args, *grads, *options, saved)
+    named = {"out": out, "final": final, **gradients._asdict()}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def truth_of(
+    args: ScanArgs, recurrence: str, reverse: bool = False, key_norm: float = 1.0
+) -> Results:
+    """Return what the reference makes of the same numbers in float64."""
+    grads = tuple(None if g is None else g.double() for g in random_gradients(args))
+    exact = args.to(torch.float64)
+    return results_of(reference, exact, recurrence, reverse, key_norm, grads=grads)
+
+
+def assert_near(found: Results, expected: Results, tolerance: float, floor: float = 1e-24) -> None:
+    """Compare results, relative to the largest value of each; below the floor is nothing."""
+    assert found.keys() == expected.keys()
+    for name, truth in expected.items():
+        assert found[name].shape == truth.shape, name
+        error = (found[name].double() - truth.double()).abs()
+        bound = tolerance * truth.abs().max().item() + floor if truth.numel() else 0
+        assert (error <= bound).all(), f"{name}: {error.max()} > {bound}"  # of NaN, too
+
+
+def assert_right(
+    backend: ModuleType,
+    args: ScanArgs,
+    recurrence: str,
+    tolerance: float,
+    reverse: bool = False,
+    key_norm: float = 1.0,
+    save: bool = True,
+    floor: float = 1e-24,
+) -> None:
+    """Compare a backend with the reference: values, gradients, and their dtypes."""
+    found = results_of(backend, args, recurrence, reverse, key_norm, save)
+    assert_near(found, truth_of(args, recurrence, reverse, key_norm), tolerance, floor)
+    assert found["out"].dtype == args.x.dtype
+    for name, argument in args._asdict().items():
+        assert argument is None or found[name].dtype == argument.dtype, name
+
+
+def assert_same_bits(a: Results, b: Results) -> None:
+    """Compare results bit for bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name

@@ -1,0 +1,193 @@
+"""The Triton kernels of all scans against the reference in float64.
+
+Without a GPU they run in Triton's interpreter, which computes matrix products in float32.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.scans import (
+    Shape,
+    assert_near,
+    assert_right,
+    assert_same_bits,
+    random_args,
+    results_of,
+)
+from vil.kernels.args import ScanArgs
+from vil.kernels.ops import RECURRENCES
+from vil.kernels.triton import tuning
+
+backend = pytest.importorskip("vil.kernels.triton.backend")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5
+EXACT = "longhorn_exact"
+# (B, L, D, M): one token; a group and a chunk that are not full; channels short of a block and over
+# one; a state size that is no power of two; the most states.
+TOKEN_BY_TOKEN = [
+    (2, 1, 40, 4),
+    (1, 2, 8, 16),
+    (1, 17, 140, 4),
+    (1, 19, 64, 16),
+    (1, 34, 8, 5),
+    (1, 5, 8, 64),
+]
+IN_CHUNKS = [(1, 1, 8, 5), (2, 17, 40, 16), (1, 33, 32, 4), (1, 16, 32, 32), (1, 18, 8, 64)]
+SHAPES = [
+    *((r, shape) for r in ("longhorn", "mamba") for shape in TOKEN_BY_TOKEN),
+    *((EXACT, shape) for shape in IN_CHUNKS),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+each = pytest.mark.parametrize("recurrence", RECURRENCES)
+
+
+@pytest.fixture(autouse=True)
+def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, new_empty = torch.empty, Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(
+        Tensor, "new_empty", lambda self, *a, **k: new_empty(self, *a, **k).fill_(float("nan"))
+    )
+
+
+def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """Cut every sequence into segments of so many chunks."""
+    monkeypatch.setattr(
+        tuning, "segments", lambda warps, count, *_, **__: (-(-count // chunks), chunks)
+    )
+
+
+def args_of(
+    recurrence: str, shape: Shape, N: int = 2, dtype: torch.dtype = torch.float32
+) -> ScanArgs:
+    return random_args(recurrence, shape, N, dtype, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "shape"),
+    [
+        pytest.param(r, shape, marks=[] if shape[2] < 100 else pytest.mark.ci, id=f"{r}-{shape}")
+        for r, shape in SHAPES
+    ],
+)
+def test_both_directions(recurrence: str, shape: Shape) -> None:
+    """From saved states, and from those of another scan, which gives the same bits."""
+    args = args_of(recurrence, shape)
+    assert_right(backend, args, recurrence, TOLERANCE)
+    if shape[0] == 1 and shape[2] < 64:
+        anew = results_of(backend, args, recurrence, save=False)
+        assert_same_bits(results_of(backend, args, recurrence), anew)
+
+
+@pytest.mark.pairs
+@each
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1, 8, 4), (1, 19, 40, 5)], ids=str)
+@pytest.mark.parametrize("save", [False, True])
+def test_one_direction(recurrence: str, shape: Shape, reverse: bool, save: bool) -> None:
+    args = args_of(recurrence, shape, N=1)
+    assert_right(backend, args, recurrence, TOLERANCE, reverse, save=save)
+
+
+@each
+def test_both_directions_in_segments(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_segments(monkeypatch, 1)
+    assert_right(backend, args_of(recurrence, (1, 35, 8, 4)), recurrence, TOLERANCE, key_norm=4.0)
+
+
+@pytest.mark.pairs
+@each
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_one_direction_in_segments(
+    recurrence: str, reverse: bool, started: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_segments(monkeypatch, chunks)
+    args = args_of(recurrence, (1, 66 if chunks == 2 else 35, 7, 2), N=1)
+    args = args if started else args._replace(initial_state=None)
+    assert_right(backend, args, recurrence, TOLERANCE, reverse)
+
+
+@each
+def test_arguments_that_may_be_absent(recurrence: str) -> None:
+    args = args_of(recurrence, (1, 5, 8, 4), N=1)
+    args = args._replace(D=None, bias=None, initial_state=None)
+    assert_right(backend, args, recurrence, TOLERANCE, True)
+
+
+@each
+def test_a_factor_on_the_norm_of_keys(recurrence: str) -> None:
+    """Which Mamba does not heed."""
+    args = args_of(recurrence, (1, 18, 8, 4))
+    assert_right(backend, args, recurrence, TOLERANCE, key_norm=4.0)
+
+
+@each
+def test_inputs_of_any_strides(recurrence: str) -> None:
+    args = args_of(recurrence, (2, 17, 36, 4))
+    names = ("x", "dt", "q", "k", "z")
+    transposed = args._replace(**{n: getattr(args, n).mT.contiguous().mT for n in names})
+    assert_same_bits(*(results_of(backend, a, recurrence) for a in (args, transposed)))
+
+
+@pytest.mark.pairs
+@each
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_rounded_once(recurrence: str, N: int, dtype: torch.dtype) -> None:
+    args = args_of(recurrence, (1, 20, 32, 16), N, dtype)
+    assert_right(backend, args, recurrence, torch.finfo(dtype).eps)
+
+
+@each
+@pytest.mark.parametrize("key_norm", [0.0, 1e3])
+def test_extreme_inputs_stay_finite_and_right(recurrence: str, key_norm: float) -> None:
+    args = args_of(recurrence, (1, 18, 32, 4))
+    dt = torch.where(args.dt < -0.4, -60.0, torch.where(args.dt > 0.4, 60.0, args.dt))
+    k = args.k * (key_norm / args.k.norm(dim=-1, keepdim=True))
+    # Of nothing but what float32's products cannot hold, nothing must come.
+    assert_right(backend, args._replace(dt=dt, k=k), recurrence, TOLERANCE, floor=1e-18)
+
+
+@pytest.mark.pairs
+@pytest.mark.ci
+@pytest.mark.parametrize(("B", "L", "D", "R"), [(2, 19, 40, 3), (1, 5, 8, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("segments", [False, True])
+def test_step_sizes_of_low_rank_are_their_products(
+    B: int, L: int, D: int, R: int, dtype: torch.dtype, segments: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if segments:
+        in_segments(monkeypatch, 1)
+    args = args_of(EXACT, (B, L, D, 4), dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    projected = torch.randn(2, B, L, R + 2, generator=generator).to(DEVICE, dtype)
+    low, weight = projected[..., 1 : R + 1], torch.randn(2, D, R, generator=generator).to(DEVICE)
+    full = torch.einsum("nblr,ndr->nbld", low.double(), weight.to(dtype).double()).to(dtype)
+    made = backend.scan(args._replace(dt=low, dt_weight=weight), EXACT, save=True)
+    plain, *_ = backend.scan(args._replace(dt=low, dt_weight=weight), EXACT)
+    assert torch.equal(made[0], plain)
+    given = backend.scan(args._replace(dt=full), EXACT, save=True)
+    names = ("out", "y_sum", "states")
+    # In bfloat16, a product on the verge of two numbers may be rounded to the other.
+    assert_near(
+        *(dict(zip(names, (r[0], *r[2:]), strict=True)) for r in (made, given)),
+        TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps,
+    )
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N", [1, 2])
+def test_saves_what_it_says(recurrence: str, dtype: torch.dtype, N: int) -> None:
+    args = args_of(recurrence, (1, 1, 4, 4), N, dtype)
+    _, _, y_sum, states = backend.scan(args, recurrence, save=True)
+    y_sum = args.x.new_empty(0, dtype=torch.float32) if y_sum is None else y_sum
+    assert backend.saved(args.x, args.k, recurrence) == tuple(
+        (t.shape, t.dtype) for t in (y_sum, states)
+    )
