@@ -61,6 +61,8 @@ def routed(route: str) -> Iterator[Sink]:
                 (launch, "_record", sink),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
+            launch.forget_plans()
+            stack.callback(launch.forget_plans)
         stack.enter_context(backends.use_backend(route))
         yield sink
 

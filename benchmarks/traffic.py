@@ -36,7 +36,7 @@ import vil  # noqa: F401  (names the models)
 from vil.kernels import backends, operators
 from vil.kernels.ops import use_backend
 from vil.kernels.triton import tuning
-from vil.kernels.triton.launch import Launch, recording
+from vil.kernels.triton.launch import Launch, forget_plans, recording
 
 IMAGES = 128
 PASSES = ("inference", "training forward", "forward + backward")
@@ -219,7 +219,11 @@ def _as_on_a_gpu() -> Iterator[list[Launch]]:
     ):
         # Whether a tensor without data is aligned to two elements: zero is.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield launches
+        forget_plans()
+        try:
+            yield launches
+        finally:
+            forget_plans()
 
 
 def _inputs_of_block(model: nn.Module, images: Tensor) -> tuple[tuple, dict[str, Any]]:

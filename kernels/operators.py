@@ -172,6 +172,7 @@ def _scan_backward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     args = ScanArgs(x, dt, A, q, k, D, bias, z, initial_state)
+    grad_final = grad_final if z is None else None
     grads = _scan_gradients(args, grad, grad_final, y_sum, states, recurrence, reverse)
     return _to_operator(grads[:9], x)
 

@@ -9,43 +9,60 @@ import triton
 from torch import Tensor
 
 from vil.kernels.args import ScanArgs
-from vil.kernels.reference import full_steps
-from vil.kernels.triton import conv, exact_chunks, longhorn_exact, sequential, sequential_tokens
+from vil.kernels.triton import conv, exact_chunks, longhorn_exact, sequential_tokens
+from vil.kernels.triton.launch import plans
+from vil.kernels.triton.longhorn_exact import ExactPlan
+from vil.kernels.triton.scan_plan import ScanKey, ScanPlan, key_of, padded_tokens, prepared
+from vil.kernels.triton.sequential import SequentialPlan
 from vil.kernels.triton.tuning import CHUNK
 
 # Largest d_state of a recurrence: beyond, programs outgrow registers or shared memory.
 _MOST_STATES = {"longhorn_exact": 128, "longhorn": 64, "mamba": 64}
+_FAMILIES: dict[str, type[ScanPlan]] = {
+    "longhorn_exact": ExactPlan,
+    "longhorn": SequentialPlan,
+    "mamba": SequentialPlan,
+}
 
 
-def _check_dtype(x: Tensor) -> None:
-    if x.dtype == torch.float64:
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype == torch.float64:
         raise NotImplementedError(
             'the backend "triton" computes in float32, x is torch.float64; use "reference"'
         )
 
 
-def _check_states(k: Tensor, recurrence: str) -> None:
-    if recurrence not in _MOST_STATES:
-        raise NotImplementedError(
-            f'the backend "triton" does not serve the recurrence {recurrence}; use "reference"'
-        )
+def _check_states(states: int, recurrence: str) -> None:
     most = _MOST_STATES[recurrence]
-    if k.shape[-1] > most:
+    if states > most:
         raise NotImplementedError(
-            f'the backend "triton" serves up to {most} states of {recurrence}, k has {k.shape[-1]}; '
+            f'the backend "triton" serves up to {most} states of {recurrence}, k has {states}; '
             'use "reference"'
         )
 
 
-def _with_parameters(args: ScanArgs) -> ScanArgs:
-    """Return the arguments with zeros for absent weights, which the kernels always read."""
-    if args.D is not None and args.bias is not None:
-        return args
-    N, _, _, channels = args.x.shape
-    zero = args.x.new_zeros(N, channels, dtype=torch.float32)
-    return args._replace(
-        D=zero if args.D is None else args.D, bias=zero if args.bias is None else args.bias
-    )
+def _plan(
+    args: ScanArgs, recurrence: str, reverse: bool, key_norm: float
+) -> tuple[ScanPlan, ScanArgs]:
+    """Return the plan for arguments, and these as its kernels take them."""
+    if recurrence not in _FAMILIES:
+        raise NotImplementedError(
+            f'the backend "triton" does not serve the recurrence {recurrence}; use "reference"'
+        )
+    args = prepared(args, _FAMILIES[recurrence].least_tokens)
+    return _plan_of(key_of(args, recurrence, reverse, key_norm)), args
+
+
+@plans
+def _plan_of(key: ScanKey) -> ScanPlan:
+    _check_dtype(key.dtype)
+    _check_states(key.states, key.recurrence)
+    return _FAMILIES[key.recurrence](key)
+
+
+def _first(tensor: Tensor | None, tokens: int) -> Tensor | None:
+    """Return the first tokens of (..., L, D)."""
+    return tensor if tensor is None else tensor[..., :tokens, :]
 
 
 def scan(
@@ -56,17 +73,13 @@ def scan(
     save: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Scan; arguments and results as of ``reference.scan``."""
-    _check_dtype(args.x)
-    _check_states(args.k, recurrence)
-    x, dt, A, q, k, D, bias, z, state, dt_weight = _with_parameters(args)
-    state = None if state is None else state[0]
-    rest = (q, k, D, bias, z, state, reverse, save, key_norm)
-    if recurrence == "longhorn_exact":
-        found = longhorn_exact.forward(x, dt, *rest, dt_weight=dt_weight)
-    else:
-        found = sequential.forward(x, full_steps(dt, dt_weight), A, *rest)
-    out, y_sum, states, final = found
-    return out, None if final is None else final[None], y_sum, states
+    length = args.x.shape[2]
+    plan, args = _plan(args, recurrence, reverse, key_norm)
+    out, final, y_sum, states = plan.forward(args, save)
+    if length < plan.L:
+        out = out[:, :length].contiguous()
+        y_sum = None if y_sum is None else y_sum[:, :length].contiguous()
+    return out, final, y_sum, states
 
 
 def scan_backward(
@@ -79,26 +92,18 @@ def scan_backward(
     saved: tuple[Tensor | None, Tensor] | None = None,
 ) -> ScanArgs:
     """Return the gradients of ``scan``; arguments as of ``reference.scan_backward``."""
-    x, dt, A, q, k, D, bias, z, state, _ = _with_parameters(args)
-    state = None if state is None else state[0]
-    grads = (grad, None if z is not None else grad_final[0])
-    rest = (q, k, D, bias, z, state, *(saved or (None, None)), reverse, key_norm)
-    if recurrence == "longhorn_exact":
-        dx, ddt, dq, dk, dD, dbias, dz, dstate = longhorn_exact.backward(*grads, x, dt, *rest)
-        dA = None
-    else:
-        dx, ddt, dA, dq, dk, dD, dbias, dz, dstate = sequential.backward(*grads, x, dt, A, *rest)
-    return ScanArgs(
-        dx,
-        ddt,
-        dA,
-        dq,
-        dk,
-        None if args.D is None else dD,
-        None if args.bias is None else dbias,
-        dz,
-        None if dstate is None else dstate[None],
-    )
+    given, length = args, args.x.shape[2]
+    plan, args = _plan(args, recurrence, reverse, key_norm)
+    missing = plan.L - length
+    if missing:
+        grad = padded_tokens(grad, missing)
+        if saved is not None and saved[0] is not None:
+            saved = (padded_tokens(saved[0], missing), saved[1])
+    grads = plan.backward(args, grad, grad_final, saved)
+    if missing:
+        rows = {name: _first(getattr(grads, name), length) for name in ("x", "dt", "q", "k", "z")}
+        grads = grads._replace(**rows)
+    return ScanArgs(*(None if t is None else g for t, g in zip(given, grads, strict=True)))
 
 
 def saved(
@@ -121,7 +126,7 @@ def causal_conv1d_bidirectional(
     x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> Tensor:
     """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
-    _check_dtype(x)
+    _check_dtype(x.dtype)
     return conv.forward(x, weight, bias, order)
 
 

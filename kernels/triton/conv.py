@@ -13,6 +13,8 @@ Given an order, all this is of positions instead of tokens: their rows are read 
 the table has their tokens, and nothing is copied. Every token has a position, so all rows are written.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +22,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from vil.kernels.triton import tuning
-from vil.kernels.triton.launch import launch
-from vil.kernels.triton.layout import adjacent_channels
+from vil.kernels.triton.launch import Kernel, plans
+from vil.kernels.triton.scan_plan import adjacent_channels
 from vil.kernels.triton.tiles import one_row
 
 BLOCK_L = 16
@@ -448,32 +450,71 @@ def _backward_kernel(
     tl.store(dbias_row + D, dbias_1, mask=mask)
 
 
-def _in_units(x: Tensor, channels: int) -> dict[str, int | bool]:
-    """Return the strides of x and of contiguous tensors in units of as many channels as a lane has.
+class _Key(NamedTuple):
+    """What launches are prepared for."""
 
-    That is a pair where strides and address allow it, as those of the backbone do.
+    shape: tuple[int, int, int]
+    """Of x, (B, L, D)."""
+    stride: tuple[int, ...]
+    taps: int
+    positions: int | None
+    """Of an order, None without one."""
+    shared: bool
+    """Whether all batch elements have the same order."""
+    aligned: bool
+    """Whether x begins at a multiple of two elements."""
+    device: torch.device
+
+
+def _key(x: Tensor, weight: Tensor, order: Tensor | None) -> _Key:
+    positions, shared = (None, True) if order is None else (order.shape[1], order.shape[0] == 1)
+    aligned = x.data_ptr() % (2 * x.element_size()) == 0
+    return _Key(
+        tuple(x.shape), x.stride(), weight.shape[2], positions, shared, aligned, x.device
+    )  # fmt: skip
+
+
+def _constants(key: _Key, block_d: int) -> dict[str, int | None]:
+    """Return what both kernels take but tensors.
+
+    Strides of x and of contiguous tensors are in units of as many channels as a lane has: a pair where strides and
+    address allow it, as those of the backbone do.
     """
-    strides = (x.stride(0), x.stride(1), channels)
-    pairs = not any(s % 2 for s in strides) and x.data_ptr() % (2 * x.element_size()) == 0
-    unit = 2 if pairs else 1
+    B, L, D = key.shape
+    strides = (*key.stride[:2], D)
+    unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
     names = ("x_stride_b", "x_stride_l", "stride_l")
-    return {name: s // unit for name, s in zip(names, strides, strict=True)} | {"UNIT": unit}
-
-
-def _constants(x: Tensor, weight: Tensor) -> dict[str, int | bool]:
+    order_stride = None if key.positions is None else 0 if key.shared else key.positions
     # Triton's interpreter, whose kernels are of another class, has no fast functions; where there are
     # some, FAST is 1, or more if PTX may stand in kernels too.
-    fast = tuning.fast(x.device) or int(isinstance(_forward_kernel, triton.JITFunction))
-    return {"D": x.shape[2], "K": weight.shape[2], "BLOCK_L": BLOCK_L, "FAST": fast}
+    fast = tuning.fast(key.device) or int(isinstance(_forward_kernel, triton.JITFunction))
+    return {
+        "B": B, "L": L, "positions": key.positions, "order_stride_b": order_stride, "UNIT": unit,
+        "D": D, "K": key.taps, "BLOCK_L": BLOCK_L, "FAST": fast, "BLOCK_D": block_d,
+        **{name: stride // unit for name, stride in zip(names, strides, strict=True)},
+    }  # fmt: skip
 
 
-def _positions(order: Tensor | None, length: int) -> tuple[int, dict[str, Tensor | int | None]]:
-    """Return how many positions a sequence has, and what the kernels are to know of them."""
-    if order is None:
-        return length, dict.fromkeys(("order_ptr", "positions", "order_stride_b"))
-    order, positions = order.contiguous(), order.shape[1]
-    stride = positions if order.shape[0] > 1 else 0
-    return positions, {"order_ptr": order, "positions": positions, "order_stride_b": stride}
+def _blocks(key: _Key) -> tuple[int, int, int, int]:
+    """Return blocks of positions and of channels, BLOCK_D, and warps."""
+    B, L, D = key.shape
+    block_d, warps = tuning.blocks("conv", D, key.device)
+    rows = B * triton.cdiv(L if key.positions is None else key.positions, BLOCK_L)
+    return rows, triton.cdiv(D, block_d), block_d, warps
+
+
+@plans
+def _forward_plan(key: _Key) -> Kernel:
+    rows, blocks, block_d, warps = _blocks(key)
+    return Kernel(_forward_kernel, rows * blocks, warps, **_constants(key, block_d))
+
+
+@plans
+def _backward_plan(key: _Key) -> tuple[int, Kernel]:
+    """Return how many sums over tokens there are, and what makes them."""
+    rows, blocks, block_d, warps = _blocks(key)
+    sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
+    return sums, Kernel(_backward_kernel, sums * blocks, warps, **_constants(key, block_d))
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
@@ -488,15 +529,11 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
     Returns:
         (2, B, L, D), contiguous, in the dtype of x.
     """
-    B, L, D = x.shape
-    positions, table = _positions(order, L)
-    x, weight, bias = adjacent_channels(x), weight.contiguous(), bias.contiguous()
-    out = torch.empty((2, B, L, D), dtype=x.dtype, device=x.device)
-    block_d, warps = tuning.blocks("conv", D, x.device)
-    launch(
-        _forward_kernel, B * triton.cdiv(positions, BLOCK_L) * triton.cdiv(D, block_d), x,
-        num_warps=warps, x_ptr=x, weight_ptr=weight, bias_ptr=bias, out_ptr=out, B=B, L=L, **table,
-        **_in_units(x, D), **_constants(x, weight), BLOCK_D=block_d,
+    x = adjacent_channels(x)
+    out = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device)
+    _forward_plan(_key(x, weight, order))(
+        x, x_ptr=x, weight_ptr=weight.contiguous(), bias_ptr=bias.contiguous(), out_ptr=out,
+        order_ptr=None if order is None else order.contiguous(),
     )  # fmt: skip
     return out
 
@@ -517,24 +554,17 @@ def backward(
         dx (B, L, D), dweight (2, D, K) and dbias (2, D), contiguous, each in the dtype of its
         tensor.
     """
-    B, L, D = x.shape
-    K = weight.shape[2]
-    positions, table = _positions(order, L)
     grad, x = grad.contiguous(), adjacent_channels(x)
-    weight, bias = weight.contiguous(), bias.contiguous()
-    block_d, warps = tuning.blocks("conv", D, x.device)
-    num_blocks = triton.cdiv(D, block_d)
-    num_programs = min(
-        B * triton.cdiv(positions, BLOCK_L), triton.cdiv(BACKWARD_PROGRAMS, max(num_blocks, 1))
-    )
-    dx = torch.empty((B, L, D), dtype=x.dtype, device=x.device)
+    (_, _, D), K = x.shape, weight.shape[2]
+    sums, kernel = _backward_plan(_key(x, weight, order))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # One sum per program, added up below: atomics would add in another order every time.
-    dweight = torch.empty((num_programs, 2, K, D), dtype=torch.float32, device=x.device)
-    dbias = torch.empty((num_programs, 2, D), dtype=torch.float32, device=x.device)
-    launch(
-        _backward_kernel, num_programs * num_blocks, x, num_warps=warps, grad_ptr=grad, x_ptr=x,
-        weight_ptr=weight, bias_ptr=bias, dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias, B=B,
-        L=L, **table, **_in_units(x, D), **_constants(x, weight), BLOCK_D=block_d,
+    dweight = torch.empty((sums, 2, K, D), dtype=torch.float32, device=x.device)
+    dbias = torch.empty((sums, 2, D), dtype=torch.float32, device=x.device)
+    kernel(
+        x, grad_ptr=grad, x_ptr=x, weight_ptr=weight.contiguous(), bias_ptr=bias.contiguous(),
+        dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias,
+        order_ptr=None if order is None else order.contiguous(),
     )  # fmt: skip
     dweight = dweight.sum(0).transpose(1, 2)  # (2, D, K)
     return dx, dweight.to(weight.dtype).contiguous(), dbias.sum(0).to(bias.dtype)

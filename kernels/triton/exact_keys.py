@@ -1,26 +1,18 @@
 """The exact Longhorn scan in chunks, what no channel has a part in: keys, queries, Gram matrices.
 
-Triton kernels, then their launchers: ``pack`` before the scans, ``gradients`` after the one back.
-What is computed, and the letters, are in ``longhorn_exact.py``.
+Triton kernels, one before the scans and one after the one back. What is computed, and the letters, are in
+``longhorn_exact.py``.
 """
 
-import math
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_chunks import RUN_TIME
-from vil.kernels.triton.launch import launch
-from vil.kernels.triton.layout import adjacent_channels
 from vil.kernels.triton.tiles import for_product
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _gram_kernel(
+def gram_kernel(
     q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L, key_norm,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
@@ -62,7 +54,7 @@ def _gram_kernel(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _keys_kernel(
+def keys_kernel(
     keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks, key_norm,
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
@@ -105,51 +97,3 @@ def _keys_kernel(
     row = (sequence * L + token)[:, None] * M + m[None, :]
     tl.store(dq_ptr + row, dq.to(dq_ptr.dtype.element_ty), mask=mask)
     tl.store(dk_ptr + row, dk.to(dk_ptr.dtype.element_ty), mask=mask)
-
-
-# -------------------------------------------------------------------------------------- launchers
-
-
-def pack(q: Tensor, k: Tensor, block_m: int, reverse: bool, key_norm: float) -> dict[str, Tensor]:
-    """Return keys, queries and Gram matrices by chunk: what the Gram kernel writes."""
-    (directions, B, L, M), T = k.shape, tuning.CHUNK
-    q, k = adjacent_channels(q), adjacent_channels(k)
-    lead = (directions, B, triton.cdiv(L, T))
-    packed = {
-        "keys_ptr": torch.empty(*lead, T, 2 * block_m, device=k.device),
-        "gram_ptr": torch.empty(*lead, 2, T, T, device=k.device),
-        "kappa_ptr": torch.empty(*lead, 2, T, device=k.device),
-    }
-    strides = {
-        f"{name}_stride_{axis}": stride
-        for name, tensor in (("q", q), ("k", k))
-        for axis, stride in zip(("dir", "b", "l"), tensor.stride(), strict=False)
-    }
-    launch(
-        _gram_kernel, math.prod(lead), k, num_warps=1, q_ptr=q, k_ptr=k, **packed, B=B, L=L,
-        key_norm=float(key_norm), **strides, REVERSE=reverse, M=M, BLOCK_M=block_m, PRECISION=tuning.dot_precision(k.dtype),
-        FAST=tuning.fast(k.device),
-    )  # fmt: skip
-    return packed
-
-
-def gradients(
-    q: Tensor, k: Tensor, sums: Tensor, key_norm: float, arguments: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of queries and keys, given the sums over the channels of every block.
-
-    Args:
-        q: Queries, (N, B, L, M).
-        k: Keys, (N, B, L, M).
-        sums: As the backward kernel leaves them, (blocks, N, B, chunks, 16 (3 BLOCK_M + 32)).
-        key_norm: What |k|^2 is multiplied by in the step size.
-        arguments: What the backward kernel took.
-    """
-    dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
-    names = ("keys_ptr", "B", "L", "REVERSE", "BLOCK_M", "PRECISION", "FAST")
-    launch(
-        _keys_kernel, math.prod(sums.shape[1:4]), k, num_warps=1, sums_ptr=sums, dq_ptr=dq,
-        dk_ptr=dk, blocks=sums.shape[0], key_norm=float(key_norm), M=k.shape[3],
-        **{name: arguments[name] for name in names},
-    )  # fmt: skip
-    return dq, dk

@@ -1,4 +1,4 @@
-"""The exact Longhorn scan in chunks, cut in segments: what one call's kernels have in common.
+"""The exact Longhorn scan in chunks, cut in segments: the states that they start from.
 
 Sequences too few to fill the device are cut in segments of whole chunks that run side by side: the
 scan is linear in its state, so a summary of every segment gives the states that the segments start
@@ -6,25 +6,16 @@ from. Triton kernels, then how a call is spread over the device. What is compute
 are in ``longhorn_exact.py``.
 """
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vil.kernels.reference import full_steps
-from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_chunks import (
     RUN_TIME,
     backward_substitution,
     forward_substitution,
-    padded_states,
     place_of_program,
     store_states,
 )
-from vil.kernels.triton.exact_keys import pack
-from vil.kernels.triton.launch import launch
-from vil.kernels.triton.layout import adjacent_channels
 from vil.kernels.triton.tiles import (
     alive_row,
     alive_rows,
@@ -108,7 +99,7 @@ def _summary_direction(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _summary_kernel(
+def summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
     B, L, segments, segment_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
     z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
@@ -138,7 +129,7 @@ def _summary_kernel(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _carry_kernel(
+def carry_kernel(
     summary_ptr, start_ptr, entry_ptr, B, segments,
     DESCENDING: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -165,125 +156,3 @@ def _carry_kernel(
         state = own + tl.sum(transition * state[:, None], 0)
     place = rest * segments + tl.where(descending, 0, segments - 1)
     tl.store(entry_ptr + (place * D + d) * BLOCK_M + j, state)
-
-
-# -------------------------------------------------------------------------------------- launchers
-
-# Of step sizes that the forward kernel makes; twice that would take its shared memory.
-_MOST_RANK = 64
-# What the summary takes for each state started from, as a share of what the kernel takes.
-_SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
-
-
-class Scan:
-    """One call: how it is spread over the device, and what all its kernels over segments take.
-
-    Args:
-        kernel: Name of the main kernel in ``tuning``.
-        rows: Programs that it has for a block of channels, if sequences are not cut.
-        x: Values, (N, B, L, D).
-        dt: Raw step sizes, (N, B, L, D).
-        q: Queries, (N, B, L, M).
-        k: Keys, (N, B, L, M).
-        bias: Added to dt, (N, D).
-        z: Gate before its SiLU, (B, L, D), of two directions.
-        reverse: Which way a single direction goes.
-        key_norm: What |k|^2 is multiplied by in the step size.
-        dt_weight: If dt is of rank R, (N, B, L, R), its products with this are the step sizes, (N, D, R).
-
-    Attributes:
-        block_m: States of a channel as the kernels see them, a power of two.
-        block_d: Channels of a block.
-        blocks: Blocks of channels.
-        segments: S.
-        programs: Of the main kernel.
-        num_warps: Of each of these.
-        arguments: That all kernels take, by name.
-        low_rank: What the forward kernel takes besides where it makes the step sizes. In segments they
-            are made before: a summary would make them once for every state.
-    """
-
-    def __init__(
-        self,
-        kernel: str,
-        rows: int,
-        x: Tensor,
-        dt: Tensor,
-        q: Tensor,
-        k: Tensor,
-        bias: Tensor,
-        z: Tensor | None,
-        reverse: bool,
-        key_norm: float,
-        dt_weight: Tensor | None = None,
-    ) -> None:
-        _, B, L, channels = x.shape
-        self.x = adjacent_channels(x)
-        z = None if z is None else adjacent_channels(z)
-        self.M, self.block_m = k.shape[3], padded_states(k.shape[3])
-        self.reverse = reverse and z is None
-
-        self.block_d, self.num_warps = tuning.blocks(kernel, channels, x.device)
-        self.blocks = triton.cdiv(channels, self.block_d)
-        programs = rows * self.blocks
-        self.segments, segment_chunks = tuning.segments(
-            programs * self.num_warps,
-            triton.cdiv(L, tuning.CHUNK),
-            x.device,
-            overhead=1 + _SUMMARY_SHARE[kernel] * (self.M + 1),
-        )
-        self.programs = programs * self.segments
-        if self.segments > 1 or (dt_weight is not None and dt_weight.shape[2] > _MOST_RANK):
-            dt, dt_weight = full_steps(dt, dt_weight), None
-        self.low_rank = {"dt_weight_ptr": None, "RANK": 0}
-        if dt_weight is not None:
-            weight = dt_weight.to(dt.dtype).contiguous()
-            self.low_rank = {"dt_weight_ptr": weight, "RANK": weight.shape[2]}
-        dt = adjacent_channels(dt)
-        self.arguments = {
-            "x_ptr": self.x, "dt_ptr": dt, "z_ptr": z, "bias_ptr": bias.contiguous(),
-            **pack(q, k, self.block_m, self.reverse, key_norm),
-            "B": B, "L": L, "segments": self.segments, "segment_chunks": segment_chunks,
-            "x_stride_dir": self.x.stride(0), "x_stride_b": self.x.stride(1),
-            "x_stride_l": self.x.stride(2),
-            "dt_stride_dir": dt.stride(0), "dt_stride_b": dt.stride(1), "dt_stride_l": dt.stride(2),
-            "z_stride_b": 0 if z is None else z.stride(0),
-            "z_stride_l": 0 if z is None else z.stride(1),
-            "REVERSE": self.reverse, "D": channels, "BLOCK_M": self.block_m,
-            "FAST": tuning.fast(x.device), "PRECISION": tuning.dot_precision(x.dtype),
-        }  # fmt: skip
-
-    def entries(self, start: Tensor | None, dout: Tensor | None) -> Tensor | None:
-        """Return the state before every segment, (N, B, S, D, BLOCK_M), None for a zero state.
-
-        With dout (B, L, D), that is the gradient of the state after every segment.
-
-        Args:
-            start: State (or its gradient) before the first segment on the way, (B, D, M).
-            dout: Gradient of the output.
-        """
-        if start is not None:
-            start = F.pad(start, (0, self.block_m - self.M)).contiguous()
-        if self.segments == 1:
-            return start
-        directions, B, _, channels = self.x.shape
-        lead, starts = (directions, B, self.segments), self.M + 1
-        summary = torch.empty(*lead, starts, channels, self.block_m, device=self.x.device)
-        block, num_warps = tuning.blocks("exact_summary", channels, self.x.device)
-        programs = directions * B * (self.segments - 1) * starts * triton.cdiv(channels, block)
-        launch(
-            _summary_kernel, programs, self.x, num_warps=num_warps, **self.arguments, dout_ptr=dout,
-            summary_ptr=summary, M=self.M, BLOCK_D=block,
-        )  # fmt: skip
-        entry = torch.empty(*lead, channels, self.block_m, device=self.x.device)
-        launch(
-            _carry_kernel, directions * B * channels, self.x, num_warps=self.block_m // 16,
-            summary_ptr=summary, start_ptr=start, entry_ptr=entry, B=B, segments=self.segments,
-            DESCENDING=self.reverse != (dout is not None), D=channels, M=self.M,
-            BLOCK_M=self.block_m,
-        )  # fmt: skip
-        return entry
-
-    def unpad(self, state: Tensor | None) -> Tensor | None:
-        """Return (B, D, M) of (B, D, BLOCK_M)."""
-        return None if state is None else state[..., : self.M].contiguous()

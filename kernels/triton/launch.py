@@ -1,13 +1,15 @@
 """How every Triton kernel is launched: on one axis of programs, on the device of a tensor.
 
-``recording`` notes the launches of a ``with`` block instead of running them: what ``vil.warmup``
-compiles ahead.
+What does not depend on the contents of tensors is prepared once, and kept for the calls that follow: a ``Kernel`` has
+everything but its tensors. ``recording`` notes the launches of a ``with`` block instead of running them: what
+``vil.warmup`` compiles ahead.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from vil.kernels.triton import compile_lock
 
-compile_lock.install()
-
 _record: "list[Launch] | None" = None
+_caches: list[Callable[[], None]] = []
+_T = TypeVar("_T")
+# Of a process: one for each shape of a call, which takes about 3 kB. A plan that is gone is made anew.
+_MOST_PLANS = 4096
 
 
 @dataclass(frozen=True)
@@ -33,32 +37,55 @@ class Launch:
     arguments: dict[str, Any]
 
 
-def launch(
-    kernel: triton.JITFunction,
-    programs: int,
-    tensor: Tensor,
-    *,
-    num_warps: int,
-    enable_fp_fusion: bool = True,
-    **arguments: Any,
-) -> None:
-    """Run a kernel on the device of a tensor.
+class Kernel:
+    """A kernel with all of its arguments but tensors.
 
     Args:
-        kernel: The function under ``triton.jit``.
+        function: The function under ``triton.jit``.
         programs: How many, all on the first axis of the grid: the others end at 65,535.
-        tensor: On the device to run on.
         num_warps: Of a program.
         enable_fp_fusion: Whether a product and a sum may become one instruction; said explicitly
             since releases of Triton differ in what is meant by nothing.
-        **arguments: Of the kernel, by name; ``maxnreg`` where registers are limited.
+        **constants: Of the function, by name; ``maxnreg`` where registers are limited.
     """
-    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": enable_fp_fusion}
-    if _record is not None:
-        _record.append(Launch(kernel, arguments | options))
-        return
-    with torch.cuda.device_of(tensor):
-        kernel[(programs,)](**arguments, **options)
+
+    def __init__(
+        self,
+        function: triton.JITFunction,
+        programs: int,
+        num_warps: int,
+        enable_fp_fusion: bool = True,
+        **constants: Any,
+    ) -> None:
+        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": enable_fp_fusion}
+        self.function, self.programs, self.constants = function, programs, constants | options
+        self._was_launched = False
+
+    def __call__(self, on: Tensor, **tensors: Any) -> None:
+        """Launch it on the device of a tensor, with its other arguments."""
+        if _record is not None:
+            _record.append(Launch(self.function, tensors | self.constants))
+            return
+        with torch.cuda.device_of(on):
+            if self._was_launched:
+                self.function[(self.programs,)](**tensors, **self.constants)
+                return
+            with compile_lock.held(self.function.__name__):
+                self.function[(self.programs,)](**tensors, **self.constants)
+            self._was_launched = True
+
+
+def plans(make: Callable[..., _T]) -> Callable[..., _T]:
+    """Let a function that prepares launches for a key do so once for each key."""
+    cached = functools.lru_cache(_MOST_PLANS)(make)
+    _caches.append(cached.cache_clear)
+    return cached
+
+
+def forget_plans() -> None:
+    """Prepare every launch anew, as after a change of ``tuning``."""
+    for clear in _caches:
+        clear()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The exact Longhorn scan in chunks of 16 tokens: Triton kernels, then their launchers.
+"""The exact Longhorn scan in chunks of 16 tokens: Triton kernels, then their plan.
 
 Within a chunk, E = eps, S0 the state at its start, tokens in the order of the scan:
 
@@ -16,23 +16,29 @@ share are made in ``exact_keys.py``, the states that segments start from in ``ex
 Letters: N directions, B batch, L tokens, S segments, D channels, M state size.
 """
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels.triton import exact_keys, tuning
+from vil.kernels.args import ScanArgs
+from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_chunks import (
     RUN_TIME,
     backward_substitution,
     entry_state,
     forward_substitution,
+    padded_states,
     place_of_program,
     store_states,
 )
-from vil.kernels.triton.exact_segments import Scan
-from vil.kernels.triton.launch import launch
-from vil.kernels.triton.layout import padded_tokens
+from vil.kernels.triton.exact_keys import gram_kernel, keys_kernel
+from vil.kernels.triton.exact_segments import carry_kernel, summary_kernel
+from vil.kernels.triton.launch import Kernel
+from vil.kernels.triton.scan_plan import ScanKey, ScanPlan, Spread
 from vil.kernels.triton.tiles import (
     alive_row,
     alive_rows,
@@ -353,7 +359,13 @@ def _backward_kernel(
             )  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------- launchers
+# -------------------------------------------------------------------------------------- plan
+
+
+# Of step sizes that the forward kernel makes; twice that would take its shared memory.
+_MOST_RANK = 64
+# What the summary takes for each state started from, as a share of what the kernel takes.
+_SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -364,139 +376,113 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def forward(
-    x: Tensor,
-    dt: Tensor,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    reverse: bool,
-    save: bool,
-    key_norm: float = 1.0,
-    dt_weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Scan both directions, average and gate; or scan a single direction.
-
-    Args:
-        x: Values, (N, B, L, D), N = 2 for both directions and 1 for one.
-        dt: Raw step sizes, (N, B, L, D); or of rank R, (N, B, L, R), in the dtype of x.
-        q: Queries, (N, B, L, M).
-        k: Keys, (N, B, L, M).
-        D: Skip weights, (N, D).
-        bias: Added to dt, (N, D).
-        z: Gate before its SiLU, (B, L, D), if N = 2, else None.
-        initial_state: (B, D, M) float32 or None for zeros, if N = 1, else None.
-        reverse: Scan from the last token to the first, if N = 1.
-        save: Also return what the backward pass needs.
-        key_norm: What |k|^2 is multiplied by in the step size.
-        dt_weight: If dt is of rank R, its products with this, (N, D, R), are the step sizes, rounded to the
-            dtype of dt.
-
-    Returns:
-        out (B, L, D) in the dtype of x; the sum of both directions before the gate, (B, L, D) in
-        ``sum_dtype``, with ``save`` if N = 2; the state before every chunk, (N, B, chunks, D, BLOCK_M)
-        float32, rounded as products take it, with ``save``; the final state, (B, D, M) float32, if
-        N = 1. None for the others.
-    """
-    length = x.shape[2]
-    x, dt, q, k, z = padded_tokens(tuning.CHUNK, x, dt, q, k, z)
-    _, B, L, channels = x.shape
-    both = z is not None
-    scan = Scan("exact_forward", B, x, dt, q, k, bias, z, reverse, key_norm, dt_weight)
-    out, y_sum, states, final_state = x.new_empty(B, L, channels), None, None, None
-    if both:
-        y_sum = torch.empty(B, L, channels, dtype=sum_dtype(x.dtype), device=x.device)
-    else:
-        final_state = torch.empty(B, channels, scan.block_m, device=x.device)
-    if save:
-        chunks = triton.cdiv(L, tuning.CHUNK)
-        states = torch.empty(*x.shape[:2], chunks, channels, scan.block_m, device=x.device)
-    launch(
-        _forward_kernel, scan.programs, x, num_warps=scan.num_warps, **scan.arguments, **scan.low_rank,
-        skip_ptr=D.contiguous(), y_ptr=y_sum, out_ptr=out, states_ptr=states,
-        entry_ptr=scan.entries(initial_state, None), final_ptr=final_state, BLOCK_D=scan.block_d,
-    )  # fmt: skip
-    if length < L:
-        out, y_sum = (None if t is None else t[:, :length].contiguous() for t in (out, y_sum))
-    return out, y_sum if save else None, states, scan.unpad(final_state)
+def _segments(spread: Spread, block_d: int) -> dict[str, int]:
+    segments, length = spread.segments, spread.segment_chunks
+    return {"segments": segments, "segment_chunks": length, "BLOCK_D": block_d}
 
 
-def backward(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    y_sum: Tensor | None,
-    states: Tensor | None,
-    reverse: bool,
-    key_norm: float = 1.0,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients for x, dt, q, k, D, bias, z and the initial state, in their dtypes.
+class ExactPlan(ScanPlan):
+    """The launches of a scan in chunks; states are (*lead, D, BLOCK_M)."""
 
-    Args:
-        dout: Gradient of the output, (B, L, D).
-        dfinal: Gradient of the final state, (B, D, M) float32 or None for zeros, if N = 1.
-        x: Values, (N, B, L, D).
-        dt: Raw step sizes, (N, B, L, D).
-        q: Queries, (N, B, L, M).
-        k: Keys, (N, B, L, M).
-        D: Skip weights, (N, D).
-        bias: Added to dt, (N, D).
-        z: Gate before its SiLU, (B, L, D), if N = 2, else None.
-        initial_state: As given to the forward pass.
-        y_sum: As saved by the forward pass.
-        states: As saved by the forward pass, or None to scan again.
-        reverse: As given to the forward pass.
-        key_norm: As given to the forward pass.
-    """
-    if states is None:
-        _, y_sum, states, _ = forward(
-            x, dt, q, k, D, bias, z, initial_state, reverse, True, key_norm
+    least_tokens = tuning.CHUNK
+
+    def __init__(self, key: ScanKey) -> None:
+        super().__init__(key)
+        self.block_m, self.sum_dtype = padded_states(key.states), sum_dtype(key.dtype)
+        precision = tuning.dot_precision(key.dtype)
+        backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
+        ahead, back = (
+            self.spread(kernel, sequences, 1 + _SUMMARY_SHARE[kernel] * (key.states + 1))
+            for kernel, sequences in (("exact_forward", self.B), (backward, self.N * self.B))
         )
-    length, T = x.shape[2], tuning.CHUNK
-    x, dt, q, k, z, dout, y_sum = padded_tokens(T, x, dt, q, k, z, dout, y_sum)
-    directions, B, L, channels = x.shape
-    precise = tuning.dot_precision(x.dtype) == "tf32x3"
-    kernel = "exact_backward_float32" if precise else "exact_backward"
-    scan = Scan(kernel, directions * B, x, dt, q, k, bias, z, reverse, key_norm)
-    dout = dout.contiguous()
-    dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
-    dz = None if z is None else z.new_empty(z.shape)
-    dinitial = None
-    if initial_state is not None:
-        dinitial = torch.empty(B, channels, scan.block_m, device=x.device)
-    sums = torch.empty(
-        scan.blocks, directions, B, triton.cdiv(L, T), T * (3 * scan.block_m + 2 * T),
-        device=x.device,
-    )  # fmt: skip
-    dskip, dbias = torch.empty(2, directions, B, scan.segments, channels, device=x.device)
-    entries = scan.entries(dfinal, dout)
-    launch(
-        _backward_kernel, scan.programs, x, num_warps=scan.num_warps, **scan.arguments,
-        dout_ptr=dout, y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states, entry_ptr=entries,
-        dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, sums_ptr=sums, dskip_ptr=dskip, dbias_ptr=dbias,
-        dinitial_ptr=dinitial, BLOCK_D=scan.block_d,
-    )  # fmt: skip
-    dq, dk = exact_keys.gradients(q, k, sums, key_norm, scan.arguments)
-    dx, ddt, dq, dk, dz = (
-        t if t is None or length == L else t[..., :length, :] for t in (dx, ddt, dq, dk, dz)
-    )
-    return (
-        dx,
-        ddt,
-        dq,
-        dk,
-        dskip.sum((1, 2)).to(D.dtype),
-        dbias.sum((1, 2)).to(bias.dtype),
-        dz,
-        scan.unpad(dinitial),
-    )
+        self.segments, self.blocks = back.segments, back.blocks
+        # In segments they are made before: a summary would make them once for every state.
+        self.makes_steps = ahead.segments == 1 and 0 < (key.rank or 0) <= _MOST_RANK
+        of_keys = {
+            "B": self.B, "L": self.L, "REVERSE": self.reverse, "BLOCK_M": self.block_m,
+            "PRECISION": precision, "FAST": tuning.fast(key.device),
+        }  # fmt: skip
+        shared = of_keys | self.strides("x", "dt", "z") | {"D": self.D}
+        self.forward_kernel = Kernel(
+            _forward_kernel, self.B * ahead.blocks * ahead.segments, ahead.num_warps, **shared,
+            **_segments(ahead, ahead.block_d), RANK=key.rank if self.makes_steps else 0,
+        )  # fmt: skip
+        self.backward_kernel = Kernel(
+            _backward_kernel, self.N * self.B * back.blocks * back.segments, back.num_warps, **shared,
+            **_segments(back, back.block_d),
+        )  # fmt: skip
+        sequences, keys = self.N * self.B * self.chunks, {"M": key.states, "key_norm": key.key_norm}
+        self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
+        self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
+        self._between = [
+            self._between_segments(spread, adjoint, shared)
+            for adjoint, spread in enumerate((ahead, back))
+        ]
+
+    def _between_segments(
+        self, spread: Spread, adjoint: bool, shared: dict[str, Any]
+    ) -> tuple[int, Kernel, Kernel]:
+        """Return how many segments there are, and what finds the states that they start from."""
+        M, sequences = self.key.states, self.N * self.B
+        block, num_warps = tuning.blocks("exact_summary", self.D, self.key.device)
+        programs = sequences * (spread.segments - 1) * (M + 1) * triton.cdiv(self.D, block)
+        summary = Kernel(
+            summary_kernel, programs, num_warps, M=M, **shared, **_segments(spread, block)
+        )
+        carry = Kernel(
+            carry_kernel, sequences * self.D, self.block_m // 16, B=self.B,
+            segments=spread.segments, D=self.D, M=M, BLOCK_M=self.block_m,
+            DESCENDING=self.reverse != adjoint,
+        )  # fmt: skip
+        return spread.segments, summary, carry
+
+    def state_shape(self, *lead: int) -> tuple[int, ...]:
+        return (*lead, self.D, self.block_m)
+
+    def to_kernel(self, state: Tensor | None) -> Tensor | None:
+        if state is None:
+            return None
+        return F.pad(state, (0, self.block_m - self.key.states)).contiguous()
+
+    def from_kernel(self, state: Tensor) -> Tensor:
+        return state[..., : self.key.states].contiguous()
+
+    def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
+        T, lead = tuning.CHUNK, (self.N, self.B, self.chunks)
+        packed = {
+            "keys_ptr": self.empty(*lead, T, 2 * self.block_m),
+            "gram_ptr": self.empty(*lead, 2, T, T),
+            "kappa_ptr": self.empty(*lead, 2, T),
+        }
+        self._pack(args.k, q_ptr=args.q, k_ptr=args.k, **packed)
+        bias = args.bias.contiguous()
+        return {"x_ptr": args.x, "dt_ptr": args.dt, "z_ptr": args.z, "bias_ptr": bias, **packed}
+
+    def forward_inputs(self, args: ScanArgs) -> tuple[ScanArgs, dict[str, Tensor | None]]:
+        if not self.makes_steps:
+            return super().forward_inputs(args)[0], {"dt_weight_ptr": None}
+        return args, {"dt_weight_ptr": args.dt_weight.to(args.dt.dtype).contiguous()}
+
+    def entries(
+        self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
+    ) -> Tensor | None:
+        segments, summarise, carry = self._between[dout is not None]
+        if segments == 1:
+            return start
+        lead = (self.N, self.B, segments)
+        summary = self.empty_states(*lead, self.key.states + 1)
+        summarise(summary, **inputs, dout_ptr=dout, summary_ptr=summary)
+        entry = self.empty_states(*lead)
+        carry(summary, summary_ptr=summary, start_ptr=start, entry_ptr=entry)
+        return entry
+
+    def sums(self) -> dict[str, Tensor | None]:
+        T, lead = tuning.CHUNK, (self.blocks, self.N, self.B, self.chunks)
+        return {"sums_ptr": self.empty(*lead, T * (3 * self.block_m + 2 * T))}
+
+    def finish(
+        self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
+    ) -> tuple[None, Tensor, Tensor]:
+        dq, dk = (self.empty(*args.k.shape, dtype=self.key.dtype) for _ in range(2))
+        self._unpack(dq, **sums, keys_ptr=inputs["keys_ptr"], dq_ptr=dq, dk_ptr=dk)
+        return None, dq, dk

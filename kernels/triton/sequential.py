@@ -1,4 +1,4 @@
-"""Scans token by token, diagonal Longhorn and Mamba: Triton kernels, then their launchers.
+"""Scans token by token, diagonal Longhorn and Mamba: Triton kernels, then their plan.
 
 What a token does is in ``longhorn_diagonal.py`` and ``mamba.py``, behind ``sequential_tokens.py``; the
 states that segments start from are found in ``sequential_segments.py``. This file is everything around
@@ -13,26 +13,32 @@ Letters: N directions, B batch, L tokens, D channels, M state size (padded to a 
 kernels), S segments. Of N = 2 directions, index 1 runs from the last token to the first.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vil.kernels.args import ScanArgs
 from vil.kernels.triton import tuning
-from vil.kernels.triton.launch import launch
-from vil.kernels.triton.sequential_segments import Scan
+from vil.kernels.triton.launch import Kernel
+from vil.kernels.triton.scan_plan import ScanKey, ScanPlan
+from vil.kernels.triton.sequential_segments import carry_kernel, summary_kernel
 from vil.kernels.triton.sequential_tokens import (
     INTERVAL,
+    ROW_TAIL,
     RUN_TIME,
     advance,
     broadcast_row,
-    by_quads,
     first_states,
-    from_quads,
     full_states,
     gate_backward,
     load_rates,
     load_states,
+    pack_kernel,
+    padded_states,
     place_of_program,
     retreat,
     step_size,
@@ -55,8 +61,8 @@ def _forward_direction(
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     direction: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr,
-    ENTRY: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Scan a segment in one direction.
 
@@ -79,14 +85,14 @@ def _forward_direction(
         z_row = z_ptr + b * z_stride_b + first * z_stride_l
     all_chunks = tl.cdiv(L, INTERVAL)
     row = rows_ptr + (sequence * all_chunks * INTERVAL + first) * (2 * M + 4)
-    state = first_states(entry_ptr, sequence * segments + segment, d, mask, ENTRY, D, M, BLOCK_D)
+    state = first_states(entry_ptr, sequence * segments + segment, d, mask, D, M, BLOCK_D)
     # x and dt are loaded one token ahead: a step is shorter than a round trip to memory.
     next_x, next_dt = load_row(x_row + d, mask), load_row(dt_row + d, mask)
     done = 0
     for c in range(chunks):
         # The short chunk is the last one of the sequence, whichever way it is gone through.
         chunk = chunks - 1 - c if REVERSE else c
-        if SAVE:
+        if states_ptr is not None:
             saved = sequence * all_chunks + first_chunk + chunk
             store_states(states_ptr + saved * (M * D), state, d, mask, D, M)
         end = done + tl.minimum(count - chunk * INTERVAL, INTERVAL)
@@ -110,7 +116,7 @@ def _forward_direction(
                 y += q[j] * state[j]
             if direction == 1:
                 y += y_other
-            if N == 2 and (direction == 0 or SAVE):
+            if N == 2 and (direction == 0 or states_ptr is not None):
                 tl.store(y_row + d, y, mask=mask)
             if direction == 1:
                 y *= half_silu(z, FAST)
@@ -131,15 +137,14 @@ def _forward_kernel(
     y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
-    N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, ENTRY: tl.constexpr,
-    SAVE: tl.constexpr, D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr,
-    BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scan a segment of one batch element and BLOCK_D channels.
 
     N = 2: both directions, averaged and gated; y (B, L, D) takes their sum. N = 1: one, as REVERSE
     says; final (B, M / 4, D, 4) takes its last state. states (N, B, chunks, M / 4, D, 4) take the state before
-    every chunk, if SAVE. entry (N, B, S, M / 4, D, 4), if ENTRY: the states that segments start from.
+    every chunk, if given. entry (N, B, S, M / 4, D, 4): the states that segments start from, zeros if not given.
     """
     block, segment, _, b = place_of_program(segments, B, D, BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -148,7 +153,7 @@ def _forward_kernel(
         y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
         x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
         z_stride_b, z_stride_l,
-        0, N, REVERSE, MAMBA, ENTRY, SAVE, D, M, INTERVAL, BLOCK_D, FAST,
+        0, N, REVERSE, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
     )  # fmt: skip
     if N == 2:
         # A lane reads the y that it wrote itself; this makes it so for any layout.
@@ -158,7 +163,7 @@ def _forward_kernel(
             y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
-            1, N, 1, MAMBA, ENTRY, SAVE, D, M, INTERVAL, BLOCK_D, FAST,
+            1, N, 1, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
         )  # fmt: skip
 
 
@@ -326,12 +331,12 @@ def _chunk_backward(
 @triton.jit(do_not_specialize=RUN_TIME)
 def _backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
-    dentry_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, drows_ptr, drates_ptr, dskip_ptr, dbias_ptr,
+    entry_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, drows_ptr, drates_ptr, dskip_ptr, dbias_ptr,
     dinitial_ptr, B, L, segments, segment_tokens, key_norm,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
-    N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, ENTRY: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, INTERVAL: tl.constexpr,
+    N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, BITS: tl.constexpr, INTERVAL: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take a segment of one direction, batch element and BLOCK_D channels back.
@@ -340,8 +345,8 @@ def _backward_kernel(
     ``scratch``, (programs, INTERVAL / GROUP, M, BLOCK_D); then the groups are taken back from the
     last to the first, with the states inside a group in registers. drows (blocks, N, B, L, 2 M):
     dk and dq summed over the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
-    dentry (N, B, S, M / 4, D, 4), if ENTRY: gradients of the states after segments. Of two directions the
-    first one writes dz; with one, dinitial (B, M / 4, D, 4) takes the gradient of its first state.
+    entry (N, B, S, M / 4, D, 4): gradients of the states after segments, zeros if not given. Of two directions the
+    first one writes dz; of one, dinitial (B, M / 4, D, 4) takes the gradient of its first state.
     Mamba has no use for key_norm.
     """
     block, segment, direction, b = place_of_program(segments, B, D, BLOCK_D)
@@ -360,7 +365,7 @@ def _backward_kernel(
     rates, drates = load_rates(rates_ptr, direction, d, channel, D, M, MAMBA), ()
     if MAMBA:
         drates = full_states(0.0, M, BLOCK_D)
-    grad = first_states(dentry_ptr, place, d, channel, ENTRY, D, M, BLOCK_D)
+    grad = first_states(entry_ptr, place, d, channel, D, M, BLOCK_D)
     dskip, dbias = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     for c in range(chunks):
         chunk = start // INTERVAL + tl.where(back == 1, c, chunks - 1 - c)
@@ -376,12 +381,16 @@ def _backward_kernel(
         store_states(drates_ptr + place * (M * D), drates, d, channel, D, M)
     tl.store(dskip_ptr + sums, dskip, mask=channel)
     tl.store(dbias_ptr + sums, dbias, mask=channel)
-    if N == 1:
+    if dinitial_ptr is not None:
         stored = d < tl.where(segment == (segments - 1) * REVERSE, D, 0)
         store_states(dinitial_ptr + b * (M * D), grad, d, stored, D, M)
 
 
-# -------------------------------------------------------------------------------------- launchers
+# -------------------------------------------------------------------------------------- plan
+
+
+# How many times the work a scan in segments takes: the summary costs about as much as the scan.
+_SEGMENTS_OVERHEAD = 2.0
 
 
 def _group_size(padded: int) -> int:
@@ -394,136 +403,108 @@ def _group_size(padded: int) -> int:
     return 2 if padded <= 16 else 1
 
 
-def _register_limit(run: Scan) -> dict[str, int]:
-    limited = run.fast and run.rates is None and run.M <= 16
-    return {"maxnreg": MOST_REGISTERS} if limited else {}
+class SequentialPlan(ScanPlan):
+    """The launches of a scan token by token; states are (*lead, M' / 4, D, 4)."""
 
+    sum_dtype = torch.float32
 
-def forward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    reverse: bool,
-    save: bool,
-    key_norm: float = 1.0,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Scan two directions, average and gate, or scan one.
-
-    Args:
-        x: Values, (N, B, L, D): both directions, or one.
-        dt: Raw step sizes, (N, B, L, D).
-        A: Decay rates of Mamba, (N, D, M), all negative; None for the diagonal Longhorn scan.
-        q: Queries, (N, B, L, M).
-        k: Keys, (N, B, L, M).
-        D: Skip weights, (N, D).
-        bias: Added to dt, (N, D).
-        z: Gate before its SiLU, (B, L, D), of two directions; None for one.
-        initial_state: Of one direction, (B, D, M) float32, zeros if None.
-        reverse: Whether one direction is from the last token to the first; False for two.
-        save: Also return what the backward pass needs.
-        key_norm: What |k|^2 is multiplied by in Longhorn's step size; nothing to Mamba.
-
-    Returns:
-        out (B, L, D) in the dtype of x. Of two directions, with ``save``, their sum before the gate,
-        (B, L, D) float32, else None. With ``save`` the states before every chunk in the order of the
-        scan, (N, B, chunks, M' / 4, D, 4) float32, else None. Of one direction its last state, (B, D, M)
-        float32, else None.
-    """
-    run = Scan(x, dt, A, q, k, bias, z, reverse, key_norm)
-    entry = run.entry(by_quads(initial_state, run.M), None)
-    block_d, warps = tuning.blocks("sequential_forward", run.D, x.device)
-    out = x.new_empty(run.B, run.L, run.D)
-    both = run.N == 2
-    y_sum = torch.empty(run.B, run.L, run.D, device=x.device) if both else None
-    final = None if both else run.empty_states(run.B)
-    states = run.empty_states(run.N, run.B, triton.cdiv(run.L, INTERVAL)) if save else None
-    launch(
-        _forward_kernel, run.programs(block_d, run.B), x, num_warps=warps, **run.arguments,
-        skip_ptr=D.contiguous(), entry_ptr=entry, y_ptr=y_sum, out_ptr=out, states_ptr=states,
-        final_ptr=final, ENTRY=entry is not None, SAVE=save, BLOCK_D=block_d,
-    )  # fmt: skip
-    final = None if both else from_quads(final, k.shape[-1])
-    return out, y_sum if save else None, states, final
-
-
-def backward(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    y_sum: Tensor | None,
-    states: Tensor | None,
-    reverse: bool,
-    key_norm: float = 1.0,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, dt, A, q, k, D, bias, z and initial_state, None for None.
-
-    Args:
-        dout: Gradient of the output, (B, L, D).
-        dfinal: Of one direction, the gradient of its last state, (B, D, M) float32, or None.
-        x: This and all up to ``initial_state`` as in ``forward``.
-        dt: As in ``forward``.
-        A: As in ``forward``.
-        q: As in ``forward``.
-        k: As in ``forward``.
-        D: As in ``forward``.
-        bias: As in ``forward``.
-        z: As in ``forward``.
-        initial_state: As in ``forward``.
-        y_sum: As saved by ``forward``.
-        states: As saved by ``forward``, or None to scan again.
-        reverse: As in ``forward``.
-        key_norm: As in ``forward``.
-    """
-    if states is None:
-        _, y_sum, states, _ = forward(
-            x, dt, A, q, k, D, bias, z, initial_state, reverse, True, key_norm
+    def __init__(self, key: ScanKey) -> None:
+        super().__init__(key)
+        self.M, self.group = padded_states(key.states), _group_size(padded_states(key.states))
+        sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
+        ahead = self.spread("sequential_forward", self.B, _SEGMENTS_OVERHEAD)
+        back = self.spread("sequential_backward", sequences, 0, ahead[3:])
+        self.segments, self.blocks, programs = (
+            back.segments,
+            back.blocks,
+            back.blocks * back.segments,
         )
-    run = Scan(x, dt, A, q, k, bias, z, reverse, key_norm)
-    dout = dout.contiguous()
-    dentry = run.entry(by_quads(dfinal, run.M), dout)
-    N, B, L, S, group = run.N, run.B, run.L, run.segments, _group_size(run.M)
-    block_d, warps = tuning.blocks("sequential_backward", run.D, x.device)
-    blocks, programs = triton.cdiv(run.D, block_d), run.programs(block_d, N * B)
-    scratch = torch.empty(programs * INTERVAL // group * run.M * block_d, device=x.device)
-    dx, ddt = x.new_empty(x.shape), dt.new_empty(dt.shape)
-    dz = None if z is None else z.new_empty(z.shape)
-    drows = torch.empty(blocks, N, B, L, 2 * run.M, device=x.device)
-    drates = None if A is None else run.empty_states(N, B, S)
-    dskip, dbias = torch.empty(2, N, B, S, run.D, device=x.device)
-    dinitial = run.empty_states(B) if N == 1 else None
-    launch(
-        _backward_kernel, programs, x, num_warps=warps, **run.arguments, dout_ptr=dout,
-        y_ptr=y_sum, skip_ptr=D.contiguous(), states_ptr=states, dentry_ptr=dentry,
-        scratch_ptr=scratch, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, drows_ptr=drows,
-        drates_ptr=drates, dskip_ptr=dskip, dbias_ptr=dbias, dinitial_ptr=dinitial,
-        key_norm=float(key_norm), ENTRY=dentry is not None,
-        BITS=max(4, (2 * run.M - 1).bit_length()), GROUP=group, BLOCK_D=block_d, PRECISION=tuning.dot_precision(x.dtype),
-        **_register_limit(run),
-    )  # fmt: skip
-    M = k.shape[-1]
-    drows = drows.sum(0)  # in a fixed order: the same bits from run to run
-    return (
-        dx,
-        ddt,
-        None if A is None else from_quads(drates.sum((1, 2)), M).to(A.dtype),
-        drows[..., run.M : run.M + M].to(q.dtype),
-        drows[..., :M].to(k.dtype),
-        dskip.sum((1, 2)).to(D.dtype),
-        dbias.sum((1, 2)).to(bias.dtype),
-        dz,
-        None if initial_state is None else from_quads(dinitial, M),
-    )
+        self._scratch = programs * sequences * INTERVAL // self.group * self.M * back.block_d
+        shared = {
+            **self.strides("x", "dt", "z"), "B": self.B, "L": self.L, "segments": self.segments,
+            "segment_tokens": ahead.segment_chunks * INTERVAL, "N": self.N,
+            "REVERSE": int(self.reverse), "MAMBA": mamba, "D": self.D, "M": self.M,
+            "INTERVAL": INTERVAL, "FAST": fast,
+        }  # fmt: skip
+        wide = ahead.blocks * self.segments
+        self.forward_kernel = Kernel(
+            _forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d, **shared
+        )
+        limit = {"maxnreg": MOST_REGISTERS} if fast and not mamba and self.M <= 16 else {}
+        self.backward_kernel = Kernel(
+            _backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared,
+            key_norm=key.key_norm, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
+            PRECISION=tuning.dot_precision(key.dtype), **limit,
+        )  # fmt: skip
+        # No fusion: of 1 + |k|^2, which is summed across lanes, they would differ in the last place.
+        self._pack = Kernel(
+            pack_kernel, self.chunks * sequences, 4, False, B=self.B, L=self.L,
+            key_norm=key.key_norm, **self.strides("q", "k"), STATES=key.states, M=self.M,
+            BLOCK_M=triton.next_power_of_2(self.M), TOKENS=INTERVAL,
+        )  # fmt: skip
+        size, block = self.M * self.D, 256
+        self._summaries, self._carries = (
+            [Kernel(function, *programs, **constants, ADJOINT=adjoint) for adjoint in (0, 1)]
+            for function, programs, constants in (
+                (summary_kernel, (wide * sequences, ahead.num_warps), shared | {"BLOCK_D": ahead.block_d}),
+                (
+                    carry_kernel,
+                    (triton.cdiv(size, block) * sequences, 4),
+                    {
+                        "B": self.B, "segments": self.segments, "N": self.N,
+                        "REVERSE": int(self.reverse), "SIZE": size, "BLOCK": block,
+                    },
+                ),
+            )
+        )  # fmt: skip
+
+    def state_shape(self, *lead: int) -> tuple[int, ...]:
+        return (*lead, self.M // 4, self.D, 4)
+
+    def to_kernel(self, state: Tensor | None) -> Tensor | None:
+        if state is None:
+            return None
+        state = F.pad(state, (0, self.M - state.shape[-1]))
+        return state.unflatten(-1, (-1, 4)).transpose(-3, -2).contiguous()
+
+    def from_kernel(self, state: Tensor) -> Tensor:
+        return state.transpose(-3, -2).flatten(-2)[..., : self.key.states]
+
+    def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
+        rows = self.empty(self.N, self.B, self.chunks * INTERVAL, 2 * self.M + ROW_TAIL)
+        self._pack(args.k, q_ptr=args.q, k_ptr=args.k, rows_ptr=rows)
+        # The kernels take powers of 2.
+        rates = None if args.A is None else self.to_kernel(args.A.float() / math.log(2.0))
+        return {
+            "x_ptr": args.x, "dt_ptr": args.dt, "z_ptr": args.z,
+            "bias_ptr": args.bias.contiguous(), "rows_ptr": rows, "rates_ptr": rates,
+        }  # fmt: skip
+
+    def entries(
+        self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
+    ) -> Tensor | None:
+        if self.segments == 1:
+            return start
+        adjoint = dout is not None
+        ends, products = (self.empty_states(self.N, self.B, self.segments) for _ in range(2))
+        self._summaries[adjoint](
+            ends, **inputs, dout_ptr=dout, ends_ptr=ends, products_ptr=products
+        )
+        self._carries[adjoint](ends, ends_ptr=ends, products_ptr=products, initial_ptr=start)
+        return ends
+
+    def sums(self) -> dict[str, Tensor | None]:
+        mamba = self.key.recurrence == "mamba"
+        return {
+            "scratch_ptr": self.empty(self._scratch),
+            "drows_ptr": self.empty(self.blocks, self.N, self.B, self.L, 2 * self.M),
+            "drates_ptr": self.empty_states(self.N, self.B, self.segments) if mamba else None,
+        }
+
+    def finish(
+        self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        drows, drates, M = sums["drows_ptr"].sum(0), sums["drates_ptr"], self.key.states
+        dA = None if drates is None else self.from_kernel(drates.sum((1, 2))).to(args.A.dtype)
+        dq, dk = drows[..., self.M : self.M + M], drows[..., :M]
+        return dA, dq.to(args.q.dtype), dk.to(args.k.dtype)

@@ -6,27 +6,16 @@ scan is linear in its state, and what a segment makes of one is a product and a 
 state. Triton kernels, then how a call is spread over the device. Letters are as in ``sequential.py``.
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from vil.kernels.triton import tuning
-from vil.kernels.triton.launch import launch
-from vil.kernels.triton.layout import adjacent_channels
 from vil.kernels.triton.sequential_tokens import (
-    INTERVAL,
     RUN_TIME,
     advance,
     broadcast_row,
-    by_quads,
     fade,
     full_states,
     load_rates,
-    pack_rows,
-    padded_states,
     place_of_program,
     step_size,
     store_states,
@@ -38,7 +27,7 @@ _SEGMENTS_OVERHEAD = 2.0
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _summary_kernel(
+def summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, rows_ptr, rates_ptr, bias_ptr, ends_ptr, products_ptr,
     B, L, segments, segment_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
@@ -100,14 +89,14 @@ def _summary_kernel(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _carry_kernel(
+def carry_kernel(
     ends_ptr, products_ptr, initial_ptr, B, segments,
-    N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, INITIAL: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace the ends of segments by the states that they start from, in place.
 
-    ends, products (N, B, S, SIZE), initial (N, B, SIZE): of the first segment, zero unless INITIAL.
+    ends, products (N, B, S, SIZE), initial (N, B, SIZE): of the first segment, zero if not given.
     """
     blocks = tl.cdiv(SIZE, BLOCK)
     sequence = tl.program_id(0) // blocks
@@ -115,7 +104,7 @@ def _carry_kernel(
     back = (sequence // B if N == 2 else REVERSE) ^ ADJOINT
     sequence = sequence.to(tl.int64)
     state = tl.zeros((BLOCK,), tl.float32)
-    if INITIAL:
+    if initial_ptr is not None:
         state = tl.load(initial_ptr + sequence * SIZE + i, mask=i < SIZE, other=0.0)
     for s in range(segments):
         segment = tl.where(back == 1, segments - 1 - s, s)
@@ -124,96 +113,3 @@ def _carry_kernel(
         product = tl.load(products_ptr + offset, mask=i < SIZE, other=0.0)
         tl.store(ends_ptr + offset, state, mask=i < SIZE)
         state = product * state + end
-
-
-# -------------------------------------------------------------------------------------- launchers
-
-
-def _rates(A: Tensor | None, padded: int) -> Tensor | None:
-    """Return A / ln 2 as (N, M' / 4, D, 4) float32, zero beyond M."""
-    return None if A is None else by_quads(A.float() / math.log(2.0), padded)
-
-
-class Scan:
-    """What the kernels of one scan have in common: packed inputs, strides, segments, options."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        bias: Tensor,
-        z: Tensor | None,
-        reverse: bool,
-        key_norm: float,
-    ) -> None:
-        self.N, self.B, self.L, self.D = x.shape
-        self.rows = pack_rows(q, k, key_norm)
-        self.M = padded_states(k.shape[-1])
-        self.rates = _rates(A, self.M)
-        self.x, self.dt = adjacent_channels(x), adjacent_channels(dt)
-        self.z = None if z is None else adjacent_channels(z)
-        z_strides = (0, 0) if z is None else self.z.stride()[:2]
-        self.arguments = {
-            f"{name}_stride_{axis}": stride
-            for name, axes, strides in (
-                ("x", ("dir", "b", "l"), self.x.stride()),
-                ("dt", ("dir", "b", "l"), self.dt.stride()),
-                ("z", ("b", "l"), z_strides),
-            )
-            for axis, stride in zip(axes, strides, strict=False)
-        }
-        block_d, warps = tuning.blocks("sequential_forward", self.D, x.device)
-        self.segments, chunks = tuning.segments(
-            self.B * triton.cdiv(self.D, block_d) * warps,
-            triton.cdiv(self.L, INTERVAL),
-            x.device,
-            _SEGMENTS_OVERHEAD,
-        )
-        self.reverse, self.fast = int(reverse), tuning.fast(x.device)
-        self.arguments |= {
-            "x_ptr": self.x, "dt_ptr": self.dt, "z_ptr": self.z, "rows_ptr": self.rows,
-            "rates_ptr": self.rates, "bias_ptr": bias.contiguous(), "B": self.B, "L": self.L,
-            "segments": self.segments, "segment_tokens": chunks * INTERVAL, "N": self.N,
-            "REVERSE": self.reverse, "MAMBA": A is not None, "D": self.D, "M": self.M,
-            "INTERVAL": INTERVAL, "FAST": self.fast,
-        }  # fmt: skip
-
-    def programs(self, block_d: int, sequences: int) -> int:
-        """Return the number of programs for ``sequences`` scans in blocks of channels."""
-        return triton.cdiv(self.D, block_d) * self.segments * sequences
-
-    def empty_states(self, *shape: int) -> Tensor:
-        """Return room for float32 states, (*shape, M / 4, D, 4)."""
-        return torch.empty(*shape, self.M // 4, self.D, 4, device=self.x.device)
-
-    def entry(self, initial: Tensor | None, dout: Tensor | None) -> Tensor | None:
-        """Return the states that segments start from, (N, B, S, M / 4, D, 4), or None if all are zero.
-
-        Given dout, the gradients of the states after them.
-
-        Args:
-            initial: State before the first token, or gradient of the one after the last, (B, M / 4, D, 4).
-            dout: Gradient of the output, (B, L, D).
-        """
-        if self.segments == 1:
-            return initial
-        block_d, warps = tuning.blocks("sequential_forward", self.D, self.x.device)
-        ends = self.empty_states(self.N, self.B, self.segments)
-        products = torch.empty_like(ends)
-        adjoint = int(dout is not None)
-        launch(
-            _summary_kernel, self.programs(block_d, self.N * self.B), self.x, num_warps=warps,
-            **self.arguments, dout_ptr=dout, ends_ptr=ends, products_ptr=products, ADJOINT=adjoint,
-            BLOCK_D=block_d,
-        )  # fmt: skip
-        size, block = self.M * self.D, 256
-        launch(
-            _carry_kernel, triton.cdiv(size, block) * self.N * self.B, self.x, num_warps=4,
-            ends_ptr=ends, products_ptr=products, initial_ptr=initial, B=self.B,
-            segments=self.segments, N=self.N, REVERSE=self.reverse, ADJOINT=adjoint,
-            INITIAL=initial is not None, SIZE=size, BLOCK=block,
-        )  # fmt: skip
-        return ends

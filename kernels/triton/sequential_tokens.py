@@ -5,14 +5,10 @@ recurrence makes of a token is in ``longhorn_diagonal.py`` and ``mamba.py``; let
 ``sequential.py``.
 """
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from vil.kernels.triton import longhorn_diagonal, mamba, tuning
-from vil.kernels.triton.launch import launch
 from vil.kernels.triton.tiles import (
     LANES_NEXT,
     columns,
@@ -28,7 +24,7 @@ from vil.kernels.triton.tiles import (
 # Tokens from one saved state to the next. The backward pass keeps a scratch of 2 KB per token of it
 # and program: with 16, that of all programs that an H200 runs at a time, 26 MB, stays in its L2.
 INTERVAL = tuning.CHUNK
-_ROW_TAIL = 4  # floats of a packed row after k and q: 1 + key_norm |k|^2, and padding to 128 bits
+ROW_TAIL = 4  # floats of a packed row after k and q: 1 + key_norm |k|^2, and padding to 128 bits
 
 # What differs from call to call and is not worth a compilation of its own.
 RUN_TIME = (
@@ -107,14 +103,13 @@ def full_states(value, M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def first_states(
-    entry_ptr, lane, channel, mask,
-    ENTRY: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr,
+    entry_ptr, lane, channel, mask, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Return the tuple of M states that a segment starts from, zeros unless ENTRY."""
-    if ENTRY:
-        return load_states(entry_ptr + lane * (M * D), channel, mask, D, M)
-    else:
+    """Return the tuple of M states that a segment starts from, zeros if none are given."""
+    if entry_ptr is None:
         return full_states(0.0, M, BLOCK_D)
+    else:
+        return load_states(entry_ptr + lane * (M * D), channel, mask, D, M)
 
 
 @triton.jit
@@ -203,10 +198,9 @@ def gate_backward(dout, z, y, FAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _pack_kernel(
+def pack_kernel(
     q_ptr, k_ptr, rows_ptr, B, L, key_norm,
-    q_stride_dir, q_stride_b, q_stride_l, q_stride_m,
-    k_stride_dir, k_stride_b, k_stride_l, k_stride_m,
+    q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
     STATES: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Pack keys and queries of TOKENS tokens into rows, float32: k, q, 1 + key_norm |k|^2.
@@ -220,8 +214,8 @@ def _pack_kernel(
     mask = (token < L)[:, None] & (m < STATES)[None, :]
     q_base = q_ptr + direction * q_stride_dir + b * q_stride_b
     k_base = k_ptr + direction * k_stride_dir + b * k_stride_b
-    q_tile = q_base + token[:, None] * q_stride_l + m[None, :] * q_stride_m
-    k_tile = k_base + token[:, None] * k_stride_l + m[None, :] * k_stride_m
+    q_tile = q_base + token[:, None] * q_stride_l + m[None, :]
+    k_tile = k_base + token[:, None] * k_stride_l + m[None, :]
     q = tl.load(q_tile, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(k_tile, mask=mask, other=0.0).to(tl.float32)
     row = rows_ptr + (sequence * (blocks * TOKENS) + token) * (2 * M + 4)
@@ -245,42 +239,6 @@ def place_of_program(segments, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return block, segment, direction, (sequence - direction * B).to(tl.int64)
 
 
-# -------------------------------------------------------------------------------------- launchers
-
-
 def padded_states(states: int) -> int:
     """Return M as the kernels see it: a multiple of 4, for 128-bit loads."""
     return 4 * triton.cdiv(states, 4)
-
-
-def pack_rows(q: Tensor, k: Tensor, key_norm: float) -> Tensor:
-    """Return keys and queries (N, B, L, M) as ``_pack_kernel`` packs them."""
-    N, B, L, states = k.shape
-    chunks, padded = triton.cdiv(L, INTERVAL), padded_states(states)
-    rows = torch.empty(N, B, chunks * INTERVAL, 2 * padded + _ROW_TAIL, device=k.device)
-    axes = ("dir", "b", "l", "m")
-    strides = {
-        f"{name}_stride_{axis}": stride
-        for name, tensor in (("q", q), ("k", k))
-        for axis, stride in zip(axes, tensor.stride(), strict=True)
-    }
-    # No fusion: of 1 + |k|^2, which is summed across lanes, they would differ in the last place.
-    launch(
-        _pack_kernel, chunks * N * B, k, num_warps=4, enable_fp_fusion=False, q_ptr=q, k_ptr=k,
-        rows_ptr=rows, B=B, L=L, key_norm=float(key_norm), **strides, STATES=states, M=padded,
-        BLOCK_M=triton.next_power_of_2(padded), TOKENS=INTERVAL,
-    )  # fmt: skip
-    return rows
-
-
-def by_quads(state: Tensor | None, padded: int) -> Tensor | None:
-    """Return states (B, D, M) as (B, M' / 4, D, 4), zero beyond M."""
-    if state is None:
-        return None
-    state = F.pad(state, (0, padded - state.shape[-1]))
-    return state.unflatten(-1, (-1, 4)).transpose(1, 2).contiguous()
-
-
-def from_quads(state: Tensor, states: int) -> Tensor:
-    """Return (B, M' / 4, D, 4) as (B, D, M)."""
-    return state.transpose(1, 2).flatten(2)[..., :states]

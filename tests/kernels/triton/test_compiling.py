@@ -31,26 +31,36 @@ for name in sys.argv[1:]:
         kernels = {mode: sorted(warmup.specializations(noted)) for mode, noted in modes.items()}
         print(json.dumps([name, kernels]))
 """
-# Compiles the kernel that packs keys and queries in two processes at once, each of which prints whether it
-# was in the cache.
+# Launches the kernel that packs keys and queries for the first time in two processes at once, each of which prints
+# whether it was in the cache.
 PACK = """
 import os
 from triton import knobs
-from vil.kernels.triton import sequential_tokens
+from vil.kernels.triton import launch, sequential_tokens
 
 told = {False: b"compiled\\n", True: b"hit\\n"}
 knobs.compilation.listener = lambda *, cache_hit, **_: os.write(1, told[cache_hit])
-launches = warmup.launches(
+noted = warmup.launches(
     warmup._create("vil_tiny", 224, None, torch.device("cpu")), 2, 224, torch.float32, torch.device("cpu")
 )
-pack = next(l for l in launches["eval"] if l.kernel is sequential_tokens._pack_kernel)
+pack = next(l for l in noted["eval"] if l.kernel is sequential_tokens.pack_kernel)
+
+
+class WithoutGPU:
+    __name__ = "pack"
+
+    def __getitem__(self, grid):
+        return lambda **options: pack.kernel.warmup(**pack.arguments, grid=(1,))
+
+
+kernel = launch.Kernel(WithoutGPU(), 1, 1)
 wait, start = os.pipe()
 children = []
 for _ in range(2):
     if (child := os.fork()) == 0:
         os.close(start)
         os.read(wait, 1)  # until its other end is closed everywhere
-        pack.kernel.warmup(**pack.arguments, grid=(1,))
+        kernel(torch.empty(0))
         os._exit(0)
     children.append(child)
 os.close(start)
@@ -99,4 +109,4 @@ def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -
 def test_processes_of_a_machine_compile_a_kernel_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert sorted(lines_of(start(PACK, cache))) == ["compiled", "hit"]
-    assert [path.name for path in cache.glob("*.lock")] == ["vil.kernels.triton._pack_kernel.lock"]
+    assert [path.name for path in cache.glob("*.lock")] == ["vil.kernels.triton.pack.lock"]

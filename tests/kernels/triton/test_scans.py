@@ -3,6 +3,8 @@
 Without a GPU they run in Triton's interpreter, which computes matrix products in float32.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from vil.kernels.ops import RECURRENCES
 from vil.kernels.triton import tuning
 
 backend = pytest.importorskip("vil.kernels.triton.backend")
+launch = pytest.importorskip("vil.kernels.triton.launch")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5
@@ -45,6 +48,12 @@ each = pytest.mark.parametrize("recurrence", RECURRENCES)
 
 
 @pytest.fixture(autouse=True)
+def plans_of_this_test() -> Iterator[None]:
+    yield
+    launch.forget_plans()
+
+
+@pytest.fixture(autouse=True)
 def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     empty, new_empty = torch.empty, Tensor.new_empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
@@ -55,9 +64,8 @@ def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Cut every sequence into segments of so many chunks."""
-    monkeypatch.setattr(
-        tuning, "segments", lambda warps, count, *_, **__: (-(-count // chunks), chunks)
-    )
+    monkeypatch.setattr(tuning, "segments", lambda warps, count, *_: (-(-count // chunks), chunks))
+    launch.forget_plans()
 
 
 def args_of(
