@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import vil  # noqa: F401  (registers the models)
 from benchmarks.provenance import environment
 from vil.kernels import backends
+from vil.kernels.plan import forget_plans
 from vil.measuring import in_turns
 from vil.training.files import write_text
 
@@ -61,8 +62,8 @@ def routed(route: str) -> Iterator[Sink]:
                 (launch, "_record", sink),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
-            launch.forget_plans()
-            stack.callback(launch.forget_plans)
+            forget_plans()
+            stack.callback(forget_plans)
         stack.enter_context(backends.use_backend(route))
         yield sink
 

@@ -35,8 +35,9 @@ from torch.utils._pytree import tree_leaves
 import vil  # noqa: F401  (names the models)
 from vil.kernels import backends, operators
 from vil.kernels.ops import use_backend
+from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
-from vil.kernels.triton.launch import Launch, forget_plans, recording
+from vil.kernels.triton.launch import Launch, recording
 
 IMAGES = 128
 PASSES = ("inference", "training forward", "forward + backward")

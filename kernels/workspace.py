@@ -5,52 +5,76 @@ the gaps badly that they leave: a block of tensors for 1024 px took twice what w
 that is kept is also not faulted in anew, page by page, in every call.
 """
 
-import contextlib
 import math
 import threading
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _MOST = 256 << 20  # bytes kept for each thread; calls that need more take theirs and give it back
+_MOST_VIEWS = 1024
 _ALIGNMENT = 64
+
+_View = tuple[int, tuple[int, ...], torch.dtype]  # where it starts, and what it is
 
 
 class _Memory(threading.local):
-    buffer: Tensor | None = None
     taken: int | None = None
     """Bytes asked for since ``lent`` began; None outside of it."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.capacity = 0
+        self.views: dict[_View, tuple[Tensor, int]] = {}
+        """Tensors handed out before, each with where the next one starts: making one takes longer than to find it."""
 
 
 _memory = _Memory()
 
 
-@contextlib.contextmanager
-def lent() -> Iterator[None]:
-    """Let ``empty`` and ``bmm`` hand out this thread's memory, which is the next call's after the block."""
-    _memory.taken = 0
-    try:
-        yield
-    finally:
+class _Lent:
+    def __enter__(self) -> None:
+        _memory.taken = 0
+
+    def __exit__(self, *_: object) -> None:
         needed, _memory.taken = _memory.taken, None
-        if _capacity() < needed <= _MOST:
+        if _memory.capacity < needed <= _MOST:
+            _memory.views.clear()  # or the memory before would stay, too
             _memory.buffer = None
             with torch.inference_mode(False):  # or nothing else could write to it
                 _memory.buffer = torch.empty(needed, dtype=torch.uint8, device="cpu")
+            _memory.capacity = needed
+
+
+_lent = _Lent()
+
+
+def lent() -> _Lent:
+    """Let ``empty`` and ``bmm`` hand out this thread's memory, which is the next call's after the block."""
+    return _lent
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor on the CPU; within ``lent`` it must not outlive the block."""
+    start = _memory.taken
     # Tensors that are made under a mode are the mode's: fake ones have no memory.
-    if _memory.taken is None or _get_current_dispatch_mode() is not None:
-        return torch.empty(shape, dtype=dtype)
-    start, size = _memory.taken, math.prod(shape) * dtype.itemsize
-    _memory.taken += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-    if start + size > _capacity():
-        return torch.empty(shape, dtype=dtype)
-    return _memory.buffer[start : start + size].view(dtype).view(shape)
+    if start is None or _get_current_dispatch_mode() is not None:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    known = _memory.views.get((start, shape, dtype))
+    if known is not None:
+        _memory.taken = known[1]
+        return known[0]
+    end = start + math.prod(shape) * dtype.itemsize
+    _memory.taken = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
+    if end > _memory.capacity:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if len(_memory.views) == _MOST_VIEWS:
+        _memory.views.clear()
+    with torch.inference_mode(False), torch.no_grad():
+        tensor = _memory.buffer[start:end].view(dtype).view(shape)
+    _memory.views[start, shape, dtype] = tensor, _memory.taken
+    return tensor
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -58,7 +82,3 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     if _memory.taken is None:
         return torch.bmm(a, b)
     return torch.bmm(a, b, out=empty((*a.shape[:2], b.shape[2]), a.dtype))
-
-
-def _capacity() -> int:
-    return 0 if _memory.buffer is None else _memory.buffer.nbytes

@@ -120,7 +120,7 @@ def test_there_is_no_circle() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_knows_no_other_and_is_chosen_by_name(backend: str) -> None:
-    allowed = (backend, *(f"vil.kernels.{n}" for n in ("args", "reference", "workspace")))
+    allowed = (backend, *(f"vil.kernels.{n}" for n in ("args", "plan", "reference", "workspace")))
     for name, others in IMPORTS.items():
         if name.startswith(backend):
             assert all(n.startswith(allowed) for n in others), name

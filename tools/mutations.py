@@ -355,8 +355,8 @@ MUTATIONS = [
     # The mixer's output lies in the memory that the next call uses.
     (
         "kernels/cpu/backend.py",
-        "y = torch.empty((B, L, D), dtype=s.stored)",
-        "y = workspace.empty((B, L, D), s.stored)",
+        "y = torch.empty((B, L, P), dtype=self.stored, device=\"cpu\")",
+        "y = workspace.empty((B, L, P), self.stored)",
         "tests/vil/test_recompute.py",
     ),
     # ---- the rest of kernels

@@ -11,10 +11,9 @@ import array
 import concurrent.futures
 import ctypes
 import functools
-import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from torch import Tensor
 from vil.kernels import workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
+from vil.kernels.plan import ConvKey, ScanKey, conv_key, plans, scan_key
 from vil.kernels.reference import full_steps
 from vil.kernels.workspace import lent  # noqa: F401  (what operators take memory from)
 
@@ -109,45 +109,58 @@ def _compiled(kernel: Callable[..., None], dtype: torch.dtype) -> tuple[CFunc, C
     return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
 
 
-def _run(
-    kernel: Callable[..., None],
-    tasks: int,
-    updates: int,
-    scratch_size: int,
-    dtype: torch.dtype,
-    scalars: tuple[int, ...],
-    *tensors: Tensor | None,
-) -> None:
-    """Run all tasks of a kernel on torch's number of threads.
-
-    These are torch's own OpenMP threads where possible, since after every operation of torch they
-    keep their cores busy for milliseconds, waiting for the next, and threads of ours would wait for
-    them. Not so in a forked process, where OpenMP hangs. Numba's threads are not used: its layers
-    abort on concurrent calls or after a fork.
+class _Loop:
+    """A kernel, prepared for tensors of given shapes: its table of integers but for their addresses.
 
     Args:
         kernel: One of those in ``loops``.
-        tasks: How many tasks there are.
-        updates: Multiply-adds or so of all tasks together, to leave small work to this thread.
-        scratch_size: Values of scratch memory per thread.
         dtype: One of ``_TYPES``: of tensors with tokens and channels, the others having what it is
             computed in.
+        tasks: How many tasks there are.
+        updates: Multiply-adds or so of all tasks together, to leave small work to this thread.
+        scratch: Values of scratch memory per thread.
         scalars: As the kernel takes them.
-        *tensors: As the kernel takes them, of four axes.
+        views: Of every tensor the strides of three axes, as ``_view`` returns them.
     """
-    function, call = _compiled(kernel, dtype)
-    threads = max(1, min(torch.get_num_threads(), tasks, updates // _UPDATES_PER_THREAD))
-    scratch = torch.empty(threads * scratch_size, dtype=_compute_dtype(dtype))
-    header = (0, 0, tasks, scratch.data_ptr(), scratch_size * scratch.itemsize)
-    filling = (0,) * (loops.SCALARS - len(scalars))
-    views = itertools.chain.from_iterable(map(_view, tensors))
-    table = array.array("q", [*header, *scalars, *filling, *views])
-    address = table.buffer_info()[0]
-    if torch.autograd.profiler._is_profiler_enabled:
-        with torch.profiler.record_function(f"loops::{kernel.__name__}"):
-            _call(function, call, address, threads)
-    else:
-        _call(function, call, address, threads)
+
+    def __init__(
+        self,
+        kernel: Callable[..., None],
+        dtype: torch.dtype,
+        tasks: int,
+        updates: int,
+        scratch: int,
+        scalars: tuple[int, ...],
+        views: Sequence[tuple[int, int, int]],
+    ) -> None:
+        self.name, self.compiled = kernel.__name__, _compiled(kernel, dtype)
+        self.tasks, self.updates, self.scratch = tasks, updates, scratch
+        self.dtype = _compute_dtype(dtype)
+        header = (0, 0, tasks, 0, scratch * self.dtype.itemsize)
+        filling = (0,) * (loops.SCALARS - len(scalars))
+        strides = (number for view in views for number in (0, *view))
+        self.table = array.array("q", (*header, *scalars, *filling, *strides))
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Run all tasks on torch's number of threads.
+
+        These are torch's own OpenMP threads where possible, since after every operation of torch they
+        keep their cores busy for milliseconds, waiting for the next, and threads of ours would wait for
+        them. Not so in a forked process, where OpenMP hangs. Numba's threads are not used: its layers
+        abort on concurrent calls or after a fork.
+        """
+        threads = min(torch.get_num_threads(), self.tasks, self.updates // _UPDATES_PER_THREAD) or 1
+        scratch = workspace.empty((threads * self.scratch,), self.dtype)
+        table = self.table[:]  # calls are concurrent
+        table[3] = scratch.data_ptr()
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        table[loops.HEADER + loops.SCALARS :: 4] = array.array("q", addresses)
+        address = table.buffer_info()[0]
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.profiler.record_function(f"loops::{self.name}"):
+                _call(*self.compiled, address, threads)
+        else:
+            _call(*self.compiled, address, threads)
 
 
 def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
@@ -167,14 +180,9 @@ def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
 # ---------------------------------------------------------------------------------------- tensors
 
 
-def _stored_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which the loops take tensors with tokens and channels: the first's, at least float32.
-
-    It is bfloat16 where all of them are.
-    """
-    if all(tensor.dtype == torch.bfloat16 for tensor in tensors):
-        return torch.bfloat16
-    return torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the loops take tensors with tokens and channels: at least float32, or bfloat16."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _compute_dtype(stored: torch.dtype) -> torch.dtype:
@@ -185,28 +193,51 @@ def _padded(channels: int) -> int:
     return math.ceil(channels / loops.WIDTH) * loops.WIDTH
 
 
-def _rows(tensor: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
-    """Return the tensor in a dtype, with a contiguous last axis, filled up with zeros to columns."""
+def _rows(tensor: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """Return the tensor in a dtype and contiguous, filled up with zeros to so many columns."""
     tensor = tensor.to(dtype)
-    if columns is not None and columns > tensor.shape[-1]:
-        tensor = F.pad(tensor, (0, columns - tensor.shape[-1]))  # which keeps channels_last strides
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    if columns > tensor.shape[-1]:
+        tensor = F.pad(tensor, (0, columns - tensor.shape[-1]))
+    return tensor.contiguous()
 
 
-def _view(tensor: Tensor | None) -> tuple[int, int, int, int]:
-    """Return what the loops take of a tensor of four axes: its address and three strides.
+def _view(*shape: int, strides: Sequence[int] | None = None) -> tuple[int, int, int]:
+    """Return what the loops take of a tensor of four axes but its address: strides, contiguous if not given.
 
     An axis of size 1 gets stride 0: it serves any index.
     """
-    if tensor is None:
-        return 0, 0, 0, 0
-    sizes, strides = tensor.shape, tensor.stride()
-    return (
-        tensor.data_ptr(),
-        0 if sizes[0] == 1 else strides[0],
-        0 if sizes[1] == 1 else strides[1],
-        0 if sizes[2] == 1 else strides[2],
-    )
+    _, b, c, d = shape
+    strides = (b * c * d, c * d, d) if strides is None else strides
+    return tuple(0 if size == 1 else s for size, s in zip(shape[:3], strides, strict=False))
+
+
+class _Form:
+    """How the loops take an argument of four axes: as it is, or as a copy.
+
+    Args:
+        shape: Of the argument.
+        strides: Of it.
+        given: Its dtype.
+        wanted: The dtype that the loops take.
+        columns: That they take of the last axis.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        given: torch.dtype,
+        wanted: torch.dtype,
+        columns: int,
+    ) -> None:
+        adjacent = strides[-1] == 1 or shape[-1] == 1
+        self.copies = not (given == wanted and shape[-1] == columns and adjacent)
+        self.wanted, self.columns = wanted, columns
+        self.view = _view(*shape[:3], columns, strides=None if self.copies else strides)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the argument as the loops take it."""
+        return _rows(tensor, self.wanted, self.columns) if self.copies else tensor
 
 
 def _sum(partial: Tensor, axis: int) -> Tensor:
@@ -223,100 +254,127 @@ def _in_dtypes_of(
 # ----------------------------------------------------------------------------------------- scans
 
 
-class _Scan:
-    """The inputs of a scan as the loops take them.
-
-    Channels are padded to whole vectors, and every tensor has four axes: the direction, the batch
-    element, the token or state, and last the channel (of q and k, the state).
+class ScanPlan:
+    """A scan, prepared: channels are padded to whole vectors.
 
     Args:
-        args: What is scanned, the step sizes in full.
-        recurrence: One of ``RECURRENCES``.
-        reverse: Scan a single direction from the last token to the first.
-        key_norm: Factor on |k|^2 in Longhorn's step size.
-        *more: Another tensor with tokens and channels that ``run`` will be given.
+        key: What the arguments are.
     """
 
-    def __init__(
-        self,
-        args: ScanArgs,
-        recurrence: str,
-        reverse: bool,
-        key_norm: float,
-        *more: Tensor,
-    ):
-        if recurrence not in _RECURRENCES:
+    def __init__(self, key: ScanKey) -> None:
+        if key.recurrence not in _RECURRENCES:
             raise NotImplementedError(
-                f'the backend "cpu" does not serve the recurrence {recurrence}; use "reference"'
+                f'the backend "cpu" does not serve the recurrence {key.recurrence}; use "reference"'
             )
-        more = more if args.z is None else (args.z, *more)
-        self.stored = _stored_dtype(args.x, args.dt, *more)
+        (N, B, L, D), M, P = key.shape, key.states, _padded(key.shape[3])
+        self.key, self.shape = key, (N, B, L, P, M)
+        self.stored = _stored_dtype(key.dtype)
         self.dtype = _compute_dtype(self.stored)
-        self.channels = args.x.shape[-1]
-        self.shape = (*args.x.shape[:3], _padded(self.channels), args.k.shape[-1])
-        self.scalars = (_RECURRENCES[recurrence], int(reverse))
+        x, dt, q, k, z = key.strides
+        rows, keys = (N, B, L, D), (N, B, L, M)
+        if key.rank is not None:
+            dt = (B * L * D, L * D, D, 1)
+        self.x, self.dt = (_Form(rows, s, key.dtype, self.stored, P) for s in (x, dt))
+        self.q, self.k = (_Form(keys, s, key.dtype, self.dtype, M) for s in (q, k))
+        z = None if z is None else _Form((1, *rows[1:]), (0, *z), key.dtype, self.stored, P)
+        self.z, none = z, (0, 0, 0)
+        self.zeros = torch.zeros(N * P, dtype=self.dtype, device="cpu")
+        self.key_norm = torch.full((1,), key.key_norm, dtype=self.dtype, device="cpu")
+        per_channel = _view(N, 1, 1, P)
+        state, states = _view(1, B, M, P), _view(N, B, M, P)
+        inputs = (
+            *(self.x.view, self.dt.view, _view(N, 1, M, P), self.q.view, self.k.view),
+            *(per_channel, per_channel, none, state if key.started else none),
+            none if z is None else z.view,
+        )
+        out, both, sums = _view(1, B, L, P), _view(N, B, L, P), _view(N, B, 1, P)
+        scalars, blocks = (_RECURRENCES[key.recurrence], int(key.reverse)), P // loops.WIDTH
+        self.groups, self.columns = min(blocks, _MOST_GROUPS), loops.num_columns(M)
+        updates = N * B * L * P * M
+        self._forward = _Loop(
+            loops.scan_blocks, self.stored, B * blocks, updates, loops.scratch_size(L, M),
+            (*scalars, blocks, *self.shape), (*inputs, out, state),
+        )  # fmt: skip
+        self._backward = _Loop(
+            loops.scan_blocks_backward, self.stored, B * self.groups, 4 * updates,
+            loops.backward_scratch_size(L, M), (*scalars, self.groups, *self.shape),
+            (
+                *(*inputs, out, none if N == 2 else state, both, both, states),
+                *(_view(self.groups * N, B, L, self.columns), sums, sums, state, out),
+            ),
+        )  # fmt: skip
+
+    def _inputs(self, args: ScanArgs) -> tuple[Tensor | None, ...]:
+        """Return the tensors that both kernels begin with."""
+        P = self.shape[3]
+        A, z, state = args.A, args.z, args.initial_state
         # The loops take powers of 2.
-        A = None if args.A is None else self.states(args.A[:, None]) * math.log2(math.e)
+        A = None if A is None else _rows(A.mT, self.dtype, P) * math.log2(math.e)
         skip, bias = (
-            self.zeros(1, 1, 1, self.shape[3])
-            if parameter is None
-            else self.channels_last(parameter[:, None, None])
-            for parameter in (args.D, args.bias)
+            self.zeros if t is None else _rows(t, self.dtype, P) for t in (args.D, args.bias)
         )
-        key_norm = torch.full((1, 1, 1, 1), key_norm, dtype=self.dtype)
-        q, k = _rows(args.q, self.dtype), _rows(args.k, self.dtype)
-        initial = args.initial_state
-        initial = self.zero_state() if initial is None else self.states(initial)
-        z = None if args.z is None else self.tokens(args.z[None])
-        x, dt = self.tokens(args.x), self.tokens(args.dt)
-        self.inputs = (x, dt, A, q, k, skip, bias, key_norm, initial, z)
+        return (
+            self.x(args.x), self.dt(args.dt), A, self.q(args.q), self.k(args.k), skip, bias,
+            self.key_norm, self.zeros if state is None else self._states(state),
+            None if z is None else self.z(z),
+        )  # fmt: skip
 
-    def tokens(self, tensor: Tensor) -> Tensor:
-        """Return a tensor (..., L, D) as the loops take it."""
-        return _rows(tensor, self.stored, self.shape[3])
+    def _states(self, state: Tensor) -> Tensor:
+        """Return (N, B, D, M) as (N, B, M, padded D)."""
+        return _rows(state.mT, self.dtype, self.shape[3])
 
-    def channels_last(self, tensor: Tensor) -> Tensor:
-        """Return another tensor (..., D) as the loops take it."""
-        return _rows(tensor, self.dtype, self.shape[3])
+    def forward(
+        self, args: ScanArgs, save: bool = False
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        """Return what ``reference.scan`` does."""
+        if args.dt_weight is not None:
+            dt = full_steps(args.dt, args.dt_weight, workspace.bmm)
+            args = args._replace(dt=dt, dt_weight=None)
+        N, B, L, P, M = self.shape
+        y = torch.empty((B, L, P), dtype=self.stored, device="cpu")
+        final = torch.empty((1, B, M, P), dtype=self.dtype, device="cpu") if N == 1 else None
+        self._forward(*self._inputs(args), y, final)
+        D, dtype = self.key.shape[3], self.key.dtype
+        if P != D or self.stored != dtype:
+            y = y[..., :D].to(dtype)
+        return y, None if final is None else final[..., :D].mT, None, None
 
-    def states(self, tensor: Tensor) -> Tensor:
-        """Return a tensor (..., D, M) as (..., M, padded D)."""
-        return self.channels_last(tensor.mT)
-
-    def zero_state(self) -> Tensor:
-        directions, B, _, D, M = self.shape
-        return self.zeros(D).expand(directions, B, M, D)
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype)
-
-    def run(
-        self,
-        kernel: Callable[..., None],
-        groups: int,
-        scratch_size: int,
-        passes: int,
-        *tensors: Tensor | None,
-    ) -> None:
-        """Run a kernel with one task per batch element and group of channels.
-
-        Args:
-            kernel: ``scan_blocks`` or ``scan_blocks_backward``.
-            groups: Into how many the channels are divided.
-            scratch_size: Values of scratch memory that a thread needs.
-            passes: How often the kernel goes over every state, roughly.
-            *tensors: What the kernel takes after the inputs.
-        """
-        _run(
-            kernel,
-            self.shape[1] * groups,
-            passes * math.prod(self.shape),
-            scratch_size,
-            self.stored,
-            (*self.scalars, groups, *self.shape),
-            *self.inputs,
-            *tensors,
+    def backward(
+        self, args: ScanArgs, grad: Tensor, grad_final: Tensor | None, saved: None = None
+    ) -> ScanArgs:
+        """Return the gradients of ``forward``."""
+        N, B, L, P, M = self.shape
+        D = self.key.shape[3]
+        dx, ddt = (workspace.empty((N, B, L, P), self.stored) for _ in range(2))
+        dA = None if args.A is None else self._zeros(N, B, M, P)
+        dqk = workspace.empty((self.groups * N, B, L, self.columns), self.dtype).zero_()
+        sums = self._zeros(2, N, B, P)
+        dstate = torch.empty((1, B, M, P), dtype=self.dtype, device="cpu") if N == 1 else None
+        dz = workspace.empty((B, L, P), self.stored) if N == 2 else None
+        self._backward(
+            *self._inputs(args), _rows(grad, self.stored, P),
+            self.zeros if N == 2 else self._states(grad_final),
+            *(dx, ddt, dA, dqk, sums[0], sums[1], dstate, dz),
+        )  # fmt: skip
+        dqk, (dskip, dbias) = _sum(dqk.view(self.groups, N, B, L, self.columns), 0), _sum(sums, 2)
+        grads = ScanArgs(
+            x=dx[..., :D],
+            dt=ddt[..., :D],
+            A=None if dA is None else _sum(dA, 1)[..., :D].mT,
+            q=dqk[..., :M],
+            k=dqk[..., M : 2 * M],
+            D=dskip[..., :D],
+            bias=dbias[..., :D],
+            z=None if dz is None else dz[..., :D],
+            initial_state=None if dstate is None else dstate[..., :D].mT,
         )
+        return ScanArgs(*_in_dtypes_of(args, grads))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device="cpu")
+
+
+scan_plan = plans(ScanPlan)
 
 
 def scan(
@@ -327,14 +385,7 @@ def scan(
     save: bool = False,
 ) -> tuple[Tensor, Tensor | None, None, None]:
     """Scan; arguments and results as of ``reference.scan``."""
-    args = args._replace(dt=full_steps(args.dt, args.dt_weight, workspace.bmm), dt_weight=None)
-    s = _Scan(args, recurrence, reverse, key_norm)
-    N, B, L, D, M = s.shape
-    y = torch.empty((B, L, D), dtype=s.stored)
-    final = torch.empty((1, B, M, D), dtype=s.dtype) if N == 1 else None
-    s.run(loops.scan_blocks, D // loops.WIDTH, loops.scratch_size(L, M), 1, y[None], final)
-    final = None if final is None else final[..., : s.channels].mT
-    return y[..., : s.channels].to(args.x.dtype), final, None, None
+    return scan_plan(scan_key(args, recurrence, reverse, key_norm)).forward(args)
 
 
 def scan_backward(
@@ -347,38 +398,8 @@ def scan_backward(
     saved: None = None,
 ) -> ScanArgs:
     """Return the gradients of ``scan``; arguments as of ``reference.scan_backward``."""
-    s = _Scan(args, recurrence, reverse, key_norm, grad)
-    N, B, L, D, M = s.shape
-    groups = min(D // loops.WIDTH, _MOST_GROUPS)
-    columns = loops.num_columns(M)
-    dx, ddt = (workspace.empty((N, B, L, D), s.stored) for _ in range(2))
-    dA = None if args.A is None else s.zeros(N, B, M, D)
-    dqk = workspace.empty((groups * N, B, L, columns), s.dtype).zero_()
-    dskip, dbias = s.zeros(N, B, 1, D), s.zeros(N, B, 1, D)
-    dstate = None if args.z is not None else torch.empty((1, B, M, D), dtype=s.dtype)
-    dz = None if args.z is None else workspace.empty((1, B, L, D), s.stored)
-    s.run(
-        loops.scan_blocks_backward,
-        groups,
-        loops.backward_scratch_size(L, M),
-        4,
-        s.tokens(grad[None]),
-        s.zero_state() if args.z is not None else s.states(grad_final),
-        *(dx, ddt, dA, dqk, dskip, dbias, dstate, dz),
-    )
-    dqk = _sum(dqk.view(groups, N, B, L, columns), 0)
-    grads = ScanArgs(
-        dx[..., : s.channels],
-        ddt[..., : s.channels],
-        None if dA is None else _sum(dA, 1)[..., : s.channels].mT,
-        dqk[..., :M],
-        dqk[..., M : 2 * M],
-        _sum(dskip, 1)[:, 0, : s.channels],
-        _sum(dbias, 1)[:, 0, : s.channels],
-        None if dz is None else dz[0, ..., : s.channels],
-        None if dstate is None else dstate[..., : s.channels].mT,
-    )
-    return ScanArgs(*_in_dtypes_of(args, grads))
+    plan = scan_plan(scan_key(args, recurrence, reverse, key_norm))
+    return plan.backward(args, grad, grad_final)
 
 
 def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
@@ -388,65 +409,78 @@ def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
 # ------------------------------------------------------------------------------------ convolution
 
 
-def _conv_inputs(
-    stored: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (1, B, L, D), weight (2, 1, K, D) and bias (2, 1, 1, D) with channels padded."""
-    dtype, padded = _compute_dtype(stored), _padded(x.shape[-1])
-    parameters = (_rows(t, dtype, padded) for t in (weight.mT[:, None], bias[:, None, None]))
-    return _rows(x[None], stored, padded), *parameters
+class ConvPlan:
+    """The convolution, prepared: channels are padded to whole vectors.
+
+    Args:
+        key: What the arguments are.
+    """
+
+    def __init__(self, key: ConvKey) -> None:
+        (B, L, D), K, P = key.shape, key.taps, _padded(key.shape[2])
+        self.key, self.padded, self.stored = key, P, _stored_dtype(key.dtype)
+        self.dtype = _compute_dtype(self.stored)
+        self.x = _Form((1, B, L, D), (0, *key.strides), key.dtype, self.stored, P)
+        positions = key.positions or 0
+        order = _view(1, 1 if key.shared else B, 1, positions)
+        inputs = (self.x.view, _view(2, 1, K, P), _view(2, 1, 1, P), _view(2, B, L, P))
+        blocks, values = P // loops.WIDTH, B * L * P
+        scalars = (blocks, L, K, positions)
+        scratch = loops.conv_rows(L, K, positions) * loops.WIDTH
+        self._forward = _Loop(
+            loops.conv_blocks, self.stored, B * blocks, 2 * K * values, scratch, scalars,
+            (*inputs, order),
+        )  # fmt: skip
+        self._backward = _Loop(
+            loops.conv_blocks_backward, self.stored, B * blocks, 6 * K * values, 3 * scratch,
+            scalars, (*inputs, _view(1, B, L, P), _view(2, B, K, P), _view(2, B, 1, P), order),
+        )  # fmt: skip
+
+    def _inputs(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        taps, offset = (_rows(t, self.dtype, self.padded) for t in (weight.mT, bias))
+        return self.x(x), taps, offset
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
+        """Return what ``reference.causal_conv1d_bidirectional`` does."""
+        B, L, D = self.key.shape
+        y = workspace.empty((2, B, L, self.padded), self.stored)
+        self._forward(*self._inputs(x, weight, bias), y, _positions(order))
+        if self.padded != D or self.stored != x.dtype:
+            y = y[..., :D].to(x.dtype)
+        return y
+
+    def backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of ``forward`` for x, weight and bias."""
+        (B, L, D), K, P = self.key.shape, self.key.taps, self.padded
+        grad = _rows(grad, self.stored, P)
+        dx = workspace.empty((B, L, P), self.stored)
+        dweight, dbias = (torch.zeros((2, B, n, P), dtype=self.dtype, device="cpu") for n in (K, 1))
+        self._backward(*self._inputs(x, weight, bias), grad, dx, dweight, dbias, _positions(order))
+        return _in_dtypes_of(
+            (x, weight, bias),
+            (dx[..., :D], _sum(dweight, 1)[..., :D].mT, _sum(dbias, 1)[:, 0, :D]),
+        )
 
 
-def _order_rows(order: Tensor | None) -> Tensor | None:
-    """Return an order (B, P) as the loops take it, (1, B, 1, P)."""
-    return None if order is None else _rows(order[None, :, None], torch.int64)
+conv_plan = plans(ConvPlan)
+
+
+def _positions(order: Tensor | None) -> Tensor | None:
+    """Return an order (B, P) as the loops take it."""
+    return None if order is None else order.to(torch.int64).contiguous()
 
 
 def causal_conv1d_bidirectional(
     x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> Tensor:
     """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
-    rows, taps, offset = _conv_inputs(_stored_dtype(x), x, weight, bias)
-    (_, B, L, D), K = rows.shape, weight.shape[-1]
-    P = 0 if order is None else order.shape[1]
-    y = workspace.empty((2, B, L, D), rows.dtype)
-    _run(
-        loops.conv_blocks,
-        B * (D // loops.WIDTH),
-        2 * K * rows.numel(),
-        loops.conv_rows(L, K, P) * loops.WIDTH,
-        rows.dtype,
-        (D // loops.WIDTH, L, K, P),
-        *(rows, taps, offset, y, _order_rows(order)),
-    )
-    return y[..., : x.shape[-1]].to(x.dtype)
+    return conv_plan(conv_key(x, weight, order)).forward(x, weight, bias, order)
 
 
 def causal_conv1d_bidirectional_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    rows, taps, offset = _conv_inputs(_stored_dtype(x, grad), x, weight, bias)
-    (_, B, L, D), K = rows.shape, weight.shape[-1]
-    P = 0 if order is None else order.shape[1]
-    grad = _rows(grad, rows.dtype, D)
-    dx = workspace.empty(tuple(rows.shape), rows.dtype)
-    dweight, dbias = (torch.zeros((2, B, n, D), dtype=taps.dtype) for n in (K, 1))
-    _run(
-        loops.conv_blocks_backward,
-        B * (D // loops.WIDTH),
-        6 * K * rows.numel(),
-        3 * loops.conv_rows(L, K, P) * loops.WIDTH,
-        rows.dtype,
-        (D // loops.WIDTH, L, K, P),
-        *(rows, taps, offset, grad, dx, dweight, dbias, _order_rows(order)),
-    )
-    channels = x.shape[-1]
-    return _in_dtypes_of(
-        (x, weight, bias),
-        (
-            dx[0, ..., :channels],
-            _sum(dweight, 1)[..., :channels].mT,
-            _sum(dbias, 1)[:, 0, :channels],
-        ),
-    )
+    return conv_plan(conv_key(x, weight, order)).backward(grad, x, weight, bias, order)

@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from vil.kernels.args import ScanArgs
+from vil.kernels.plan import ScanKey, plans, scan_key
 from vil.kernels.triton import conv, exact_chunks, longhorn_exact, sequential_tokens
-from vil.kernels.triton.launch import plans
 from vil.kernels.triton.longhorn_exact import ExactPlan
-from vil.kernels.triton.scan_plan import ScanKey, ScanPlan, key_of, padded_tokens, prepared
+from vil.kernels.triton.scan_plan import ScanPlan, padded_tokens, prepared
 from vil.kernels.triton.sequential import SequentialPlan
 from vil.kernels.triton.tuning import CHUNK
 
@@ -50,7 +50,7 @@ def _plan(
             f'the backend "triton" does not serve the recurrence {recurrence}; use "reference"'
         )
     args = prepared(args, _FAMILIES[recurrence].least_tokens)
-    return _plan_of(key_of(args, recurrence, reverse, key_norm)), args
+    return _plan_of(scan_key(args, recurrence, reverse, key_norm)), args
 
 
 @plans

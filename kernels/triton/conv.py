@@ -13,16 +13,15 @@ Given an order, all this is of positions instead of tokens: their rows are read 
 the table has their tokens, and nothing is copied. Every token has a position, so all rows are written.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from vil.kernels.plan import ConvKey, conv_key, plans
 from vil.kernels.triton import tuning
-from vil.kernels.triton.launch import Kernel, plans
+from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import adjacent_channels
 from vil.kernels.triton.tiles import one_row
 
@@ -450,38 +449,14 @@ def _backward_kernel(
     tl.store(dbias_row + D, dbias_1, mask=mask)
 
 
-class _Key(NamedTuple):
-    """What launches are prepared for."""
-
-    shape: tuple[int, int, int]
-    """Of x, (B, L, D)."""
-    stride: tuple[int, ...]
-    taps: int
-    positions: int | None
-    """Of an order, None without one."""
-    shared: bool
-    """Whether all batch elements have the same order."""
-    aligned: bool
-    """Whether x begins at a multiple of two elements."""
-    device: torch.device
-
-
-def _key(x: Tensor, weight: Tensor, order: Tensor | None) -> _Key:
-    positions, shared = (None, True) if order is None else (order.shape[1], order.shape[0] == 1)
-    aligned = x.data_ptr() % (2 * x.element_size()) == 0
-    return _Key(
-        tuple(x.shape), x.stride(), weight.shape[2], positions, shared, aligned, x.device
-    )  # fmt: skip
-
-
-def _constants(key: _Key, block_d: int) -> dict[str, int | None]:
+def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
     """Return what both kernels take but tensors.
 
     Strides of x and of contiguous tensors are in units of as many channels as a lane has: a pair where strides and
     address allow it, as those of the backbone do.
     """
     B, L, D = key.shape
-    strides = (*key.stride[:2], D)
+    strides = (*key.strides[:2], D)
     unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
     names = ("x_stride_b", "x_stride_l", "stride_l")
     order_stride = None if key.positions is None else 0 if key.shared else key.positions
@@ -495,7 +470,7 @@ def _constants(key: _Key, block_d: int) -> dict[str, int | None]:
     }  # fmt: skip
 
 
-def _blocks(key: _Key) -> tuple[int, int, int, int]:
+def _blocks(key: ConvKey) -> tuple[int, int, int, int]:
     """Return blocks of positions and of channels, BLOCK_D, and warps."""
     B, L, D = key.shape
     block_d, warps = tuning.blocks("conv", D, key.device)
@@ -504,13 +479,13 @@ def _blocks(key: _Key) -> tuple[int, int, int, int]:
 
 
 @plans
-def _forward_plan(key: _Key) -> Kernel:
+def _forward_plan(key: ConvKey) -> Kernel:
     rows, blocks, block_d, warps = _blocks(key)
     return Kernel(_forward_kernel, rows * blocks, warps, **_constants(key, block_d))
 
 
 @plans
-def _backward_plan(key: _Key) -> tuple[int, Kernel]:
+def _backward_plan(key: ConvKey) -> tuple[int, Kernel]:
     """Return how many sums over tokens there are, and what makes them."""
     rows, blocks, block_d, warps = _blocks(key)
     sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
@@ -531,7 +506,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
     """
     x = adjacent_channels(x)
     out = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device)
-    _forward_plan(_key(x, weight, order))(
+    _forward_plan(conv_key(x, weight, order))(
         x, x_ptr=x, weight_ptr=weight.contiguous(), bias_ptr=bias.contiguous(), out_ptr=out,
         order_ptr=None if order is None else order.contiguous(),
     )  # fmt: skip
@@ -556,7 +531,7 @@ def backward(
     """
     grad, x = grad.contiguous(), adjacent_channels(x)
     (_, _, D), K = x.shape, weight.shape[2]
-    sums, kernel = _backward_plan(_key(x, weight, order))
+    sums, kernel = _backward_plan(conv_key(x, weight, order))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # One sum per program, added up below: atomics would add in another order every time.
     dweight = torch.empty((sums, 2, K, D), dtype=torch.float32, device=x.device)

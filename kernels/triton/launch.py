@@ -1,15 +1,13 @@
 """How every Triton kernel is launched: on one axis of programs, on the device of a tensor.
 
-What does not depend on the contents of tensors is prepared once, and kept for the calls that follow: a ``Kernel`` has
-everything but its tensors. ``recording`` notes the launches of a ``with`` block instead of running them: what
+A ``Kernel`` has everything of a launch but its tensors, for a plan to hold. ``recording`` notes the launches of a ``with`` block instead of running them: what
 ``vil.warmup`` compiles ahead.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -18,10 +16,6 @@ from torch import Tensor
 from vil.kernels.triton import compile_lock
 
 _record: "list[Launch] | None" = None
-_caches: list[Callable[[], None]] = []
-_T = TypeVar("_T")
-# Of a process: one for each shape of a call, which takes about 3 kB. A plan that is gone is made anew.
-_MOST_PLANS = 4096
 
 
 @dataclass(frozen=True)
@@ -73,19 +67,6 @@ class Kernel:
             with compile_lock.held(self.function.__name__):
                 self.function[(self.programs,)](**tensors, **self.constants)
             self._was_launched = True
-
-
-def plans(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Let a function that prepares launches for a key do so once for each key."""
-    cached = functools.lru_cache(_MOST_PLANS)(make)
-    _caches.append(cached.cache_clear)
-    return cached
-
-
-def forget_plans() -> None:
-    """Prepare every launch anew, as after a change of ``tuning``."""
-    for clear in _caches:
-        clear()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vil.kernels.args import ScanArgs
+from vil.kernels.plan import ScanKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_chunks import (
     RUN_TIME,
@@ -38,7 +39,7 @@ from vil.kernels.triton.exact_chunks import (
 from vil.kernels.triton.exact_keys import gram_kernel, keys_kernel
 from vil.kernels.triton.exact_segments import carry_kernel, summary_kernel
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.scan_plan import ScanKey, ScanPlan, Spread
+from vil.kernels.triton.scan_plan import ScanPlan, Spread
 from vil.kernels.triton.tiles import (
     alive_row,
     alive_rows,

@@ -13,28 +13,12 @@ import triton
 from torch import Tensor
 
 from vil.kernels.args import ScanArgs
+from vil.kernels.plan import ScanKey
 from vil.kernels.reference import full_steps
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
 
 Saved = tuple[Tensor | None, Tensor]
-
-
-class ScanKey(NamedTuple):
-    """What a plan is made for."""
-
-    recurrence: str
-    reverse: bool
-    key_norm: float
-    shape: tuple[int, int, int, int]
-    """Of x, (N, B, L, D)."""
-    states: int
-    rank: int | None
-    """Of the step sizes, None if they are in full."""
-    strides: tuple[tuple[int, ...] | None, ...]
-    """Of x, dt, q, k and z."""
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Spread(NamedTuple):
@@ -201,17 +185,6 @@ class ScanPlan:
         # Sums in a fixed order: the same bits from run to run.
         dD, dbias = dskip.sum((1, 2)).to(args.D.dtype), dbias.sum((1, 2)).to(args.bias.dtype)
         return ScanArgs(dx, ddt, dA, dq, dk, dD, dbias, dz, dinitial)
-
-
-def key_of(args: ScanArgs, recurrence: str, reverse: bool, key_norm: float) -> ScanKey:
-    """Return what a plan for such arguments is made for."""
-    x, dt, _, q, k, _, _, z, _, dt_weight = args
-    strides = (x.stride(), dt.stride(), q.stride(), k.stride(), None if z is None else z.stride())
-    rank = None if dt_weight is None else dt_weight.shape[2]
-    return ScanKey(
-        recurrence, reverse, float(key_norm), tuple(x.shape), k.shape[3], rank, strides, x.dtype,
-        x.device,
-    )  # fmt: skip
 
 
 def prepared(args: ScanArgs, least_tokens: int) -> ScanArgs:

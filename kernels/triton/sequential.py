@@ -22,9 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vil.kernels.args import ScanArgs
+from vil.kernels.plan import ScanKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.scan_plan import ScanKey, ScanPlan
+from vil.kernels.triton.scan_plan import ScanPlan
 from vil.kernels.triton.sequential_segments import carry_kernel, summary_kernel
 from vil.kernels.triton.sequential_tokens import (
     INTERVAL,

@@ -179,7 +179,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @contextmanager
 def in_segments(on: bool) -> Iterator[None]:
     """Cut scans into segments of two chunks, which no small input would otherwise be."""
-    from vil.kernels.triton import launch, tuning
+    from vil.kernels.plan import forget_plans
+    from vil.kernels.triton import tuning
 
     def segments(warps, chunks, device, overhead):
         return (chunks, 1) if chunks < 4 else (-(-chunks // 2), 2)
@@ -187,12 +188,12 @@ def in_segments(on: bool) -> Iterator[None]:
     old = tuning.segments
     if on:
         tuning.segments = segments
-        launch.forget_plans()
+        forget_plans()
     try:
         yield
     finally:
         tuning.segments = old
-        launch.forget_plans()
+        forget_plans()
 
 
 def errors(c: Case) -> dict[str, float]:

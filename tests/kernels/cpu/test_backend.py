@@ -18,6 +18,7 @@ from tests.kernels.scans import (
 )
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs
+from vil.kernels.plan import forget_plans
 from vil.kernels.reference import RECURRENCES
 
 pytest.importorskip("numba")
@@ -207,6 +208,7 @@ def test_bfloat16_is_rounded_once(recurrence, monkeypatch):
         low = random_args(recurrence, (2, 37, 70, 7), N, torch.bfloat16)
         given = random_gradients(low)
         high = (given[0].float(), given[1])
+        forget_plans()
         dtypes.clear()
         found = results_of(cpu, low, recurrence, N == 1, grads=given)
         assert dtypes == {torch.bfloat16}
@@ -214,6 +216,7 @@ def test_bfloat16_is_rounded_once(recurrence, monkeypatch):
         assert_same_bits(found, {n: t.to(found[n].dtype) for n, t in expected.items()})
     conv = conv_inputs((2, 37, 70), 4, torch.bfloat16)
     for order in (None, scattered(2, 37)):
+        forget_plans()
         dtypes.clear()
         found = conv_results(*conv, order)
         assert dtypes == {torch.bfloat16}

@@ -19,10 +19,10 @@ from tests.kernels.scans import (
 )
 from vil.kernels.args import ScanArgs
 from vil.kernels.ops import RECURRENCES
+from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
 
 backend = pytest.importorskip("vil.kernels.triton.backend")
-launch = pytest.importorskip("vil.kernels.triton.launch")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5
@@ -50,7 +50,7 @@ each = pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.fixture(autouse=True)
 def plans_of_this_test() -> Iterator[None]:
     yield
-    launch.forget_plans()
+    forget_plans()
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Cut every sequence into segments of so many chunks."""
     monkeypatch.setattr(tuning, "segments", lambda warps, count, *_: (-(-count // chunks), chunks))
-    launch.forget_plans()
+    forget_plans()
 
 
 def args_of(
