@@ -64,6 +64,11 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
         name = automatic_backend(device.type, dtype == torch.float64)
     elif name != "reference":
         _check_serves(name, device, asked_by)
+    return _module(name)
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{_MODULES[name]}")
 
 

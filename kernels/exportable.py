@@ -86,7 +86,7 @@ def _layout(
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout) -> Tensor:
     """Return ``grid_conv.forward`` of (B, L, E) as (B, 2, L, E), each direction in scan order."""
     if layout.order is not None:
-        ahead, back = grid_conv.forward(reference, x, weight, bias, layout)
+        ahead, back = grid_conv.forward(reference.ConvPlan(), x, weight, bias, layout)
         return torch.stack((ahead, back.flip(1)), 1)
     (B, L, E), taps = x.shape, weight.shape[2]
     both = torch.stack((x, x.flip(1)), 1).flatten(0, 1).mT.reshape(B, 2 * E, L)

@@ -9,7 +9,7 @@ Letters: B batch, L tokens, D channels, K taps, T taps once resampled, P positio
 that the class token reads, the first of them itself, all different.
 """
 
-from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,26 @@ from torch import Tensor
 from vil.kernels.grid import Layout
 
 
+class Conv(Protocol):
+    """A backend's convolution, ``reference.causal_conv1d_bidirectional``, and its gradients."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
+        """Convolve both ways, then SiLU."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        order: Tensor | None,
+        dx: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients for x, weight and bias; dx is given if the backend ``writes_halves``."""
+
+
 def forward(
-    backend: ModuleType,
+    conv: Conv,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -28,7 +46,7 @@ def forward(
     """Convolve both ways, then SiLU.
 
     Args:
-        backend: That has ``causal_conv1d_bidirectional``; the result is differentiable if its is.
+        conv: Of tokens in an order; the result is differentiable if its is.
         x: (B, L, D).
         weight: Taps as they were learnt, (2, D, K).
         bias: (2, D).
@@ -37,9 +55,7 @@ def forward(
     Returns:
         (2, B, L, D) in the dtype of x.
     """
-    out = backend.causal_conv1d_bidirectional(
-        x, _resampled(weight, layout.taps), bias, layout.order
-    )
+    out = conv.forward(x, _resampled(weight, layout.taps), bias, layout.order)
     reads, shares = layout.class_reads, layout.class_shares
     if reads is None or not reads.numel():
         return out
@@ -49,25 +65,27 @@ def forward(
 
 
 def backward(
-    backend: ModuleType,
+    conv: Conv,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
     layout: Layout,
+    dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``forward`` for x, weight and bias, the same in every run.
 
     Args:
-        backend: As in ``forward``, this and all others but for ``grad``.
+        conv: As in ``forward``, this and all others but for ``grad`` and ``dx``.
         grad: Gradient of the output, (2, B, L, D).
         x: As in ``forward``.
         weight: As in ``forward``.
         bias: As in ``forward``.
         layout: As in ``forward``.
+        dx: Where the gradient for x goes; a tensor of its own if None.
     """
-    dx, dweight, dbias = backend.causal_conv1d_bidirectional_backward(
-        grad, x, _resampled(weight, layout.taps), bias, layout.order
+    dx, dweight, dbias = conv.backward(
+        grad, x, _resampled(weight, layout.taps), bias, layout.order, dx
     )
     if layout.taps is not None:
         dweight = (dweight @ layout.taps.to(dweight.dtype).mT).to(weight.dtype)

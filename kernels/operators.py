@@ -8,13 +8,11 @@ Letters as in ``ops.py``.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from vil.kernels import grid_conv, workspace
+from vil.kernels import mixer
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
@@ -25,9 +23,8 @@ from vil.kernels.checks import (
     refuse_onnx,
     refuse_tangents,
 )
-from vil.kernels.grid import Layout, layout_of, without_missing
-from vil.kernels.reference import full_steps
-from vil.kernels.step_area import Steps
+from vil.kernels.mixer import MixerParams, mixer_plan
+from vil.kernels.plan import conv_key, scan_key
 
 
 def _operator(name: str) -> Callable[[Callable[..., object]], torch.library.CustomOpDef]:
@@ -76,47 +73,52 @@ def _from_operator(
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
 
 
-def _run_scan(
-    args: ScanArgs, recurrence: str, reverse: bool, save: bool, key_norm: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a backend's ``scan``: out, the last state of one direction, y_sum and states.
+def saved_shapes(
+    x: Tensor, k: Tensor, recurrence: str
+) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes of what an operator saves: the sum of both directions, and states.
 
-    The last two are for the backward pass, if ``save`` and the backend saves anything. What is not there is
-    an empty tensor.
+    They are those of the Triton kernels wherever these may serve, and empty elsewhere: a compiled program has the
+    shapes before it is known which backend will serve it.
     """
-    x = args.x
-    backend = backend_for(x.device, x.dtype)
-    save = save and backend.saved(x, args.k, recurrence) is not None
-    out, *others = backend.scan(args, recurrence, reverse, key_norm, save)
-    # An empty tensor for each, since two outputs of an operator must not be the same.
-    final, y_sum, states = (
-        x.new_empty(0, dtype=compute_dtype(x)) if t is None else t for t in others
-    )
-    return out.contiguous(), final.contiguous(), y_sum, states
+    N, B, L, D = x.shape
+    M, exact = k.shape[3], recurrence == "longhorn_exact"
+    compute = compute_dtype(x)
+    if not _are_kept(x.device) or x.dtype == torch.float64:
+        return ((0,), compute), ((0,), compute)
+    lead = (N, B, -(-L // 16))  # chunks
+    states = (*lead, D, max(16, 1 << (M - 1).bit_length())) if exact else (*lead, -(-M // 4), D, 4)
+    low = exact and x.dtype == torch.bfloat16
+    y_sum = ((B, L, D), torch.bfloat16 if low else compute) if N == 2 else ((0,), compute)
+    return y_sum, (states, compute)
+
+
+def _are_kept(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return tensors such as ``_run_scan`` gives for y_sum and states."""
-    saved = backend_for(x.device, x.dtype).saved(x, k, recurrence) if save else None
-    if saved is None:
-        saved = (((0,), compute_dtype(x)),) * 2
-    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in saved)
+    """Return tensors of the shapes of what is saved, without their values; empty unless ``save``."""
+    none = ((0,), compute_dtype(x))
+    shapes = saved_shapes(x, k, recurrence) if save else (none, none)
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
-def _scan_gradients(
-    args: ScanArgs,
-    grad: Tensor,
-    grad_final: Tensor | None,
-    y_sum: Tensor,
-    states: Tensor,
-    recurrence: str,
-    reverse: bool,
-    key_norm: float = 1.0,
-) -> ScanArgs:
-    """Return a backend's gradients of ``scan``, from what was saved if anything was."""
-    saved = (y_sum if y_sum.numel() else None, states) if states.numel() else None
-    backend = backend_for(args.x.device, args.x.dtype)
-    return backend.scan_backward(args, grad, grad_final, recurrence, reverse, key_norm, saved)
+def _as_saved(
+    y_sum: Tensor | None, states: Tensor | None, x: Tensor, k: Tensor, recurrence: str, save: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what an operator saves, given what a backend did; of one that saves nothing, NaN."""
+    empty = _empty_saved(x, k, recurrence, save)
+    if states is None:
+        return tuple(t.fill_(torch.nan) for t in empty)
+    return empty[0] if y_sum is None else y_sum, states
+
+
+def _as_kept(y_sum: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor] | None:
+    """Return what a backend's backward pass is given of what an operator saved."""
+    if not states.numel():
+        return None
+    return y_sum if y_sum.numel() else None, states
 
 
 @_operator("scan")
@@ -136,7 +138,12 @@ def _scan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     args = ScanArgs(x, dt, A, q, k, D, bias, z, initial_state)
     check_scan(args, recurrence)
-    return _run_scan(args, recurrence, reverse, save)
+    keep = save and _are_kept(x.device)
+    plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
+    out, final, *saved = plan.forward(args, keep)
+    # An empty tensor for what is not there, since two outputs of an operator must not be the same.
+    final = x.new_empty(0, dtype=compute_dtype(x)) if final is None else final
+    return out.contiguous(), final.contiguous(), *_as_saved(*saved, x, k, recurrence, save)
 
 
 @_scan.register_fake
@@ -172,8 +179,9 @@ def _scan_backward(
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     args = ScanArgs(x, dt, A, q, k, D, bias, z, initial_state)
+    plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
     grad_final = grad_final if z is None else None
-    grads = _scan_gradients(args, grad, grad_final, y_sum, states, recurrence, reverse)
+    grads = plan.backward(args, grad, grad_final, _as_kept(y_sum, states))
     return _to_operator(grads[:9], x)
 
 
@@ -208,8 +216,8 @@ _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 def _conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
     check_conv(x, weight, bias, order)
     check_positions(order, x.shape[1])
-    backend = backend_for(x.device, x.dtype)
-    return backend.causal_conv1d_bidirectional(x, weight, bias, order).contiguous()
+    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, order))
+    return plan.forward(x, weight, bias, order).contiguous()
 
 
 @_conv.register_fake
@@ -222,9 +230,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> T
 def _conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backend = backend_for(x.device, x.dtype)
-    grads = backend.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
-    return _to_operator(grads, x)
+    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, order))
+    return _to_operator(plan.backward(grad, x, weight, bias, order), x)
 
 
 @_conv_backward.register_fake
@@ -244,42 +251,6 @@ def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
 
 # ------------------------------------------------------------------------------------ whole mixer
-#
-# The token mixer between its two outer projections: convolution, projections to step sizes, keys and
-# queries, scan and gate. One operator, because what its backward pass needs is more than what it is
-# cheapest to keep: the input, the small projections and the states of the scan are saved; the
-# convolution and the step sizes, each as large as the input, are computed again, as in Mamba's fused
-# block. Of tokens on another grid than the trained one, ``grid.py`` says what changes. E channels of the
-# scan, R rank of the step size.
-
-
-def project(x: Tensor, x_proj_weight: Tensor) -> Tensor:
-    """Return raw step sizes of rank R, keys and queries of (2, B, L, E): (2, B L, R + 2 M)."""
-    return torch.bmm(x.flatten(1, 2), x_proj_weight.to(x.dtype).mT)
-
-
-def split(projected: Tensor, dt_weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``project`` made of x: step sizes of rank R, (2, B, L, R), queries and keys."""
-    rank = dt_weight.shape[-1]
-    states = (projected.shape[-1] - rank) // 2
-    low, k, q = projected.split([rank, states, states], dim=-1)
-    low, q, k = (part.unflatten(1, x.shape[1:3]) for part in (low, q, k))
-    return low, q, k
-
-
-def _lent(backend: ModuleType) -> AbstractContextManager[None]:
-    """Return the context in which a backend that keeps a workspace, as on CPUs, hands it out."""
-    return getattr(backend, "lent", nullcontext)()
-
-
-_layout_of = functools.lru_cache(64)(layout_of)  # the same for every block
-
-
-def _layout(
-    grid: Sequence[int] | None, taps: int, device: torch.device, valid: Tensor | None
-) -> Layout:
-    layout = _layout_of(None if grid is None else tuple(grid), taps, device)
-    return layout if valid is None else without_missing(layout, valid, grid[8])
 
 
 @_operator("mixer")
@@ -297,20 +268,21 @@ def _mixer(
     grid: Sequence[int] | None = None,
     valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_mixer(
-        xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, grid, valid
-    )  # fmt: skip
-    x, z = xz.chunk(2, dim=-1)
-    backend = backend_for(x.device, x.dtype)
-    layout = _layout(grid, conv_weight.shape[2], x.device, valid)
-    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    with torch.autocast(x.device.type, enabled=False), _lent(backend):
-        x = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
-        projected = project(x, steps.x_proj_weight)
-        low, q, k = split(projected, dt_weight, x)
-        args = ScanArgs(x, low, steps.A, q, k, D, dt_bias, z, dt_weight=dt_weight)
-        out, _, y_sum, states = _run_scan(args, recurrence, False, save, steps.key_norm)
-    return out, projected if save else x.new_empty(0), y_sum, states
+    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
+    plan = mixer_plan(xz, params, recurrence, grid, valid)
+    x, k = _scanned(xz, x_proj_weight, dt_weight)
+    keep = save and _are_kept(xz.device)
+    out, projected, *saved = mixer.forward(plan, xz, params, keep)
+    saved = _as_saved(*saved, x, k, recurrence, save)
+    return out, projected if save else xz.new_empty(0), *saved
+
+
+def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes of what is scanned within: x (2, B, L, E), and keys (2, B, L, M)."""
+    B, L, width = xz.shape
+    M = (x_proj_weight.shape[1] - dt_weight.shape[2]) // 2
+    one = xz.new_empty(1)
+    return one.expand(2, B, L, width // 2), one.expand(2, B, L, M)
 
 
 @_mixer.register_fake
@@ -319,11 +291,9 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     refuse_onnx()
     xz, _, _, x_proj_weight, dt_weight = inputs[:5]
     recurrence, save = inputs[8:10]
-    B, L, E = *xz.shape[:2], xz.shape[2] // 2
-    columns = x_proj_weight.shape[1]
-    x = xz.new_empty(2, B, L, E)
-    k = xz.new_empty(2, B, L, (columns - dt_weight.shape[-1]) // 2)
-    projected = xz.new_empty((2, B * L, columns) if save else 0)
+    x, k = _scanned(xz, x_proj_weight, dt_weight)
+    _, B, L, E = x.shape
+    projected = xz.new_empty((2, B * L, x_proj_weight.shape[1]) if save else 0)
     return xz.new_empty(B, L, E), projected, *_empty_saved(x, k, recurrence, save)
 
 
@@ -345,39 +315,11 @@ def _mixer_backward(
     grid: Sequence[int] | None,
     valid: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x, z = xz.chunk(2, dim=-1)
-    backend = backend_for(x.device, x.dtype)
-    layout = _layout(grid, conv_weight.shape[2], x.device, valid)
-    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    with torch.autocast(x.device.type, enabled=False), _lent(backend):
-        convolved = grid_conv.forward(backend, x, conv_weight, conv_bias, layout)
-        if not projected.numel():
-            projected = project(convolved, steps.x_proj_weight)
-        low, q, k = split(projected, dt_weight, convolved)
-        dt = full_steps(low, dt_weight, workspace.bmm)
-        args = ScanArgs(convolved, dt, steps.A, q, k, D, dt_bias, z)
-        grads = _scan_gradients(args, grad, None, y_sum, states, recurrence, False, steps.key_norm)
-        ddt = grads.dt.flatten(1, 2)
-        d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
-        d_dt_weight = torch.bmm(ddt.mT, low.flatten(1, 2))
-        d_projected = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
-        d_x_proj_weight = torch.bmm(d_projected.mT, convolved.flatten(1, 2))
-        dx = grads.x.flatten(1, 2)
-        dx = dx.baddbmm_(d_projected, steps.x_proj_weight.to(dx.dtype))
-        dx, d_conv_weight, d_conv_bias = grid_conv.backward(
-            backend, dx.view(convolved.shape), x, conv_weight, conv_bias, layout
-        )
-    gradients = (
-        torch.cat((dx, grads.z), dim=-1),
-        d_conv_weight,
-        d_conv_bias,
-        steps.undo_x_proj(d_x_proj_weight.to(x_proj_weight.dtype)),
-        d_dt_weight.to(dt_weight.dtype),
-        grads.bias,
-        steps.undo_A(grads.A),
-        grads.D,
-    )
-    return _to_operator(gradients, xz)
+    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
+    plan = mixer_plan(xz, params, recurrence, grid, valid)
+    kept = _as_kept(y_sum, states) or (None, None)
+    saved = (projected, *kept) if projected.numel() else None
+    return _to_operator(mixer.backward(plan, grad, xz, params, saved), xz)
 
 
 @_mixer_backward.register_fake

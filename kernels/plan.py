@@ -36,6 +36,8 @@ class ScanKey(NamedTuple):
     """Whether there is an initial state."""
     dtype: torch.dtype
     device: torch.device
+    dz: tuple[int, ...] | None = None
+    """Strides of the tensor that the gradient for z is written to, None for one of its own."""
 
 
 class ConvKey(NamedTuple):
@@ -53,6 +55,8 @@ class ConvKey(NamedTuple):
     """Whether x begins at a multiple of two elements."""
     dtype: torch.dtype
     device: torch.device
+    dx: tuple[int, ...] | None = None
+    """Strides of the tensor that the gradient for x is written to, None for one of its own."""
 
 
 def scan_key(args: ScanArgs, recurrence: str, reverse: bool, key_norm: float) -> ScanKey:

@@ -15,12 +15,14 @@ Per batch element, channel i, token t and state j, with queries q and keys k sha
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vil.kernels.args import ScanArgs, compute_dtype
+from vil.kernels.plan import ConvKey, ScanKey
 
 RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
 
@@ -159,8 +161,32 @@ def scan_backward(
     return ScanArgs(*gradients(outputs, args, grads))
 
 
-def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
-    """Return None: nothing is saved, the backward pass scans again."""
+class ScanPlan(NamedTuple):
+    """A scan for a ``plan.ScanKey``, as every backend has it; here there is nothing to prepare."""
+
+    key: ScanKey
+
+    def forward(
+        self, args: ScanArgs, save: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return what ``scan`` does."""
+        key = self.key
+        return scan(args, key.recurrence, key.reverse, key.key_norm, save)
+
+    def backward(
+        self,
+        args: ScanArgs,
+        grad: Tensor,
+        grad_final: Tensor | None,
+        saved: tuple[Tensor | None, Tensor] | None = None,
+        dz: None = None,
+    ) -> ScanArgs:
+        """Return what ``scan_backward`` does."""
+        key = self.key
+        return scan_backward(args, grad, grad_final, key.recurrence, key.reverse, key.key_norm)
+
+
+scan_plan = ScanPlan
 
 
 def full_steps(
@@ -260,3 +286,33 @@ def causal_conv1d_bidirectional_backward(
     return gradients(
         lambda *tensors: causal_conv1d_bidirectional(*tensors, order), (x, weight, bias), grad
     )
+
+
+class ConvPlan(NamedTuple):
+    """The convolution for a ``plan.ConvKey``, as every backend has it; here there is nothing to prepare."""
+
+    key: ConvKey | None = None
+    out_strides = ()
+    """Of its results: whoever asks is told nothing."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
+    ) -> Tensor:
+        """Return what ``causal_conv1d_bidirectional`` does."""
+        return causal_conv1d_bidirectional(x, weight, bias, order)
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        order: Tensor | None = None,
+        dx: None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return what ``causal_conv1d_bidirectional_backward`` does."""
+        return causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
+
+
+conv_plan = ConvPlan
+writes_halves = False

@@ -42,7 +42,8 @@ class Steps:
             recurrence: One of ``reference.RECURRENCES``.
             area: What step sizes are divided by, positive; 1 leaves everything as it is.
         """
-        self.x_proj_weight, self.A, self.key_norm, self.area = x_proj_weight, A, 1.0, area
+        self.x_proj_weight, self.A, self.area = x_proj_weight, A, area
+        self.key_norm = self.key_norm_of(recurrence, area)
         if area == 1.0:
             return
         rank = dt_weight.shape[-1]
@@ -56,8 +57,13 @@ class Steps:
         self.x_proj_weight = x_proj_weight * self.rows[:, None]
         if recurrence == "mamba":
             self.A = A / area
-        else:
-            self.key_norm = max(area, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
+
+    @staticmethod
+    def key_norm_of(recurrence: str, area: float) -> float:
+        """Return what |k|^2 is multiplied by in a step size."""
+        if recurrence == "mamba":
+            return 1.0
+        return max(area, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
 
     def undo_x_proj(self, gradient: Tensor) -> Tensor:
         """Return the gradient of x_proj_weight as given, from that of the one made of it."""

@@ -10,18 +10,17 @@ after the other. Three ways lead here:
     second derivatives  The operators of backward passes have them from the plain ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, grid_conv, reference
+from vil.kernels import autocast, reference
+from vil.kernels import mixer as mixer_parts
 from vil.kernels.args import ScanArgs
-from vil.kernels.checks import check_conv, check_mixer, check_scan
-from vil.kernels.grid import layout_of, without_missing
-from vil.kernels.operators import project, split
-from vil.kernels.step_area import Steps
+from vil.kernels.checks import check_conv, check_scan
+from vil.kernels.mixer import MixerParams, mixer_plan
 
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch.func is
 
@@ -47,38 +46,10 @@ def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
 def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what ``vil::mixer`` does."""
     arguments = autocast.cast("mixer", arguments)
-    inputs = (*arguments[:9], *arguments[10:])  # all but whether to save
-    check_mixer(*inputs)
-    with torch.autocast(arguments[0].device.type, enabled=False):
-        args, key_norm = scan_args(*inputs)
-        out, *_ = reference.scan(args, inputs[8], key_norm=key_norm)
+    xz, params, (recurrence, _, *grid) = arguments[0], MixerParams(*arguments[1:8]), arguments[8:]
+    plan = mixer_plan(xz, params, recurrence, *grid, backend=reference)
+    out, *_ = mixer_parts.forward(plan, xz, params, False)
     return out, *(out.new_empty(0) for _ in range(3))
-
-
-def scan_args(
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    x_proj_weight: Tensor,
-    dt_weight: Tensor,
-    dt_bias: Tensor,
-    A: Tensor | None,
-    D: Tensor,
-    recurrence: str,
-    grid: Sequence[int] | None = None,
-    valid: Tensor | None = None,
-) -> tuple[ScanArgs, float]:
-    """Return what is scanned within ``vil::mixer``, given its arguments, and ``key_norm``."""
-    x, z = xz.chunk(2, dim=-1)
-    # Not from the operators' cache: a transform would leave its own tensors in it.
-    layout = layout_of(grid, conv_weight.shape[2], xz.device)
-    if valid is not None:
-        layout = without_missing(layout, valid, grid[8])
-    x = grid_conv.forward(reference, x, conv_weight, conv_bias, layout)
-    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
-    low, q, k = split(project(x, steps.x_proj_weight), dt_weight, x)
-    args = ScanArgs(x, low, steps.A, q, k, D, dt_bias, z, dt_weight=dt_weight)
-    return args, steps.key_norm
 
 
 class _Backward(NamedTuple):

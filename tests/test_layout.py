@@ -158,8 +158,7 @@ def test_a_call_passes_few_files_from_the_model_to_the_kernel(
     assert below == [
         "vil/backbone.py",
         "vil/mixer.py",
-        "kernels/operators.py",
-        "kernels/triton/backend.py",
+        "kernels/mixer.py",
         "kernels/triton/scan_plan.py",
         f"kernels/triton/{kernels}.py",
     ]

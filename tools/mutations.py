@@ -355,7 +355,7 @@ MUTATIONS = [
     # The mixer's output lies in the memory that the next call uses.
     (
         "kernels/cpu/backend.py",
-        "y = torch.empty((B, L, P), dtype=self.stored, device=\"cpu\")",
+        'y = torch.empty((B, L, P), dtype=self.stored, device="cpu")',
         "y = workspace.empty((B, L, P), self.stored)",
         "tests/vil/test_recompute.py",
     ),
@@ -372,7 +372,7 @@ MUTATIONS = [
     # With fewer tokens than were trained the states can grow without bounds.
     ("kernels/step_area.py", "max(area, 1.0) ** (0.5", "area ** (0.5", REST),
     # The gradient of A at another grid is that of A / area.
-    ("kernels/operators.py", "steps.undo_A(grads.A),", "grads.A,", REST),
+    ("kernels/mixer.py", "steps.undo_A(grads.A),", "grads.A,", REST),
     # At another grid, or with missing patches, the second direction is not in scan order.
     (
         "kernels/exportable.py",

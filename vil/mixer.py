@@ -14,7 +14,7 @@ from timm.layers import is_exportable, is_exporting
 from torch import Tensor, nn
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
-from vil.kernels import exportable, reference, transforms
+from vil.kernels import exportable, mixer, reference, transforms
 from vil.kernels.checks import in_forward_mode
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
@@ -156,6 +156,11 @@ class BidirectionalMixer(nn.Module):
             in_forward_mode() or (self.exportable and is_exporting() and not self.training)
         ):
             return self.out_proj(self._plain(xz, A, grid, valid))
+        save = save and self.training  # evaluation's backward pass computes it again, too
+        if not torch.jit.is_scripting() and valid is None:
+            params = self._params(A)
+            if mixer.is_eager(xz, params):
+                return self.out_proj(mixer.run(xz, params, self.recurrence, save, grid))
         y = torch.ops.vil.mixer(
             xz,
             self.conv_weight,
@@ -166,11 +171,23 @@ class BidirectionalMixer(nn.Module):
             A,
             self.D,
             self.recurrence,
-            save and self.training,  # evaluation's backward pass computes it again, too
+            save,
             grid,
             valid,
         )[0]
         return self.out_proj(y)
+
+    @torch.jit.unused
+    def _params(self, A: Tensor | None) -> mixer.MixerParams:
+        return mixer.MixerParams(
+            self.conv_weight,
+            self.conv_bias,
+            self.x_proj_weight,
+            self.dt_weight,
+            self.dt_bias,
+            A,
+            self.D,
+        )
 
     @torch.jit.unused
     def _plain(

@@ -24,7 +24,7 @@ from torch import Tensor
 from vil.kernels import workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
-from vil.kernels.plan import ConvKey, ScanKey, conv_key, plans, scan_key
+from vil.kernels.plan import ConvKey, ScanKey, plans
 from vil.kernels.reference import full_steps
 from vil.kernels.workspace import lent  # noqa: F401  (what operators take memory from)
 
@@ -288,6 +288,11 @@ class ScanPlan:
             none if z is None else z.view,
         )
         out, both, sums = _view(1, B, L, P), _view(N, B, L, P), _view(N, B, 1, P)
+        # The gradient for z is written where it is to be, if the loops can.
+        self.dz = None
+        if key.dz is not None:
+            self.dz = _Form((1, B, L, D), (0, *key.dz), key.dtype, self.stored, P)
+        gate = out if self.dz is None or self.dz.copies else self.dz.view
         scalars, blocks = (_RECURRENCES[key.recurrence], int(key.reverse)), P // loops.WIDTH
         self.groups, self.columns = min(blocks, _MOST_GROUPS), loops.num_columns(M)
         updates = N * B * L * P * M
@@ -300,7 +305,7 @@ class ScanPlan:
             loops.backward_scratch_size(L, M), (*scalars, self.groups, *self.shape),
             (
                 *(*inputs, out, none if N == 2 else state, both, both, states),
-                *(_view(self.groups * N, B, L, self.columns), sums, sums, state, out),
+                *(_view(self.groups * N, B, L, self.columns), sums, sums, state, gate),
             ),
         )  # fmt: skip
 
@@ -336,13 +341,18 @@ class ScanPlan:
         self._forward(*self._inputs(args), y, final)
         D, dtype = self.key.shape[3], self.key.dtype
         if P != D or self.stored != dtype:
-            y = y[..., :D].to(dtype)
+            y = y[..., :D].to(dtype).contiguous()
         return y, None if final is None else final[..., :D].mT, None, None
 
     def backward(
-        self, args: ScanArgs, grad: Tensor, grad_final: Tensor | None, saved: None = None
+        self,
+        args: ScanArgs,
+        grad: Tensor,
+        grad_final: Tensor | None,
+        saved: None = None,
+        dz: Tensor | None = None,
     ) -> ScanArgs:
-        """Return the gradients of ``forward``."""
+        """Return the gradients of ``forward``; that for z in dz if that is given."""
         N, B, L, P, M = self.shape
         D = self.key.shape[3]
         dx, ddt = (workspace.empty((N, B, L, P), self.stored) for _ in range(2))
@@ -350,11 +360,13 @@ class ScanPlan:
         dqk = workspace.empty((self.groups * N, B, L, self.columns), self.dtype).zero_()
         sums = self._zeros(2, N, B, P)
         dstate = torch.empty((1, B, M, P), dtype=self.dtype, device="cpu") if N == 1 else None
-        dz = workspace.empty((B, L, P), self.stored) if N == 2 else None
+        gate = dz
+        if N == 2 and (self.dz is None or self.dz.copies):
+            gate = workspace.empty((B, L, P), self.stored)
         self._backward(
             *self._inputs(args), _rows(grad, self.stored, P),
             self.zeros if N == 2 else self._states(grad_final),
-            *(dx, ddt, dA, dqk, sums[0], sums[1], dstate, dz),
+            *(dx, ddt, dA, dqk, sums[0], sums[1], dstate, gate),
         )  # fmt: skip
         dqk, (dskip, dbias) = _sum(dqk.view(self.groups, N, B, L, self.columns), 0), _sum(sums, 2)
         grads = ScanArgs(
@@ -365,9 +377,11 @@ class ScanPlan:
             k=dqk[..., M : 2 * M],
             D=dskip[..., :D],
             bias=dbias[..., :D],
-            z=None if dz is None else dz[..., :D],
+            z=None if gate is None else gate[..., :D],
             initial_state=None if dstate is None else dstate[..., :D].mT,
         )
+        if dz is not None and gate is not dz:
+            grads = grads._replace(z=dz.copy_(grads.z))
         return ScanArgs(*_in_dtypes_of(args, grads))
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -375,35 +389,6 @@ class ScanPlan:
 
 
 scan_plan = plans(ScanPlan)
-
-
-def scan(
-    args: ScanArgs,
-    recurrence: str,
-    reverse: bool = False,
-    key_norm: float = 1.0,
-    save: bool = False,
-) -> tuple[Tensor, Tensor | None, None, None]:
-    """Scan; arguments and results as of ``reference.scan``."""
-    return scan_plan(scan_key(args, recurrence, reverse, key_norm)).forward(args)
-
-
-def scan_backward(
-    args: ScanArgs,
-    grad: Tensor,
-    grad_final: Tensor | None,
-    recurrence: str,
-    reverse: bool = False,
-    key_norm: float = 1.0,
-    saved: None = None,
-) -> ScanArgs:
-    """Return the gradients of ``scan``; arguments as of ``reference.scan_backward``."""
-    plan = scan_plan(scan_key(args, recurrence, reverse, key_norm))
-    return plan.backward(args, grad, grad_final)
-
-
-def saved(x: Tensor, k: Tensor, recurrence: str) -> None:
-    """Return None: nothing is saved, the backward pass scans again."""
 
 
 # ------------------------------------------------------------------------------------ convolution
@@ -424,6 +409,11 @@ class ConvPlan:
         positions = key.positions or 0
         order = _view(1, 1 if key.shared else B, 1, positions)
         inputs = (self.x.view, _view(2, 1, K, P), _view(2, 1, 1, P), _view(2, B, L, P))
+        width = P if self.stored == key.dtype else D
+        self.out_strides = (B * L * width, L * width, width, 1)
+        # The gradient for x is written where it is to be, if the loops can.
+        dx = key.dx or (L * D, D, 1)
+        self.dx = _Form((1, B, L, D), (0, *dx), key.dtype, self.stored, P)
         blocks, values = P // loops.WIDTH, B * L * P
         scalars = (blocks, L, K, positions)
         scratch = loops.conv_rows(L, K, positions) * loops.WIDTH
@@ -433,7 +423,7 @@ class ConvPlan:
         )  # fmt: skip
         self._backward = _Loop(
             loops.conv_blocks_backward, self.stored, B * blocks, 6 * K * values, 3 * scratch,
-            scalars, (*inputs, _view(1, B, L, P), _view(2, B, K, P), _view(2, B, 1, P), order),
+            scalars, (*inputs, self.dx.view, _view(2, B, K, P), _view(2, B, 1, P), order),
         )  # fmt: skip
 
     def _inputs(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -450,21 +440,27 @@ class ConvPlan:
         return y
 
     def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        order: Tensor | None,
+        dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``forward`` for x, weight and bias."""
+        """Return the gradients of ``forward`` for x, in dx if that is given, weight and bias."""
         (B, L, D), K, P = self.key.shape, self.key.taps, self.padded
-        grad = _rows(grad, self.stored, P)
-        dx = workspace.empty((B, L, P), self.stored)
+        grad, given = _rows(grad, self.stored, P), dx
+        if dx is None or self.dx.copies:
+            dx = workspace.empty((B, L, P), self.stored)
         dweight, dbias = (torch.zeros((2, B, n, P), dtype=self.dtype, device="cpu") for n in (K, 1))
         self._backward(*self._inputs(x, weight, bias), grad, dx, dweight, dbias, _positions(order))
+        if given is not None and dx is not given:
+            dx = given.copy_(dx[..., :D])
         return _in_dtypes_of(
             (x, weight, bias),
             (dx[..., :D], _sum(dweight, 1)[..., :D].mT, _sum(dbias, 1)[:, 0, :D]),
         )
-
-
-conv_plan = plans(ConvPlan)
 
 
 def _positions(order: Tensor | None) -> Tensor | None:
@@ -472,15 +468,5 @@ def _positions(order: Tensor | None) -> Tensor | None:
     return None if order is None else order.to(torch.int64).contiguous()
 
 
-def causal_conv1d_bidirectional(
-    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
-) -> Tensor:
-    """Convolve both ways, then SiLU; as ``reference.causal_conv1d_bidirectional``."""
-    return conv_plan(conv_key(x, weight, order)).forward(x, weight, bias, order)
-
-
-def causal_conv1d_bidirectional_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    return conv_plan(conv_key(x, weight, order)).backward(grad, x, weight, bias, order)
+conv_plan = plans(ConvPlan)
+writes_halves = True  # gradients for x and z where they are to be

@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from vil.kernels.plan import ConvKey, conv_key, plans
+from vil.kernels.plan import ConvKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.scan_plan import adjacent_channels
 from vil.kernels.triton.tiles import one_row
 
 BLOCK_L = 16
@@ -470,76 +469,64 @@ def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
     }  # fmt: skip
 
 
-def _blocks(key: ConvKey) -> tuple[int, int, int, int]:
-    """Return blocks of positions and of channels, BLOCK_D, and warps."""
-    B, L, D = key.shape
-    block_d, warps = tuning.blocks("conv", D, key.device)
-    rows = B * triton.cdiv(L if key.positions is None else key.positions, BLOCK_L)
-    return rows, triton.cdiv(D, block_d), block_d, warps
-
-
-@plans
-def _forward_plan(key: ConvKey) -> Kernel:
-    rows, blocks, block_d, warps = _blocks(key)
-    return Kernel(_forward_kernel, rows * blocks, warps, **_constants(key, block_d))
-
-
-@plans
-def _backward_plan(key: ConvKey) -> tuple[int, Kernel]:
-    """Return how many sums over tokens there are, and what makes them."""
-    rows, blocks, block_d, warps = _blocks(key)
-    sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
-    return sums, Kernel(_backward_kernel, sums * blocks, warps, **_constants(key, block_d))
-
-
-def forward(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
-    """Compute ``reference.causal_conv1d_bidirectional``.
+class ConvPlan:
+    """The convolution, prepared: the same gradients in every run.
 
     Args:
-        x: (B, L, D), float32, bfloat16 or float16; read in place if its last stride is 1.
-        weight: Taps of the two directions, (2, D, K), dtype of x or float32.
-        bias: (2, D), dtype of x or float32.
-        order: What each position holds, int32 (B, P) or (1, P); the tokens as they are if None.
-
-    Returns:
-        (2, B, L, D), contiguous, in the dtype of x.
+        key: What the arguments are.
     """
-    x = adjacent_channels(x)
-    out = torch.empty((2, *x.shape), dtype=x.dtype, device=x.device)
-    _forward_plan(conv_key(x, weight, order))(
-        x, x_ptr=x, weight_ptr=weight.contiguous(), bias_ptr=bias.contiguous(), out_ptr=out,
-        order_ptr=None if order is None else order.contiguous(),
-    )  # fmt: skip
-    return out
 
+    def __init__(self, key: ConvKey) -> None:
+        if key.dtype == torch.float64:
+            raise NotImplementedError(
+                'the backend "triton" computes in float32, x is torch.float64; use "reference"'
+            )
+        B, L, D = key.shape
+        self._copies = key.strides[-1] != 1
+        if self._copies:
+            key = key._replace(strides=(L * D, D, 1), aligned=True)
+        self.key, self.out_strides = key, (B * L * D, L * D, D, 1)
+        block_d, warps = tuning.blocks("conv", D, key.device)
+        rows = B * triton.cdiv(L if key.positions is None else key.positions, BLOCK_L)
+        blocks, constants = triton.cdiv(D, block_d), _constants(key, block_d)
+        # One sum per program, added up in the end: atomics would add in another order every time.
+        self._sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
+        self._forward = Kernel(_forward_kernel, rows * blocks, warps, **constants)
+        self._backward = Kernel(_backward_kernel, self._sums * blocks, warps, **constants)
 
-def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``forward`` for x, weight and bias, the same in every run.
+    def _inputs(
+        self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        return {
+            "x_ptr": x.contiguous() if self._copies else x, "weight_ptr": weight.contiguous(),
+            "bias_ptr": bias.contiguous(), "order_ptr": None if order is None else order.contiguous(),
+        }  # fmt: skip
 
-    Args:
-        grad: Gradient of the output, (2, B, L, D), any strides.
-        x: As in ``forward``.
-        weight: As in ``forward``.
-        bias: As in ``forward``.
-        order: As in ``forward``.
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
+        """Return what ``reference.causal_conv1d_bidirectional`` does."""
+        out = torch.empty((2, *self.key.shape), dtype=x.dtype, device=x.device)
+        self._forward(out, **self._inputs(x, weight, bias, order), out_ptr=out)
+        return out
 
-    Returns:
-        dx (B, L, D), dweight (2, D, K) and dbias (2, D), contiguous, each in the dtype of its
-        tensor.
-    """
-    grad, x = grad.contiguous(), adjacent_channels(x)
-    (_, _, D), K = x.shape, weight.shape[2]
-    sums, kernel = _backward_plan(conv_key(x, weight, order))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # One sum per program, added up below: atomics would add in another order every time.
-    dweight = torch.empty((sums, 2, K, D), dtype=torch.float32, device=x.device)
-    dbias = torch.empty((sums, 2, D), dtype=torch.float32, device=x.device)
-    kernel(
-        x, grad_ptr=grad, x_ptr=x, weight_ptr=weight.contiguous(), bias_ptr=bias.contiguous(),
-        dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias,
-        order_ptr=None if order is None else order.contiguous(),
-    )  # fmt: skip
-    dweight = dweight.sum(0).transpose(1, 2)  # (2, D, K)
-    return dx, dweight.to(weight.dtype).contiguous(), dbias.sum(0).to(bias.dtype)
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        order: Tensor | None,
+        dx: None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of ``forward`` for x, weight and bias."""
+        D, K = self.key.shape[2], self.key.taps
+        dx = torch.empty(self.key.shape, dtype=x.dtype, device=x.device)
+        dweight, dbias = (
+            torch.empty((self._sums, *shape), dtype=torch.float32, device=x.device)
+            for shape in ((2, K, D), (2, D))
+        )
+        self._backward(
+            dx, grad_ptr=grad.contiguous(), **self._inputs(x, weight, bias, order), dx_ptr=dx,
+            dweight_ptr=dweight, dbias_ptr=dbias,
+        )  # fmt: skip
+        dweight = dweight.sum(0).transpose(1, 2)  # (2, D, K)
+        return dx, dweight.to(weight.dtype).contiguous(), dbias.sum(0).to(bias.dtype)

@@ -19,6 +19,7 @@ from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
 
 Saved = tuple[Tensor | None, Tensor]
+_ROWS = ("x", "dt", "q", "k", "z")  # arguments with tokens, in the order of a key's strides
 
 
 class Spread(NamedTuple):
@@ -37,15 +38,22 @@ class ScanPlan:
     """The launches of a scan in N directions; letters as in ``kernels.args``, S segments.
 
     Args:
-        key: What the arguments are; their last axes are contiguous.
+        key: What the arguments are.
     """
 
     least_tokens: ClassVar[int] = 1
     """Sequences that are shorter are filled up with zeros, whose keys change nothing at either end."""
 
     def __init__(self, key: ScanKey) -> None:
-        self.key, (self.N, self.B, self.L, self.D) = key, key.shape
+        if key.dtype == torch.float64:
+            raise NotImplementedError(
+                'the backend "triton" computes in float32, x is torch.float64; use "reference"'
+            )
+        self.key, (self.N, self.B, self.length, self.D) = key, key.shape
+        self.L = max(self.length, self.least_tokens)
+        self.missing = self.L - self.length
         self.chunks, self.reverse = triton.cdiv(self.L, tuning.CHUNK), key.reverse and self.N == 1
+        self._copied, self._strides = self._layout()
 
     # ------------------------------------------------------------- what the recurrences differ in
 
@@ -120,18 +128,42 @@ class ScanPlan:
             )
         return Spread(block_d, warps, blocks, *cut)
 
+    def _layout(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
+        """Return which arguments are copied before they are used, and the strides of all.
+
+        Those are with neighbours on the last axis that are none in memory, and all if tokens are missing.
+        """
+        D, M, R = self.D, self.key.states, self.D if self.key.rank is None else self.key.rank
+        copied, found = [], {}
+        for name, width, given in zip(_ROWS, (D, R, M, M, D), self.key.strides, strict=True):
+            strides = given or (0, 0, 0)
+            if given is not None and (self.missing or given[-1] != 1):
+                copied.append(name)
+                strides = (self.B * self.L * width, self.L * width, width, 1)[-len(given) :]
+            found[name] = strides
+        return tuple(copied), found
+
     def strides(self, *names: str) -> dict[str, int]:
         """Return the strides of arguments by the names that kernels know them by."""
-        found = dict(zip(("x", "dt", "q", "k", "z"), self.key.strides, strict=True))
+        found = dict(self._strides)
         if self.key.rank is not None and not self.makes_steps:
             found["dt"] = (self.B * self.L * self.D, self.L * self.D, self.D)
-        found["z"] = found["z"] or (0, 0)
         axes = {"z": ("b", "l")}
         return {
             f"{name}_stride_{axis}": stride
             for name in names
             for axis, stride in zip(axes.get(name, ("dir", "b", "l")), found[name], strict=False)
         }
+
+    def prepared(self, args: ScanArgs) -> ScanArgs:
+        """Return arguments as the kernels take them: enough tokens, neighbouring channels, no absent weight."""
+        found = {}
+        for name in self._copied:
+            found[name] = _padded(getattr(args, name), self.missing).contiguous()
+        for name in ("D", "bias"):
+            if getattr(args, name) is None:
+                found[name] = self.empty(self.N, self.D).zero_()
+        return args._replace(**found) if found else args
 
     makes_steps = False
     """Whether the forward kernel makes step sizes of those of low rank."""
@@ -148,7 +180,7 @@ class ScanPlan:
         self, args: ScanArgs, save: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return out, the last state, the sum of both directions and states, as ``backend.scan``."""
-        args, more = self.forward_inputs(args)
+        args, more = self.forward_inputs(self.prepared(args))
         inputs = self.inputs(args)
         entry = self.entries(inputs, self.to_kernel(args.initial_state), None)
         rows = (self.B, self.L, self.D)
@@ -161,17 +193,26 @@ class ScanPlan:
             out_ptr=out, states_ptr=states, final_ptr=final,
         )  # fmt: skip
         final = None if final is None else self.from_kernel(final)
-        return out, final, y_sum if save else None, states
+        out, y_sum = self._cut(out), self._cut(y_sum) if save else None
+        return out, final, y_sum, states
 
     def backward(
-        self, args: ScanArgs, dout: Tensor, dfinal: Tensor | None, saved: Saved | None
+        self,
+        given: ScanArgs,
+        dout: Tensor,
+        dfinal: Tensor | None,
+        saved: Saved | None = None,
+        dz: None = None,
     ) -> ScanArgs:
         """Return the gradients of ``forward``, given those of its output and of its last state."""
-        y_sum, states = self.forward(args, True)[2:] if saved is None else saved
-        inputs, dout = self.inputs(args), dout.contiguous()
+        args = self.prepared(given)
+        y_sum, states = self.forward(given, True)[2:] if saved is None else saved
+        y_sum = None if y_sum is None else _padded(y_sum, self.missing)
+        inputs, dout = self.inputs(args), _padded(dout, self.missing).contiguous()
         entry = self.entries(inputs, self.to_kernel(dfinal), dout)
-        dx, ddt = (self.empty(*self.key.shape, dtype=self.key.dtype) for _ in range(2))
-        dz = None if args.z is None else self.empty(*args.z.shape, dtype=self.key.dtype)
+        rows = (self.B, self.L, self.D)
+        dx, ddt = (self.empty(self.N, *rows, dtype=self.key.dtype) for _ in range(2))
+        dz = None if args.z is None else self.empty(*rows, dtype=self.key.dtype)
         dskip, dbias = self.empty(2, self.N, self.B, self.segments, self.D)
         dinitial = None if args.initial_state is None else self.empty_states(1, self.B)
         sums = self.sums()
@@ -184,28 +225,17 @@ class ScanPlan:
         dinitial = None if dinitial is None else self.from_kernel(dinitial)
         # Sums in a fixed order: the same bits from run to run.
         dD, dbias = dskip.sum((1, 2)).to(args.D.dtype), dbias.sum((1, 2)).to(args.bias.dtype)
-        return ScanArgs(dx, ddt, dA, dq, dk, dD, dbias, dz, dinitial)
+        dx, ddt, dq, dk, dz = (self._cut(t) for t in (dx, ddt, dq, dk, dz))
+        grads = ScanArgs(dx, ddt, dA, dq, dk, dD, dbias, dz, dinitial)
+        return ScanArgs(*(None if t is None else g for t, g in zip(given, grads, strict=True)))
+
+    def _cut(self, rows: Tensor | None) -> Tensor | None:
+        """Return the tokens that were given of (..., L, D)."""
+        if rows is None or not self.missing:
+            return rows
+        return rows[..., : self.length, :].contiguous()
 
 
-def prepared(args: ScanArgs, least_tokens: int) -> ScanArgs:
-    """Return arguments as the kernels take them: enough tokens, neighbouring channels, no absent weight."""
-    N, _, L, D = args.x.shape
-    found = {}
-    for name in ("x", "dt", "q", "k", "z"):
-        tensor = getattr(args, name)
-        if tensor is not None:
-            found[name] = adjacent_channels(padded_tokens(tensor, least_tokens - L))
-    for name in ("D", "bias"):
-        if getattr(args, name) is None:
-            found[name] = args.x.new_zeros(N, D, dtype=torch.float32)
-    return args._replace(**found)
-
-
-def adjacent_channels(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if neighbours on its last axis are not neighbours in memory."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def padded_tokens(tensor: Tensor, missing: int) -> Tensor:
-    """Return a tensor (..., L, D) with so many more tokens of zeros, if any."""
-    return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor
+def _padded(rows: Tensor, missing: int) -> Tensor:
+    """Return (..., L, D) with so many more tokens of zeros, if any."""
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -1,12 +1,14 @@
-"""Scans of random arguments by a backend, and beside the reference in float64."""
+"""Scans and convolutions by a backend, and beside the reference in float64."""
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
+from vil.kernels.plan import conv_key, scan_key
 
 Shape = tuple[int, int, int, int]  # B, L, D, M
 Results = dict[str, Tensor]
@@ -55,6 +57,16 @@ def random_gradients(args: ScanArgs) -> tuple[Tensor, Tensor | None]:
     return grad, final.to(args.x.device, compute_dtype(args.x))
 
 
+def plan_of(
+    backend: ModuleType,
+    args: ScanArgs,
+    recurrence: str,
+    reverse: bool = False,
+    key_norm: float = 1.0,
+) -> Any:
+    return backend.scan_plan(scan_key(args, recurrence, reverse, key_norm))
+
+
 def results_of(
     backend: ModuleType,
     args: ScanArgs,
@@ -65,11 +77,11 @@ def results_of(
     grads: tuple[Tensor, Tensor | None] | None = None,
 ) -> Results:
     """Return output, last state and gradients by their names."""
-    options = (recurrence, reverse, key_norm)
-    out, final, *saved = backend.scan(args, *options, save)
+    plan = plan_of(backend, args, recurrence, reverse, key_norm)
+    out, final, *saved = plan.forward(args, save)
     saved = None if saved[1] is None else tuple(saved)
     grads = random_gradients(args) if grads is None else grads
-    gradients = backend.scan_backward(args, *grads, *options, saved)
+    gradients = plan.backward(args, *grads, saved)
     named = {"out": out, "final": final, **gradients._asdict()}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -116,3 +128,17 @@ def assert_same_bits(a: Results, b: Results) -> None:
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
+
+
+def conv_results(
+    backend: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    grad: Tensor,
+    order: Tensor | None = None,
+) -> list[Tensor]:
+    """Return the output of a backend's convolution and its gradients for x, weight and bias."""
+    plan = backend.conv_plan(conv_key(x, weight, order))
+    out = plan.forward(x, weight, bias, order)
+    return [out, *plan.backward(grad, x, weight, bias, order)]

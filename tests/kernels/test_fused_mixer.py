@@ -3,8 +3,13 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from vil.kernels import grid_conv, ops, reference
+from vil.kernels import mixer as fused
 from vil.kernels.grid import Grid, layout_of
 from vil.mixer import BidirectionalMixer, Recurrence
 
@@ -58,7 +63,7 @@ def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: Grid | None = None) -> 
     rank, states = mixer.dt_rank, mixer.d_state
     layout = layout_of(grid, K, x.device)
     x, z = mixer.in_proj(x).chunk(2, dim=-1)
-    x = grid_conv.forward(reference, x, mixer.conv_weight, mixer.conv_bias, layout)
+    x = grid_conv.forward(reference.ConvPlan(), x, mixer.conv_weight, mixer.conv_bias, layout)
     projected = torch.einsum("nble,nce->nblc", x, mixer.x_proj_weight)
     dt, k, q = projected.split([rank, states, states], dim=-1)
     dt = torch.einsum("nblr,ner->nble", dt, mixer.dt_weight)
@@ -215,3 +220,97 @@ def test_names_the_wrong_argument(position: int, value: object, message: str) ->
     given[position] = value
     with pytest.raises(ValueError, match=message):
         torch.ops.vil.mixer(*given)
+
+
+# ----------------------------------------------------------------------------- the way of eager calls
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("grid", ["the trained grid", "2.25 times the tokens"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_an_eager_call_has_the_bits_of_the_operator(
+    name: str, recurrence: Recurrence, grid: str, dtype: torch.dtype, training: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for package in {"cpu": ["numba"], "triton": ["triton"]}.get(name, []):
+        pytest.importorskip(package)
+    if name == "cpu" and DEVICE != "cpu":
+        pytest.skip("the tensors are on a GPU")
+    mixer = mixer_of(recurrence, torch.float32).train(training)
+    own = GRIDS[grid]
+    x = torch.randn(B, L if own is None else own.length, C, device=DEVICE)
+    called, results = [], []
+    for eager in (True, False):
+        if not eager:
+            monkeypatch.setattr(fused, "is_eager", lambda *_: False)
+        mixer.zero_grad()
+        with (
+            ops.use_backend(name),
+            torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32),
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        ):
+            out = mixer(x, own)
+            out.float().square().sum().backward()
+        called.append({event.key for event in profile.key_averages()})
+        results.append([out, *(p.grad.clone() for p in mixer.parameters())])
+    for eager, other in zip(*results, strict=True):
+        assert torch.equal(eager, other)
+    assert all("vil::mixer" in names for names in called)
+    assert ["vil::mixer_backward" in names for names in called] == [False, True]
+
+
+def test_calls_that_others_have_to_see_are_not_eager() -> None:
+    given = arguments("longhorn", torch.float32)
+    xz, params = given[0], fused.MixerParams(*given[1:])
+    assert fused.is_eager(xz, params)
+    with torch.no_grad(), torch.inference_mode():
+        assert fused.is_eager(xz, params)
+    seen = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(fused.is_eager(x, params))
+        return x.sum()
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        note(torch.ones(2))
+    with FlopCounterMode(display=False):
+        note(xz)
+    torch.func.vmap(note)(xz)
+    torch.func.grad(note)(xz)
+    torch.func.jvp(note, (xz,), (xz,))
+    torch.jit.trace(note, xz, check_trace=False)
+    torch.compile(note, backend="eager")(xz)
+    note(xz.to("meta"))
+    with forward_ad.dual_level():
+        note(xz)
+    with torch.device("meta"):
+        note(torch.ones(2))
+    note(TwoTensor(xz, xz))
+    seen.append(fused.is_eager(xz, params._replace(D=TwoTensor(params.D, params.D))))
+    assert not any(seen)
+    assert len(seen) >= 12
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("ahead", "back"), [("cpu", "reference"), ("reference", "triton")])
+def test_a_compiled_program_does_not_depend_on_the_backend_chosen_later(
+    ahead: str, back: str
+) -> None:
+    pytest.importorskip("numba")
+    pytest.importorskip("triton")
+    mixer, x = mixer_of("longhorn_exact", torch.float32).cpu(), torch.randn(B, L, C)
+    results = []
+    for compiled in (mixer, torch.compile(mixer, fullgraph=True, backend="aot_eager")):
+        with ops.use_backend("cpu"):
+            compiled(x).sum().backward()  # which compiles
+        mixer.zero_grad()
+        with ops.use_backend(ahead):
+            out = compiled(x)
+        with ops.use_backend(back):
+            out.square().sum().backward()
+        results.append([out, *(p.grad.clone() for p in mixer.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -33,7 +33,9 @@ def tokens(grid: Grid, batch: int = 2) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: Grid) -> Tensor:
-    return grid_conv.forward(reference, x, weight, bias, layout_of(grid, weight.shape[2], CPU))
+    return grid_conv.forward(
+        reference.ConvPlan(), x, weight, bias, layout_of(grid, weight.shape[2], CPU)
+    )
 
 
 def by_address(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
@@ -197,7 +199,7 @@ def test_missing_rows_leave_the_grid_without_them() -> None:
     valid[:, 32:] = False
     layout = without_missing(layout_of(whole, K, CPU), valid, 1)
     x, (weight, bias) = tokens(whole), parameters()
-    out = grid_conv.forward(reference, x, weight, bias, layout)[:, :, :33]
+    out = grid_conv.forward(reference.ConvPlan(), x, weight, bias, layout)[:, :, :33]
     expected = convolve(x[:, :33], weight, bias, rest)
     patches = [i for i in range(33) if i != 16]
     torch.testing.assert_close(out[:, :, patches], expected[:, :, patches])
@@ -211,9 +213,9 @@ def test_gradients_of_the_class_token_and_the_resampled_taps(grid: Grid) -> None
     x, (weight, bias) = tokens(grid), parameters()
     layout = layout_of(grid, K, CPU)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    out = grid_conv.forward(reference, *leaves, layout)
+    out = grid_conv.forward(reference.ConvPlan(), *leaves, layout)
     grad = torch.randn_like(out)
     expected = torch.autograd.grad(out, leaves, grad)
-    found = grid_conv.backward(reference, grad, *(t.detach() for t in leaves), layout)
+    found = grid_conv.backward(reference.ConvPlan(), grad, *(t.detach() for t in leaves), layout)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

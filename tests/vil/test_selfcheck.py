@@ -30,13 +30,13 @@ def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> Non
 def test_fails_on_a_wrong_gradient(
     wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = cpu.scan_backward
+    right = cpu.ScanPlan.backward
 
     def backward(*arguments: object, **options: object) -> ScanArgs:
         grads = right(*arguments, **options)
         return grads if grads.z is None else grads._replace(z=grads.z * wrong)
 
-    monkeypatch.setattr(cpu, "scan_backward", backward)
+    monkeypatch.setattr(cpu.ScanPlan, "backward", backward)
     assert selfcheck.main() == 1
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == "24 passed, 18 failed"

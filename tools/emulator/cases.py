@@ -132,15 +132,16 @@ def scan_run(
     c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
 ) -> tuple[list, list]:
     """Return the same of the kernels."""
+    from vil.kernels.plan import scan_key
     from vil.kernels.triton import backend
 
-    options = (_recurrence(c), c.reverse, c.key_norm)
-    out, final, y_sum, states = backend.scan(inputs, *options, save=True)
+    plan = backend.scan_plan(scan_key(inputs, _recurrence(c), c.reverse, c.key_norm))
+    out, final, y_sum, states = plan.forward(inputs, True)
     plain = out
     if c.op != "exact" or c.D >= 200:  # another specialisation, slow to compile
-        plain, *_ = backend.scan(inputs, *options)
+        plain, *_ = plan.forward(inputs, False)
     saved = (y_sum, states) if c.saved else None
-    grads = backend.scan_backward(inputs, dout, dfinal, *options, saved)
+    grads = plan.backward(inputs, dout, dfinal, saved)
     if not torch.equal(out, plain):
         raise AssertionError("the output differs if states are saved")
     outputs = [out, y_sum] if c.directions == 2 else [out, final]
@@ -223,6 +224,7 @@ def conv_order(c: Case) -> torch.Tensor | None:
 def conv_errors(c: Case) -> dict[str, float]:
     """Return the errors of the convolution, forward and backward."""
     from vil.kernels import reference
+    from vil.kernels.plan import conv_key
     from vil.kernels.triton import conv
 
     g = torch.Generator().manual_seed(c.L * c.D + c.K)
@@ -241,14 +243,15 @@ def conv_errors(c: Case) -> dict[str, float]:
     exact = (*(t.double() for t in (x, weight, bias)), order)
     gradients = reference.causal_conv1d_bidirectional_backward(grad.double(), *exact)
     truth = (reference.causal_conv1d_bidirectional(*exact), *gradients)
-    ours = (conv.forward(x, weight, bias, order), *conv.backward(grad, x, weight, bias, order))
+    plan = conv.ConvPlan(conv_key(x, weight, order))
+    ours = (plan.forward(x, weight, bias, order), *plan.backward(grad, x, weight, bias, order))
     names = ("out", "dx", "dweight", "dbias")
     return {n: relative(a, b) for n, a, b in zip(names, ours, truth, strict=True)}
 
 
 def mixer_errors(c: Case) -> dict[str, float]:
     """Return the errors of the whole mixer and its gradients."""
-    from vil.kernels import ops
+    from vil.kernels import mixer, ops
     from vil.mixer import BidirectionalMixer
 
     recurrence = c.extreme
@@ -277,7 +280,8 @@ def mixer_errors(c: Case) -> dict[str, float]:
             copies = {n: None if t is None else t.double() for n, t in copies.items()}
         leaves = [t.requires_grad_() for t in copies.values() if t is not None]
         with ops.use_backend(backend):
-            out = torch.ops.vil.mixer(*copies.values(), recurrence, True)[0]
+            xz, *params = copies.values()
+            out = mixer.run(xz, mixer.MixerParams(*params), recurrence, True, None)
             grads = torch.autograd.grad(out, leaves, grad.to(out.dtype))
         return [out.detach(), *grads]
 

@@ -42,13 +42,14 @@ def last(programs: int) -> Callable[[str, int], list[int]]:
 def conv_error() -> float:
     """Return the error of the convolution in the last batch element."""
     from vil.kernels import reference
+    from vil.kernels.plan import conv_key
     from vil.kernels.triton import conv
 
     x = zeros(B, L, D)
     x[-1] = torch.randn(L, D)
     w, b = torch.randn(2, D, 4), torch.randn(2, D)
     runtime.STATE.cta_filter = last(CHUNKS * -(-D // 64))
-    out = conv.forward(x, w, b)[:, -1:]
+    out = conv.ConvPlan(conv_key(x, w, None)).forward(x, w, b, None)[:, -1:]
     truth = reference.causal_conv1d_bidirectional(x[-1:].double(), w.double(), b.double())
     return cases.relative(out, truth)
 
@@ -57,6 +58,7 @@ def scan_error(recurrence: str) -> float:
     """Return the error of a scan token by token in the last batch element."""
     from vil.kernels import reference
     from vil.kernels.args import ScanArgs
+    from vil.kernels.plan import scan_key
     from vil.kernels.triton import backend
 
     x, dt = zeros(2, B, L, D), zeros(2, B, L, D)
@@ -69,7 +71,7 @@ def scan_error(recurrence: str) -> float:
     skip, bias = torch.randn(2, D), torch.randn(2, D)
     runtime.STATE.cta_filter = last(-(-D // 128))
     args = ScanArgs(x, dt, A, q, k, skip, bias, z)
-    out, *_ = backend.scan(args, recurrence, save=True)
+    out, *_ = backend.scan_plan(scan_key(args, recurrence, False, 1.0)).forward(args, True)
     x, dt, q, k = (t[:, -1:] for t in (x, dt, q, k))
     last_one = args._replace(x=x, dt=dt, q=q, k=k, z=z[-1:]).to(torch.float64)
     return cases.relative(out[-1:], reference.scan(last_one, recurrence)[0])

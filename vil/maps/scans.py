@@ -22,7 +22,8 @@ from vil.backbone import VisionLonghorn
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
-from vil.kernels.transforms import scan_args
+from vil.kernels.mixer import mixer_plan, scan_args
+from vil.kernels.plan import scan_key
 from vil.maps.evaluating import check_images, evaluating
 
 _MOST_NUMBERS = 2**22  # of a tensor of unit values and of what is read of them: 16 MiB each
@@ -232,13 +233,12 @@ def _scan_of(mixer: nn.Module, tokens: Tensor, grid: list[int]) -> _Scan:
     xz = mixer.in_proj(tokens)
     A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
     with torch.autocast(xz.device.type, enabled=False):
-        args, key_norm = scan_args(
-            *(xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj_weight, mixer.dt_weight),
-            *(mixer.dt_bias, A, mixer.D, mixer.recurrence, grid),
-        )
+        params = mixer._params(A)
+        plan = mixer_plan(xz, params, mixer.recurrence, grid, backend=reference)
+        args, _ = scan_args(plan, xz, params)
         dt = reference.full_steps(args.dt, args.dt_weight)
     args = args._replace(dt=dt, dt_weight=None).to(compute_dtype(args.x))
-    return _Scan(args, mixer.recurrence, key_norm, grid)
+    return _Scan(args, mixer.recurrence, plan.scan.key.key_norm, grid)
 
 
 @torch.no_grad()
@@ -261,7 +261,8 @@ def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, T
             for tensor in [getattr(scan.args, name)]
         }
         args = scan.args._replace(x=unit.flatten(1, 2), **repeated)
-        read, *_ = backend.scan(args, scan.recurrence, key_norm=scan.key_norm)
+        key = scan_key(args, scan.recurrence, False, scan.key_norm)
+        read, *_ = backend.scan_plan(key).forward(args)
         yield sources, read.unflatten(0, (n, B))
 
 

@@ -12,6 +12,8 @@ from tests.kernels.scans import (
     Results,
     assert_right,
     assert_same_bits,
+    conv_results,
+    plan_of,
     random_args,
     random_gradients,
     results_of,
@@ -56,10 +58,9 @@ def all_results(
     x, weight, bias, grad = conv_inputs(shape[:3], 4, dtype)
     conv = {}
     for name, order in (("conv", None), ("conv in an order", scattered(*shape[:2]))):
-        given = (x, weight, bias, order)
-        gradients = cpu.causal_conv1d_bidirectional_backward(grad, *given)
-        conv[name] = cpu.causal_conv1d_bidirectional(*given)
-        conv |= {f"{name} {i}": g for i, g in enumerate(gradients)}
+        conv |= {
+            f"{name} {i}": t for i, t in enumerate(conv_results(cpu, x, weight, bias, grad, order))
+        }
     one, both = (random_args(recurrence, shape, N, dtype) for N in (1, 2))
     scans = {
         "one": results_of(cpu, one, recurrence, True),
@@ -105,14 +106,7 @@ def test_factor_on_the_norm_of_keys(dtype, recurrence, key_norm):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 130), (1, 33, 64)], ids=str)
 def test_conv_matches_reference(shape, dtype, K):
     x, weight, bias, grad = conv_inputs(shape, K, dtype)
-    y = cpu.causal_conv1d_bidirectional(x, weight, bias)
-    assert y.dtype == dtype
-    assert_matches(y, reference.causal_conv1d_bidirectional(*double((x, weight, bias))), dtype)
-    actual = cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias)
-    expected = reference.causal_conv1d_bidirectional_backward(*double((grad, x, weight, bias)))
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        assert_matches(a, e, dtype)
+    assert_conv_matches(x, weight, bias, grad, None)
 
 
 def phases(rows: int, columns: int, gap: int) -> Tensor:
@@ -141,18 +135,14 @@ def scattered(B: int, L: int) -> Tensor:
 
 
 def assert_conv_matches(
-    x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, order: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, order: Tensor | None
 ) -> None:
-    """Compare the convolution in an order and its gradients with the reference."""
-    inputs, dtype = (x, weight, bias), x.dtype
-    y = cpu.causal_conv1d_bidirectional(*inputs, order)
-    assert y.dtype == dtype
-    assert_matches(y, reference.causal_conv1d_bidirectional(*double(inputs), order), dtype)
-    actual = cpu.causal_conv1d_bidirectional_backward(grad, *inputs, order)
-    expected = reference.causal_conv1d_bidirectional_backward(*double((grad, *inputs)), order)
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        assert_matches(a, e, dtype)
+    """Compare the convolution and its gradients with the reference."""
+    given = (x, weight, bias, grad)
+    actual = conv_results(cpu, *given, order)
+    for a, e in zip(actual, conv_results(reference, *double(given), order), strict=True):
+        assert a.dtype == x.dtype
+        assert_matches(a, e, x.dtype)
 
 
 @pytest.mark.pairs
@@ -174,13 +164,11 @@ def test_tokens_that_take_no_part_are_not_read(K):
     tokens = tokens.scatter(1, torch.where(order < -1, -2 - order, 25).long(), True)[:, :25]
     assert tokens[-1].all()
     assert not tokens.all()
-    y = cpu.causal_conv1d_bidirectional(x, weight, bias, order)
-    assert not y[:, tokens].any()
-    expected = cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
-    assert not expected[0][tokens].any()
+    expected = conv_results(cpu, x, weight, bias, grad, order)
+    assert not expected[0][:, tokens].any()
+    assert not expected[1][tokens].any()
     x[tokens], grad[:, tokens] = torch.nan, torch.nan
-    assert cpu.causal_conv1d_bidirectional(x, weight, bias, order).equal(y)
-    actual = cpu.causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
+    actual = conv_results(cpu, x, weight, bias, grad, order)
     assert all(a.equal(e) for a, e in zip(actual, expected, strict=True))
 
 
@@ -218,18 +206,10 @@ def test_bfloat16_is_rounded_once(recurrence, monkeypatch):
     for order in (None, scattered(2, 37)):
         forget_plans()
         dtypes.clear()
-        found = conv_results(*conv, order)
+        found = conv_results(cpu, *conv, order)
         assert dtypes == {torch.bfloat16}
-        expected = conv_results(*(t.float() for t in conv), order)
+        expected = conv_results(cpu, *(t.float() for t in conv), order)
         assert all(a.equal(e.to(a.dtype)) for a, e in zip(found, expected, strict=True))
-
-
-def conv_results(
-    x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, order: Tensor | None
-) -> list[Tensor]:
-    given = (x, weight, bias, order)
-    out = cpu.causal_conv1d_bidirectional(*given)
-    return [out, *cpu.causal_conv1d_bidirectional_backward(grad, *given)]
 
 
 @pytest.mark.ci
@@ -243,7 +223,7 @@ def test_subnormal_numbers_are_zeros_within_the_loops_alone(recurrence):
     for flush in (False, True):
         torch.set_flush_denormal(flush)
         try:
-            y, *_ = cpu.scan(args, recurrence)
+            y, *_ = plan_of(cpu, args, recurrence).forward(args)
             results.append(results_of(cpu, args, recurrence, grads=(y, None)))
             assert (subnormal * 1 == 0).item() is flush
         finally:
@@ -292,7 +272,7 @@ def test_nan_is_passed_on(recurrence, name):
     getattr(args, name)[..., 3, :1] = torch.nan
     expected = reference.scan(args, recurrence)[0].isnan()
     assert expected.any()
-    assert cpu.scan(args, recurrence)[0].isnan().equal(expected)
+    assert plan_of(cpu, args, recurrence).forward(args)[0].isnan().equal(expected)
 
 
 @pytest.fixture
@@ -332,10 +312,11 @@ def test_forked_child(threads, monkeypatch):
     monkeypatch.setattr(cpu, "_UPDATES_PER_THREAD", 1)
     threads(2)
     args = random_args("longhorn", (2, 9, 64, 4))
-    expected, *_ = cpu.scan(args, "longhorn")
+    plan = plan_of(cpu, args, "longhorn")
+    expected, *_ = plan.forward(args)
     child = os.fork()
     if child == 0:
-        os._exit(0 if cpu.scan(args, "longhorn")[0].equal(expected) else 1)
+        os._exit(0 if plan.forward(args)[0].equal(expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

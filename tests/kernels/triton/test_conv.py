@@ -13,8 +13,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 pytest.importorskip("triton")
 
+from tests.kernels.scans import conv_results
 from vil.kernels import reference
-from vil.kernels.triton import conv
+from vil.kernels.plan import forget_plans
+from vil.kernels.triton import backend, conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value. Below float32 this is the rounding of the results themselves, to 8
@@ -98,7 +100,7 @@ def assert_matches_reference(
     exact = (*(t.double() for t in inputs), order)
     out = reference.causal_conv1d_bidirectional(*exact)
     grads = reference.causal_conv1d_bidirectional_backward(grad.double(), *exact)
-    actual = (conv.forward(*inputs, order), *conv.backward(grad, *inputs, order))
+    actual = conv_results(backend, *inputs, grad, order)
     for name, ours, expected, like in zip(
         ("out", "dx", "dweight", "dbias"), actual, (out, *grads), (x, *inputs), strict=True
     ):
@@ -137,7 +139,9 @@ def test_any_strides() -> None:
 def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop over tiles, whose number no number of programs need divide."""
     monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
+    forget_plans()
     assert_matches_reference(*conv_inputs(3, 35, 70, 4))
+    forget_plans()
 
 
 @pytest.mark.pairs
@@ -154,8 +158,7 @@ def test_an_order_of_tokens_that_all_take_no_part() -> None:
     """All zeros, and no gradient of the parameters, not even of the bias."""
     grad, x, weight, bias = conv_inputs(2, 19, 6, 4)
     order = table(1, 19, 3, absent=19)
-    assert not conv.forward(x, weight, bias, order).any()
-    assert not any(g.any() for g in conv.backward(grad, x, weight, bias, order))
+    assert not any(t.any() for t in conv_results(backend, x, weight, bias, grad, order))
 
 
 @pytest.mark.ci
@@ -167,8 +170,8 @@ def test_an_order_in_half_precision(dtype: torch.dtype) -> None:
 def test_no_batch() -> None:
     """An empty batch has empty outputs, and parameters with zero gradients."""
     grad, x, weight, bias = conv_inputs(0, 5, 6, 4)
-    assert conv.forward(x, weight, bias).shape == (2, 0, 5, 6)
-    dx, dweight, dbias = conv.backward(grad, x, weight, bias)
+    out, dx, dweight, dbias = conv_results(backend, x, weight, bias, grad)
+    assert out.shape == (2, 0, 5, 6)
     assert dx.shape == x.shape
     assert not dweight.any()
     assert not dbias.any()

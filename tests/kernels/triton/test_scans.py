@@ -14,9 +14,11 @@ from tests.kernels.scans import (
     assert_near,
     assert_right,
     assert_same_bits,
+    plan_of,
     random_args,
     results_of,
 )
+from vil.kernels import operators
 from vil.kernels.args import ScanArgs
 from vil.kernels.ops import RECURRENCES
 from vil.kernels.plan import forget_plans
@@ -177,10 +179,12 @@ def test_step_sizes_of_low_rank_are_their_products(
     projected = torch.randn(2, B, L, R + 2, generator=generator).to(DEVICE, dtype)
     low, weight = projected[..., 1 : R + 1], torch.randn(2, D, R, generator=generator).to(DEVICE)
     full = torch.einsum("nblr,ndr->nbld", low.double(), weight.to(dtype).double()).to(dtype)
-    made = backend.scan(args._replace(dt=low, dt_weight=weight), EXACT, save=True)
-    plain, *_ = backend.scan(args._replace(dt=low, dt_weight=weight), EXACT)
+    of_low = args._replace(dt=low, dt_weight=weight)
+    made = plan_of(backend, of_low, EXACT).forward(of_low, True)
+    plain, *_ = plan_of(backend, of_low, EXACT).forward(of_low, False)
     assert torch.equal(made[0], plain)
-    given = backend.scan(args._replace(dt=full), EXACT, save=True)
+    args = args._replace(dt=full)
+    given = plan_of(backend, args, EXACT).forward(args, True)
     names = ("out", "y_sum", "states")
     # In bfloat16, a product on the verge of two numbers may be rounded to the other.
     assert_near(
@@ -192,10 +196,12 @@ def test_step_sizes_of_low_rank_are_their_products(
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N", [1, 2])
-def test_saves_what_it_says(recurrence: str, dtype: torch.dtype, N: int) -> None:
+def test_operators_know_what_is_saved(
+    recurrence: str, dtype: torch.dtype, N: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = args_of(recurrence, (1, 1, 4, 4), N, dtype)
-    _, _, y_sum, states = backend.scan(args, recurrence, save=True)
+    _, _, y_sum, states = plan_of(backend, args, recurrence).forward(args, True)
     y_sum = args.x.new_empty(0, dtype=torch.float32) if y_sum is None else y_sum
-    assert backend.saved(args.x, args.k, recurrence) == tuple(
-        (t.shape, t.dtype) for t in (y_sum, states)
-    )
+    monkeypatch.setattr(operators, "_are_kept", lambda device: True)
+    shapes = operators.saved_shapes(args.x, args.k, recurrence)
+    assert shapes == tuple((t.shape, t.dtype) for t in (y_sum, states))

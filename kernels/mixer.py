@@ -1,0 +1,323 @@
+"""The token mixer between its two outer projections: the one composition of its parts, for every route.
+
+Convolution, projections to step sizes, keys and queries, scan and gate. What the backward pass needs is more than what
+it is cheapest to keep: the input, the small projections and the states of the scan are saved; the convolution and the
+step sizes, each as large as the input, are computed again, as in Mamba's fused block. Of tokens on another grid than the
+trained one, ``grid.py`` says what changes. Letters as in ``args.py``, E channels of the scan, K taps.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vil.kernels import grid_conv, workspace
+from vil.kernels.args import ScanArgs
+from vil.kernels.backends import backend_for
+from vil.kernels.checks import check_mixer, in_forward_mode
+from vil.kernels.grid import Layout, layout_of, without_missing
+from vil.kernels.plan import ConvKey, ScanKey, plans
+from vil.kernels.reference import full_steps
+from vil.kernels.step_area import Steps
+
+Saved = tuple[Tensor, Tensor | None, Tensor | None]
+"""The small projections, (2, B L, R + 2 M); the sum of both directions and states, if the backend keeps them."""
+
+
+class MixerParams(NamedTuple):
+    """The parameters, in the order of the operator's arguments."""
+
+    conv_weight: Tensor
+    """(2, E, K)."""
+    conv_bias: Tensor
+    """(2, E)."""
+    x_proj_weight: Tensor
+    """(2, R + 2 M, E)."""
+    dt_weight: Tensor
+    """(2, E, R)."""
+    dt_bias: Tensor
+    """(2, E)."""
+    A: Tensor | None
+    """(2, E, M)."""
+    D: Tensor
+    """(2, E)."""
+
+
+class MixerKey(NamedTuple):
+    """What a plan is made for."""
+
+    backend: ModuleType
+    recurrence: str
+    shape: tuple[int, ...]
+    """Of xz, (B, L, 2 E)."""
+    strides: tuple[int, ...]
+    aligned: bool
+    dtype: torch.dtype
+    device: torch.device
+    params: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
+    grid: tuple[int, ...] | None
+
+
+class MixerPlan:
+    """The mixer, prepared for arguments of the same shapes, strides, dtypes and grid.
+
+    Args:
+        key: What the arguments are.
+        layout: Of the tokens.
+    """
+
+    def __init__(self, key: MixerKey, layout: Layout) -> None:
+        (B, L, width), half = key.shape, key.strides
+        (_, columns, E), _, _ = key.params[2]
+        R = key.params[3][0][2]
+        M = (columns - R) // 2
+        self.key, self.layout, self.sizes = key, layout, (B, L, E, R, M)
+        taps = key.params[0][0][2] if layout.taps is None else layout.taps.shape[1]
+        order = layout.order
+        positions, shared = (None, True) if order is None else (order.shape[1], len(order) == 1)
+        self.writes_halves = key.backend.writes_halves
+        one = (L * width, width, 1) if self.writes_halves else None
+        of_x = (taps, positions, shared, key.aligned, key.dtype, key.device)
+        self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
+        projected = (B * L * columns, L * columns, columns, 1)
+        x, full = self.conv.out_strides, (B * L * E, L * E, E, 1)
+        key_norm = Steps.key_norm_of(key.recurrence, layout.area)
+        strides, last = (projected, projected, half), (False, key.dtype, key.device, one)
+        # The step sizes are of low rank for the forward pass and in full for the backward pass.
+        self.scan, self.scan_back = (
+            key.backend.scan_plan(
+                ScanKey(
+                    key.recurrence, False, key_norm, (2, B, L, E), M, rank, (x, dt, *strides), *last
+                )
+            )
+            for rank, dt in ((R, projected), (None, full))
+        )
+        self.lent = getattr(key.backend, "lent", contextlib.nullcontext)
+
+
+class _Described(NamedTuple):
+    """Of a tensor what checks look at."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@plans
+def _plan_of(key: MixerKey) -> MixerPlan:
+    params = (None if p is None else _Described(*p) for p in key.params)
+    check_mixer(_Described(key.shape, key.dtype, key.device), *params, key.recurrence, key.grid)
+    return MixerPlan(key, _layout_of(key.grid, key.params[0][0][2], key.device))
+
+
+_layout_of = functools.lru_cache(64)(layout_of)  # the same for every block
+
+
+def mixer_plan(
+    xz: Tensor,
+    params: MixerParams,
+    recurrence: str,
+    grid: Sequence[int] | None = None,
+    valid: Tensor | None = None,
+    backend: ModuleType | None = None,
+) -> MixerPlan:
+    """Return the plan for arguments, which are checked where there is none yet.
+
+    Args:
+        xz: (B, L, 2 E).
+        params: The parameters.
+        recurrence: One of ``RECURRENCES``.
+        grid: The numbers of ``kernels.grid.Grid``, None for tokens behind one another.
+        valid: Patches that are not missing, bool (B, H W); None if none are.
+        backend: What serves it; if None, what is chosen for the device.
+    """
+    aligned, cached = True, False
+    if backend is None:
+        backend, cached = backend_for(xz.device, xz.dtype), valid is None
+        aligned = xz.data_ptr() % (2 * xz.element_size()) == 0
+    key = MixerKey(
+        backend, recurrence, tuple(xz.shape), xz.stride(), aligned, xz.dtype, xz.device,
+        tuple(None if p is None else (p.shape, p.dtype, p.device) for p in params),
+        None if grid is None else tuple(grid),
+    )  # fmt: skip
+    if cached:
+        return _plan_of(key)
+    check_mixer(xz, *params, recurrence, grid, valid)
+    # Not from a cache: a transform of functions would leave its own tensors in it.
+    layout = layout_of(grid, params.conv_weight.shape[2], xz.device)
+    return MixerPlan(key, layout if valid is None else without_missing(layout, valid, grid[8]))
+
+
+# ------------------------------------------------------------------------------- both directions of time
+
+
+def scan_args(plan: MixerPlan, xz: Tensor, params: MixerParams) -> tuple[ScanArgs, Tensor]:
+    """Return what is scanned, step sizes of low rank, and the small projections."""
+    x, z = xz.chunk(2, dim=-1)
+    convolved = grid_conv.forward(plan.conv, x, params.conv_weight, params.conv_bias, plan.layout)
+    steps = _steps(plan, params)
+    projected = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
+    low, q, k = _parts(plan, projected)
+    D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
+    return ScanArgs(convolved, low, steps.A, q, k, D, bias, z, dt_weight=dt_weight), projected
+
+
+def forward(
+    plan: MixerPlan, xz: Tensor, params: MixerParams, save: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Mix; return (B, L, E), and what the backward pass needs, of the scan only with ``save``."""
+    with _as_given(xz), plan.lent():
+        args, projected = scan_args(plan, xz, params)
+        out, _, y_sum, states = plan.scan.forward(args, save)
+    return out, projected, y_sum, states
+
+
+def backward(
+    plan: MixerPlan, grad: Tensor, xz: Tensor, params: MixerParams, saved: Saved | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients for xz and the parameters, given that of the output.
+
+    Args:
+        plan: As of ``forward``.
+        grad: Gradient of the output, (B, L, E).
+        xz: As of ``forward``.
+        params: As of ``forward``.
+        saved: What it returned besides the output; the scan is done again where it saved nothing.
+    """
+    conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, _, D = params
+    steps, dxz, dx, dz = _steps(plan, params), None, None, None
+    if plan.writes_halves:
+        dxz = torch.empty(xz.shape, dtype=xz.dtype, device=xz.device)
+        dx, dz = dxz.chunk(2, dim=-1)
+    with _as_given(xz), plan.lent():
+        x, z = xz.chunk(2, dim=-1)
+        convolved = grid_conv.forward(plan.conv, x, conv_weight, conv_bias, plan.layout)
+        tokens, made = convolved.flatten(1, 2), steps.x_proj_weight.to(xz.dtype)
+        projected = torch.bmm(tokens, made.mT) if saved is None else saved[0]
+        low, q, k = _parts(plan, projected)
+        dt = full_steps(low, dt_weight, workspace.bmm)
+        args = ScanArgs(convolved, dt, steps.A, q, k, D, dt_bias, z)
+        kept = None if saved is None or saved[2] is None else saved[1:]
+        grads = plan.scan_back.backward(args, grad, None, kept, dz)
+        ddt = grads.dt.flatten(1, 2)
+        d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
+        d_dt_weight = torch.bmm(ddt.mT, low.flatten(1, 2))
+        d_projected = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
+        d_x_proj_weight = torch.bmm(d_projected.mT, tokens)
+        d_convolved = grads.x.flatten(1, 2).baddbmm_(d_projected, made).view(2, *x.shape)
+        dx, d_conv_weight, d_conv_bias = grid_conv.backward(
+            plan.conv, d_convolved, x, conv_weight, conv_bias, plan.layout, dx
+        )
+        if dxz is None:
+            dxz = torch.cat((dx, grads.z), dim=-1)
+    return (
+        dxz,
+        d_conv_weight,
+        d_conv_bias,
+        steps.undo_x_proj(d_x_proj_weight.to(x_proj_weight.dtype)),
+        d_dt_weight.to(dt_weight.dtype),
+        grads.bias,
+        steps.undo_A(grads.A),
+        grads.D,
+    )
+
+
+def _steps(plan: MixerPlan, params: MixerParams) -> Steps:
+    recurrence, area = plan.key.recurrence, plan.layout.area
+    return Steps(params.x_proj_weight, params.dt_weight, params.A, recurrence, area)
+
+
+def _parts(plan: MixerPlan, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return step sizes of rank R, (2, B, L, R), queries and keys, (2, B, L, M)."""
+    B, L, _, R, M = plan.sizes
+    parts = projected.view(2, B, L, -1)
+    return parts[..., :R], parts[..., R + M :], parts[..., R : R + M]
+
+
+def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which products are in the dtype of what is multiplied."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+# -------------------------------------------------------------------------------- the way of eager calls
+#
+# Registration of an operator with PyTorch makes it known to compilers, exporters and transforms, and costs more than all
+# that Python does here. A call that none of them sees goes around it.
+
+
+def is_eager(xz: Tensor, params: MixerParams) -> bool:
+    """Tell whether a call is seen by nothing but autograd, and by profilers: plain tensors on a CPU or GPU."""
+    return (
+        type(xz) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not in_forward_mode()
+        and xz.device.type in ("cpu", "cuda")
+        and all(type(p) in _PLAIN for p in params)
+    )
+
+
+_PLAIN = (torch.nn.Parameter, Tensor, type(None))
+
+
+def run(
+    xz: Tensor, params: MixerParams, recurrence: str, save: bool, grid: Sequence[int] | None
+) -> Tensor:
+    """Return the first output of ``vil::mixer``, for a call that ``is_eager``."""
+    if torch.is_autocast_enabled(xz.device.type) and xz.dtype != torch.float64:
+        xz = xz.to(torch.get_autocast_dtype(xz.device.type))
+    plan = mixer_plan(xz, params, recurrence, grid)
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.profiler.record_function("vil::mixer"):
+            return _run(plan, xz, params, save)
+    return _run(plan, xz, params, save)
+
+
+def _run(plan: MixerPlan, xz: Tensor, params: MixerParams, save: bool) -> Tensor:
+    wanted = xz.requires_grad or any(p is not None and p.requires_grad for p in params)
+    if wanted and torch.is_grad_enabled():
+        return _Mixer.apply(plan, save, xz, *params)
+    return forward(plan, xz, params, False)[0]
+
+
+class _Mixer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: MixerPlan, save: bool, xz: Tensor, *params: Tensor | None
+    ) -> Tensor:
+        out, *saved = forward(plan, xz, MixerParams(*params), save)
+        ctx.plan, ctx.saves = plan, save
+        ctx.save_for_backward(xz, *params, *(saved if save else (None,) * 3))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, projected, y_sum, states = ctx.saved_tensors
+        xz, params = inputs[0], MixerParams(*inputs[1:])
+        # With gradients of the gradients, or for what is_eager does not know, by the operator.
+        batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched
+        if torch.is_grad_enabled() or batched or not is_eager(grad, params):
+            nothing = grad.new_empty(0)
+            saved = (nothing if t is None else t for t in (projected, y_sum, states))
+            grads = torch.ops.vil.mixer_backward(
+                grad, *inputs, *saved, ctx.plan.key.recurrence, ctx.plan.key.grid, None
+            )
+            grads = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
+        else:
+            saved = (projected, y_sum, states) if ctx.saves else None
+            grads = backward(ctx.plan, grad, xz, params, saved)
+        return (None, None, *grads)
