@@ -75,7 +75,7 @@ class MixerPlan:
         (_, columns, E), _, _ = key.params[2]
         R = key.params[3][0][2]
         M = (columns - R) // 2
-        self.key, self.layout, self.sizes = key, layout, (B, L, E, R, M)
+        self.key, self.layout, self.sizes = key, layout, (B, L, R, M)
         taps = key.params[0][0][2] if layout.taps is None else layout.taps.shape[1]
         order = layout.order
         positions, shared = (None, True) if order is None else (order.shape[1], len(order) == 1)
@@ -237,9 +237,9 @@ def _steps(plan: MixerPlan, params: MixerParams) -> Steps:
 
 def _parts(plan: MixerPlan, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return step sizes of rank R, (2, B, L, R), queries and keys, (2, B, L, M)."""
-    B, L, _, R, M = plan.sizes
-    parts = projected.view(2, B, L, -1)
-    return parts[..., :R], parts[..., R + M :], parts[..., R : R + M]
+    B, L, R, M = plan.sizes
+    parts = projected.view(2, B, L, R + 2 * M)
+    return parts.narrow(3, 0, R), parts.narrow(3, R + M, M), parts.narrow(3, R, M)
 
 
 def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -267,11 +267,11 @@ def is_eager(xz: Tensor, params: MixerParams) -> bool:
         and torch._C._get_tracing_state() is None
         and not in_forward_mode()
         and xz.device.type in ("cpu", "cuda")
-        and all(type(p) in _PLAIN for p in params)
+        and _PLAIN.issuperset(map(type, params))
     )
 
 
-_PLAIN = (torch.nn.Parameter, Tensor, type(None))
+_PLAIN = {torch.nn.Parameter, Tensor, type(None)}
 
 
 def run(
@@ -288,9 +288,10 @@ def run(
 
 
 def _run(plan: MixerPlan, xz: Tensor, params: MixerParams, save: bool) -> Tensor:
-    wanted = xz.requires_grad or any(p is not None and p.requires_grad for p in params)
-    if wanted and torch.is_grad_enabled():
-        return _Mixer.apply(plan, save, xz, *params)
+    if torch.is_grad_enabled():
+        for tensor in (xz, *params):
+            if tensor is not None and tensor.requires_grad:
+                return _Mixer.apply(plan, save, xz, *params)
     return forward(plan, xz, params, False)[0]
 
 

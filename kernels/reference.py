@@ -204,7 +204,7 @@ def full_steps(
     if dt_weight is None:
         return low
     dt = bmm(low.flatten(1, 2), dt_weight.to(low.dtype).mT)
-    return dt.unflatten(1, low.shape[1:3])
+    return dt.reshape(*low.shape[:3], dt.shape[2])
 
 
 def causal_conv1d_bidirectional(

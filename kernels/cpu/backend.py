@@ -248,7 +248,15 @@ def _sum(partial: Tensor, axis: int) -> Tensor:
 def _in_dtypes_of(
     inputs: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    return tuple(None if t is None else g.to(t.dtype) for t, g in zip(inputs, grads, strict=True))
+    return tuple(
+        g if t is None or g.dtype == t.dtype else g.to(t.dtype)
+        for t, g in zip(inputs, grads, strict=True)
+    )
+
+
+def _cut(tensor: Tensor, channels: int) -> Tensor:
+    """Return the channels that are no padding."""
+    return tensor if tensor.shape[-1] == channels else tensor[..., :channels]
 
 
 # ----------------------------------------------------------------------------------------- scans
@@ -368,17 +376,18 @@ class ScanPlan:
             self.zeros if N == 2 else self._states(grad_final),
             *(dx, ddt, dA, dqk, sums[0], sums[1], dstate, gate),
         )  # fmt: skip
-        dqk, (dskip, dbias) = _sum(dqk.view(self.groups, N, B, L, self.columns), 0), _sum(sums, 2)
+        dqk = _sum(dqk.view(self.groups, N, B, L, self.columns), 0)
+        dskip, dbias = _cut(_sum(sums, 2), D).unbind()
         grads = ScanArgs(
-            x=dx[..., :D],
-            dt=ddt[..., :D],
-            A=None if dA is None else _sum(dA, 1)[..., :D].mT,
-            q=dqk[..., :M],
-            k=dqk[..., M : 2 * M],
-            D=dskip[..., :D],
-            bias=dbias[..., :D],
-            z=None if gate is None else gate[..., :D],
-            initial_state=None if dstate is None else dstate[..., :D].mT,
+            x=_cut(dx, D),
+            dt=_cut(ddt, D),
+            A=None if dA is None else _cut(_sum(dA, 1), D).mT,
+            q=dqk.narrow(3, 0, M),
+            k=dqk.narrow(3, M, M),
+            D=None if args.D is None else dskip,
+            bias=None if args.bias is None else dbias,
+            z=None if gate is None else _cut(gate, D),
+            initial_state=None if args.initial_state is None else _cut(dstate, D).mT,
         )
         if dz is not None and gate is not dz:
             grads = grads._replace(z=dz.copy_(grads.z))
@@ -414,6 +423,7 @@ class ConvPlan:
         # The gradient for x is written where it is to be, if the loops can.
         dx = key.dx or (L * D, D, 1)
         self.dx = _Form((1, B, L, D), (0, *dx), key.dtype, self.stored, P)
+        sums = _view(2, B, K + 1, P)  # the last one that of the bias
         blocks, values = P // loops.WIDTH, B * L * P
         scalars = (blocks, L, K, positions)
         scratch = loops.conv_rows(L, K, positions) * loops.WIDTH
@@ -423,7 +433,7 @@ class ConvPlan:
         )  # fmt: skip
         self._backward = _Loop(
             loops.conv_blocks_backward, self.stored, B * blocks, 6 * K * values, 3 * scratch,
-            scalars, (*inputs, self.dx.view, _view(2, B, K, P), _view(2, B, 1, P), order),
+            scalars, (*inputs, self.dx.view, sums, sums, order),
         )  # fmt: skip
 
     def _inputs(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -453,14 +463,14 @@ class ConvPlan:
         grad, given = _rows(grad, self.stored, P), dx
         if dx is None or self.dx.copies:
             dx = workspace.empty((B, L, P), self.stored)
-        dweight, dbias = (torch.zeros((2, B, n, P), dtype=self.dtype, device="cpu") for n in (K, 1))
-        self._backward(*self._inputs(x, weight, bias), grad, dx, dweight, dbias, _positions(order))
+        sums = torch.zeros((2, B, K + 1, P), dtype=self.dtype, device="cpu")
+        of_bias = sums.select(2, K)
+        self._backward(*self._inputs(x, weight, bias), grad, dx, sums, of_bias, _positions(order))
         if given is not None and dx is not given:
             dx = given.copy_(dx[..., :D])
-        return _in_dtypes_of(
-            (x, weight, bias),
-            (dx[..., :D], _sum(dweight, 1)[..., :D].mT, _sum(dbias, 1)[:, 0, :D]),
-        )
+        sums = _cut(_sum(sums, 1), D)
+        grads = (_cut(dx, D), sums.narrow(1, 0, K).mT, sums.select(1, K))
+        return _in_dtypes_of((x, weight, bias), grads)
 
 
 def _positions(order: Tensor | None) -> Tensor | None:
