@@ -119,35 +119,7 @@ def check_scan(args: ScanArgs, recurrence: str) -> None:
         _check(initial_state, "initial_state", f"{lead}B, D, M", shape, (compute_dtype(x),), x)
 
 
-def _check_order(order: Tensor | None, like: Tensor, batch: int) -> None:
-    if order is None:
-        return
-    if order.ndim != 2 or order.shape[0] not in (1, batch):
-        raise ValueError(
-            f"order must have shape (B, P) or (1, P) with B = {batch}, got {tuple(order.shape)}"
-        )
-    _check(order, "order", "B, P", tuple(order.shape), (torch.int32,), like)
-
-
-def check_positions(order: Tensor | None, tokens: int) -> None:
-    """Check that every token has one position, which kernels that address by it rely on.
-
-    Reads the values, so that a GPU is waited for.
-    """
-    if order is None:
-        return
-    named = torch.where(order < 0, -2 - order, order)[order != -1]
-    complete = named.numel() == len(order) * tokens
-    if complete:
-        every = torch.arange(tokens, dtype=order.dtype, device=order.device)
-        complete = torch.equal(named.view(-1, tokens).sort(1).values, every.expand(len(order), -1))
-    if not complete:
-        raise ValueError(
-            f"order must name each of {tokens} tokens once in every row, as t or -2 - t, got {order}"
-        )
-
-
-def check_conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> None:
+def check_conv(x: Tensor, weight: Tensor, bias: Tensor) -> None:
     """Check the arguments of ``causal_conv1d_bidirectional``."""
     _check_activation(x, "x", "B, L, D")
     if x.shape[1] < 1:
@@ -155,7 +127,6 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = N
     dtypes = _parameter_dtypes(x)
     _check_taps(weight, "weight", x.shape[2], dtypes, x)
     _check(bias, "bias", "2, D", (2, x.shape[2]), dtypes, x)
-    _check_order(order, x, x.shape[0])
 
 
 def check_mixer(
@@ -169,7 +140,6 @@ def check_mixer(
     D: Tensor,
     recurrence: str,
     grid: Sequence[int] | None = None,
-    valid: Tensor | None = None,
 ) -> None:
     """Check the arguments of ``vil::mixer``."""
     check_recurrence(recurrence, A)
@@ -196,14 +166,11 @@ def check_mixer(
     if A is not None:
         _check(A, "A", "2, E, M", (2, inner, states), dtypes, xz)
     _check(D, "D", "2, E", (2, inner), dtypes, xz)
-    _check_grid(xz, grid, valid)
+    if grid is not None:
+        _check_grid(xz, grid)
 
 
-def _check_grid(xz: Tensor, grid: Sequence[int] | None, valid: Tensor | None) -> None:
-    if grid is None:
-        if valid is not None:
-            raise ValueError("valid must be None where grid is None")
-        return
+def _check_grid(xz: Tensor, grid: Sequence[int]) -> None:
     # Not min(), which would bind a compiled program to which of the numbers is least.
     optional = len(Grid._field_defaults)
     counts = 0 <= len(Grid._fields) - len(grid) <= optional and all(n >= 1 for n in grid[:8])
@@ -212,5 +179,3 @@ def _check_grid(xz: Tensor, grid: Sequence[int] | None, valid: Tensor | None) ->
     own = Grid(*grid)
     if own.length != xz.shape[1]:
         raise ValueError(f"grid has {own.length} tokens, and xz {xz.shape[1]}")
-    if valid is not None:
-        _check(valid, "valid", "B, H W", (xz.shape[0], own.H * own.W), (torch.bool,), xz)

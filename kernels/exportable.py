@@ -20,7 +20,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import grid_conv, reference
-from vil.kernels.grid import Layout, layout_of, without_missing
+from vil.kernels.grid import Layout, layout_of
 from vil.kernels.step_area import Steps
 
 CHUNK = 4  # of 2, 4, 8 and 16 the fastest in ONNX Runtime, and sums of products stay small
@@ -37,7 +37,6 @@ def mixer(
     D: Tensor,
     recurrence: str,
     grid: Sequence[int] | None = None,
-    valid: Tensor | None = None,
 ) -> Tensor:
     """Return the first output of ``vil::mixer``, given its arguments, without a gradient.
 
@@ -45,7 +44,7 @@ def mixer(
         ValueError: The program is to take images of any size, and the grid is another than the trained one.
     """
     dtype, compute = xz.dtype, torch.float64 if xz.dtype == torch.float64 else torch.float32
-    layout = _layout(grid, conv_weight.shape[2], xz.device, valid)
+    layout = _layout(grid, conv_weight.shape[2], xz.device)
     steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
     tensors = (xz, conv_weight, conv_bias, steps.x_proj_weight, dt_weight, dt_bias, D)
     tensors = (tensor.detach().to(compute) for tensor in tensors)
@@ -67,9 +66,7 @@ def mixer(
     return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
 
-def _layout(
-    grid: Sequence[int] | None, taps: int, device: torch.device, valid: Tensor | None
-) -> Layout:
+def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layout:
     """Return ``layout_of``, which asks for numbers: a size of any value would be taken for the example's."""
     layout = Layout()
     if grid is None or not any(isinstance(size, torch.SymInt) for size in grid):
@@ -80,7 +77,7 @@ def _layout(
             f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
             "size, or create the model with grid_aware=False"
         )
-    return layout if valid is None else without_missing(layout, valid, grid[8])
+    return layout
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout) -> Tensor:

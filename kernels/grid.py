@@ -1,4 +1,4 @@
-"""Tokens on another grid than the trained one, or with some missing: how they are convolved and how far they step.
+"""Tokens on another grid than the trained one: how they are convolved and how far they step.
 
 The taps of the convolution have learnt what lies one, two and three patches before a token, and the step
 size how much a patch writes. On a finer grid, of larger images or a smaller stride, both must be measured
@@ -13,9 +13,7 @@ in patches of the trained grid. With r the tokens of the grid for each of the tr
                 grid that stand before and after it there, interpolated alike by row and by column.
     step        Divided by the number of tokens for each of the trained grid (``step_area.py``).
 
-At the trained grid there is nothing to do. Patches that are missing stand behind the others in the
-sequence and take no part in the convolution: they have no key, no query and no value, and nobody comes
-after them.
+At the trained grid there is nothing to do.
 
 Letters: B batch, H W the grid, n = H W patches, K taps, T taps once resampled, P positions in the order,
 U tokens that the class token reads.
@@ -27,7 +25,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -35,13 +32,13 @@ class Layout(NamedTuple):
     """What ``grid_conv.py`` and ``step_area.py`` need to know of a grid."""
 
     order: Tensor | None = None
-    """Of the tokens, int32 (B, P) or (1, P), as of ``reference.causal_conv1d_bidirectional``."""
+    """Of the patches, int32 (P,), as of ``reference.causal_conv1d_bidirectional``."""
     taps: Tensor | None = None
     """Shares of the K taps in the T that the convolution has, float32 (K, T)."""
     class_reads: Tensor | None = None
-    """Tokens that the class token reads, first itself, int64 (B, U) or (1, U); U = 0 if there is none."""
+    """Tokens that the class token reads, first itself, int64 (U,); U = 0 if there is none."""
     class_shares: Tensor | None = None
-    """Their shares in its taps, float32 (B, 2, K, U) or (1, 2, K, U)."""
+    """Their shares in its taps, float32 (1, 2, K, U)."""
     area: float = 1.0
     """Tokens for each of the trained grid."""
 
@@ -107,7 +104,7 @@ def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> La
     return Layout(
         _by_phases(grid, phases, len(resampling[0]) - 1, device),
         torch.tensor(resampling, device=device),
-        torch.tensor([reads], dtype=torch.int64, device=device),
+        torch.tensor(reads, dtype=torch.int64, device=device),
         torch.tensor([shares], device=device),
         area,
     )
@@ -153,27 +150,20 @@ def _merged(shares: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _by_phases(grid: Grid, phases: tuple[int, int], gap: int, device: torch.device) -> Tensor:
-    """Return the order (1, P) of tokens, those of a phase behind one another, ``gap`` apart from others."""
+    """Return the order (P,) of patches, those of a phase behind one another, ``gap`` apart from others."""
     H, W, class_token = grid.H, grid.W, grid.class_token
     number = torch.arange(H * W, device=device)
     phase = number // W % phases[0] * phases[1] + number % W % phases[1]
     patch = torch.argsort(phase * (H * W) + number)
-    positions = H * W + (phases[0] * phases[1] - 1) * gap + class_token
+    positions = H * W + (phases[0] * phases[1] - 1) * gap
     order = torch.full((positions,), -1, dtype=torch.int32, device=device)
     order[number + phase[patch] * gap] = _token(patch, H * W, class_token).to(torch.int32)
-    if class_token:
-        order[positions - 1] = -2 - H * W // 2
-    return order[None]
+    return order
 
 
 def _token(patch: Tensor, patches: int, class_token: int) -> Tensor:
     """Return which tokens of a whole grid patches are, by their numbers by rows."""
     return patch + (patch >= patches // 2).to(patch.dtype) * class_token
-
-
-def _patch(token: Tensor, patches: int, class_token: int) -> Tensor:
-    """Return which patches tokens of a whole grid are."""
-    return token - (token > patches // 2).to(token.dtype) * class_token
 
 
 def _around(center: float, size: int) -> list[tuple[int, float]]:
@@ -208,53 +198,3 @@ def _class_token_reads(grid: Grid, taps: int) -> tuple[list[int], list[list[list
     for direction, tap, place, share in reads:
         shares[direction][tap][place] += share
     return tokens, shares
-
-
-def places(valid: Tensor, class_token: int) -> tuple[Tensor, Tensor]:
-    """Return where the tokens of a grid with missing patches stand in the sequence.
-
-    Args:
-        valid: Patches that are not missing, bool (B, n).
-        class_token: 1 if one is to stand in the middle of these, else 0.
-
-    Returns:
-        The place of each patch, int64 (B, n), the missing ones last; and of the class token, (B, 1).
-    """
-    count = valid.sum(1, keepdim=True)
-    number = torch.where(valid, valid.cumsum(1) - 1, count + (~valid).cumsum(1) - 1)
-    middle = count // 2
-    return number + (number >= middle).to(torch.int64) * class_token, middle
-
-
-def without_missing(layout: Layout, valid: Tensor, class_token: int) -> Layout:
-    """Return the layout of a grid of which some patches are missing.
-
-    Args:
-        layout: Of the whole grid.
-        valid: Patches that are not missing, bool (B, n); the sequence is as of ``places``.
-        class_token: 1 if there is one, else 0.
-    """
-    (B, n), device = valid.shape, valid.device
-    place, middle = places(valid, class_token)
-    if layout.order is None:
-        tokens = torch.arange(n + class_token, device=device)
-        present = tokens < valid.sum(1, keepdim=True) + class_token
-        return layout._replace(order=torch.where(present, tokens, -2 - tokens).to(torch.int32))
-    order = layout.order.repeat(B, 1)
-    filled = (layout.order[0] >= 0).nonzero().flatten()
-    patch = _patch(layout.order[0, filled].to(torch.int64), n, class_token)
-    # In each phase the valid patches move up to where the missing ones were.
-    phase = F.pad((filled.diff() > 1).cumsum(0), (1, 0))
-    rank = phase * (2 * n) + (~valid[:, patch]).to(torch.int64) * n + torch.arange(n, device=device)
-    entries = torch.where(valid, place, -2 - place).gather(1, patch[rank.argsort(1)])
-    order[:, filled] = entries.to(torch.int32)
-    if not class_token:
-        return layout._replace(order=order)
-    order[:, -1:] = (-2 - middle).to(torch.int32)
-    read = _patch(layout.class_reads[0, 1:], n, class_token)
-    present = F.pad(valid[:, read], (1, 0), value=True)
-    return layout._replace(
-        order=order,
-        class_reads=torch.cat([middle, place[:, read]], 1),
-        class_shares=layout.class_shares * present[:, None, None],
-    )

@@ -2,7 +2,7 @@
 
 Two things are left to do besides an order of the tokens (``reference.causal_conv1d_bidirectional``).
 Where the distance of the taps is no integer, each is shared out between two: the backend gets ``weight @
-taps``. And the class token, which stands where no patch does, meets means of patches: it takes no part in
+taps``. And the class token, which stands where no patch does, meets means of patches: it has no position in
 the order, and is convolved here, K U products of a token each for B tokens of B L.
 
 Letters: B batch, L tokens, D channels, K taps, T taps once resampled, P positions of the order, U tokens
@@ -60,7 +60,7 @@ def forward(
     if reads is None or not reads.numel():
         return out
     _, v = _class_token(x, weight, bias, reads, shares)
-    out[:, torch.arange(x.shape[0], device=x.device), reads[:, 0]] = F.silu(v).to(out.dtype)
+    out[:, :, reads[0]] = F.silu(v).to(out.dtype)
     return out
 
 
@@ -93,12 +93,12 @@ def backward(
     if reads is None or not reads.numel():
         return dx, dweight, dbias
     read, v = _class_token(x, weight, bias, reads, shares)
-    batch = torch.arange(x.shape[0], device=x.device)[:, None]
     s = torch.sigmoid(v)
-    dv = grad[:, batch[:, 0], reads[:, 0]].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
+    dv = grad[:, :, reads[0]].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
     dread = dv[:, :, None] * weight.to(v.dtype).mT[:, None]  # (2, B, K, D)
     dtokens = shares.to(v.dtype).flatten(1, 2).mT @ dread.transpose(0, 1).flatten(1, 2)
-    dx[batch, reads] = (dx[batch, reads].to(v.dtype) + dtokens).to(dx.dtype)
+    dx[:, reads[:1]] = 0
+    dx[:, reads] = (dx[:, reads].to(v.dtype) + dtokens).to(dx.dtype)
     dweight = dweight + (dv[:, :, None] * read).sum(1).mT.to(dweight.dtype)
     return dx, dweight, dbias + dv.sum(1).to(dbias.dtype)
 
@@ -115,7 +115,7 @@ def _class_token(
 ) -> tuple[Tensor, Tensor]:
     """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    tokens = x[torch.arange(x.shape[0], device=x.device)[:, None], reads].to(dtype)  # (B, U, D)
+    tokens = x[:, reads].to(dtype)  # (B, U, D)
     read = (shares.to(dtype).flatten(1, 2) @ tokens).unflatten(1, (2, -1)).transpose(0, 1)
     v = (read * weight.to(dtype).mT[:, None]).sum(2) + bias.to(dtype)[:, None]
     return read, v

@@ -19,7 +19,7 @@ from vil.kernels import grid_conv, workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
-from vil.kernels.grid import Layout, layout_of, without_missing
+from vil.kernels.grid import Layout, layout_of
 from vil.kernels.plan import ConvKey, ScanKey, plans
 from vil.kernels.reference import full_steps
 from vil.kernels.step_area import Steps
@@ -77,11 +77,10 @@ class MixerPlan:
         M = (columns - R) // 2
         self.key, self.layout, self.sizes = key, layout, (B, L, R, M)
         taps = key.params[0][0][2] if layout.taps is None else layout.taps.shape[1]
-        order = layout.order
-        positions, shared = (None, True) if order is None else (order.shape[1], len(order) == 1)
+        positions = None if layout.order is None else len(layout.order)
         self.writes_halves = key.backend.writes_halves
         one = (L * width, width, 1) if self.writes_halves else None
-        of_x = (taps, positions, shared, key.aligned, key.dtype, key.device)
+        of_x = (taps, positions, key.aligned, key.dtype, key.device)
         self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
         projected = (B * L * columns, L * columns, columns, 1)
         x, full = self.conv.out_strides, (B * L * E, L * E, E, 1)
@@ -126,7 +125,6 @@ def mixer_plan(
     params: MixerParams,
     recurrence: str,
     grid: Sequence[int] | None = None,
-    valid: Tensor | None = None,
     backend: ModuleType | None = None,
 ) -> MixerPlan:
     """Return the plan for arguments, which are checked where there is none yet.
@@ -136,24 +134,22 @@ def mixer_plan(
         params: The parameters.
         recurrence: One of ``RECURRENCES``.
         grid: The numbers of ``kernels.grid.Grid``, None for tokens behind one another.
-        valid: Patches that are not missing, bool (B, H W); None if none are.
         backend: What serves it; if None, what is chosen for the device.
     """
-    aligned, cached = True, False
+    chosen, aligned = backend, True
     if backend is None:
-        backend, cached = backend_for(xz.device, xz.dtype), valid is None
+        chosen = backend_for(xz.device, xz.dtype)
         aligned = xz.data_ptr() % (2 * xz.element_size()) == 0
     key = MixerKey(
-        backend, recurrence, tuple(xz.shape), xz.stride(), aligned, xz.dtype, xz.device,
+        chosen, recurrence, tuple(xz.shape), xz.stride(), aligned, xz.dtype, xz.device,
         tuple(None if p is None else (p.shape, p.dtype, p.device) for p in params),
         None if grid is None else tuple(grid),
     )  # fmt: skip
-    if cached:
+    if backend is None:
         return _plan_of(key)
-    check_mixer(xz, *params, recurrence, grid, valid)
+    check_mixer(xz, *params, recurrence, grid)
     # Not from a cache: a transform of functions would leave its own tensors in it.
-    layout = layout_of(grid, params.conv_weight.shape[2], xz.device)
-    return MixerPlan(key, layout if valid is None else without_missing(layout, valid, grid[8]))
+    return MixerPlan(key, layout_of(grid, params.conv_weight.shape[2], xz.device))
 
 
 # ------------------------------------------------------------------------------- both directions of time
@@ -315,7 +311,7 @@ class _Mixer(torch.autograd.Function):
             nothing = grad.new_empty(0)
             saved = (nothing if t is None else t for t in (projected, y_sum, states))
             grads = torch.ops.vil.mixer_backward(
-                grad, *inputs, *saved, ctx.plan.key.recurrence, ctx.plan.key.grid, None
+                grad, *inputs, *saved, ctx.plan.key.recurrence, ctx.plan.key.grid
             )
             grads = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
         else:

@@ -18,7 +18,6 @@ from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
     check_conv,
     check_mixer,
-    check_positions,
     check_scan,
     refuse_onnx,
     refuse_tangents,
@@ -213,39 +212,37 @@ _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 
 
 @_operator("causal_conv1d_bidirectional")
-def _conv(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
-    check_conv(x, weight, bias, order)
-    check_positions(order, x.shape[1])
-    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, order))
-    return plan.forward(x, weight, bias, order).contiguous()
+def _conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    check_conv(x, weight, bias)
+    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
+    return plan.forward(x, weight, bias, None).contiguous()
 
 
 @_conv.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
-    check_conv(x, weight, bias, order)
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    check_conv(x, weight, bias)
     return x.new_empty((2, *x.shape))
 
 
 @_operator("causal_conv1d_bidirectional_backward")
 def _conv_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, order))
-    return _to_operator(plan.backward(grad, x, weight, bias, order), x)
+    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
+    return _to_operator(plan.backward(grad, x, weight, bias, None), x)
 
 
 @_conv_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(x), _empty(weight), _empty(bias)
 
 
-def _conv_setup(ctx, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+def _conv_setup(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.vil.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors)
-    return (*grads, None)
+def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.vil.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors)
 
 
 _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
@@ -266,10 +263,9 @@ def _mixer(
     recurrence: str,
     save: bool,
     grid: Sequence[int] | None = None,
-    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    plan = mixer_plan(xz, params, recurrence, grid, valid)
+    plan = mixer_plan(xz, params, recurrence, grid)
     x, k = _scanned(xz, x_proj_weight, dt_weight)
     keep = save and _are_kept(xz.device)
     out, projected, *saved = mixer.forward(plan, xz, params, keep)
@@ -313,10 +309,9 @@ def _mixer_backward(
     states: Tensor,
     recurrence: str,
     grid: Sequence[int] | None,
-    valid: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    plan = mixer_plan(xz, params, recurrence, grid, valid)
+    plan = mixer_plan(xz, params, recurrence, grid)
     kept = _as_kept(y_sum, states) or (None, None)
     saved = (projected, *kept) if projected.numel() else None
     return _to_operator(mixer.backward(plan, grad, xz, params, saved), xz)
@@ -328,17 +323,17 @@ def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
 
 
 def _mixer_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.recurrence, _, ctx.grid, valid = inputs[8:]
-    ctx.save_for_backward(*inputs[:8], *output[1:], valid)
+    ctx.recurrence, _, ctx.grid = inputs[8:]
+    ctx.save_for_backward(*inputs[:8], *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     if grad is None:
-        return (None,) * 12
-    *inputs, valid = ctx.saved_tensors
-    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid, valid)
-    return (*_from_operator(grads, tuple(inputs[:8])), *(None,) * 4)
+        return (None,) * 11
+    inputs = ctx.saved_tensors
+    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid)
+    return (*_from_operator(grads, inputs[:8]), *(None,) * 3)
 
 
 _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)

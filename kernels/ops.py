@@ -157,21 +157,14 @@ def bidirectional_scan(
     return _operator("scan")(*tensors, None, recurrence, False, _has_gradients(tensors))[0]
 
 
-def causal_conv1d_bidirectional(
-    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
-) -> Tensor:
+def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Convolve every channel causally (index 0) and anti-causally (index 1), then SiLU.
-
-    With an ``order`` neighbours are those of P positions, of which each holds a token t >= 0, or nothing
-    (-1), or a token t that takes no part (-2 - t): nobody meets it, and its result is zeros. Every
-    token has one position. Sequences that must not see each other stand K - 1 empty positions apart.
 
     Args:
         x: (B, L, D), float64, float32, bfloat16 or float16, any strides.
         weight: (2, D, K), dtype of x or float32. Tap K - 1 meets the token itself and tap 0 the
             one K - 1 tokens before (index 0) or after (index 1) it.
         bias: (2, D), dtype of x or float32.
-        order: int32 (B, P), or (1, P) for all batch elements; the tokens as they are if None.
 
     Returns:
         (2, B, L, D) in the dtype of x.
@@ -179,8 +172,7 @@ def causal_conv1d_bidirectional(
     Raises:
         ValueError: A shape, dtype or device disagrees.
     """
-    tensors = (x, weight, bias, order)
-    return _operator("causal_conv1d_bidirectional")(*tensors)
+    return _operator("causal_conv1d_bidirectional")(x, weight, bias)
 
 
 def _scan_one_direction(

@@ -49,8 +49,6 @@ class ConvKey(NamedTuple):
     taps: int
     positions: int | None
     """Of an order, None without one."""
-    shared: bool
-    """Whether all batch elements have the same order."""
     aligned: bool
     """Whether x begins at a multiple of two elements."""
     dtype: torch.dtype
@@ -72,10 +70,10 @@ def scan_key(args: ScanArgs, recurrence: str, reverse: bool, key_norm: float) ->
 
 def conv_key(x: Tensor, weight: Tensor, order: Tensor | None) -> ConvKey:
     """Return what a plan for such arguments is made for."""
-    positions, shared = (None, True) if order is None else (order.shape[1], order.shape[0] == 1)
+    positions = None if order is None else len(order)
     aligned = x.data_ptr() % (2 * x.element_size()) == 0
     return ConvKey(
-        tuple(x.shape), x.stride(), weight.shape[2], positions, shared, aligned, x.dtype, x.device
+        tuple(x.shape), x.stride(), weight.shape[2], positions, aligned, x.dtype, x.device
     )  # fmt: skip
 
 

@@ -216,15 +216,15 @@ def causal_conv1d_bidirectional(
     token t and tap 0 meets token t + K - 1 (Vision Mamba's ``conv1d`` and ``conv1d_b``).
 
     With an ``order`` time is its positions, and a token's result is that of where it stands. Of P
-    positions each holds a token t >= 0, or nothing (-1), which is zeros and makes none of the result,
-    or a token t that takes no part (-2 - t): it stands there as zeros, and its result is zeros. Every
-    token has one position. Sequences that must not see each other stand K - 1 empty positions apart.
+    positions each holds a token t >= 0, or nothing (-1), which is zeros. A token has one position, or none:
+    then a backend leaves its result and its gradient as they were, here zeros. Sequences that must not see
+    each other stand K - 1 empty positions apart.
 
     Args:
         x: (B, L, D).
         weight: Taps of the two directions, (2, D, K).
         bias: (2, D).
-        order: int32 (B, P), or (1, P) for all batch elements; the tokens as they are if None.
+        order: int32 (P,); the tokens as they are if None.
 
     Returns:
         (2, B, L, D) in the dtype of x.
@@ -244,15 +244,14 @@ def causal_conv1d_bidirectional(
 
 
 def _convolve_in_order(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
-    order = order.to(torch.int64).expand(x.shape[0], -1)
     nobody = x.shape[1]  # where empty positions read zeros from and write to
+    order = order.to(torch.int64)
     token = torch.where(order < 0, nobody, order)
-    place = token[..., None].expand(-1, -1, x.shape[2])
-    read = F.pad(x, (0, 0, 0, 1)).gather(1, place)
+    read = F.pad(x, (0, 0, 0, 1))[:, token]
     y = causal_conv1d_bidirectional(read, weight, bias)
-    y = torch.where((order >= 0)[..., None], y, 0)
+    y = torch.where((order >= 0)[:, None], y, 0)
     out = y.new_zeros(2, x.shape[0], nobody + 1, x.shape[2])
-    return out.scatter(2, token[None, ..., None].expand_as(y), y)[:, :, :-1]
+    return out.index_copy(2, token, y)[:, :, :-1]
 
 
 def gradients(

@@ -94,7 +94,7 @@ _BACKWARD = {
         scan, 2, 9, lambda y_sum, states, recurrence, reverse: (recurrence, reverse, False)
     ),
     "causal_conv1d_bidirectional_backward": _Backward(
-        causal_conv1d_bidirectional, 1, 3, lambda order: (order,)
+        causal_conv1d_bidirectional, 1, 3, lambda: ()
     ),
     "mixer_backward": _Backward(
         mixer,

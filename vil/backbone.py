@@ -38,8 +38,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.convert import convert_official_vim, is_official_vim
-from vil.kernels.grid import places
-from vil.masks import Box, boxes, pixels, valid_patches, zeros_where_masked
+from vil.masks import boxes, pixels, valid_patches, zeros_where_masked
 from vil.mixer import BidirectionalMixer, Recurrence
 from vil.near_sizes import to_own_grid
 from vil.patch_embed import OverlapPatchEmbed
@@ -88,22 +87,20 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.recompute_above = recompute_above
 
-    def forward(
-        self, x: Tensor, grid: list[int] | None = None, valid: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, grid: list[int] | None = None) -> Tensor:
         """Return tokens (B, L, C) plus what the mixer makes of them; arguments as of the mixer."""
         if not torch.jit.is_scripting() and self.training and self._is_recomputed(x):
-            return x + self.drop_path(self._recomputed(x, grid, valid))
-        return x + self.drop_path(self.mixer(self.norm(x), grid, valid))
+            return x + self.drop_path(self._recomputed(x, grid))
+        return x + self.drop_path(self.mixer(self.norm(x), grid))
 
     @torch.jit.unused
     def _is_recomputed(self, x: Tensor) -> bool:
         return is_recomputed(x, self.recompute_above)
 
     @torch.jit.unused
-    def _recomputed(self, x: Tensor, grid: list[int] | None, valid: Tensor | None) -> Tensor:
+    def _recomputed(self, x: Tensor, grid: list[int] | None) -> Tensor:
         def mixed(x: Tensor) -> Tensor:
-            return self.mixer(self.norm(x), grid, valid, save=False)
+            return self.mixer(self.norm(x), grid, save=False)
 
         return recomputed(mixed, x)
 
@@ -644,40 +641,13 @@ class VisionLonghorn(nn.Module):
                     f"{self.patch_embed.grid_size} only"
                 )
             images = pixels(box, x, W, patch_size, stride)
-            if box.valid.all():
-                taken, tokens = self._intermediate_tokens(images, take_indices, num_blocks)
-            else:
-                taken, tokens = self._tokens_around_holes(images, box, take_indices, num_blocks)
+            taken, tokens = self._intermediate_tokens(images, take_indices, num_blocks)
             where = torch.cat([box.patches.new_zeros(len(images), prefix), box.patches + prefix], 1)
             for i, out in enumerate((*taken, tokens)):
                 if i == len(results):
                     results.append(out.new_zeros(len(x), prefix + H * W, self.embed_dim))
                 results[i] = results[i].index_put((box.images[:, None], where), out)
         return results, torch.cat([valid.new_ones(len(x), prefix), valid.flatten(1)], 1)
-
-    @torch.jit.ignore
-    def _tokens_around_holes(
-        self, images: Tensor, box: Box, take_indices: list[int], num_blocks: int
-    ) -> tuple[list[Tensor], Tensor]:
-        """Return what ``_intermediate_tokens`` does, of images that lack patches; zeros for these.
-
-        Such images are not resized, which would mix what is missing into its neighbours.
-        """
-        tokens, grid = self._sequence(self.patch_embed(images).flatten(1, 2), list(box.size))
-        prefix = self.num_prefix_tokens
-        place, middle = places(box.valid, prefix)
-        place = torch.cat([middle, place], 1) if prefix else place
-        tokens = self._class_token_first(tokens)
-        tokens = tokens.scatter(1, place[..., None].expand_as(tokens), tokens)
-        present = torch.cat([box.valid.new_ones(len(place), prefix), box.valid], 1)[..., None]
-        taken = []
-        for i, block in enumerate(self.blocks[:num_blocks]):
-            call = partial(checkpoint, block) if self.grad_checkpointing else block
-            tokens = call(tokens, grid, box.valid)
-            taken += [tokens] if i in take_indices else []
-        found = [t.take_along_dim(place[..., None], 1) for t in (*taken, tokens)]
-        *taken, tokens = (torch.where(present, t, 0) for t in found)
-        return taken, tokens
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the normalised tokens (B, L, C) of images, class token first.
@@ -790,7 +760,7 @@ class VisionLonghorn(nn.Module):
                 that are scripted, traced or exported.
 
         Raises:
-            ValueError: The mask has another shape, or leaves an image without a patch.
+            ValueError: The mask has another shape, or leaves an image no box of patches.
         """
         if isinstance(mask, Tensor):
             if torch.jit.is_scripting():

@@ -1,10 +1,9 @@
 """Images of several sizes in one batch, padded: which patches are theirs.
 
-Empty patches around an image would be read, written and met by the taps. Here each image is what lies in
-the smallest box around its own patches, and images with boxes of one size go through the model together,
-without the rest: the result of an image does not depend on what it was padded to. Of patches that are missing
-inside a box the kernels take care (``kernels/grid.py``). Images enter with zeros where they are masked: even
-where the kernels multiply by zero what is missing, NaN would remain NaN.
+Empty patches around an image would be read, written and met by the taps. Here each image is a box of its own
+patches, and images with boxes of one size go through the model together, without the rest: the result of an
+image does not depend on what it was padded to. Images enter with zeros where they are masked: a patch may have
+pixels that are not its image's, and zero times NaN is NaN.
 
 Letters: B images, H W grid of patches as padded, b images with boxes of h w patches, n = h w.
 """
@@ -99,34 +98,39 @@ class Box(NamedTuple):
     """Their numbers in the batch, int64 (b,)."""
     patches: Tensor
     """Numbers of the patches in the box, by rows, among H W, int64 (b, n)."""
-    valid: Tensor
-    """Which of them belong to the image, bool (b, n)."""
     size: tuple[int, int]
     """Rows and columns (h, w)."""
 
 
 def boxes(valid: Tensor) -> Iterator[Box]:
-    """Group images by the size of their boxes, those that lack patches inside apart.
+    """Group images by the size of the boxes of their patches.
 
     Args:
         valid: Which patches belong to their images, bool (B, H, W).
 
     Yields:
         A box for each group.
+
+    Raises:
+        ValueError: The patches of an image are no box.
     """
     W = valid.shape[2]
     rows, columns = valid.any(2), valid.any(1)
     corners = [_first_and_last(side) for side in (rows, columns)]
     sizes = torch.stack([last - first + 1 for first, last in corners], 1)
-    missing = sizes.prod(1, keepdim=True) > valid.flatten(1).sum(1, keepdim=True)
-    kinds = torch.cat([sizes, missing.to(sizes.dtype)], 1)
-    for kind in kinds.unique(dim=0):
-        (h, w, _), images = kind.tolist(), (kinds == kind).all(1).nonzero().flatten()
+    holes = sizes.prod(1) > valid.flatten(1).sum(1)
+    if holes.any():
+        raise ValueError(
+            "mask must leave each image a box of patches, images "
+            f"{holes.nonzero().flatten().tolist()} lack patches inside theirs"
+        )
+    for size in sizes.unique(dim=0):
+        (h, w), images = size.tolist(), (sizes == size).all(1).nonzero().flatten()
         top, left = (first[images] for first, _ in corners)
         row = top[:, None] + torch.arange(h, device=valid.device)
         column = left[:, None] + torch.arange(w, device=valid.device)
         patches = (row[:, :, None] * W + column[:, None, :]).flatten(1)
-        yield Box(images, patches, valid[images].flatten(1).gather(1, patches), (h, w))
+        yield Box(images, patches, (h, w))
 
 
 def pixels(

@@ -139,7 +139,6 @@ class BidirectionalMixer(nn.Module):
         self,
         x: Tensor,
         grid: list[int] | None = None,
-        valid: Tensor | None = None,
         save: bool = True,
     ) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C).
@@ -147,7 +146,6 @@ class BidirectionalMixer(nn.Module):
         Args:
             x: Tokens.
             grid: Where they stand, the numbers of ``kernels.grid.Grid``; behind one another if None.
-            valid: Patches of the grid that are not missing, bool (B, H W); None if none are.
             save: While training, keep what spares the backward pass a scan.
         """
         xz = self.in_proj(x)  # (B, L, 2E)
@@ -155,9 +153,9 @@ class BidirectionalMixer(nn.Module):
         if not torch.jit.is_scripting() and (
             in_forward_mode() or (self.exportable and is_exporting() and not self.training)
         ):
-            return self.out_proj(self._plain(xz, A, grid, valid))
+            return self.out_proj(self._plain(xz, A, grid))
         save = save and self.training  # evaluation's backward pass computes it again, too
-        if not torch.jit.is_scripting() and valid is None:
+        if not torch.jit.is_scripting():
             params = self._params(A)
             if mixer.is_eager(xz, params):
                 return self.out_proj(mixer.run(xz, params, self.recurrence, save, grid))
@@ -173,7 +171,6 @@ class BidirectionalMixer(nn.Module):
             self.recurrence,
             save,
             grid,
-            valid,
         )[0]
         return self.out_proj(y)
 
@@ -190,14 +187,12 @@ class BidirectionalMixer(nn.Module):
         )
 
     @torch.jit.unused
-    def _plain(
-        self, xz: Tensor, A: Tensor | None, grid: list[int] | None, valid: Tensor | None
-    ) -> Tensor:
+    def _plain(self, xz: Tensor, A: Tensor | None, grid: list[int] | None) -> Tensor:
         """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
         arguments = (
             *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
             *(self.dt_bias, A, self.D, self.recurrence),
         )
         if in_forward_mode():
-            return transforms.mixer(*arguments, False, grid, valid)[0]
-        return exportable.mixer(*arguments, grid, valid)
+            return transforms.mixer(*arguments, False, grid)[0]
+        return exportable.mixer(*arguments, grid)

@@ -2,7 +2,7 @@
 
 They are gone before the blocks, which is what makes it fast. The others keep their order and their
 positions, the class token stands in the middle of them, and the taps of the convolution meet whoever is
-next, as they do where a mask leaves patches out (``masks.py``). At another grid than the trained one they
+next. At another grid than the trained one they
 would have to be found by their rows and columns, which the kernels do for whole grids alone
 (``kernels/grid.py``): there it is refused.
 

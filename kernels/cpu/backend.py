@@ -416,7 +416,7 @@ class ConvPlan:
         self.dtype = _compute_dtype(self.stored)
         self.x = _Form((1, B, L, D), (0, *key.strides), key.dtype, self.stored, P)
         positions = key.positions or 0
-        order = _view(1, 1 if key.shared else B, 1, positions)
+        order = _view(1, 1, 1, positions)
         inputs = (self.x.view, _view(2, 1, K, P), _view(2, 1, 1, P), _view(2, B, L, P))
         width = P if self.stored == key.dtype else D
         self.out_strides = (B * L * width, L * width, width, 1)
@@ -474,7 +474,7 @@ class ConvPlan:
 
 
 def _positions(order: Tensor | None) -> Tensor | None:
-    """Return an order (B, P) as the loops take it."""
+    """Return an order (P,) as the loops take it."""
     return None if order is None else order.to(torch.int64).contiguous()
 
 

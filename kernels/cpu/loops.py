@@ -894,7 +894,7 @@ def gate_gradients(directions, L, grad, z, g):
 #
 # An order puts tokens at positions; without one token t is at position t. Rows are copied to scratch
 # memory in the order of positions, with K rows of zeros before and behind them and zeros where no token
-# takes part, so that no tap has to ask what it meets. Rows and taps are taken two at a time: loads, not
+# is, so that no tap has to ask what it meets. Rows and taps are taken two at a time: loads, not
 # products, are what takes time, and two share theirs.
 
 
@@ -914,14 +914,14 @@ def positions_after(start, n, K, P):
 
 
 @njit
-def tokens_of(view, like, b):
-    """Return the token at each position of batch element b."""
-    return integers(pointer(view[0] + 8 * b * view[2], like))
+def tokens_of(view, like):
+    """Return the token at each position."""
+    return integers(pointer(view[0], like))
 
 
 @njit(forceinline=True)
 def token_at(tokens, n, P):
-    """Return the token at a position: -1 for none, -2 - t for the token t that takes no part."""
+    """Return the token at a position, -1 for none."""
     if n >= P:
         return -1
     return n if tokens is None else tokens[n]
@@ -929,19 +929,17 @@ def token_at(tokens, n, P):
 
 @njit(forceinline=True)
 def load_token(tokens, n, P, rows):
-    """Return the row of the token at a position, zeros where none takes part."""
+    """Return the row of the token at a position, zeros for none."""
     t = token_at(tokens, n, P)
     return load(at(rows, t)) if t >= 0 else zeros(rows[0])
 
 
 @njit(forceinline=True)
 def store_token(tokens, n, P, rows, value):
-    """Write a row to the token at a position, zeros where that takes no part."""
+    """Write a row to the token at a position, if there is one."""
     t = token_at(tokens, n, P)
     if t >= 0:
         store(at(rows, t), value)
-    elif t < -1:
-        store(at(rows, -2 - t), zeros(rows[0]))
 
 
 @njit
@@ -1011,7 +1009,7 @@ def conv_blocks(like):
         if P == 0:
             conv_task(table, like, b, c, x, L, None)
         else:
-            conv_task(table, like, b, c, x, P, tokens_of(view(table, 4), like, b))
+            conv_task(table, like, b, c, x, P, tokens_of(view(table, 4), like))
         task = take(counter)
     restore(before)
 
@@ -1097,7 +1095,7 @@ def conv_blocks_backward(like):
         if P == 0:
             conv_task_backward(table, like, b, c, x, dv_0, dv_1, L, None)
         else:
-            tokens = tokens_of(view(table, 7), like, b)
+            tokens = tokens_of(view(table, 7), like)
             conv_task_backward(table, like, b, c, x, dv_0, dv_1, P, tokens)
         task = take(counter)
     restore(before)

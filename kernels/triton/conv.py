@@ -10,7 +10,7 @@ all 2K taps from registers. With the K - 1 rows on either side, which belong to 
 zeros beyond the ends of the sequence, ``x[r]`` is token first + r - (K - 1) throughout.
 
 Given an order, all this is of positions instead of tokens: their rows are read from and written to where
-the table has their tokens, and nothing is copied. Every token has a position, so all rows are written.
+the table has their tokens, and nothing is copied. Rows of tokens without a position are not written.
 """
 
 import torch
@@ -151,7 +151,7 @@ def _gather_rows(
 ):
     """Return rows START to END as ``_load_rows``, of the tokens that ``order`` has for them.
 
-    ``row_ptr`` points at the channels of token 0. A row without a token that takes part is zeros.
+    ``row_ptr`` points at the channels of token 0. A row without a token is zeros.
     """
     rows = ()
     for bit in tl.static_range(5):
@@ -169,7 +169,7 @@ def _gather_rows(
 
 @triton.jit
 def _scatter_rows(row_ptr, rows, order, START: tl.constexpr, channel, D: tl.constexpr):
-    """Store four rows to the tokens that take part among those of ``order`` from START on."""
+    """Store four rows to the tokens among ``order`` from START on."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
     for i in tl.static_range(4):
@@ -178,21 +178,6 @@ def _scatter_rows(row_ptr, rows, order, START: tl.constexpr, channel, D: tl.cons
     mask = (token >= 0)[:, None] & (channel < D)[None, :]
     rows = row_ptr[None, :] + (token.to(tl.int64) * D)[:, None]
     tl.store(rows, tile.to(row_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_zeros(ptr, order_ptr, first, positions, channel, D: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Store zeros to the tokens of a tile that take no part; ``ptr`` points at channel 0 of token 0.
-
-    A few wide stores that mostly do nothing cost less than choosing, for each element of the result,
-    between it and zero. Their tile is [BLOCK_D, BLOCK_L]: to one of another's shape and inputs, Triton's
-    compiler gives as many neighbouring channels to a lane, and has 2,100 instructions more.
-    """
-    row = tl.arange(0, BLOCK_L)
-    entry = tl.load(order_ptr + row, mask=row < positions - first, other=-1)
-    rows = ptr + ((-2 - entry).to(tl.int64) * D)[None, :] + channel[:, None]
-    zeros = tl.zeros((channel.shape[0], BLOCK_L), ptr.dtype.element_ty)
-    tl.store(rows, zeros, mask=(entry < -1)[None, :] & (channel < D)[:, None])
 
 
 @triton.jit
@@ -238,7 +223,6 @@ def _forward_kernel(
     B,
     L,
     positions,
-    order_stride_b,
     x_stride_b,
     x_stride_l,
     stride_l,
@@ -251,7 +235,7 @@ def _forward_kernel(
 ):
     """Convolve one tile of (B, L, D) into (2, B, L, D).
 
-    With order (1, positions) or (B, positions), int32, its stride 0 for the former, a tile is of positions.
+    With order (positions,), int32, a tile is of positions.
     Strides are in UNIT elements, all that the compiler is to know of alignment: a lane then has UNIT
     neighbouring channels. ``stride_l`` is that of contiguous tokens.
     """
@@ -270,14 +254,11 @@ def _forward_kernel(
         x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, K - 1, 0, ROWS)
         out_row_0 = out_ptr + UNIT * ((batch * L + first) * stride_l) + channel
     else:
-        order_ptr += batch * order_stride_b + _in_every_lane(first, FAST)
+        order_ptr += _in_every_lane(first, FAST)
         order = _load_order(order_ptr, first, positions, K - 1, ROWS)
         x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
         x = _gather_rows(x_row, UNIT * x_stride_l, order, channel, D, 0, ROWS)
         out_row_0 = out_ptr + UNIT * (batch * L * stride_l) + channel
-        out = out_ptr + batch * L * D
-        _store_zeros(out, order_ptr, first, positions, channel, D, BLOCK_L)
-        _store_zeros(out + direction, order_ptr, first, positions, channel, D, BLOCK_L)
     out_row_1 = out_row_0 + direction
     out_0, out_1 = (), ()
     for row in tl.static_range(BLOCK_L):
@@ -318,7 +299,6 @@ def _backward_kernel(
     B,
     L,
     positions,
-    order_stride_b,
     x_stride_b,
     x_stride_l,
     stride_l,
@@ -365,12 +345,11 @@ def _backward_kernel(
             x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, HALO, 0, 2 * HALO)
             offset = UNIT * ((batch * L + first) * stride_l) + channel
         else:
-            order_row = order_ptr + (batch * order_stride_b + _in_every_lane(first, FAST))
+            order_row = order_ptr + _in_every_lane(first, FAST)
             order = _load_order(order_row, first, positions, HALO, BLOCK_L + 2 * HALO)
             x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
             x = _gather_rows(x_row, UNIT * x_stride_l, order, channel, D, 0, 2 * HALO)
             offset = UNIT * (batch * L * stride_l) + channel
-            _store_zeros(dx_ptr + batch * L * D, order_row, first, positions, channel, D, BLOCK_L)
         grad_row_0, grad_row_1 = grad_ptr + offset, grad_ptr + direction + offset
         grad_0, grad_1 = (), ()
         dv_0 = ()
@@ -458,12 +437,11 @@ def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
     strides = (*key.strides[:2], D)
     unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
     names = ("x_stride_b", "x_stride_l", "stride_l")
-    order_stride = None if key.positions is None else 0 if key.shared else key.positions
     # Triton's interpreter, whose kernels are of another class, has no fast functions; where there are
     # some, FAST is 1, or more if PTX may stand in kernels too.
     fast = tuning.fast(key.device) or int(isinstance(_forward_kernel, triton.JITFunction))
     return {
-        "B": B, "L": L, "positions": key.positions, "order_stride_b": order_stride, "UNIT": unit,
+        "B": B, "L": L, "positions": key.positions, "UNIT": unit,
         "D": D, "K": key.taps, "BLOCK_L": BLOCK_L, "FAST": fast, "BLOCK_D": block_d,
         **{name: stride // unit for name, stride in zip(names, strides, strict=True)},
     }  # fmt: skip

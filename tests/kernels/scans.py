@@ -138,7 +138,15 @@ def conv_results(
     grad: Tensor,
     order: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the output of a backend's convolution and its gradients for x, weight and bias."""
+    """Return the output of a backend's convolution and its gradients for x, weight and bias.
+
+    Zeros where no backend writes: of tokens that an order (P,) has no position for.
+    """
     plan = backend.conv_plan(conv_key(x, weight, order))
     out = plan.forward(x, weight, bias, order)
-    return [out, *plan.backward(grad, x, weight, bias, order)]
+    dx, *others = plan.backward(grad, x, weight, bias, order)
+    if order is not None:
+        absent = torch.ones(x.shape[1], dtype=torch.bool, device=x.device)
+        absent[order[order >= 0].long()] = False
+        out, dx = (t.masked_fill(absent[:, None], 0) for t in (out, dx))
+    return [out, dx, *others]

@@ -57,14 +57,6 @@ def test_agrees_at_another_grid(recurrence: str, trained: tuple[int, int]) -> No
     assert (expected - by_reference(*given)).abs().max() > 1e-3
 
 
-def test_agrees_where_patches_are_missing() -> None:
-    valid = torch.ones(2, 20, dtype=torch.bool)
-    valid[1, 15:] = False
-    given, grid = arguments("longhorn", 21), [4, 5, 2, 3, 8, 8, 8, 8, 1]
-    made, expected = (mixer(*given, grid, valid) for mixer in (exportable.mixer, by_reference))
-    torch.testing.assert_close(made, expected, rtol=0, atol=1e-11)
-
-
 @pytest.mark.pairs
 @pytest.mark.ci
 @pytest.mark.parametrize("recurrence", reference.RECURRENCES)

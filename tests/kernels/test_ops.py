@@ -303,34 +303,3 @@ def test_without_numba_falls_back_and_says_so_once(
     finally:
         backends._missing.cache_clear()
         backends.automatic_backend.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        (
-            torch.zeros(3, 8, dtype=torch.int32),
-            r"order must have shape \(B, P\) or \(1, P\) with B",
-        ),
-        (torch.arange(5)[None], "order must be torch.int32"),
-        (torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), "order must name each of 5 tokens once"),
-        (
-            torch.tensor([[0, 1, 2, 3, 3]], dtype=torch.int32),
-            "order must name each of 5 tokens once",
-        ),
-        (
-            torch.tensor([[0, 1, 2, 3, 5]], dtype=torch.int32),
-            "order must name each of 5 tokens once",
-        ),
-        (
-            torch.tensor([[0, 1, 2, 3, -7]], dtype=torch.int32),
-            "order must name each of 5 tokens once",
-        ),
-    ],
-)
-def test_a_wrong_order_is_named(order: Tensor, message: str) -> None:
-    """It is addressed by: a token that is not there would be read from other memory."""
-    with pytest.raises(ValueError, match=message):
-        ops.causal_conv1d_bidirectional(
-            torch.randn(2, 5, 3), torch.randn(2, 3, 4), torch.randn(2, 3), order
-        )

@@ -63,15 +63,8 @@ def test_averaged_tokens_classify_as_those_of_the_resized_image() -> None:
         torch.testing.assert_close(model(x), model(resized))
 
 
-def test_only_whole_images_are_resized() -> None:
-    """A mask with holes leaves an image as it is, whatever lies in them; a box alone is an image."""
+def test_what_a_mask_leaves_is_resized() -> None:
     model, x = small(), images(40, 40)
-    mask = torch.ones(2, 5, 5)
-    mask[0, 2, 2] = 0
-    other = x.clone()
-    other[0, :, 16:24, 16:24] = 9.0
-    assert torch.equal(model(x, mask), model(other, mask))
-    torch.testing.assert_close(model(x, mask)[1:], model(x[1:]))
     mask = torch.zeros(2, 5, 5)
     mask[:, 1:4, :4] = 1
     torch.testing.assert_close(model(x, mask), model(x[:, :, 8:32, :32]))
