@@ -20,7 +20,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import grid_conv, reference
-from vil.kernels.grid import Layout, layout_of
+from vil.kernels.grid import Grid, Layout, layout_of
 from vil.kernels.step_area import Steps
 
 CHUNK = 4  # of 2, 4, 8 and 16 the fastest in ONNX Runtime, and sums of products stay small
@@ -45,7 +45,8 @@ def mixer(
     """
     dtype, compute = xz.dtype, torch.float64 if xz.dtype == torch.float64 else torch.float32
     layout = _layout(grid, conv_weight.shape[2], xz.device)
-    steps = Steps(x_proj_weight, dt_weight, A, recurrence, layout.area)
+    area = 1.0 if layout is None else Grid(*layout.grid).area
+    steps = Steps(x_proj_weight, dt_weight, A, recurrence, area)
     tensors = (xz, conv_weight, conv_bias, steps.x_proj_weight, dt_weight, dt_bias, D)
     tensors = (tensor.detach().to(compute) for tensor in tensors)
     xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, D = tensors
@@ -66,23 +67,24 @@ def mixer(
     return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
 
-def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layout:
+def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layout | None:
     """Return ``layout_of``, which asks for numbers: a size of any value would be taken for the example's."""
-    layout = Layout()
-    if grid is None or not any(isinstance(size, torch.SymInt) for size in grid):
-        layout = layout_of(grid, taps, device)
-    elif not all(statically_known_true(grid[i] == grid[i + 2]) for i in (0, 1)):
+    if grid is None:
+        return None
+    if not any(isinstance(size, torch.SymInt) for size in grid):
+        return layout_of(grid, taps, device)
+    if not all(statically_known_true(grid[i] == grid[i + 2]) for i in (0, 1)):
         raise ValueError(
             "grid must be of known numbers where the model adapts to other grids than the trained "
             f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
             "size, or create the model with grid_aware=False"
         )
-    return layout
+    return None
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout | None) -> Tensor:
     """Return ``grid_conv.forward`` of (B, L, E) as (B, 2, L, E), each direction in scan order."""
-    if layout.order is not None:
+    if layout is not None and layout.order.numel():
         ahead, back = grid_conv.forward(reference.ConvPlan(), x, weight, bias, layout)
         return torch.stack((ahead, back.flip(1)), 1)
     (B, L, E), taps = x.shape, weight.shape[2]

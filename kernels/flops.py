@@ -73,3 +73,8 @@ def _mixer_backward(
 ) -> int:  # fmt: skip
     again, once = _mixer_macs(xz, conv_weight, x_proj_weight, dt_weight, recurrence)
     return 6 * again + 4 * once
+
+
+@register_flop_formula(torch.ops.vil.token_layout)
+def _token_layout(*args, **kwargs) -> int:
+    return 0  # tables of the numbers of a grid

@@ -19,6 +19,7 @@ Letters: B batch, H W the grid, n = H W patches, K taps, T taps once resampled, 
 U tokens that the class token reads.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -26,21 +27,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class Layout(NamedTuple):
-    """What ``grid_conv.py`` and ``step_area.py`` need to know of a grid."""
-
-    order: Tensor | None = None
-    """Of the patches, int32 (P,), as of ``reference.causal_conv1d_bidirectional``."""
-    taps: Tensor | None = None
-    """Shares of the K taps in the T that the convolution has, float32 (K, T)."""
-    class_reads: Tensor | None = None
-    """Tokens that the class token reads, first itself, int64 (U,); U = 0 if there is none."""
-    class_shares: Tensor | None = None
-    """Their shares in its taps, float32 (1, 2, K, U)."""
-    area: float = 1.0
-    """Tokens for each of the trained grid."""
 
 
 class Grid(NamedTuple):
@@ -77,37 +63,72 @@ class Grid(NamedTuple):
             (columns, self.trained_W * self.stride_width),
         )
 
+    @property
+    def area(self) -> float:
+        """Tokens for each of the trained grid."""
+        if self[:2] == self[2:4]:
+            return 1.0
+        rows, columns = self.quotients()
+        return rows[0] / rows[1] * (columns[0] / columns[1])
 
-def layout_of(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layout:
-    """Return how the tokens of a whole grid are convolved, and the area of a step.
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are convolved as they stand, behind one another."""
+        return self[:2] == self[2:4] or not self.measured_taps
+
+
+class Layout(NamedTuple):
+    """Where tokens stand: made once for all blocks, outside of the operators. What is not needed is empty."""
+
+    grid: list[int]
+    """The numbers of a ``Grid``."""
+    order: Tensor
+    """Of the patches, int32 (P,), as of ``reference.causal_conv1d_bidirectional``."""
+    taps: Tensor
+    """Shares of the K taps in the T that the convolution has, float32 (K, T)."""
+    class_reads: Tensor
+    """Tokens that the class token reads, first itself, int64 (U,)."""
+    class_shares: Tensor
+    """Their shares in its taps, float32 (1, 2, K, U)."""
+
+
+def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> Layout:
+    """Return how the tokens of a whole grid are convolved.
 
     Args:
-        grid: The numbers of a ``Grid``; None for tokens behind one another.
+        grid: The numbers of a ``Grid``.
         taps: Taps K of the convolution.
         device: Of the tokens.
     """
-    if grid is None:
-        return Layout()
     grid = Grid(*map(operator.index, grid))
-    if grid[:2] == grid[2:4]:
-        return Layout()
-    rows, columns = grid.quotients()
-    area = rows[0] / rows[1] * (columns[0] / columns[1])
-    if not grid.measured_taps:
-        return Layout(area=area)
-    phases = (max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1))
-    resampling = _resampling(taps, columns[0], columns[1] * phases[1])
-    reads: list[int] = []
-    shares: list[list[list[float]]] = [[[] for _ in range(taps)] for _ in range(2)]
-    if grid.class_token:
-        reads, shares = _class_token_reads(grid, taps)
+    order, resampling, reads, shares = _tables(grid, taps)
     return Layout(
-        _by_phases(grid, phases, len(resampling[0]) - 1, device),
+        list(grid),
+        torch.tensor(order, dtype=torch.int32, device=device),
         torch.tensor(resampling, device=device),
         torch.tensor(reads, dtype=torch.int64, device=device),
         torch.tensor([shares], device=device),
-        area,
     )
+
+
+def layout_sizes(grid: Sequence[int], taps: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors of ``layout_of``."""
+    order, resampling, reads, _ = _tables(Grid(*grid), taps)
+    return (len(order),), (taps, len(resampling[0])), (len(reads),), (1, 2, taps, len(reads))
+
+
+def _tables(grid: Grid, taps: int) -> tuple[list, list, list, list]:
+    """Return the tensors of a layout as lists."""
+    reads: list[int] = []
+    shares: list[list[list[float]]] = [[[] for _ in range(taps)] for _ in range(2)]
+    if grid.is_plain:
+        return [], [[] for _ in range(taps)], reads, shares
+    rows, columns = grid.quotients()
+    phases = (max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1))
+    resampling = _resampling(taps, columns[0], columns[1] * phases[1])
+    if grid.class_token:
+        reads, shares = _class_token_reads(grid, taps)
+    return _by_phases(grid, phases, len(resampling[0]) - 1), resampling, reads, shares
 
 
 def _resampling(taps: int, numerator: int, denominator: int) -> list[list[float]]:
@@ -149,21 +170,16 @@ def _merged(shares: Iterable[tuple[int, float]]) -> dict[int, float]:
     return merged
 
 
-def _by_phases(grid: Grid, phases: tuple[int, int], gap: int, device: torch.device) -> Tensor:
-    """Return the order (P,) of patches, those of a phase behind one another, ``gap`` apart from others."""
-    H, W, class_token = grid.H, grid.W, grid.class_token
-    number = torch.arange(H * W, device=device)
-    phase = number // W % phases[0] * phases[1] + number % W % phases[1]
-    patch = torch.argsort(phase * (H * W) + number)
-    positions = H * W + (phases[0] * phases[1] - 1) * gap
-    order = torch.full((positions,), -1, dtype=torch.int32, device=device)
-    order[number + phase[patch] * gap] = _token(patch, H * W, class_token).to(torch.int32)
+def _by_phases(grid: Grid, phases: tuple[int, int], gap: int) -> list[int]:
+    """Return the order of patches, those of a phase behind one another, ``gap`` apart from others."""
+    H, W, order = grid.H, grid.W, []
+    for row, column in itertools.product(range(phases[0]), range(phases[1])):
+        order += [-1] * gap if order else []
+        for patch in (
+            i * W + j for i in range(row, H, phases[0]) for j in range(column, W, phases[1])
+        ):
+            order.append(patch + (patch >= H * W // 2) * grid.class_token)
     return order
-
-
-def _token(patch: Tensor, patches: int, class_token: int) -> Tensor:
-    """Return which tokens of a whole grid patches are, by their numbers by rows."""
-    return patch + (patch >= patches // 2).to(patch.dtype) * class_token
 
 
 def _around(center: float, size: int) -> list[tuple[int, float]]:

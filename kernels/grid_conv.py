@@ -41,7 +41,7 @@ def forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    layout: Layout,
+    layout: Layout | None,
 ) -> Tensor:
     """Convolve both ways, then SiLU.
 
@@ -50,14 +50,16 @@ def forward(
         x: (B, L, D).
         weight: Taps as they were learnt, (2, D, K).
         bias: (2, D).
-        layout: Of the tokens.
+        layout: Of the tokens; None if they stand behind one another.
 
     Returns:
         (2, B, L, D) in the dtype of x.
     """
+    if layout is None or not layout.order.numel():
+        return conv.forward(x, weight, bias, None)
     out = conv.forward(x, _resampled(weight, layout.taps), bias, layout.order)
     reads, shares = layout.class_reads, layout.class_shares
-    if reads is None or not reads.numel():
+    if not reads.numel():
         return out
     _, v = _class_token(x, weight, bias, reads, shares)
     out[:, :, reads[0]] = F.silu(v).to(out.dtype)
@@ -70,7 +72,7 @@ def backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    layout: Layout,
+    layout: Layout | None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``forward`` for x, weight and bias, the same in every run.
@@ -84,13 +86,14 @@ def backward(
         layout: As in ``forward``.
         dx: Where the gradient for x goes; a tensor of its own if None.
     """
+    if layout is None or not layout.order.numel():
+        return conv.backward(grad, x, weight, bias, None, dx)
     dx, dweight, dbias = conv.backward(
         grad, x, _resampled(weight, layout.taps), bias, layout.order, dx
     )
-    if layout.taps is not None:
-        dweight = (dweight @ layout.taps.to(dweight.dtype).mT).to(weight.dtype)
+    dweight = (dweight @ layout.taps.to(dweight.dtype).mT).to(weight.dtype)
     reads, shares = layout.class_reads, layout.class_shares
-    if reads is None or not reads.numel():
+    if not reads.numel():
         return dx, dweight, dbias
     read, v = _class_token(x, weight, bias, reads, shares)
     s = torch.sigmoid(v)
@@ -103,9 +106,7 @@ def backward(
     return dx, dweight, dbias + dv.sum(1).to(dbias.dtype)
 
 
-def _resampled(weight: Tensor, taps: Tensor | None) -> Tensor:
-    if taps is None:
-        return weight
+def _resampled(weight: Tensor, taps: Tensor) -> Tensor:
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return weight.to(dtype) @ taps.to(dtype)
 

@@ -7,8 +7,6 @@ trained one, ``grid.py`` says what changes. Letters as in ``args.py``, E channel
 """
 
 import contextlib
-import functools
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from vil.kernels import grid_conv, workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
-from vil.kernels.grid import Layout, layout_of
+from vil.kernels.grid import Grid, Layout
 from vil.kernels.plan import ConvKey, ScanKey, plans
 from vil.kernels.reference import full_steps
 from vil.kernels.step_area import Steps
@@ -60,6 +58,11 @@ class MixerKey(NamedTuple):
     device: torch.device
     params: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
     grid: tuple[int, ...] | None
+    """Of the layout, None without one."""
+    positions: int
+    """Of its order."""
+    taps: int
+    """Once resampled, 0 if they are not."""
 
 
 class MixerPlan:
@@ -67,24 +70,25 @@ class MixerPlan:
 
     Args:
         key: What the arguments are.
-        layout: Of the tokens.
     """
 
-    def __init__(self, key: MixerKey, layout: Layout) -> None:
+    def __init__(self, key: MixerKey) -> None:
+        params = (None if p is None else _Described(*p) for p in key.params)
+        check_mixer(_Described(key.shape, key.dtype, key.device), *params, key.recurrence, key.grid)
         (B, L, width), half = key.shape, key.strides
         (_, columns, E), _, _ = key.params[2]
         R = key.params[3][0][2]
         M = (columns - R) // 2
-        self.key, self.layout, self.sizes = key, layout, (B, L, R, M)
-        taps = key.params[0][0][2] if layout.taps is None else layout.taps.shape[1]
-        positions = None if layout.order is None else len(layout.order)
+        self.key, self.sizes = key, (B, L, R, M)
+        self.area = 1.0 if key.grid is None else Grid(*key.grid).area
+        taps, positions = key.taps or key.params[0][0][2], key.positions or None
         self.writes_halves = key.backend.writes_halves
         one = (L * width, width, 1) if self.writes_halves else None
         of_x = (taps, positions, key.aligned, key.dtype, key.device)
         self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
         projected = (B * L * columns, L * columns, columns, 1)
         x, full = self.conv.out_strides, (B * L * E, L * E, E, 1)
-        key_norm = Steps.key_norm_of(key.recurrence, layout.area)
+        key_norm = Steps.key_norm_of(key.recurrence, self.area)
         strides, last = (projected, projected, half), (False, key.dtype, key.device, one)
         # The step sizes are of low rank for the forward pass and in full for the backward pass.
         self.scan, self.scan_back = (
@@ -110,21 +114,14 @@ class _Described(NamedTuple):
         return len(self.shape)
 
 
-@plans
-def _plan_of(key: MixerKey) -> MixerPlan:
-    params = (None if p is None else _Described(*p) for p in key.params)
-    check_mixer(_Described(key.shape, key.dtype, key.device), *params, key.recurrence, key.grid)
-    return MixerPlan(key, _layout_of(key.grid, key.params[0][0][2], key.device))
-
-
-_layout_of = functools.lru_cache(64)(layout_of)  # the same for every block
+_plan_of = plans(MixerPlan)
 
 
 def mixer_plan(
     xz: Tensor,
     params: MixerParams,
     recurrence: str,
-    grid: Sequence[int] | None = None,
+    layout: Layout | None = None,
     backend: ModuleType | None = None,
 ) -> MixerPlan:
     """Return the plan for arguments, which are checked where there is none yet.
@@ -133,7 +130,7 @@ def mixer_plan(
         xz: (B, L, 2 E).
         params: The parameters.
         recurrence: One of ``RECURRENCES``.
-        grid: The numbers of ``kernels.grid.Grid``, None for tokens behind one another.
+        layout: Of the tokens, None if they stand behind one another.
         backend: What serves it; if None, what is chosen for the device.
     """
     chosen, aligned = backend, True
@@ -143,22 +140,24 @@ def mixer_plan(
     key = MixerKey(
         chosen, recurrence, tuple(xz.shape), xz.stride(), aligned, xz.dtype, xz.device,
         tuple(None if p is None else (p.shape, p.dtype, p.device) for p in params),
-        None if grid is None else tuple(grid),
+        *((None, 0, 0) if layout is None else _sizes(layout)),
     )  # fmt: skip
-    if backend is None:
-        return _plan_of(key)
-    check_mixer(xz, *params, recurrence, grid)
-    # Not from a cache: a transform of functions would leave its own tensors in it.
-    return MixerPlan(key, layout_of(grid, params.conv_weight.shape[2], xz.device))
+    return _plan_of(key)
+
+
+def _sizes(layout: Layout) -> tuple[tuple[int, ...], int, int]:
+    return tuple(layout.grid), layout.order.shape[0], layout.taps.shape[1]
 
 
 # ------------------------------------------------------------------------------- both directions of time
 
 
-def scan_args(plan: MixerPlan, xz: Tensor, params: MixerParams) -> tuple[ScanArgs, Tensor]:
+def scan_args(
+    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: Layout | None
+) -> tuple[ScanArgs, Tensor]:
     """Return what is scanned, step sizes of low rank, and the small projections."""
     x, z = xz.chunk(2, dim=-1)
-    convolved = grid_conv.forward(plan.conv, x, params.conv_weight, params.conv_bias, plan.layout)
+    convolved = grid_conv.forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
     steps = _steps(plan, params)
     projected = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
     low, q, k = _parts(plan, projected)
@@ -167,17 +166,22 @@ def scan_args(plan: MixerPlan, xz: Tensor, params: MixerParams) -> tuple[ScanArg
 
 
 def forward(
-    plan: MixerPlan, xz: Tensor, params: MixerParams, save: bool
+    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: Layout | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Mix; return (B, L, E), and what the backward pass needs, of the scan only with ``save``."""
     with _as_given(xz), plan.lent():
-        args, projected = scan_args(plan, xz, params)
+        args, projected = scan_args(plan, xz, params, layout)
         out, _, y_sum, states = plan.scan.forward(args, save)
     return out, projected, y_sum, states
 
 
 def backward(
-    plan: MixerPlan, grad: Tensor, xz: Tensor, params: MixerParams, saved: Saved | None
+    plan: MixerPlan,
+    grad: Tensor,
+    xz: Tensor,
+    params: MixerParams,
+    layout: Layout | None,
+    saved: Saved | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients for xz and the parameters, given that of the output.
 
@@ -186,6 +190,7 @@ def backward(
         grad: Gradient of the output, (B, L, E).
         xz: As of ``forward``.
         params: As of ``forward``.
+        layout: As of ``forward``.
         saved: What it returned besides the output; the scan is done again where it saved nothing.
     """
     conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, _, D = params
@@ -195,7 +200,7 @@ def backward(
         dx, dz = dxz.chunk(2, dim=-1)
     with _as_given(xz), plan.lent():
         x, z = xz.chunk(2, dim=-1)
-        convolved = grid_conv.forward(plan.conv, x, conv_weight, conv_bias, plan.layout)
+        convolved = grid_conv.forward(plan.conv, x, conv_weight, conv_bias, layout)
         tokens, made = convolved.flatten(1, 2), steps.x_proj_weight.to(xz.dtype)
         projected = torch.bmm(tokens, made.mT) if saved is None else saved[0]
         low, q, k = _parts(plan, projected)
@@ -210,7 +215,7 @@ def backward(
         d_x_proj_weight = torch.bmm(d_projected.mT, tokens)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(d_projected, made).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias = grid_conv.backward(
-            plan.conv, d_convolved, x, conv_weight, conv_bias, plan.layout, dx
+            plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx
         )
         if dxz is None:
             dxz = torch.cat((dx, grads.z), dim=-1)
@@ -227,7 +232,7 @@ def backward(
 
 
 def _steps(plan: MixerPlan, params: MixerParams) -> Steps:
-    recurrence, area = plan.key.recurrence, plan.layout.area
+    recurrence, area = plan.key.recurrence, plan.area
     return Steps(params.x_proj_weight, params.dt_weight, params.A, recurrence, area)
 
 
@@ -271,33 +276,40 @@ _PLAIN = {torch.nn.Parameter, Tensor, type(None)}
 
 
 def run(
-    xz: Tensor, params: MixerParams, recurrence: str, save: bool, grid: Sequence[int] | None
+    xz: Tensor, params: MixerParams, recurrence: str, save: bool, layout: Layout | None
 ) -> Tensor:
     """Return the first output of ``vil::mixer``, for a call that ``is_eager``."""
     if torch.is_autocast_enabled(xz.device.type) and xz.dtype != torch.float64:
         xz = xz.to(torch.get_autocast_dtype(xz.device.type))
-    plan = mixer_plan(xz, params, recurrence, grid)
+    plan = mixer_plan(xz, params, recurrence, layout)
     if torch.autograd.profiler._is_profiler_enabled:
         with torch.profiler.record_function("vil::mixer"):
-            return _run(plan, xz, params, save)
-    return _run(plan, xz, params, save)
+            return _run(plan, xz, params, layout, save)
+    return _run(plan, xz, params, layout, save)
 
 
-def _run(plan: MixerPlan, xz: Tensor, params: MixerParams, save: bool) -> Tensor:
+def _run(
+    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: Layout | None, save: bool
+) -> Tensor:
     if torch.is_grad_enabled():
         for tensor in (xz, *params):
             if tensor is not None and tensor.requires_grad:
-                return _Mixer.apply(plan, save, xz, *params)
-    return forward(plan, xz, params, False)[0]
+                return _Mixer.apply(plan, layout, save, xz, *params)
+    return forward(plan, xz, params, layout, False)[0]
 
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: MixerPlan, save: bool, xz: Tensor, *params: Tensor | None
+        ctx: Any,
+        plan: MixerPlan,
+        layout: Layout | None,
+        save: bool,
+        xz: Tensor,
+        *params: Tensor | None,
     ) -> Tensor:
-        out, *saved = forward(plan, xz, MixerParams(*params), save)
-        ctx.plan, ctx.saves = plan, save
+        out, *saved = forward(plan, xz, MixerParams(*params), layout, save)
+        ctx.plan, ctx.layout, ctx.saves = plan, layout, save
         ctx.save_for_backward(xz, *params, *(saved if save else (None,) * 3))
         return out
 
@@ -311,10 +323,10 @@ class _Mixer(torch.autograd.Function):
             nothing = grad.new_empty(0)
             saved = (nothing if t is None else t for t in (projected, y_sum, states))
             grads = torch.ops.vil.mixer_backward(
-                grad, *inputs, *saved, ctx.plan.key.recurrence, ctx.plan.key.grid
+                grad, *inputs, *saved, ctx.plan.key.recurrence, *(ctx.layout or (None,) * 5)
             )
             grads = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
         else:
             saved = (projected, y_sum, states) if ctx.saves else None
-            grads = backward(ctx.plan, grad, xz, params, saved)
-        return (None, None, *grads)
+            grads = backward(ctx.plan, grad, xz, params, ctx.layout, saved)
+        return (None, None, None, *grads)

@@ -19,9 +19,11 @@ from vil.kernels.checks import (
     check_conv,
     check_mixer,
     check_scan,
+    in_forward_mode,
     refuse_onnx,
     refuse_tangents,
 )
+from vil.kernels.grid import Layout, layout_of, layout_sizes
 from vil.kernels.mixer import MixerParams, mixer_plan
 from vil.kernels.plan import conv_key, scan_key
 
@@ -263,12 +265,17 @@ def _mixer(
     recurrence: str,
     save: bool,
     grid: Sequence[int] | None = None,
+    order: Tensor | None = None,
+    taps: Tensor | None = None,
+    class_reads: Tensor | None = None,
+    class_shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    plan = mixer_plan(xz, params, recurrence, grid)
+    layout = None if grid is None else Layout(grid, order, taps, class_reads, class_shares)
+    plan = mixer_plan(xz, params, recurrence, layout)
     x, k = _scanned(xz, x_proj_weight, dt_weight)
     keep = save and _are_kept(xz.device)
-    out, projected, *saved = mixer.forward(plan, xz, params, keep)
+    out, projected, *saved = mixer.forward(plan, xz, params, layout, keep)
     saved = _as_saved(*saved, x, k, recurrence, save)
     return out, projected if save else xz.new_empty(0), *saved
 
@@ -283,7 +290,7 @@ def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tens
 
 @_mixer.register_fake
 def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_mixer(*inputs[:9], *inputs[10:])
+    check_mixer(*inputs[:9], *inputs[10:11])
     refuse_onnx()
     xz, _, _, x_proj_weight, dt_weight = inputs[:5]
     recurrence, save = inputs[8:10]
@@ -309,12 +316,17 @@ def _mixer_backward(
     states: Tensor,
     recurrence: str,
     grid: Sequence[int] | None,
+    order: Tensor | None,
+    taps: Tensor | None,
+    class_reads: Tensor | None,
+    class_shares: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    plan = mixer_plan(xz, params, recurrence, grid)
+    layout = None if grid is None else Layout(grid, order, taps, class_reads, class_shares)
+    plan = mixer_plan(xz, params, recurrence, layout)
     kept = _as_kept(y_sum, states) or (None, None)
     saved = (projected, *kept) if projected.numel() else None
-    return _to_operator(mixer.backward(plan, grad, xz, params, saved), xz)
+    return _to_operator(mixer.backward(plan, grad, xz, params, layout, saved), xz)
 
 
 @_mixer_backward.register_fake
@@ -323,17 +335,73 @@ def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
 
 
 def _mixer_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.recurrence, _, ctx.grid = inputs[8:]
-    ctx.save_for_backward(*inputs[:8], *output[1:])
+    ctx.recurrence, _, ctx.grid, *layout = inputs[8:]
+    ctx.save_for_backward(*inputs[:8], *output[1:], *layout)
     ctx.set_materialize_grads(False)
 
 
 def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     if grad is None:
-        return (None,) * 11
-    inputs = ctx.saved_tensors
-    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid)
-    return (*_from_operator(grads, inputs[:8]), *(None,) * 3)
+        return (None,) * 15
+    saved = ctx.saved_tensors  # once: checkpointing counts
+    inputs, layout = saved[:11], saved[11:]
+    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid, *layout)
+    return (*_from_operator(grads, inputs[:8]), *(None,) * 7)
 
 
 _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
+
+# --------------------------------------------------------------------------------- tokens of a grid
+
+
+@functools.lru_cache(64)
+def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> Layout:
+    layout = layout_of(grid, taps, torch.device("cpu"))
+    return layout._replace(**{n: t.pin_memory() for n, t in _tensors(layout)}) if pinned else layout
+
+
+def _tensors(layout: Layout) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in layout._asdict().items() if name != "grid"]
+
+
+@_operator("token_layout")
+def _token_layout(
+    grid: Sequence[int], taps: int, like: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors of ``grid.layout_of``: copies, since what an operator makes must not outlive its call.
+
+    Those are in the memory of a program's CUDA graph. Copies from pinned memory may be recorded in one.
+    """
+    layout = _layout_in_memory(tuple(grid), taps, like.device.type == "cuda")
+    return tuple(t.to(like.device, non_blocking=True, copy=True) for _, t in _tensors(layout))
+
+
+@_token_layout.register_fake
+def _(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
+    if all(isinstance(number, int) for number in grid):
+        shapes = layout_sizes(grid, taps)
+    else:
+        P, T, U = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
+        shapes = ((P,), (taps, T), (U,), (1, 2, taps, U))
+    dtypes = (torch.int32, torch.float32, torch.int64, torch.float32)
+    return tuple(like.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
+
+
+def token_layout(grid: list[int], taps: int, like: Tensor) -> Layout:
+    """Return the layout of tokens, once for all blocks of a model.
+
+    Args:
+        grid: The numbers of a ``Grid``.
+        taps: Of the convolution.
+        like: On the device of the tokens.
+    """
+    if mixer.is_eager(like, ()):
+        return _layout_on(tuple(grid), taps, like.device)
+    if not torch.compiler.is_compiling() and (
+        in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return layout_of(grid, taps, like.device)
+    return Layout(grid, *torch.ops.vil.token_layout(grid, taps, like.detach()))
+
+
+_layout_on = functools.lru_cache(64)(layout_of)

@@ -20,6 +20,7 @@ from vil.kernels import autocast, reference
 from vil.kernels import mixer as mixer_parts
 from vil.kernels.args import ScanArgs
 from vil.kernels.checks import check_conv, check_scan
+from vil.kernels.grid import Layout
 from vil.kernels.mixer import MixerParams, mixer_plan
 
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch.func is
@@ -46,9 +47,10 @@ def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
 def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what ``vil::mixer`` does."""
     arguments = autocast.cast("mixer", arguments)
-    xz, params, (recurrence, _, *grid) = arguments[0], MixerParams(*arguments[1:8]), arguments[8:]
-    plan = mixer_plan(xz, params, recurrence, *grid, backend=reference)
-    out, *_ = mixer_parts.forward(plan, xz, params, False)
+    xz, params, (recurrence, _, *layout) = arguments[0], MixerParams(*arguments[1:8]), arguments[8:]
+    layout = Layout(*layout) if layout and layout[0] is not None else None
+    plan = mixer_plan(xz, params, recurrence, layout, backend=reference)
+    out, *_ = mixer_parts.forward(plan, xz, params, layout, False)
     return out, *(out.new_empty(0) for _ in range(3))
 
 
@@ -100,7 +102,7 @@ _BACKWARD = {
         mixer,
         1,
         8,
-        lambda projected, y_sum, states, recurrence, *grid: (recurrence, False, *grid),
+        lambda projected, y_sum, states, recurrence, *layout: (recurrence, False, *layout),
     ),
 }
 

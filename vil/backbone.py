@@ -23,6 +23,7 @@ from timm.layers import (
     get_device_dtype,
     get_norm_layer,
     global_pool_nlc,
+    is_exportable,
     is_exporting,
     lecun_normal_,
     register_notrace_function,
@@ -38,6 +39,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.convert import convert_official_vim, is_official_vim
+from vil.kernels.grid import Layout
+from vil.kernels.operators import token_layout
 from vil.masks import boxes, pixels, valid_patches, zeros_where_masked
 from vil.mixer import BidirectionalMixer, Recurrence
 from vil.near_sizes import to_own_grid
@@ -87,20 +90,20 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.recompute_above = recompute_above
 
-    def forward(self, x: Tensor, grid: list[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         """Return tokens (B, L, C) plus what the mixer makes of them; arguments as of the mixer."""
         if not torch.jit.is_scripting() and self.training and self._is_recomputed(x):
-            return x + self.drop_path(self._recomputed(x, grid))
-        return x + self.drop_path(self.mixer(self.norm(x), grid))
+            return x + self.drop_path(self._recomputed(x, layout))
+        return x + self.drop_path(self.mixer(self.norm(x), layout))
 
     @torch.jit.unused
     def _is_recomputed(self, x: Tensor) -> bool:
         return is_recomputed(x, self.recompute_above)
 
     @torch.jit.unused
-    def _recomputed(self, x: Tensor, grid: list[int] | None) -> Tensor:
+    def _recomputed(self, x: Tensor, layout: Layout | None) -> Tensor:
         def mixed(x: Tensor) -> Tensor:
-            return self.mixer(self.norm(x), grid, save=False)
+            return self.mixer(self.norm(x), layout, save=False)
 
         return recomputed(mixed, x)
 
@@ -252,6 +255,7 @@ class VisionLonghorn(nn.Module):
         self.has_class_token = class_token
         self.global_pool = self._checked_pool(global_pool)
         self.d_conv = d_conv
+        self.exportable = is_exportable()
         self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
         self.grid_aware = bool(grid_aware)
@@ -503,7 +507,7 @@ class VisionLonghorn(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, list[int] | None, list[int]]:
+    def _embed(self, x: Tensor) -> tuple[Tensor, Layout | None, list[int]]:
         """Return what ``_sequence`` does, of images (B, in_chans, height, width), and their own grid."""
         _assert(
             x.shape[1] == self.in_chans,
@@ -517,8 +521,8 @@ class VisionLonghorn(nn.Module):
         ):  # where sizes are tensors, which lists of an operator cannot be of
             grid = [int(grid[0]), int(grid[1])]
             own_grid = [int(own_grid[0]), int(own_grid[1])]
-        x, numbers = self._sequence(x.flatten(1, 2), grid)
-        return x, numbers, own_grid
+        x, layout = self._sequence(x.flatten(1, 2), grid)
+        return x, layout, own_grid
 
     def _patches(self, x: Tensor) -> Tensor:
         """Embed images as patches (B, H, W, C), those near the trained size as of that size."""
@@ -537,23 +541,23 @@ class VisionLonghorn(nn.Module):
             trained_W if self.resize_below * trained_W > W else W,
         )
 
-    def _own_tokens(self, x: Tensor, numbers: list[int] | None, own_grid: list[int]) -> Tensor:
+    def _own_tokens(self, x: Tensor, layout: Layout | None, own_grid: list[int]) -> Tensor:
         """Return tokens (B, L, C) class token first, and as many as the image's own grid has.
 
         Dropped patches leave no grid to resize: those that remain are handed out.
         """
         x = self._class_token_first(x)
-        if numbers is None:
+        if layout is None:
             return x
-        return to_own_grid(x, [numbers[0], numbers[1]], own_grid, self.num_prefix_tokens)
+        grid = [layout.grid[0], layout.grid[1]]
+        return to_own_grid(x, grid, own_grid, self.num_prefix_tokens)
 
     def _sequence(
         self, x: Tensor, grid: list[int], keep: Tensor | None = None
-    ) -> tuple[Tensor, list[int] | None]:
+    ) -> tuple[Tensor, Layout | None]:
         """Return patches (B, N, C) of a grid with their positions, class token in the middle.
 
-        Those of the numbers ``keep`` (B, n), ascending, if given, without what is dropped. And what the
-        blocks need to know of the grid.
+        Those of the numbers ``keep`` (B, n), ascending, if given, without what is dropped. And where they stand.
         """
         pos_embed = self.pos_embed
         if self.dynamic_img_size or self.resize_below > 0:
@@ -561,24 +565,37 @@ class VisionLonghorn(nn.Module):
             pos_embed = _pos_embed_of_grid(
                 pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
             )
-        numbers: list[int] | None = self._grid(grid)
+        layout: Layout | None = self._layout(grid, x)
         x = x + pos_embed[:, self.num_prefix_tokens :]
         if keep is not None or (self.training and self.patch_drop_rate > 0):
             refuse_other_grid(grid, self.trained_grid, self.grid_aware)
             x = self.patch_drop(x) if keep is None else taken(x, keep)
-            numbers = None
+            layout = None
         if self.cls_token is not None:
             class_token = (self.cls_token + pos_embed[:, :1]).expand(x.shape[0], -1, -1)
             middle = x.shape[1] // 2
             x = torch.cat([x[:, :middle], class_token, x[:, middle:]], dim=1)
-        return self.pos_drop(x), numbers
+        return self.pos_drop(x), layout
 
-    def _grid(self, grid: list[int]) -> list[int]:
-        """Return the numbers of ``kernels.grid.Grid`` of (H, W)."""
+    def _layout(self, grid: list[int], x: Tensor) -> Layout:
+        """Return where the tokens of a grid (H, W) stand, for patches (B, N, C)."""
         trained = [self.trained_grid[0], self.trained_grid[1]] if self.grid_aware else grid
         patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
         stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
-        return grid + trained + patch + stride + [self.num_prefix_tokens, int(self.measured_taps)]
+        numbers = (
+            grid + trained + patch + stride + [self.num_prefix_tokens, int(self.measured_taps)]
+        )
+        if not torch.jit.is_scripting():
+            return self._layout_of(numbers, x)
+        order, taps, reads, shares = torch.ops.vil.token_layout(numbers, self.d_conv, x.detach())
+        return Layout(numbers, order, taps, reads, shares)
+
+    @torch.jit.unused
+    def _layout_of(self, numbers: list[int], x: Tensor) -> Layout:
+        if self.exportable and is_exporting() and not self.training:  # the mixers make it
+            nothing = x.new_empty(0)
+            return Layout(numbers, nothing, nothing, nothing, nothing)
+        return token_layout(numbers, self.d_conv, x)
 
     def _class_token_first(self, x: Tensor) -> Tensor:
         if self.cls_token is None:
@@ -702,14 +719,14 @@ class VisionLonghorn(nn.Module):
         prefix, patches = x.split([self.num_prefix_tokens, keep.shape[1]], 1)
         return torch.cat([prefix, taken(patches, order.argsort(1))], 1)
 
-    def _final_tokens(self, x: Tensor, grid: list[int] | None, own_grid: list[int]) -> Tensor:
+    def _final_tokens(self, x: Tensor, layout: Layout | None, own_grid: list[int]) -> Tensor:
         """Return what ``forward_features`` does, of what ``_embed`` does."""
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq([partial(block, grid=grid) for block in self.blocks], x)
+            x = checkpoint_seq([partial(block, layout=layout) for block in self.blocks], x)
         else:
             for block in self.blocks:
-                x = block(x, grid)
-        return self.norm(self._own_tokens(x, grid, own_grid))
+                x = block(x, layout)
+        return self.norm(self._own_tokens(x, layout, own_grid))
 
     @torch.jit.ignore
     def _masked_features(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

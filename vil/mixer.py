@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import exportable, mixer, reference, transforms
 from vil.kernels.checks import in_forward_mode
+from vil.kernels.grid import Layout
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
 
@@ -138,14 +139,14 @@ class BidirectionalMixer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        grid: list[int] | None = None,
+        layout: Layout | None = None,
         save: bool = True,
     ) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C).
 
         Args:
             x: Tokens.
-            grid: Where they stand, the numbers of ``kernels.grid.Grid``; behind one another if None.
+            layout: Where they stand; behind one another if None.
             save: While training, keep what spares the backward pass a scan.
         """
         xz = self.in_proj(x)  # (B, L, 2E)
@@ -153,12 +154,12 @@ class BidirectionalMixer(nn.Module):
         if not torch.jit.is_scripting() and (
             in_forward_mode() or (self.exportable and is_exporting() and not self.training)
         ):
-            return self.out_proj(self._plain(xz, A, grid))
+            return self.out_proj(self._plain(xz, A, layout))
         save = save and self.training  # evaluation's backward pass computes it again, too
         if not torch.jit.is_scripting():
             params = self._params(A)
             if mixer.is_eager(xz, params):
-                return self.out_proj(mixer.run(xz, params, self.recurrence, save, grid))
+                return self.out_proj(mixer.run(xz, params, self.recurrence, save, layout))
         y = torch.ops.vil.mixer(
             xz,
             self.conv_weight,
@@ -170,7 +171,11 @@ class BidirectionalMixer(nn.Module):
             self.D,
             self.recurrence,
             save,
-            grid,
+            None if layout is None else layout.grid,
+            None if layout is None else layout.order,
+            None if layout is None else layout.taps,
+            None if layout is None else layout.class_reads,
+            None if layout is None else layout.class_shares,
         )[0]
         return self.out_proj(y)
 
@@ -187,12 +192,12 @@ class BidirectionalMixer(nn.Module):
         )
 
     @torch.jit.unused
-    def _plain(self, xz: Tensor, A: Tensor | None, grid: list[int] | None) -> Tensor:
+    def _plain(self, xz: Tensor, A: Tensor | None, layout: Layout | None) -> Tensor:
         """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
         arguments = (
             *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
             *(self.dt_bias, A, self.D, self.recurrence),
         )
         if in_forward_mode():
-            return transforms.mixer(*arguments, False, grid)[0]
-        return exportable.mixer(*arguments, grid)
+            return transforms.mixer(*arguments, False, *(layout or ()))[0]
+        return exportable.mixer(*arguments, None if layout is None else layout.grid)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from vil.kernels import exportable, ops, reference
+from vil.kernels.grid import layout_of
 
 E, M, R, K = 6, 4, 3, 4
 ROUNDING = {
@@ -32,7 +33,8 @@ def arguments(recurrence: str, length: int, key: float = 1.0, bias: float = 0.0)
 
 def by_reference(*given: object) -> Tensor:
     with ops.use_backend("reference"):
-        return torch.ops.vil.mixer(*given[:9], False, *given[9:])[0]
+        layout = layout_of(given[9], 4, torch.device("cpu")) if given[9:] else ()
+        return torch.ops.vil.mixer(*given[:9], False, *layout)[0]
 
 
 def to(arguments: list, dtype: torch.dtype) -> list:

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vil.kernels import grid_conv, ops, reference
 from vil.kernels import mixer as fused
-from vil.kernels.grid import Grid, layout_of
+from vil.kernels.grid import Grid, Layout, layout_of
 from vil.mixer import BidirectionalMixer, Recurrence
 
 B, L, C, M, K = 2, 6, 4, 4, 4
@@ -58,10 +58,14 @@ GRIDS = {
 }
 
 
+def layout_on(grid: Grid | None) -> Layout | None:
+    return None if grid is None else layout_of(grid, K, torch.device(DEVICE))
+
+
 def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: Grid | None = None) -> Tensor:
     """Mix by the reference's functions and autograd, every step divided by the area as it is."""
     rank, states = mixer.dt_rank, mixer.d_state
-    layout = layout_of(grid, K, x.device)
+    layout, area = layout_on(grid), 1.0 if grid is None else grid.area
     x, z = mixer.in_proj(x).chunk(2, dim=-1)
     x = grid_conv.forward(reference.ConvPlan(), x, mixer.conv_weight, mixer.conv_bias, layout)
     projected = torch.einsum("nble,nce->nblc", x, mixer.x_proj_weight)
@@ -69,8 +73,7 @@ def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: Grid | None = None) -> 
     dt = torch.einsum("nblr,ner->nble", dt, mixer.dt_weight)
     A = None if mixer.A_log is None else -mixer.A_log.exp()
     y = sum(
-        _scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], layout.area, i)
-        for i in (0, 1)
+        _scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], area, i) for i in (0, 1)
     )
     return mixer.out_proj(torch.nn.functional.silu(z) * y / 2)
 
@@ -121,7 +124,7 @@ def test_equals_its_parts(
             mixer.double()
         mixer.zero_grad()
         leaf = x.detach().clone().to(mixer.D.dtype).requires_grad_()
-        out = run(leaf, own) if run is mixer else in_parts(mixer, leaf, own)
+        out = run(leaf, layout_on(own)) if run is mixer else in_parts(mixer, leaf, own)
         out.square().sum().backward()
         gradients = {name: p.grad.double() for name, p in mixer.named_parameters()}
         results.append({"out": out.detach().double(), "x": leaf.grad.double(), **gradients})
@@ -149,8 +152,7 @@ def test_gradients_and_registration(name: str, recurrence: Recurrence) -> None:
 def test_gradients_and_registration_at_another_grid(recurrence: Recurrence) -> None:
     given = [None if t is None else t.detach().cpu() for t in arguments(recurrence, torch.float64)]
     given = [None if t is None else t.requires_grad_() for t in given]
-    grid = [1, 5, 1, 2, 4, 4, 4, 4, 1]
-    options = (recurrence, True, grid)
+    options = (recurrence, True, *layout_of([1, 5, 1, 2, 4, 4, 4, 4, 1], K, torch.device("cpu")))
     torch.library.opcheck(torch.ops.vil.mixer, (*given, *options))
     assert torch.autograd.gradcheck(
         lambda *t: torch.ops.vil.mixer(*t, *options)[0], given, fast_mode=True
@@ -249,7 +251,7 @@ def test_an_eager_call_has_the_bits_of_the_operator(
             torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32),
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
         ):
-            out = mixer(x, own)
+            out = mixer(x, layout_on(own))
             out.float().square().sum().backward()
         called.append({event.key for event in profile.key_averages()})
         results.append([out, *(p.grad.clone() for p in mixer.parameters())])

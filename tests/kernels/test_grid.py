@@ -104,7 +104,7 @@ def test_patches_at_half_the_stride_are_the_trained_ones_every_second() -> None:
     """Overlapping patches: 7 x 7 of the size of 4 x 4 are at twice the distance, not 7 / 4 times it."""
     grid = grid_of(7, 7, (4, 4), patch=4, stride=2)
     layout = layout_of(grid, K, CPU)
-    assert layout.area == 4.0
+    assert grid.area == 4.0
     assert torch.equal(layout.taps, torch.eye(K))
     maps = tokens(grid)[:, :49].unflatten(1, (7, 7))
     coarse, class_token = maps[:, ::2, ::2].flatten(1, 2), tokens(grid)[:, 49:]
@@ -187,6 +187,17 @@ def test_steps_on_a_coarser_grid_stay_stable(recurrence: str) -> None:
         state = scanned(recurrence, 1 / 16, 1, scale)
         one = scanned(recurrence, 1.0, 1, scale)
         assert state.abs().max() < 10 * one.abs().max() + 10 / scale
+
+
+@pytest.mark.parametrize("size", [(8, 8), (4, 4)], ids=["another grid", "the trained grid"])
+def test_what_the_operator_makes_is_the_layout_and_its_own(size: tuple[int, int]) -> None:
+    grid, like = list(grid_of(*size, (4, 4))), torch.ones(1)
+    torch.library.opcheck(torch.ops.vil.token_layout, (grid, K, like))
+    made, again = (torch.ops.vil.token_layout(grid, K, like) for _ in range(2))
+    for tensor, other, expected in zip(made, again, layout_of(grid, K, CPU)[1:], strict=True):
+        assert torch.equal(tensor, expected)
+        assert tensor.dtype == expected.dtype
+        assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()
 
 
 # ---------------------------------------------------------------------------------------- gradients

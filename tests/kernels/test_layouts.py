@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vil.kernels import ops
-from vil.kernels.grid import Grid
+from vil.kernels.grid import Grid, layout_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.
@@ -66,11 +66,12 @@ def drawn(
         H, W = rng.randint(1, 4), rng.randint(1, max(tokens // 4, 1))
         class_token, rank = rng.randint(0, 1), rng.randint(1, 3)
         grid = rng.choice([None, Grid(H, W, 2, 2, 4, 4, 4, 4, class_token)])
+        layout = () if grid is None else layout_of(grid, 4, torch.device(DEVICE))
         weights = parameter(rank + 2 * states, channels), parameter(channels, rank)
         return [
             *(normal(B, tokens if grid is None else grid.length, 2 * channels),),
             *(parameter(channels, 4), parameter(channels), *weights, parameter(channels)),
-            *(rates(), parameter(channels), recurrence, True, grid),
+            *(rates(), parameter(channels), recurrence, True, *layout),
         ]
     rows, keys = (*lead, B, tokens, channels), (*lead, B, tokens, states)
     arguments = [normal(*rows), normal(*rows), rates(), normal(*keys), normal(*keys)]
@@ -88,10 +89,8 @@ def bits(dtype: torch.dtype) -> int:
 
 def results(operator: str, backend: str, arguments: list, seed: int) -> list[Tensor]:
     """Return outputs, and gradients from gradients of outputs that are laid out at random."""
-    leaves = [
-        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
-        for a in arguments
-    ]
+    leaves = [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in arguments[:9]]
+    leaves += arguments[9:]  # options, and the tables of a layout
     wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     with ops.use_backend(backend):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from vil.kernels.grid import layout_of
 from vil.kernels.ops import (
     bidirectional_scan,
     causal_conv1d_bidirectional,
@@ -53,10 +54,11 @@ def _conv(conv: Callable[..., Tensor]) -> Function:
     return lambda x: conv(x, weight, bias)
 
 
-def _mixer(*grid: object) -> Function:
+def _mixer(grid: list[int] | None = None) -> Function:
     torch.manual_seed(0)
     mixer = BidirectionalMixer(D, d_state=M, dt_rank=1, dtype=torch.float64)
-    return lambda x: mixer(x, *grid)
+    layout = None if grid is None else layout_of(grid, 4, torch.device("cpu"))
+    return lambda x: mixer(x, layout)
 
 
 def _model(name: str) -> Function:

@@ -22,6 +22,7 @@ from vil.backbone import VisionLonghorn
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
+from vil.kernels.grid import Layout
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
 from vil.maps.evaluating import check_images, evaluating
@@ -225,20 +226,20 @@ def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) 
     finally:
         for hook in hooks:
             hook.remove()
-    for mixer, (tokens, grid, *_) in zip(mixers, inputs, strict=True):
-        yield _scan_of(mixer, tokens, grid)
+    for mixer, (tokens, layout, *_) in zip(mixers, inputs, strict=True):
+        yield _scan_of(mixer, tokens, layout)
 
 
-def _scan_of(mixer: nn.Module, tokens: Tensor, grid: list[int]) -> _Scan:
+def _scan_of(mixer: nn.Module, tokens: Tensor, layout: Layout) -> _Scan:
     xz = mixer.in_proj(tokens)
     A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
     with torch.autocast(xz.device.type, enabled=False):
         params = mixer._params(A)
-        plan = mixer_plan(xz, params, mixer.recurrence, grid, backend=reference)
-        args, _ = scan_args(plan, xz, params)
+        plan = mixer_plan(xz, params, mixer.recurrence, layout, backend=reference)
+        args, _ = scan_args(plan, xz, params, layout)
         dt = reference.full_steps(args.dt, args.dt_weight)
     args = args._replace(dt=dt, dt_weight=None).to(compute_dtype(args.x))
-    return _Scan(args, mixer.recurrence, plan.scan.key.key_norm, grid)
+    return _Scan(args, mixer.recurrence, plan.scan.key.key_norm, layout.grid)
 
 
 @torch.no_grad()
