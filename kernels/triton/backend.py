@@ -38,4 +38,4 @@ def scan_plan(key: ScanKey) -> ScanPlan:
 
 
 conv_plan = plans(ConvPlan)
-writes_halves = False
+writes_halves = True

@@ -84,14 +84,14 @@ def _load_rows(
 
 
 @triton.jit
-def _store_rows(row_ptr, rows, FIRST: tl.constexpr, first, L, channel, D: tl.constexpr):
+def _store_rows(row_ptr, stride_l, rows, FIRST: tl.constexpr, first, L, channel, D: tl.constexpr):
     """Store four rows from number FIRST on; ``row_ptr`` points at the channels of number 0."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
     for i in tl.static_range(4):
         tile = tl.where(row[:, None] == i, rows[i][None, :], tile)
     mask = _inside(FIRST + row, first, L, channel, D, 0)
-    rows = row_ptr[None, :] + ((FIRST + row) * D)[:, None]
+    rows = row_ptr[None, :] + ((FIRST + row) * stride_l)[:, None]
     tl.store(rows, tile.to(row_ptr.dtype.element_ty), mask=mask)
 
 
@@ -168,7 +168,7 @@ def _gather_rows(
 
 
 @triton.jit
-def _scatter_rows(row_ptr, rows, order, START: tl.constexpr, channel, D: tl.constexpr):
+def _scatter_rows(row_ptr, stride_l, rows, order, START: tl.constexpr, channel, D: tl.constexpr):
     """Store four rows to the tokens among ``order`` from START on."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
@@ -176,7 +176,7 @@ def _scatter_rows(row_ptr, rows, order, START: tl.constexpr, channel, D: tl.cons
         tile = tl.where(row[:, None] == i, rows[i][None, :], tile)
     token = _joined(order, START, 4)
     mask = (token >= 0)[:, None] & (channel < D)[None, :]
-    rows = row_ptr[None, :] + (token.to(tl.int64) * D)[:, None]
+    rows = row_ptr[None, :] + (token.to(tl.int64) * stride_l)[:, None]
     tl.store(rows, tile.to(row_ptr.dtype.element_ty), mask=mask)
 
 
@@ -208,8 +208,8 @@ def _load_parameters(weight_ptr, bias_ptr, channel, D: tl.constexpr, K: tl.const
 
 # Not worth a compilation of their own for every value.
 _RUN_TIME = (
-    *("order_ptr", "B", "L", "positions", "order_stride_b"),
-    *("x_stride_b", "x_stride_l", "stride_l"),
+    *("order_ptr", "B", "L", "positions"),
+    *("x_stride_b", "x_stride_l", "dx_stride_b", "dx_stride_l", "stride_l"),
 )
 
 
@@ -271,11 +271,11 @@ def _forward_kernel(
         out_1 += (v_1 * _sigmoid(v_1, FAST),)
         if row % 4 == 3:
             if order_ptr is None:
-                _store_rows(out_row_0, out_0, row - 3, first, L, channel, D)
-                _store_rows(out_row_1, out_1, row - 3, first, L, channel, D)
+                _store_rows(out_row_0, D, out_0, row - 3, first, L, channel, D)
+                _store_rows(out_row_1, D, out_1, row - 3, first, L, channel, D)
             else:
-                _scatter_rows(out_row_0, out_0, order, row - 4 + K, channel, D)
-                _scatter_rows(out_row_1, out_1, order, row - 4 + K, channel, D)
+                _scatter_rows(out_row_0, D, out_0, order, row - 4 + K, channel, D)
+                _scatter_rows(out_row_1, D, out_1, order, row - 4 + K, channel, D)
             out_0, out_1 = (), ()
 
 
@@ -301,6 +301,8 @@ def _backward_kernel(
     positions,
     x_stride_b,
     x_stride_l,
+    dx_stride_b,
+    dx_stride_l,
     stride_l,
     D: tl.constexpr,
     K: tl.constexpr,
@@ -311,7 +313,7 @@ def _backward_kernel(
 ):
     """Write dx and each program's sums of the parameters' gradients.
 
-    grad is (2, B, L, D), dx (B, L, D), dweight (programs, 2, K, D) and dbias (programs, 2, D), these
+    grad is (2, B, L, D), dx (B, L, D) of any strides, dweight (programs, 2, K, D) and dbias (programs, 2, D), these
     two in float32. Program p of P takes tiles p, p + P, p + 2P, ... of its channels. order is as in
     the forward pass.
 
@@ -344,12 +346,15 @@ def _backward_kernel(
             x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
             x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, HALO, 0, 2 * HALO)
             offset = UNIT * ((batch * L + first) * stride_l) + channel
+            dx_row = dx_ptr + UNIT * (batch * dx_stride_b + first.to(tl.int64) * dx_stride_l)
         else:
             order_row = order_ptr + _in_every_lane(first, FAST)
             order = _load_order(order_row, first, positions, HALO, BLOCK_L + 2 * HALO)
             x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
             x = _gather_rows(x_row, UNIT * x_stride_l, order, channel, D, 0, 2 * HALO)
             offset = UNIT * (batch * L * stride_l) + channel
+            dx_row = dx_ptr + UNIT * (batch * dx_stride_b)
+        dx_row += channel
         grad_row_0, grad_row_1 = grad_ptr + offset, grad_ptr + direction + offset
         grad_0, grad_1 = (), ()
         dv_0 = ()
@@ -412,9 +417,11 @@ def _backward_kernel(
                 dxs += (dx,)
                 if (i - HALO) % 4 == 3:
                     if order_ptr is None:
-                        _store_rows(dx_ptr + offset, dxs, i - HALO - 3, first, L, channel, D)
+                        _store_rows(
+                            dx_row, UNIT * dx_stride_l, dxs, i - HALO - 3, first, L, channel, D
+                        )
                     else:
-                        _scatter_rows(dx_ptr + offset, dxs, order, i - 3, channel, D)
+                        _scatter_rows(dx_row, UNIT * dx_stride_l, dxs, order, i - 3, channel, D)
                     dxs = ()
 
     mask = channel < D
@@ -434,9 +441,9 @@ def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
     address allow it, as those of the backbone do.
     """
     B, L, D = key.shape
-    strides = (*key.strides[:2], D)
+    strides = (*key.strides[:2], *(key.dx or (L * D, D))[:2], D)
     unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
-    names = ("x_stride_b", "x_stride_l", "stride_l")
+    names = ("x_stride_b", "x_stride_l", "dx_stride_b", "dx_stride_l", "stride_l")
     # Triton's interpreter, whose kernels are of another class, has no fast functions; where there are
     # some, FAST is 1, or more if PTX may stand in kernels too.
     fast = tuning.fast(key.device) or int(isinstance(_forward_kernel, triton.JITFunction))
@@ -469,7 +476,8 @@ class ConvPlan:
         blocks, constants = triton.cdiv(D, block_d), _constants(key, block_d)
         # One sum per program, added up in the end: atomics would add in another order every time.
         self._sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
-        self._forward = Kernel(_forward_kernel, rows * blocks, warps, **constants)
+        ahead = {name: c for name, c in constants.items() if not name.startswith("dx")}
+        self._forward = Kernel(_forward_kernel, rows * blocks, warps, **ahead)
         self._backward = Kernel(_backward_kernel, self._sums * blocks, warps, **constants)
 
     def _inputs(
@@ -493,11 +501,12 @@ class ConvPlan:
         weight: Tensor,
         bias: Tensor,
         order: Tensor | None,
-        dx: None = None,
+        dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``forward`` for x, weight and bias."""
+        """Return the gradients of ``forward`` for x, in dx if that is given, weight and bias."""
         D, K = self.key.shape[2], self.key.taps
-        dx = torch.empty(self.key.shape, dtype=x.dtype, device=x.device)
+        if dx is None:
+            dx = torch.empty(self.key.shape, dtype=x.dtype, device=x.device)
         dweight, dbias = (
             torch.empty((self._sums, *shape), dtype=torch.float32, device=x.device)
             for shape in ((2, K, D), (2, D))

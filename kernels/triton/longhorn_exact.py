@@ -180,7 +180,7 @@ def _through_gate(
     dy = load_rows(dout_row, step, channel) * s
     if WRITE:  # silu'(z) = s + silu(z) (1 - s)
         dz = dy * load_rows(y_row, step, channel) * (1.0 + z * (1.0 - 2.0 * s))
-        store_rows(dz_row, step, dz, alive)
+        store_rows(dz_row, z_step, dz, alive)
     return dy * z
 
 
@@ -251,8 +251,8 @@ def _chunk_backward(
     x_row, dt_row = x_ptr + first * x_stride_l + d, dt_ptr + first * dt_stride_l + d
     dout_row = dout_ptr + token + d
     if z_ptr is not None:
-        z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
-        y_row, dz_row = y_ptr + token + d, dz_ptr + token + d
+        gate = b * z_stride_b + first * z_stride_l + d
+        z_row, dz_row, y_row = z_ptr + gate, dz_ptr + gate, y_ptr + token + d
     alive = alive_rows(live, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
     if z_ptr is None:
         dy = load_rows(dout_row, sign * D, alive)
@@ -404,19 +404,20 @@ class ExactPlan(ScanPlan):
             "PRECISION": precision, "FAST": tuning.fast(key.device),
         }  # fmt: skip
         shared = of_keys | self.strides("x", "dt", "z") | {"D": self.D}
+        shared_back = shared | self.strides("z", back=True)
         self.forward_kernel = Kernel(
             _forward_kernel, self.B * ahead.blocks * ahead.segments, ahead.num_warps, **shared,
             **_segments(ahead, ahead.block_d), RANK=key.rank if self.makes_steps else 0,
         )  # fmt: skip
         self.backward_kernel = Kernel(
-            _backward_kernel, self.N * self.B * back.blocks * back.segments, back.num_warps, **shared,
-            **_segments(back, back.block_d),
+            _backward_kernel, self.N * self.B * back.blocks * back.segments, back.num_warps,
+            **shared_back, **_segments(back, back.block_d),
         )  # fmt: skip
         sequences, keys = self.N * self.B * self.chunks, {"M": key.states, "key_norm": key.key_norm}
         self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
         self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
         self._between = [
-            self._between_segments(spread, adjoint, shared)
+            self._between_segments(spread, adjoint, (shared, shared_back)[adjoint])
             for adjoint, spread in enumerate((ahead, back))
         ]
 

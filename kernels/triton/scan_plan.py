@@ -54,6 +54,8 @@ class ScanPlan:
         self.missing = self.L - self.length
         self.chunks, self.reverse = triton.cdiv(self.L, tuning.CHUNK), key.reverse and self.N == 1
         self._copied, self._strides = self._layout()
+        # The gradient for z is written with the strides of z, which is copied where these cannot be.
+        self.writes_dz = key.dz is not None and not self.missing and key.dz == key.strides[4]
 
     # ------------------------------------------------------------- what the recurrences differ in
 
@@ -143,9 +145,16 @@ class ScanPlan:
             found[name] = strides
         return tuple(copied), found
 
-    def strides(self, *names: str) -> dict[str, int]:
-        """Return the strides of arguments by the names that kernels know them by."""
+    def strides(self, *names: str, back: bool = False) -> dict[str, int]:
+        """Return the strides of arguments by the names that kernels know them by.
+
+        Args:
+            *names: Of the arguments.
+            back: For the backward pass.
+        """
         found = dict(self._strides)
+        if back and self.N == 2 and not self.writes_dz:
+            found["z"] = (self.L * self.D, self.D, 1)
         if self.key.rank is not None and not self.makes_steps:
             found["dt"] = (self.B * self.L * self.D, self.L * self.D, self.D)
         axes = {"z": ("b", "l")}
@@ -202,17 +211,24 @@ class ScanPlan:
         dout: Tensor,
         dfinal: Tensor | None,
         saved: Saved | None = None,
-        dz: None = None,
+        dz: Tensor | None = None,
     ) -> ScanArgs:
-        """Return the gradients of ``forward``, given those of its output and of its last state."""
+        """Return the gradients of ``forward``, given those of its output and of its last state.
+
+        That for z goes to dz, if that is given.
+        """
         args = self.prepared(given)
         y_sum, states = self.forward(given, True)[2:] if saved is None else saved
         y_sum = None if y_sum is None else _padded(y_sum, self.missing)
+        if self.N == 2 and not self.writes_dz:
+            args = args._replace(z=args.z.contiguous())
         inputs, dout = self.inputs(args), _padded(dout, self.missing).contiguous()
         entry = self.entries(inputs, self.to_kernel(dfinal), dout)
         rows = (self.B, self.L, self.D)
         dx, ddt = (self.empty(self.N, *rows, dtype=self.key.dtype) for _ in range(2))
-        dz = None if args.z is None else self.empty(*rows, dtype=self.key.dtype)
+        wanted = dz
+        if not self.writes_dz:
+            dz = None if args.z is None else self.empty(*rows, dtype=self.key.dtype)
         dskip, dbias = self.empty(2, self.N, self.B, self.segments, self.D)
         dinitial = None if args.initial_state is None else self.empty_states(1, self.B)
         sums = self.sums()
@@ -226,6 +242,8 @@ class ScanPlan:
         # Sums in a fixed order: the same bits from run to run.
         dD, dbias = dskip.sum((1, 2)).to(args.D.dtype), dbias.sum((1, 2)).to(args.bias.dtype)
         dx, ddt, dq, dk, dz = (self._cut(t) for t in (dx, ddt, dq, dk, dz))
+        if wanted is not None and wanted is not dz:
+            dz = wanted.copy_(dz)
         grads = ScanArgs(dx, ddt, dA, dq, dk, dD, dbias, dz, dinitial)
         return ScanArgs(*(None if t is None else g for t, g in zip(given, grads, strict=True)))
 

@@ -230,7 +230,7 @@ def _load_group(
 @triton.jit
 def _group_backward(
     grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
-    dx_ptr, ddt_ptr, dz_ptr, back, sign, live, group, own_row, shared_row, d, gate_channels, key_norm,
+    dx_ptr, ddt_ptr, dz_row, back, sign, live, group, own_row, z_stride_l, d, gate_channels, key_norm,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -261,8 +261,8 @@ def _group_backward(
         tl.store(ddt_ptr + own_row + offset, ddt.to(ddt_ptr.dtype.element_ty), mask=mask)
         if N == 2:
             tl.store(
-                dz_ptr + shared_row + offset,
-                dzs[t].to(dz_ptr.dtype.element_ty),
+                dz_row + r * z_stride_l,
+                dzs[t].to(dz_row.dtype.element_ty),
                 mask=mask & (d < gate_channels),
             )
         summed = sums_over_channels(dk + dq, 2 * M, BITS, BLOCK_D, PRECISION, FAST)
@@ -295,9 +295,10 @@ def _chunk_backward(
     first = (chunk * INTERVAL).to(tl.int64)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + first * dt_stride_l + d
-    z_row = z_ptr
+    z_row, dz_row = z_ptr, dz_ptr
     if N == 2:
-        z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
+        gate = b * z_stride_b + first * z_stride_l + d
+        z_row, dz_row = z_ptr + gate, dz_ptr + gate
     sequence = direction * B + b
     shared_row = (b * L + first) * D + d  # of what both directions have in common
     own_row = (sequence * L + first) * D + d
@@ -322,7 +323,7 @@ def _chunk_backward(
         state = load_states(scratch + group * (M * BLOCK_D), lane, channel, BLOCK_D, M)
         grad, drates, dskip, dbias = _group_backward(
             grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
-            dx_ptr, ddt_ptr, dz_ptr, back, sign, live, group, own_row, shared_row, d, gate_channels,
+            dx_ptr, ddt_ptr, dz_row, back, sign, live, group, own_row, z_stride_l, d, gate_channels,
             key_norm,
             N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
         )  # fmt: skip
@@ -427,13 +428,14 @@ class SequentialPlan(ScanPlan):
             "REVERSE": int(self.reverse), "MAMBA": mamba, "D": self.D, "M": self.M,
             "INTERVAL": INTERVAL, "FAST": fast,
         }  # fmt: skip
+        shared_back = shared | self.strides("z", back=True)
         wide = ahead.blocks * self.segments
         self.forward_kernel = Kernel(
             _forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d, **shared
         )
         limit = {"maxnreg": MOST_REGISTERS} if fast and not mamba and self.M <= 16 else {}
         self.backward_kernel = Kernel(
-            _backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared,
+            _backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
             key_norm=key.key_norm, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
             PRECISION=tuning.dot_precision(key.dtype), **limit,
         )  # fmt: skip
@@ -444,20 +446,21 @@ class SequentialPlan(ScanPlan):
             BLOCK_M=triton.next_power_of_2(self.M), TOKENS=INTERVAL,
         )  # fmt: skip
         size, block = self.M * self.D, 256
-        self._summaries, self._carries = (
-            [Kernel(function, *programs, **constants, ADJOINT=adjoint) for adjoint in (0, 1)]
-            for function, programs, constants in (
-                (summary_kernel, (wide * sequences, ahead.num_warps), shared | {"BLOCK_D": ahead.block_d}),
-                (
-                    carry_kernel,
-                    (triton.cdiv(size, block) * sequences, 4),
-                    {
-                        "B": self.B, "segments": self.segments, "N": self.N,
-                        "REVERSE": int(self.reverse), "SIZE": size, "BLOCK": block,
-                    },
-                ),
+        self._summaries = [
+            Kernel(
+                summary_kernel, wide * sequences, ahead.num_warps, **constants,
+                BLOCK_D=ahead.block_d, ADJOINT=adjoint,
             )
-        )  # fmt: skip
+            for adjoint, constants in enumerate((shared, shared_back))
+        ]  # fmt: skip
+        self._carries = [
+            Kernel(
+                carry_kernel, triton.cdiv(size, block) * sequences, 4, B=self.B, N=self.N,
+                segments=self.segments, REVERSE=int(self.reverse), ADJOINT=adjoint, SIZE=size,
+                BLOCK=block,
+            )
+            for adjoint in (0, 1)
+        ]  # fmt: skip
 
     def state_shape(self, *lead: int) -> tuple[int, ...]:
         return (*lead, self.M // 4, self.D, 4)
