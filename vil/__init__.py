@@ -8,15 +8,21 @@ Importing this package registers its models with timm::
     model = timm.create_model("vil_tiny")
 """
 
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 
 __version__ = "0.1.0"
 
-_repository = Path(__file__).resolve().parent.parent
-if (_repository / "pyproject.toml").is_file():
+_kernels = Path(__file__).resolve().parent.parent / "kernels"
+if (_kernels.parent / "pyproject.toml").is_file():
     # In a source checkout kernels/ stands beside vil/; a wheel has it inside as vil/kernels/.
-    __path__.append(str(_repository))
+    _spec = ModuleSpec("vil.kernels", None, is_package=True)
+    _spec.submodule_search_locations = [str(_kernels)]
+    kernels = sys.modules["vil.kernels"] = module_from_spec(_spec)
 
+import vil.registry  # noqa: F401  (registers the models)
 from vil.backbone import VisionLonghorn
 from vil.loading import load
 from vil.pyramid import VisionLonghornPyramid

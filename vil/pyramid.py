@@ -14,22 +14,17 @@ Letters: B batch, h w grid of patches, H W grid of a level, C channels (``embed_
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from timm.layers import LayerNorm2d, get_device_dtype, is_exporting
-from timm.models import generate_default_cfgs, register_model
-from timm.models._features import FeatureGetterNet, feature_take_indices
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
 from vil.convert import convert_official_vim, is_official_vim
 from vil.masks import valid_patches
-from vil.registry import build_variant
-from vil.registry import default_cfgs as plain_cfgs
 from vil.state_dicts import checkpoint_filter_fn as checkpoint_filter_fn  # sought beside the class
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]
@@ -318,82 +313,3 @@ def _cut(x: Tensor, height: int, width: int) -> Tensor:
 def is_plain(state_dict: Mapping[str, Any]) -> bool:
     """Tell whether a state dict has nothing of a pyramid."""
     return not any(name.startswith("pyramid.") for name in state_dict)
-
-
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghornPyramid:
-    feature_cls = kwargs.get("feature_cls", "getter")
-    bare = feature_cls.func if isinstance(feature_cls, partial) else feature_cls
-    if bare not in ("getter", FeatureGetterNet):
-        raise ValueError(
-            f'feature_cls must be "getter", got {feature_cls!r}: classes do not come by the maps'
-        )
-    levels = {"out_indices": tuple(range(len(STRIDES)))}
-    return build_variant(variant, pretrained, model_cls=VisionLonghornPyramid, **(levels | kwargs))
-
-
-default_cfgs = generate_default_cfgs(
-    {f"{name}_pyramid": replace(cfgs.default) for name, cfgs in plain_cfgs.items()}
-)
-
-
-@register_model
-def vil_tiny_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViL-T with maps at strides 4, 8, 16 and 32; 192 channels, 24 blocks."""
-    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn"}
-    return _create("vil_tiny_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_small_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViL-S with maps at strides 4, 8, 16 and 32; 384 channels, 24 blocks."""
-    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn"}
-    return _create("vil_small_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_base_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViL-B with maps at strides 4, 8, 16 and 32; 768 channels, 24 blocks."""
-    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn"}
-    return _create("vil_base_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_tiny_exact_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViL-T of the exact form with maps at strides 4, 8, 16 and 32; 192 channels, 24 blocks."""
-    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn_exact"}
-    return _create("vil_tiny_exact_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_small_exact_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViL-S of the exact form with maps at strides 4, 8, 16 and 32; 384 channels, 24 blocks."""
-    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn_exact"}
-    return _create("vil_small_exact_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_base_exact_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViL-B of the exact form with maps at strides 4, 8, 16 and 32; 768 channels, 24 blocks."""
-    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn_exact"}
-    return _create("vil_base_exact_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vim_tiny_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViM-T with maps at strides 4, 8, 16 and 32; 192 channels, 24 blocks."""
-    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "mamba"}
-    return _create("vim_tiny_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vim_small_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViM-S with maps at strides 4, 8, 16 and 32; 384 channels, 24 blocks."""
-    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "mamba"}
-    return _create("vim_small_pyramid", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vim_base_pyramid(pretrained: bool = False, **kwargs: Any) -> VisionLonghornPyramid:
-    """ViM-B with maps at strides 4, 8, 16 and 32; 768 channels, 24 blocks."""
-    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "mamba"}
-    return _create("vim_base_pyramid", pretrained, **(model_args | kwargs))

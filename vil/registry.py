@@ -1,12 +1,14 @@
-"""The registered models: ``timm.create_model`` finds these names once ``vil`` is imported. ``pyramid.py`` adds its own."""
+"""The registered models: ``timm.create_model`` finds these names once ``vil`` is imported."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import FeatureGetterNet
 
 from vil.backbone import VisionLonghorn
+from vil.pyramid import STRIDES, VisionLonghornPyramid
 from vil.state_dicts import checkpoint_filter_fn
 
 
@@ -28,18 +30,21 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
+# Name -> channels, recurrence, and what the names of timm say of it. Each has a pyramid, too.
+_MODELS = {
+    "vil_tiny": (192, "longhorn", "ViL-T: diagonal Longhorn scan, the paper's"),
+    "vil_small": (384, "longhorn", "ViL-S: diagonal Longhorn scan, the paper's"),
+    "vil_base": (768, "longhorn", "ViL-B: diagonal Longhorn scan, the paper's"),
+    "vil_tiny_exact": (192, "longhorn_exact", "ViL-T: exact, closed-form Longhorn scan"),
+    "vil_small_exact": (384, "longhorn_exact", "ViL-S: exact, closed-form Longhorn scan"),
+    "vil_base_exact": (768, "longhorn_exact", "ViL-B: exact, closed-form Longhorn scan"),
+    "vim_tiny": (192, "mamba", "ViM-T: Mamba scan, the comparator"),
+    "vim_small": (384, "mamba", "ViM-S: Mamba scan, the comparator"),
+    "vim_base": (768, "mamba", "ViM-B: Mamba scan, the comparator"),
+}
+_PYRAMID = "_pyramid"
 default_cfgs = generate_default_cfgs(
-    {
-        "vil_tiny": _cfg(),
-        "vil_small": _cfg(),
-        "vil_base": _cfg(),
-        "vil_tiny_exact": _cfg(),
-        "vil_small_exact": _cfg(),
-        "vil_base_exact": _cfg(),
-        "vim_tiny": _cfg(),
-        "vim_small": _cfg(),
-        "vim_base": _cfg(),
-    }
+    {name + end: _cfg() for end in ("", _PYRAMID) for name in _MODELS}
 )
 
 
@@ -52,99 +57,47 @@ def dense_indices(depth: int) -> tuple[int, ...]:
     return tuple(sorted({-(-depth * quarter // 4) - 1 for quarter in (1, 2, 3, 4)}))
 
 
-def build_variant(
-    variant: str,
-    pretrained: bool,
-    depth: int,
-    model_cls: type[VisionLonghorn] = VisionLonghorn,
-    out_indices: int | Sequence[int] | None = None,
-    pretrained_strict: bool = True,
-    **kwargs: Any,
-) -> VisionLonghorn:
-    """Build a registered model.
-
-    Args:
-        variant: Its name.
-        pretrained: As of ``timm.create_model``.
-        depth: Number of blocks.
-        model_cls: Its class.
-        out_indices: Which features ``features_only=True`` gives: the last n if int, else their numbers;
-            None for those of ``dense_indices``.
-        pretrained_strict: As of ``timm.create_model``.
-        **kwargs: Of ``timm.create_model``.
-    """
-    if out_indices is None:
-        out_indices = dense_indices(depth)
+def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> VisionLonghorn:
+    """Build a registered model; arguments as of ``timm.create_model``."""
+    model_cls, indices = VisionLonghorn, dense_indices(depth)
+    if variant.endswith(_PYRAMID):
+        model_cls, indices = VisionLonghornPyramid, tuple(range(len(STRIDES)))
+        feature_cls = kwargs.get("feature_cls", "getter")
+        bare = feature_cls.func if isinstance(feature_cls, partial) else feature_cls
+        if bare not in ("getter", FeatureGetterNet):
+            raise ValueError(
+                f'feature_cls must be "getter", got {feature_cls!r}: classes do not come by the maps'
+            )
+    out_indices = kwargs.pop("out_indices", None)
     return build_model_with_cfg(
         model_cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        pretrained_strict=pretrained_strict,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        pretrained_strict=kwargs.pop("pretrained_strict", True),
+        feature_cfg={
+            "out_indices": indices if out_indices is None else out_indices,
+            "feature_cls": "getter",
+        },
         depth=depth,
         **kwargs,
     )
 
 
-@register_model
-def vil_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViL-T: diagonal Longhorn scan, the paper's; 192 channels, 24 blocks."""
-    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn"}
-    return build_variant("vil_tiny", pretrained, **(model_args | kwargs))
+def _register(name: str, pyramid: bool) -> None:
+    embed_dim, recurrence, what = _MODELS[name]
+    variant = name + _PYRAMID * pyramid
+
+    def entry(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+        model_args = {"embed_dim": embed_dim, "recurrence": recurrence}
+        return _create(variant, pretrained, **(model_args | kwargs))
+
+    entry.__name__ = entry.__qualname__ = variant
+    maps = ", maps at strides 4, 8, 16 and 32" * pyramid
+    entry.__doc__ = f"{what}{maps}; {embed_dim} channels, 24 blocks."
+    globals()[variant] = register_model(entry)  # where pickle looks for it
 
 
-@register_model
-def vil_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViL-S: diagonal Longhorn scan, the paper's; 384 channels, 24 blocks."""
-    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn"}
-    return build_variant("vil_small", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViL-B: diagonal Longhorn scan, the paper's; 768 channels, 24 blocks."""
-    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn"}
-    return build_variant("vil_base", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_tiny_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViL-T with the exact, closed-form Longhorn scan; 192 channels, 24 blocks."""
-    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "longhorn_exact"}
-    return build_variant("vil_tiny_exact", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_small_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViL-S with the exact, closed-form Longhorn scan; 384 channels, 24 blocks."""
-    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "longhorn_exact"}
-    return build_variant("vil_small_exact", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vil_base_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViL-B with the exact, closed-form Longhorn scan; 768 channels, 24 blocks."""
-    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "longhorn_exact"}
-    return build_variant("vil_base_exact", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vim_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViM-T: Mamba scan, the comparator; 192 channels, 24 blocks."""
-    model_args = {"embed_dim": 192, "depth": 24, "recurrence": "mamba"}
-    return build_variant("vim_tiny", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vim_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViM-S: Mamba scan, the comparator; 384 channels, 24 blocks."""
-    model_args = {"embed_dim": 384, "depth": 24, "recurrence": "mamba"}
-    return build_variant("vim_small", pretrained, **(model_args | kwargs))
-
-
-@register_model
-def vim_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-    """ViM-B: Mamba scan, the comparator; 768 channels, 24 blocks."""
-    model_args = {"embed_dim": 768, "depth": 24, "recurrence": "mamba"}
-    return build_variant("vim_base", pretrained, **(model_args | kwargs))
+for _name in _MODELS:
+    for _pyramid in (False, True):
+        _register(_name, _pyramid)
