@@ -401,7 +401,8 @@ def token_layout(grid: list[int], taps: int, like: Tensor) -> Layout:
         in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return layout_of(grid, taps, like.device)
-    return Layout(grid, *torch.ops.vil.token_layout(grid, taps, like.detach()))
+    made = torch.ops.vil.token_layout(grid, taps, like.detach())
+    return Layout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over it
 
 
 _layout_on = functools.lru_cache(64)(layout_of)

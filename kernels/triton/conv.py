@@ -54,16 +54,9 @@ def _inside(row, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr):
 
 @triton.jit
 def _load_rows(
-    row_ptr,
-    stride_l,
-    first,
-    L,
-    channel,
-    D: tl.constexpr,
-    BEFORE: tl.constexpr,
-    START: tl.constexpr,
-    END: tl.constexpr,
-):
+    row_ptr, stride_l, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr,
+    START: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
     """Return rows START to END, each [BLOCK_D] in float32; BEFORE of all precede token ``first``.
 
     ``row_ptr`` points at the channels of token ``first``. Rows outside the sequence are zeros. They
@@ -215,24 +208,10 @@ _RUN_TIME = (
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _forward_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    order_ptr,
-    B,
-    L,
-    positions,
-    x_stride_b,
-    x_stride_l,
-    stride_l,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    FAST: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, B, L, positions, x_stride_b, x_stride_l,
+    stride_l, D: tl.constexpr, K: tl.constexpr, UNIT: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """Convolve one tile of (B, L, D) into (2, B, L, D).
 
     With order (positions,), int32, a tile is of positions.
@@ -288,29 +267,11 @@ def _through_silu(grad, v, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _backward_kernel(
-    grad_ptr,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    order_ptr,
-    B,
-    L,
-    positions,
-    x_stride_b,
-    x_stride_l,
-    dx_stride_b,
-    dx_stride_l,
-    stride_l,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    grad_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, dweight_ptr, dbias_ptr, order_ptr, B, L,
+    positions, x_stride_b, x_stride_l, dx_stride_b, dx_stride_l, stride_l, D: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
-):
+):  # fmt: skip
     """Write dx and each program's sums of the parameters' gradients.
 
     grad is (2, B, L, D), dx (B, L, D) of any strides, dweight (programs, 2, K, D) and dbias (programs, 2, D), these
