@@ -354,7 +354,7 @@ _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
 # --------------------------------------------------------------------------------- tokens of a grid
 
 
-@functools.lru_cache(64)
+@functools.cache  # for good: a recorded CUDA graph copies from it
 def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> Layout:
     layout = layout_of(grid, taps, torch.device("cpu"))
     return layout._replace(**{n: t.pin_memory() for n, t in _tensors(layout)}) if pinned else layout
@@ -405,4 +405,7 @@ def token_layout(grid: list[int], taps: int, like: Tensor) -> Layout:
     return Layout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over it
 
 
-_layout_on = functools.lru_cache(64)(layout_of)
+@functools.cache  # for good: a recorded CUDA graph reads these tensors
+def _layout_on(grid: tuple[int, ...], taps: int, device: torch.device) -> Layout:
+    with torch.inference_mode(False):  # or training could not save what evaluation made
+        return layout_of(grid, taps, device)

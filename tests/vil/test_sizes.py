@@ -160,3 +160,18 @@ def test_onnx_at_another_grid(tmp_path: Path) -> None:
 def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
     with pytest.raises(torch.onnx.OnnxExporterError, match=r"known numbers.*grid_aware=False"):
         onnx(small(depth=1, exportable=True), images(), tmp_path / "model.onnx", (0, 2, 3))
+
+
+@pytest.mark.parametrize("above", [20, None], ids=["recomputed", "second derivatives"])
+def test_trains_at_a_grid_that_was_first_evaluated(above: int | None) -> None:
+    """What evaluation in inference mode leaves for the next call serves training, too."""
+    model, x = small(recompute_above=above), images(72, 64)  # a grid of this test alone
+    with torch.inference_mode():
+        expected = model(x)
+    x.requires_grad_()
+    logits = model.train()(x)
+    torch.testing.assert_close(logits.detach(), expected)
+    (gradient,) = torch.autograd.grad(logits.square().sum(), x, create_graph=above is None)
+    if above is None:
+        gradient.square().sum().backward()
+    assert gradient.any()
