@@ -18,10 +18,12 @@ from torch import Tensor
 import vil
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
+from vil.kernels.grid import Grid, layout_of
 
 SMALL = (2, 33, 40, 16)  # B, L, D, M: channels and tokens that fill no block
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny
 WIDTH = 4  # taps of the convolution
+GRID = (5, 6, 3, 4, 8, 8, 8, 8, 1)  # 5 x 6 patches where 3 x 4 were trained, and a class token
 
 # Largest error allowed, relative to the largest value; rounding the result once makes eps / 2.
 TOLERANCES = {
@@ -37,6 +39,7 @@ _PARAMETERS = {
     "causal_conv1d_bidirectional": {1, 2},
     "bidirectional_scan": {2, 5, 6},
     "scan": {2, 5, 6, 7},
+    "mixer": {1, 2, 3, 4, 5, 7},
 }
 
 
@@ -74,6 +77,10 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         B, L, D, M = shape
         conv = (randn(B, L, D), randn(2, D, WIDTH), randn(2, D))
         yield Case("causal_conv1d_bidirectional", conv, ())
+        if not low:  # of whose steps between each rounds
+            grid = Grid(*GRID)
+            weights = (randn(2, 2 + 2 * M, D), randn(2, D, 2), randn(2, D), None, randn(2, D))
+            yield Case("mixer", (randn(B, grid.length, 2 * D), *conv[1:], *weights), ("longhorn",))
         for recurrence in ops.RECURRENCES:
             A = -randn(2, D, M).exp() if recurrence == "mamba" else None
             x, dt = randn(2, B, L, D), randn(2, B, L, D)
@@ -110,6 +117,12 @@ def _scan(*arguments: object) -> tuple[Tensor, Tensor]:
     return ops._scan_one_direction(arguments[:8], *arguments[8:])
 
 
+def _mixer(*arguments: object) -> Tensor:
+    """Mix at another grid than the trained one, where the convolution goes by an order."""
+    layout = layout_of(GRID, WIDTH, arguments[0].device)
+    return torch.ops.vil.mixer(*arguments, True, *layout)[0]
+
+
 def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
     """Return the largest error of a case on a device, relative to the largest value of each result.
 
@@ -125,7 +138,7 @@ def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
         for i, tensor in enumerate(case.tensors)
     )
     exact = tuple(None if tensor is None else tensor.double() for tensor in tensors)
-    operator = _scan if case.name == "scan" else getattr(ops, case.name)
+    operator = {"scan": _scan, "mixer": _mixer}.get(case.name) or getattr(ops, case.name)
     with ops.use_backend("reference"):
         truth = outcomes(operator, exact, case.options)
     moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
