@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vil.backbone import VisionLonghorn
-from vil.mixer import BidirectionalMixer
+from vil.block import BidirectionalMixer
 
 Directions = Literal["both", "forward", "alternating"]
 _PER_DIRECTION = ("conv_weight", "conv_bias", "x_proj_weight", "dt_weight", "dt_bias", "D")

@@ -40,15 +40,6 @@ EXPECTED = (
     "test_model_backward_fx",
 )
 
-# Tests that do not hold for some models: (test, pattern of models, why).
-INAPPLICABLE = (
-    (
-        "test_model_backward*",
-        "*_pyramid",
-        "logits are the plain model's, and its levels have no part in them",
-    ),
-)
-
 # --extended: tests that timm runs for a hand-written list of models but that hold for any plain-sequence
 # model. test name -> (parameter names, parameters for model m). All files below tests/.
 EXTENDED_FILES = ("test_models.py", "test_model_input.py", "test_utils.py")
@@ -79,14 +70,6 @@ EXTENDED = {
     ),
     "test_freeze_unfreeze_root_parameters": ("model_name", lambda m: [m]),
 }
-
-
-def why_inapplicable(test, model):
-    """Say why a test does not hold for a model; None if it does."""
-    for tests, models, why in INAPPLICABLE:
-        if fnmatch.fnmatch(test, tests) and fnmatch.fnmatch(model, models):
-            return why
-    return None
 
 
 def names_of(value):
@@ -169,9 +152,7 @@ class Suite:
     def wanted(self, item):
         params = getattr(item, "callspec", None)
         name = params and (params.params.get("model_name") or params.params.get("name"))
-        if not isinstance(name, str) or name.split(".")[0] not in self.ours:
-            return False
-        return why_inapplicable(item.originalname, name.split(".")[0]) is None
+        return isinstance(name, str) and name.split(".")[0] in self.ours
 
     def collected(self, config, items):
         keep = [i for i in items if self.wanted(i)]
@@ -426,7 +407,7 @@ def drive(args, work):
             for m in models
             if re.search(rf"[-\[]{re.escape(m)}[-.\]]", i)
         }
-        due = [(t, m) for t in EXPECTED for m in models if not why_inapplicable(t, m)]
+        due = [(t, m) for t in EXPECTED for m in models]
         missing += [f"{t}[{m}]" for t, m in due if (t, m) not in got]
     return results, missing, errors, models or []
 
@@ -488,9 +469,6 @@ def main():
         print(f"ERROR   {text}")
     for name in missing:
         print(f"MISSING {name}")
-    for tests, pattern, why in INAPPLICABLE:
-        for name in fnmatch.filter(models, pattern):
-            print(f"LEFT OUT {tests}[{name}]: {why}")
     count = {
         o: sum(r["outcome"] == o for r in results.values()) for o in ("passed", "failed", "skipped")
     }

@@ -157,7 +157,7 @@ def test_a_call_passes_few_files_from_the_model_to_the_kernel(
     below = [str(path) for path in passed if path.parts[0] in ("vil", "kernels")]
     assert below == [
         "vil/backbone.py",
-        "vil/mixer.py",
+        "vil/block.py",
         "kernels/mixer.py",
         "kernels/triton/scan_plan.py",
         f"kernels/triton/{kernels}.py",

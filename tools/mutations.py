@@ -383,7 +383,7 @@ MUTATIONS = [
     ),
     # Stochastic depth no longer keeps the mean.
     (
-        "vil/backbone.py",
+        "vil/block.py",
         "DropPath(drop_path) if",
         "DropPath(drop_path, scale_by_keep=False) if",
         "tests/vil",
@@ -392,7 +392,7 @@ MUTATIONS = [
     ("vil/backbone.py", '("conv_bias", "dt_bias", "D")', '("conv_bias", "dt_bias")', "tests/vil"),
     # Of an odd number of patches, the patch behind the class token is handed out as the latter.
     (
-        "vil/backbone.py",
+        "vil/tokens.py",
         "middle = (x.shape[1] - 1) // 2",
         "middle = x.shape[1] // 2",
         "tests/vil",
@@ -400,12 +400,12 @@ MUTATIONS = [
     # With gradient checkpointing, stochastic depth drops others when blocks are computed again.
     (
         "vil/backbone.py",
-        "checkpoint(block, x, grid) if recompute",
-        "checkpoint(block, x, grid, preserve_rng_state=False) if recompute",
+        "checkpoint(block, x, layout) if",
+        "checkpoint(block, x, layout, preserve_rng_state=False) if",
         "tests/vil",
     ),
     # Both directions of Mamba start with small steps; of Vision Mamba only the first does.
-    ("vil/mixer.py", "self.dt_bias[0].copy_(", "self.dt_bias.copy_(", "tests/vil"),
+    ("vil/block.py", "self.dt_bias[0].copy_(", "self.dt_bias.copy_(", "tests/vil"),
     # The directions of an official checkpoint change places.
     (
         "vil/convert.py",
@@ -424,7 +424,7 @@ MUTATIONS = [
     ),
     # Patches that overlap belong to an image although some of their pixels are masked.
     (
-        "vil/masks.py",
+        "vil/padded.py",
         "F.avg_pool2d(whole, patch, stride)[:, 0] == 1",
         "F.avg_pool2d(whole, patch, stride)[:, 0] > 0",
         "tests/vil",

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from einops import rearrange
 from timm.layers import (
-    DropPath,
+    PatchDropout,
     RmsNorm,
     calculate_drop_path_rates,
     get_device_dtype,
@@ -26,86 +26,42 @@ from timm.layers import (
     is_exportable,
     is_exporting,
     lecun_normal_,
-    register_notrace_function,
     resample_abs_pos_embed,
     trunc_normal_,
 )
 from timm.layers.trace_utils import _assert
-from timm.models import checkpoint, checkpoint_seq, named_apply
+from timm.models import checkpoint, named_apply
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_args, update_model_input_size
 from timm.models.naflexvit import global_pool_naflex
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from vil.block import Block, Recurrence
 from vil.convert import convert_official_vim, is_official_vim
 from vil.kernels.grid import Layout
 from vil.kernels.operators import token_layout
-from vil.masks import boxes, pixels, valid_patches, zeros_where_masked
-from vil.mixer import BidirectionalMixer, Recurrence
-from vil.near_sizes import to_own_grid
+from vil.padded import run_padded
 from vil.patch_embed import OverlapPatchEmbed
-from vil.recompute import is_recomputed, recomputed
-from vil.removal import check_keep, patch_drop, refuse_other_grid, taken
 from vil.state_dicts import checkpoint_filter_fn as checkpoint_filter_fn  # sought beside the class
 from vil.state_dicts import (
     refuse_another_architecture,
     resized_pos_embed,
     trained_grid_of,
 )
+from vil.tokens import (
+    check_keep,
+    class_token_first,
+    class_token_to_middle,
+    packed_intermediates,
+    resample_pos_embed,
+    resize_tokens,
+)
 
 __all__ = ["VisionLonghorn"]
 
 _POOLS = ("", "avg", "avgmax", "max", "token")
-
-
-class Block(nn.Module):
-    """Pre-norm residual block; Vision Mamba's add, norm, mixer order is the same function."""
-
-    def __init__(
-        self,
-        dim: int,
-        norm_layer: type[nn.Module] | partial,
-        drop_path: float = 0.0,
-        recompute_above: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **mixer_args: Any,
-    ) -> None:
-        """Create a block.
-
-        Args:
-            dim: Channels C.
-            norm_layer: Makes the normalisation from the number of channels.
-            drop_path: Probability to drop the mixer's output for a sample while training.
-            recompute_above: As of the backbone.
-            device: Where to create the parameters.
-            dtype: Of the parameters.
-            **mixer_args: Of ``BidirectionalMixer``.
-        """
-        super().__init__()
-        dd = {"device": device, "dtype": dtype}
-        self.norm = norm_layer(dim, **dd)
-        self.mixer = BidirectionalMixer(dim, **mixer_args, **dd)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.recompute_above = recompute_above
-
-    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        """Return tokens (B, L, C) plus what the mixer makes of them; arguments as of the mixer."""
-        if not torch.jit.is_scripting() and self.training and self._is_recomputed(x):
-            return x + self.drop_path(self._recomputed(x, layout))
-        return x + self.drop_path(self.mixer(self.norm(x), layout))
-
-    @torch.jit.unused
-    def _is_recomputed(self, x: Tensor) -> bool:
-        return is_recomputed(x, self.recompute_above)
-
-    @torch.jit.unused
-    def _recomputed(self, x: Tensor, layout: Layout | None) -> Tensor:
-        def mixed(x: Tensor) -> Tensor:
-            return self.mixer(self.norm(x), layout, save=False)
-
-        return recomputed(mixed, x)
+for _name in ("resample_pos_embed", "resize_tokens"):
+    torch.fx.wrap(_name)  # FX cannot follow their branches
 
 
 def _norm_layer(norm_layer: str | type[nn.Module] | None) -> type[nn.Module] | partial:
@@ -118,29 +74,26 @@ def _norm_layer(norm_layer: str | type[nn.Module] | None) -> type[nn.Module] | p
         ) from error
 
 
-torch.fx.wrap("to_own_grid")  # whose branches FX cannot follow
-
-
-@torch.fx.wrap
-@register_notrace_function
-def _pos_embed_of_grid(
-    pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix_tokens: int
-) -> Tensor:
-    """Resample a position embedding (1, L, C) to another grid, or hand out the very same tensor.
-
-    timm's function resamples to the same grid, too, while a program is exported, lest it be bound
-    to the size of the example. A size that is a constant of the program is bound to it anyway.
-    """
-    if not torch.jit.is_scripting():
-        if is_exporting():
-            same = [statically_known_true(grid[i] == own_grid[i]) for i in (0, 1)]
-            if all(same):
-                return pos_embed
-        elif torch.compiler.is_compiling() and torch.is_grad_enabled():
-            # torch (2.15) cannot compile the gradient of this resampling to a size that is no
-            # constant of the program, which index() makes of it.
-            grid = [operator.index(size) for size in grid]
-    return resample_abs_pos_embed(pos_embed, grid, own_grid, num_prefix_tokens)
+def _check_ranges(
+    in_chans: int,
+    grid_aware: bool | str,
+    resize_below: float,
+    recompute_above: int | None,
+    patch_drop_rate: float,
+    weight_init: str,
+) -> None:
+    if weight_init not in ("", "skip"):
+        raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
+    if in_chans < 1:
+        raise ValueError(f"in_chans must be at least 1, got {in_chans}")
+    if recompute_above is not None and operator.index(recompute_above) < 0:
+        raise ValueError(f"recompute_above must be None or at least 0, got {recompute_above}")
+    if not 0 <= resize_below < math.inf:
+        raise ValueError(f"resize_below must be a number of at least 0, got {resize_below}")
+    if grid_aware not in (True, False, "steps"):
+        raise ValueError(f'grid_aware must be True, False or "steps", got {grid_aware!r}')
+    if not 0 <= patch_drop_rate < 1:
+        raise ValueError(f"patch_drop_rate must be at least 0 and below 1, got {patch_drop_rate}")
 
 
 class VisionLonghorn(nn.Module):
@@ -190,9 +143,9 @@ class VisionLonghorn(nn.Module):
         """Create a backbone.
 
         Args:
-            img_size: Height and width in pixels of the images that the position embedding is of.
+            img_size: Height and width in pixels of the images that the position embedding is for.
             patch_size: Height and width of a patch in pixels.
-            patch_stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
+            patch_stride: Distance of neighbouring patches in pixels; ``patch_size`` if None.
             in_chans: Channels of the images.
             num_classes: Classes of the head; 0 for none.
             global_pool: How the head pools tokens.
@@ -203,33 +156,32 @@ class VisionLonghorn(nn.Module):
             d_conv: Taps of the depthwise convolution.
             expand: Channels of the scan per channel of the residual stream.
             dt_rank: Rank of the step size's projection; ceil(embed_dim / 16) if None.
-            class_token: Have one, in the middle of the sequence.
-            fc_norm: Normalise after pooling instead of before; if None, where tokens are averaged.
-            dynamic_img_size: Take images of any size of whole patches, resampling the position
-                embedding for those of another size than ``img_size``; if False, refuse these.
+            class_token: Have a class token, in the middle of the sequence.
+            fc_norm: Normalise after pooling instead of before; if None, only where tokens are averaged.
+            dynamic_img_size: Take images of any size of whole patches, and resample the position
+                embedding for other sizes than ``img_size``; False refuses other sizes.
             dynamic_img_pad: Pad images to whole patches.
-            trained_grid: Rows and columns of patches that the convolution's taps and the step sizes
-                are in units of; if None, those of ``img_size`` where patches do not overlap. Weights
-                that are loaded bring theirs.
+            trained_grid: Rows and columns of patches that are the unit of the convolution's taps and of
+                the step sizes; if None, those of ``img_size`` with patches that do not overlap. Loaded
+                weights bring their own.
             grid_aware: At another grid than ``trained_grid``, measure the distance of the taps and
-                the step sizes in patches of that one (``grid.py``), for images of the same things
-                enlarged. "steps" measures only the step sizes, and resizes nothing: for images that show
-                more at the same scale. False measures neither.
+                the step sizes in patches of that grid, for images that show the same things enlarged.
+                "steps" measures only the step sizes, and resizes nothing, for images that show more at
+                the same scale. False measures neither.
             resize_below: With ``grid_aware``, resize images inside the model along each side that has
-                fewer than this many times the trained pixels, and the tokens back to the image's own
-                grid (``near_sizes.py``). 0 never does, which is for training at such sizes.
-            recompute_above: Of images of more tokens than these, blocks keep their input and their
-                mixer's output for the backward pass and compute the rest again (``recompute.py``); None
-                never does.
+                fewer than this many times the trained patches, and the tokens back to the image's own
+                grid. 0 never resizes, which is for training at such sizes.
+            recompute_above: With more tokens than this, blocks keep only their input and their mixer's
+                output for the backward pass and compute the rest again; None never does.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
-            patch_drop_rate: Part of the patches that each training image goes without, others every
-                time (``removal.py``). Only at the trained grid, or with ``grid_aware=False``.
+            patch_drop_rate: Part of the patches that each training image is without, different ones every
+                time. Only at the trained grid, or with ``grid_aware=False``.
             drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
-            norm_layer: timm's name or class of the normalisation, RMSNorm with eps 1e-5 if None.
-            weight_init: "skip" leaves the parameters as allocated by their modules.
-            device: Where to create the parameters.
-            dtype: Of the parameters.
+            norm_layer: timm's name or class of the normalisation; RMSNorm with eps 1e-5 if None.
+            weight_init: "skip" leaves the parameters as their modules allocate them.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
 
         Raises:
             AssertionError: ``global_pool`` is unknown, or "token" without a class token.
@@ -237,16 +189,9 @@ class VisionLonghorn(nn.Module):
         """
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        if weight_init not in ("", "skip"):
-            raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
-        if in_chans < 1:
-            raise ValueError(f"in_chans must be at least 1, got {in_chans}")
-        if recompute_above is not None and operator.index(recompute_above) < 0:
-            raise ValueError(f"recompute_above must be None or at least 0, got {recompute_above}")
-        if not 0 <= resize_below < math.inf:
-            raise ValueError(f"resize_below must be a number of at least 0, got {resize_below}")
-        if grid_aware not in (True, False, "steps"):
-            raise ValueError(f'grid_aware must be True, False or "steps", got {grid_aware!r}')
+        _check_ranges(
+            in_chans, grid_aware, resize_below, recompute_above, patch_drop_rate, weight_init
+        )
         norm_layer = _norm_layer(norm_layer)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -279,7 +224,11 @@ class VisionLonghorn(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
         self.patch_drop_rate = patch_drop_rate
-        self.patch_drop = patch_drop(patch_drop_rate)
+        self.patch_drop = (
+            PatchDropout(patch_drop_rate, num_prefix_tokens=0, ordered=True)
+            if patch_drop_rate > 0
+            else nn.Identity()
+        )
         self.pos_drop = nn.Dropout(p=pos_drop_rate)
         self.blocks = nn.Sequential(
             *[
@@ -508,31 +457,25 @@ class VisionLonghorn(nn.Module):
         )
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Layout | None, list[int]]:
-        """Return what ``_sequence`` does, of images (B, in_chans, height, width), and their own grid."""
+        """Return what ``_sequence`` does for images (B, in_chans, height, width), and their own grid."""
         _assert(
             x.shape[1] == self.in_chans,
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
         )
         height, width = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
-        x = self._patches(x)
-        grid, own_grid = [x.shape[1], x.shape[2]], [height, width]
-        if (
-            torch.jit.is_tracing()
-        ):  # where sizes are tensors, which lists of an operator cannot be of
+        x = self.patch_embed(x, self.trained_grid, self.resize_below)
+        grid, feat_shape = [x.shape[1], x.shape[2]], [height, width]
+        if torch.jit.is_tracing():  # sizes are tensors, which lists of an operator cannot contain
             grid = [int(grid[0]), int(grid[1])]
-            own_grid = [int(own_grid[0]), int(own_grid[1])]
+            feat_shape = [int(feat_shape[0]), int(feat_shape[1])]
         x, layout = self._sequence(x.flatten(1, 2), grid)
-        return x, layout, own_grid
-
-    def _patches(self, x: Tensor) -> Tensor:
-        """Embed images as patches (B, H, W, C), those near the trained size as of that size."""
-        return self.patch_embed(x, self.trained_grid, self.resize_below)
+        return x, layout, feat_shape
 
     @torch.jit.ignore
     def grid_inside(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """Return the grid (H, W) that images of (height, width) pixels have inside the blocks.
 
-        It is that of ``trained_grid`` along sides that ``resize_below`` resizes.
+        Along sides that ``resize_below`` resizes it is the trained grid's.
         """
         H, W = self.patch_embed.dynamic_feat_size(img_size)
         trained_H, trained_W = self.trained_grid
@@ -541,44 +484,48 @@ class VisionLonghorn(nn.Module):
             trained_W if self.resize_below * trained_W > W else W,
         )
 
-    def _own_tokens(self, x: Tensor, layout: Layout | None, own_grid: list[int]) -> Tensor:
-        """Return tokens (B, L, C) class token first, and as many as the image's own grid has.
-
-        Dropped patches leave no grid to resize: those that remain are handed out.
-        """
-        x = self._class_token_first(x)
-        if layout is None:
-            return x
-        grid = [layout.grid[0], layout.grid[1]]
-        return to_own_grid(x, grid, own_grid, self.num_prefix_tokens)
-
     def _sequence(
         self, x: Tensor, grid: list[int], keep: Tensor | None = None
     ) -> tuple[Tensor, Layout | None]:
-        """Return patches (B, N, C) of a grid with their positions, class token in the middle.
+        """Add positions to patches (B, N, C) of a grid, and insert the class token in the middle.
 
-        Those of the numbers ``keep`` (B, n), ascending, if given, without what is dropped. And where they stand.
+        Only patches with the ascending numbers ``keep`` (B, n) stay, if given, and none that are dropped.
+
+        Returns:
+            The tokens, and their layout; None if patches are missing.
         """
         pos_embed = self.pos_embed
         if self.dynamic_img_size or self.resize_below > 0:
             own_grid = self.patch_embed.grid_size
-            pos_embed = _pos_embed_of_grid(
+            pos_embed = resample_pos_embed(
                 pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
             )
         layout: Layout | None = self._layout(grid, x)
         x = x + pos_embed[:, self.num_prefix_tokens :]
         if keep is not None or (self.training and self.patch_drop_rate > 0):
-            refuse_other_grid(grid, self.trained_grid, self.grid_aware)
-            x = self.patch_drop(x) if keep is None else taken(x, keep)
+            self.check_patches_can_drop(grid)
+            x = self.patch_drop(x) if keep is None else x.take_along_dim(keep[:, :, None], 1)
             layout = None
         if self.cls_token is not None:
-            class_token = (self.cls_token + pos_embed[:, :1]).expand(x.shape[0], -1, -1)
-            middle = x.shape[1] // 2
-            x = torch.cat([x[:, :middle], class_token, x[:, middle:]], dim=1)
+            x = class_token_to_middle(x, self.cls_token + pos_embed[:, :1])
         return self.pos_drop(x), layout
 
+    def check_patches_can_drop(self, grid: list[int]) -> None:
+        """Raise ValueError if patches of a grid (H, W) cannot be left out.
+
+        The kernels find neighbours of another grid than the trained one by rows and columns, which only
+        whole grids have.
+        """
+        trained = self.trained_grid
+        if self.grid_aware and (grid[0] != trained[0] or grid[1] != trained[1]):
+            raise ValueError(
+                f"patches can be left out (patch_drop_rate, keep) at the trained grid, "
+                f"{trained[0]} x {trained[1]} patches, and with grid_aware=False at any, got "
+                f"{grid[0]} x {grid[1]}"
+            )
+
     def _layout(self, grid: list[int], x: Tensor) -> Layout:
-        """Return where the tokens of a grid (H, W) stand, for patches (B, N, C)."""
+        """Return the layout of the tokens of a grid (H, W), for patches (B, N, C)."""
         trained = [self.trained_grid[0], self.trained_grid[1]] if self.grid_aware else grid
         patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
         stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
@@ -597,105 +544,97 @@ class VisionLonghorn(nn.Module):
             return Layout(numbers, nothing, nothing, nothing, nothing)
         return token_layout(numbers, self.d_conv, x)
 
-    def _class_token_first(self, x: Tensor) -> Tensor:
-        if self.cls_token is None:
-            return x
-        middle = (x.shape[1] - 1) // 2
-        return torch.cat([x[:, middle : middle + 1], x[:, :middle], x[:, middle + 1 :]], dim=1)
+    def _final_tokens(self, x: Tensor, layout: Layout | None, feat_shape: list[int]) -> Tensor:
+        """Return what ``forward_features`` does, from what ``_embed`` returns."""
+        for block in self.blocks:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x = checkpoint(block, x, layout)
+            else:
+                x = block(x, layout)
+        return self.norm(self._own_tokens(x, layout, feat_shape))
 
-    @torch.jit.ignore
-    def reshape_transform(
-        self, tokens: Tensor, height: int | None = None, width: int | None = None
-    ) -> Tensor:
-        """Arrange the tokens inside the blocks as a feature map, for hooks and pytorch-grad-cam.
+    def _own_tokens(self, x: Tensor, layout: Layout | None, feat_shape: list[int]) -> Tensor:
+        """Return tokens (B, L, C) with the class token first, resized to the image's own grid.
 
-        Args:
-            tokens: (B, L, C) of any dtype, out of a block or its norm: class token in the middle.
-            height: Rows H of the grid of patches inside the model (``grid_inside``), that of images of
-                ``img_size`` if None.
-            width: Columns W of it, likewise.
-
-        Returns:
-            The patches (B, C, H, W) of the same dtype, each in its place.
-
-        Raises:
-            ValueError: L is not the number of patches and the class token.
+        Without a layout, patches are missing and there is no grid to resize.
         """
-        own_height, own_width = self.grid_inside(self.patch_embed.img_size)
-        H = own_height if height is None else height
-        W = own_width if width is None else width
-        if tokens.ndim != 3 or tokens.shape[1] != H * W + self.num_prefix_tokens:
-            raise ValueError(
-                f"tokens must be (B, {H * W + self.num_prefix_tokens}, C) for a grid of {(H, W)}, "
-                f"got {tuple(tokens.shape)}; give height and width for another grid"
-            )
-        patches = self._class_token_first(tokens)[:, self.num_prefix_tokens :]
-        return rearrange(patches, "b (h w) c -> b c h w", h=H, w=W)
+        x = class_token_first(x, self.num_prefix_tokens)
+        if layout is None:
+            return x
+        grid = [layout.grid[0], layout.grid[1]]
+        return resize_tokens(x, grid, feat_shape, self.num_prefix_tokens)
 
-    @torch.jit.ignore
+    def _tokens(
+        self, x: Tensor, take_indices: list[int], num_blocks: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return tokens (B, L, C) after chosen blocks and after the last, class token first."""
+        x, layout, feat_shape = self._embed(x)
+        taps = []
+        for i, block in enumerate(self.blocks[:num_blocks]):
+            x = checkpoint(block, x, layout) if self.grad_checkpointing else block(x, layout)
+            if i in take_indices:
+                taps.append(self._own_tokens(x, layout, feat_shape))
+        return taps, self._own_tokens(x, layout, feat_shape)
+
+    @torch.jit.unused
     def _masked_tokens(
         self, x: Tensor, mask: Tensor, take_indices: list[int], num_blocks: int
-    ) -> tuple[list[Tensor], Tensor]:
-        """Return tokens (B, L, C) after chosen blocks and after the last, and which are valid, (B, L).
-
-        Class token first, zeros where the mask has none.
-        """
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Return what ``_tokens`` does, with zeros where masked; and which tokens are valid, (B, L)."""
         if self.training and self.patch_drop_rate > 0:
             raise ValueError(
                 f"mask must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
             )
-        covered = self.patch_embed.covered(x)
-        H, W = self.patch_embed.dynamic_feat_size(x.shape[-2:])
-        patch_size, stride = self.patch_embed.patch_size, self.patch_embed.stride
-        valid = valid_patches(mask, x, (H, W), patch_size, stride)
-        x = zeros_where_masked(covered, mask, valid, patch_size, stride)
-        prefix = self.num_prefix_tokens
-        results: list[Tensor] = []
-        for box in boxes(valid):
-            if not self.dynamic_img_size and box.size != self.patch_embed.grid_size:
-                raise ValueError(
-                    f"mask leaves images of {box.size} patches, and dynamic_img_size=False takes "
-                    f"{self.patch_embed.grid_size} only"
-                )
-            images = pixels(box, x, W, patch_size, stride)
-            taken, tokens = self._intermediate_tokens(images, take_indices, num_blocks)
-            where = torch.cat([box.patches.new_zeros(len(images), prefix), box.patches + prefix], 1)
-            for i, out in enumerate((*taken, tokens)):
-                if i == len(results):
-                    results.append(out.new_zeros(len(x), prefix + H * W, self.embed_dim))
-                results[i] = results[i].index_put((box.images[:, None], where), out)
-        return results, torch.cat([valid.new_ones(len(x), prefix), valid.flatten(1)], 1)
+
+        def run(images: Tensor) -> list[Tensor]:
+            taps, tokens = self._tokens(images, take_indices, num_blocks)
+            return [*taps, tokens]
+
+        (*taps, x), valid = run_padded(run, x, mask, self.patch_embed, self.num_prefix_tokens)
+        return taps, x, valid
+
+    @torch.jit.unused
+    def _masked_features(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what ``forward_features`` does, and which patches (B, N) are valid."""
+        _, x, valid = self._masked_tokens(x, mask, [], len(self.blocks))
+        return self._normalised(x, valid), valid[:, self.num_prefix_tokens :]
+
+    @torch.jit.unused
+    def _masked_logits(self, x: Tensor, mask: Tensor) -> Tensor:
+        x, patch_valid = self._masked_features(x, mask)
+        return self.forward_head(x, patch_valid=patch_valid)
+
+    def _normalised(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        tokens = self.norm(tokens)
+        return tokens if valid is None else torch.where(valid[..., None], tokens, 0)
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the normalised tokens (B, L, C) of images, class token first.
 
         Args:
             x: Images, (B, in_chans, height, width).
-            mask: As of ``forward``; the tokens of patches that it leaves out are zeros.
+            mask: Same as in ``forward``; tokens of patches that it leaves out are zeros.
         """
         if isinstance(mask, Tensor):
-            if torch.jit.is_scripting():
-                raise RuntimeError("a scripted program takes no mask")
-            else:  # noqa: RET506  (what follows an if would be compiled, too)
-                return self._masked_features(x, mask)[0]
-        x, grid, own_grid = self._embed(x)
-        return self._final_tokens(x, grid, own_grid)
+            return self._masked_features(x, mask)[0]
+        x, layout, feat_shape = self._embed(x)
+        return self._final_tokens(x, layout, feat_shape)
 
     def forward_patches(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return the normalised tokens of patches, class token first.
 
         ``forward_features(images)`` is ``forward_patches(patch_embed(images))``, except for images that
-        ``resize_below`` resizes. In between is the place for what trains without labels: patches that are
-        replaced by a mask token, or left out.
+        ``resize_below`` resizes. Training without labels can change the patches in between: replace some
+        by a mask token, or leave some out.
 
         Args:
-            x: Patches before their positions, (B, H, W, C), as of ``patch_embed``.
-            keep: Numbers by rows of the patches that alone go through the blocks, int64 (B, n), n of each
-                image; None for all. Only at the trained grid, or with ``grid_aware=False``.
+            x: Patches from ``patch_embed``, without positions, (B, H, W, C).
+            keep: Numbers, by rows, of the patches that go through the blocks, int64 (B, n), the same count
+                for each image; None for all. Only at the trained grid, or with ``grid_aware=False``.
 
         Returns:
-            (B, 1 + n, C), class token and patches in the order of ``keep``; they go through the blocks in
-            that of the image.
+            (B, 1 + n, C), class token and patches in the order of ``keep``; inside the blocks they have
+            the order of the image.
 
         Raises:
             ValueError: The patches have another shape, ``keep`` is out of range, or patches cannot be
@@ -717,50 +656,36 @@ class VisionLonghorn(nn.Module):
         ascending, order = keep.sort(1)
         x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending), grid)
         prefix, patches = x.split([self.num_prefix_tokens, keep.shape[1]], 1)
-        return torch.cat([prefix, taken(patches, order.argsort(1))], 1)
-
-    def _final_tokens(self, x: Tensor, layout: Layout | None, own_grid: list[int]) -> Tensor:
-        """Return what ``forward_features`` does, of what ``_embed`` does."""
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq([partial(block, layout=layout) for block in self.blocks], x)
-        else:
-            for block in self.blocks:
-                x = block(x, layout)
-        return self.norm(self._own_tokens(x, layout, own_grid))
-
-    @torch.jit.ignore
-    def _masked_features(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what ``forward_features`` does and which patches (B, N) are valid."""
-        (tokens,), valid = self._masked_tokens(x, mask, [], len(self.blocks))
-        return self._normalised(tokens, valid), valid[:, self.num_prefix_tokens :]
+        return torch.cat([prefix, patches.take_along_dim(order.argsort(1)[..., None], 1)], 1)
 
     def pool(
         self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None
     ) -> Tensor:
-        """Pool tokens (B, L, C) to (B, C), or leave them where pooling is "".
+        """Pool tokens (B, L, C) to (B, C), or return them if the pooling is "".
 
         Args:
             x: Tokens, class token first.
             pool_type: Instead of ``global_pool``.
-            patch_valid: Patches that a mask left, bool (B, N), which alone are then averaged.
+            patch_valid: Patches that a mask leaves, bool (B, N); only these are averaged.
         """
         pool_type = self.global_pool if pool_type is None else pool_type
         if isinstance(patch_valid, Tensor):
-            if torch.jit.is_scripting():
-                raise RuntimeError("a scripted program takes no mask")
-            else:  # noqa: RET506  (what follows an if would be compiled, too)
-                return global_pool_naflex(x, patch_valid, pool_type, self.num_prefix_tokens)
+            return self._pool_valid(x, pool_type, patch_valid)
         return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
+
+    @torch.jit.unused
+    def _pool_valid(self, x: Tensor, pool_type: str, patch_valid: Tensor) -> Tensor:
+        return global_pool_naflex(x, patch_valid, pool_type, self.num_prefix_tokens)
 
     def forward_head(
         self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None
     ) -> Tensor:
-        """Return logits (B, num_classes) of tokens (B, L, C), or what the head would get.
+        """Return logits (B, num_classes) for tokens (B, L, C), or the input of the head.
 
         Args:
             x: Tokens, class token first.
             pre_logits: Leave out the head.
-            patch_valid: As of ``pool``; to be given where the tokens were made with a mask.
+            patch_valid: Same as in ``pool``; required for tokens that were made with a mask.
         """
         x = self.head_drop(self.fc_norm(self.pool(x, None, patch_valid)))
         return x if pre_logits else self.head(x)
@@ -770,26 +695,18 @@ class VisionLonghorn(nn.Module):
 
         Args:
             x: Images, (B, in_chans, height, width).
-            mask: Of images that are padded to one size: True, or not 0, where a pixel belongs to its
+            mask: For images that are padded to one size: True, or not 0, where a pixel belongs to its
                 image, (B, height, width) as transformers' pixel_mask, or where a patch does,
-                (B, H, W). The result is that of each image alone, as large as the box around what is
-                its own. All other pixels are read as zeros, whatever they contain. Not for programs
+                (B, H, W). The result is the same as for each image alone, cut to the box of its
+                patches. All other pixels are read as zeros, whatever they contain. Not for programs
                 that are scripted, traced or exported.
 
         Raises:
-            ValueError: The mask has another shape, or leaves an image no box of patches.
+            ValueError: The mask has another shape, or an image's patches are no box.
         """
         if isinstance(mask, Tensor):
-            if torch.jit.is_scripting():
-                raise RuntimeError("a scripted program takes no mask")
-            else:  # noqa: RET506  (what follows an if would be compiled, too)
-                return self._masked_logits(x, mask)
+            return self._masked_logits(x, mask)
         return self.forward_head(self.forward_features(x))
-
-    @torch.jit.ignore
-    def _masked_logits(self, x: Tensor, mask: Tensor) -> Tensor:
-        x, patch_valid = self._masked_features(x, mask)
-        return self.forward_head(x, patch_valid=patch_valid)
 
     def forward_intermediates(
         self,
@@ -808,76 +725,74 @@ class VisionLonghorn(nn.Module):
         Args:
             x: Images, (B, in_chans, height, width).
             indices: The last n blocks if int, those blocks if a list, all if None.
-            return_prefix_tokens: Give each intermediate as (spatial, prefix tokens).
+            return_prefix_tokens: Return each intermediate as (spatial, prefix tokens).
             norm: Apply the final normalisation to the intermediates.
             stop_early: Leave out the blocks after the last chosen one.
             output_fmt: "NCHW" (B, C, H, W) or "NLC" (B, N, C) intermediates.
-            intermediates_only: Return the intermediates alone.
+            intermediates_only: Return only the intermediates.
             output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
                 asked for) and image_features (unless intermediates_only).
-            mask: As of ``forward``; what it leaves out is zeros.
+            mask: Same as in ``forward``; what it leaves out is zeros.
 
         Returns:
-            (final tokens (B, L, C) as of ``forward_features``, intermediates), or as asked for.
+            (final tokens (B, L, C), the same as from ``forward_features``; intermediates), or as asked for.
 
         Raises:
             AssertionError: ``output_fmt`` or an index is unknown.
-            ValueError: Maps are asked for while patches are dropped; or as of ``forward``.
+            ValueError: Maps are asked for while patches are dropped; or as in ``forward``.
         """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise AssertionError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
         if output_fmt == "NCHW" and self.training and self.patch_drop_rate > 0:
             raise ValueError(
                 f"maps have all patches: patch_drop_rate must be 0 to train with them, got "
                 f"{self.patch_drop_rate}"
             )
-        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        height, width = x.shape[-2:]
-        num_blocks = max_index + 1 if stop_early else len(self.blocks)
+        if output_fmt not in ("NCHW", "NLC"):
+            raise AssertionError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
+        numbers, blocks = self._take_indices(indices)
+        num_blocks = max(blocks) + 1 if stop_early else len(self.blocks)
+        img_size, prefix = (x.shape[-2], x.shape[-1]), self.num_prefix_tokens
+        taps, x, valid = self._intermediates(x, sorted({*blocks}), num_blocks, norm, mask)
+        patches = [taps[block][:, prefix:] for block in blocks]
+        valid_patches = None if valid is None else valid[:, prefix:]
+        return packed_intermediates(
+            self._spatial(numbers, patches, img_size, output_fmt, valid_patches),
+            [taps[block][:, :prefix] for block in blocks]
+            if return_prefix_tokens and prefix
+            else None,
+            None if intermediates_only else self._normalised(x, valid),
+            output_dict,
+        )
+
+    def _take_indices(self, indices: int | list[int] | None) -> tuple[list[int], list[int]]:
+        """Return the numbers of the intermediates, and of the blocks that they are made from."""
+        take_indices, _ = feature_take_indices(len(self.blocks), indices)
+        return sorted({*take_indices}), sorted({*take_indices})
+
+    def _intermediates(
+        self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool, mask: Tensor | None
+    ) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
+        """Return tokens after chosen blocks and after the last, and which are valid with a mask."""
+        valid: Tensor | None = None
         if isinstance(mask, Tensor):
-            (*taps, x), valid = self._masked_tokens(x, mask, take_indices, num_blocks)
+            taps, x, valid = self._masked_tokens(x, mask, blocks, num_blocks)
         else:
-            taps, x = self._intermediate_tokens(x, take_indices, num_blocks)
-            valid = None
-        if norm:
-            taps = [self._normalised(tap, valid) for tap in taps]
+            taps, x = self._tokens(x, blocks, num_blocks)
+        taps = [self._normalised(tap, valid) for tap in taps] if norm else taps
+        return dict(zip(blocks, taps, strict=True)), x, valid
 
-        prefix = [tap[:, : self.num_prefix_tokens] for tap in taps]
-        spatial = [tap[:, self.num_prefix_tokens :] for tap in taps]
-        if output_fmt == "NCHW":
-            H, W = self.patch_embed.dynamic_feat_size((height, width))
-            spatial = [
-                rearrange(tap, "b (h w) c -> b c h w", h=H, w=W).contiguous() for tap in spatial
-            ]
-        with_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
-        if output_dict:
-            result: dict[str, Any] = {"image_intermediates": spatial}
-            if with_prefix:
-                result["image_intermediates_prefix"] = prefix
-            if not intermediates_only:
-                result["image_features"] = self._normalised(x, valid)
-            return result
-        intermediates = list(zip(spatial, prefix, strict=True)) if with_prefix else spatial
-        if intermediates_only:
-            return intermediates
-        return self._normalised(x, valid), intermediates
-
-    def _intermediate_tokens(
-        self, x: Tensor, take_indices: list[int], num_blocks: int
-    ) -> tuple[list[Tensor], Tensor]:
-        """Return tokens (B, L, C) after chosen blocks and after the last, class token first."""
-        x, grid, own_grid = self._embed(x)
-        taps = []
-        for i, block in enumerate(self.blocks[:num_blocks]):
-            recompute = self.grad_checkpointing and not torch.jit.is_scripting()
-            x = checkpoint(block, x, grid) if recompute else block(x, grid)
-            if i in take_indices:
-                taps.append(self._own_tokens(x, grid, own_grid))
-        return taps, self._own_tokens(x, grid, own_grid)
-
-    def _normalised(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        tokens = self.norm(tokens)
-        return tokens if valid is None else torch.where(valid[..., None], tokens, 0)
+    def _spatial(
+        self,
+        numbers: list[int],
+        patches: list[Tensor],
+        img_size: tuple[int, int],
+        output_fmt: str,
+        valid: Tensor | None,
+    ) -> list[Tensor]:
+        """Return intermediates of these numbers, made from patches (B, N, C), in a format."""
+        if output_fmt == "NLC":
+            return patches
+        H, W = self.patch_embed.dynamic_feat_size(img_size)
+        return [rearrange(x, "b (h w) c -> b c h w", h=H, w=W).contiguous() for x in patches]
 
     def get_intermediate_layers(
         self,
@@ -929,3 +844,33 @@ class VisionLonghorn(nn.Module):
             self.fc_norm = nn.Identity()
             self.reset_classifier(0, "")
         return take_indices
+
+    @torch.jit.ignore
+    def reshape_transform(
+        self, tokens: Tensor, height: int | None = None, width: int | None = None
+    ) -> Tensor:
+        """Arrange the tokens inside the blocks as a feature map, for hooks and pytorch-grad-cam.
+
+        Args:
+            tokens: (B, L, C) of any dtype, out of a block or its norm: class token in the middle.
+            height: Rows H of the grid of patches inside the model (``grid_inside``), that of images of
+                ``img_size`` if None.
+            width: Columns W of it, likewise.
+
+        Returns:
+            The patches (B, C, H, W) of the same dtype, each in its place.
+
+        Raises:
+            ValueError: L is not the number of patches and the class token.
+        """
+        own_height, own_width = self.grid_inside(self.patch_embed.img_size)
+        H = own_height if height is None else height
+        W = own_width if width is None else width
+        if tokens.ndim != 3 or tokens.shape[1] != H * W + self.num_prefix_tokens:
+            raise ValueError(
+                f"tokens must be (B, {H * W + self.num_prefix_tokens}, C) for a grid of {(H, W)}, "
+                f"got {tuple(tokens.shape)}; give height and width for another grid"
+            )
+        tokens = class_token_first(tokens, self.num_prefix_tokens)
+        patches = tokens[:, self.num_prefix_tokens :]
+        return rearrange(patches, "b (h w) c -> b c h w", h=H, w=W)

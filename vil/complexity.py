@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import vil  # noqa: F401  (registers the models)
-from vil.mixer import BidirectionalMixer
+from vil.block import BidirectionalMixer
 
 _PATTERNS = ("vil_*", "vim_*")
 _ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # what their levels add is what those of vil_* add

@@ -105,6 +105,8 @@ def model_with(
         if key in arguments:
             raise ValueError(f"{key} cannot be an argument: the weights are of {weights.origin}")
     features = {key: arguments.pop(key) for key in FEATURES if key in arguments}
+    if features.get("features_only"):
+        arguments["num_classes"] = 0  # which is what a pyramid has its levels for
     model = _created(
         weights,
         name,

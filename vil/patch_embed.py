@@ -8,9 +8,9 @@ from timm.layers import PatchEmbed, is_exporting, register_notrace_function, to_
 from timm.layers.trace_utils import _assert
 from torch import Tensor
 
-from vil.near_sizes import to_trained_size
+from vil.tokens import resize_images
 
-torch.fx.wrap("to_trained_size")  # whose branches FX cannot follow
+torch.fx.wrap("resize_images")  # whose branches FX cannot follow
 
 
 @torch.fx.wrap
@@ -120,7 +120,7 @@ class OverlapPatchEmbed(PatchEmbed):
         """
         x = self.covered(x)
         if trained_grid is not None:
-            x = to_trained_size(x, trained_grid, self.patch_size, self.stride, resize_below)
+            x = resize_images(x, trained_grid, self.patch_size, self.stride, resize_below)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
     def covered(self, x: Tensor) -> Tensor:

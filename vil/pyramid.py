@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from timm.layers import LayerNorm2d, get_device_dtype, is_exporting
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
 from vil.convert import convert_official_vim, is_official_vim
-from vil.masks import valid_patches
 from vil.state_dicts import checkpoint_filter_fn as checkpoint_filter_fn  # sought beside the class
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]
@@ -90,8 +90,10 @@ class PyramidLevel(nn.Module):
 class VisionLonghornPyramid(VisionLonghorn):
     """Backbone whose ``features_only`` gives maps at strides 4, 8, 16 and 32, for images of any size.
 
-    A ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses: tokens and
-    logits are those of the plain model, whose weights load strictly; the levels are then new.
+    A ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses: its indices are numbers of
+    levels, finest first, its maps are (B, C, H, W) with H = ceil(height / stride) and W likewise, and a mask is only for
+    patches that do not overlap. Tokens and logits are the same as in the plain model, whose weights load strictly; the
+    levels are then new.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class VisionLonghornPyramid(VisionLonghorn):
             raise ValueError(
                 f"patch_stride {stride} px of patches of {stride + gap} px needs dynamic_img_size=True"
             )
+        self._overlap = gap
         self.pyramid_blocks = self._checked_blocks(pyramid_blocks)
         strides = [min(to, output_stride) for to in STRIDES]
         self.pyramid = nn.ModuleList(
@@ -183,101 +186,41 @@ class VisionLonghornPyramid(VisionLonghorn):
             state_dict.update({name: own[name] for name in own if name.startswith("pyramid.")})
         return super().load_state_dict(state_dict, strict, assign)
 
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
-        intermediates_only: bool = False,
-        output_dict: bool = False,
-        mask: Tensor | None = None,
-    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
-        """Return the maps of chosen levels, and the final tokens.
-
-        Args:
-            x: Images, (B, in_chans, height, width).
-            indices: The last n levels if int, those levels if a list, all if None; level 0 is the finest.
-            return_prefix_tokens: Give each map as (map, prefix tokens of its block).
-            norm: Apply the final normalisation to the tokens that the levels are made of.
-            stop_early: Leave out the blocks after the last one that is needed.
-            output_fmt: "NCHW": maps are (B, C, H, W), H = ceil(height / stride) and W alike; "NLC": they
-                are (B, H W, C).
-            intermediates_only: Return the maps alone.
-            output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
-                asked for) and image_features (unless intermediates_only).
-            mask: As of ``forward``, of patches that do not overlap; what it leaves out is zeros.
-
-        Returns:
-            (final tokens (B, L, C) as of ``forward_features``, maps), or as asked for.
-
-        Raises:
-            AssertionError: ``output_fmt`` or an index is unknown.
-            ValueError: A mask is given and patches overlap.
-        """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise AssertionError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
+    def _take_indices(self, indices: int | list[int] | None) -> tuple[list[int], list[int]]:
         levels, _ = feature_take_indices(len(self.pyramid), indices)
-        blocks = sorted({self.pyramid_blocks[level] for level in levels})
-        result = super().forward_intermediates(
-            self._centred(x, mask),
-            blocks,
-            return_prefix_tokens=return_prefix_tokens,
-            norm=norm,
-            stop_early=stop_early,
-            intermediates_only=intermediates_only,
-            output_dict=True,
-            mask=mask,
-        )
-        tokens = result["image_intermediates"]
-        valid = None if mask is None else self._valid(x, mask, tokens[0])
-        maps = []
-        for level in levels:
-            source = tokens[blocks.index(self.pyramid_blocks[level])]
-            make = self.pyramid[level]
-            made = make(source) if valid is None else make.masked(source, valid)
-            reduction = self.feature_info[level]["reduction"]
-            height, width = (-(-size // reduction) for size in x.shape[-2:])
-            maps.append(_cut(made, height, width))  # the rest is of the padding to whole patches
-        if output_fmt == "NLC":
-            maps = [made.flatten(2).transpose(1, 2) for made in maps]
-        return self._arranged(result, maps, levels, blocks, output_dict)
+        return levels, [self.pyramid_blocks[level] for level in levels]
 
-    def _arranged(
-        self,
-        result: dict[str, Any],
-        maps: list[Tensor],
-        levels: list[int],
-        blocks: list[int],
-        output_dict: bool,
-    ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
-        """Put maps in the place of the tokens that they were made of."""
-        result = result | {"image_intermediates": maps}
-        if "image_intermediates_prefix" in result:
-            prefix = result["image_intermediates_prefix"]
-            prefix = [prefix[blocks.index(self.pyramid_blocks[level])] for level in levels]
-            result["image_intermediates_prefix"] = prefix
-            maps = maps if output_dict else list(zip(maps, prefix, strict=True))
-        if output_dict:
-            return result
-        return (result["image_features"], maps) if "image_features" in result else maps
-
-    def _centred(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Pad images where patches overlap, so that each has its middle in that of its cell."""
-        gap = self.patch_embed.patch_size[0] - self.patch_embed.stride[0]
-        if gap and mask is not None:
+    def _intermediates(
+        self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool, mask: Tensor | None
+    ) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
+        if self._overlap and mask is not None:
             raise ValueError(
                 f"mask must be None where patches overlap, here {self.patch_embed.patch_size[0]} px "
                 f"every {self.patch_embed.stride[0]} px"
             )
-        before, after = gap // 2, gap - gap // 2
-        return F.pad(x, [before, after, before, after]) if gap else x
+        if self._overlap:  # pad, so that each patch has its middle in that of its cell
+            before, after = self._overlap // 2, self._overlap - self._overlap // 2
+            x = F.pad(x, [before, after, before, after])
+        return super()._intermediates(x, blocks, num_blocks, norm, mask)
 
-    def _valid(self, x: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
-        grid = (tokens.shape[-2], tokens.shape[-1])
-        return valid_patches(mask, x, grid, self.patch_embed.patch_size, self.patch_embed.stride)
+    def _spatial(
+        self,
+        levels: list[int],
+        patches: list[Tensor],
+        img_size: tuple[int, int],
+        output_fmt: str,
+        valid: Tensor | None,
+    ) -> list[Tensor]:
+        height, width = img_size
+        H, W = self.patch_embed.dynamic_feat_size((height + self._overlap, width + self._overlap))
+        maps = []
+        for level, x in zip(levels, patches, strict=True):
+            make, stride = self.pyramid[level], self.feature_info[level]["reduction"]
+            x = rearrange(x, "b (h w) c -> b c h w", h=H, w=W).contiguous()
+            made = make(x) if valid is None else make.masked(x, valid.unflatten(1, (H, W)))
+            made = _cut(made, -(-height // stride), -(-width // stride))
+            maps.append(made if output_fmt == "NCHW" else made.flatten(2).transpose(1, 2))
+        return maps
 
     def prune_intermediate_layers(
         self,

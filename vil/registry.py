@@ -57,17 +57,33 @@ def dense_indices(depth: int) -> tuple[int, ...]:
     return tuple(sorted({-(-depth * quarter // 4) - 1 for quarter in (1, 2, 3, 4)}))
 
 
+def _check_feature_cls(feature_cls: Any) -> None:
+    bare = feature_cls.func if isinstance(feature_cls, partial) else feature_cls
+    if bare not in ("getter", FeatureGetterNet):
+        raise ValueError(
+            f'feature_cls must be "getter", got {feature_cls!r}: only it returns the maps'
+        )
+
+
 def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> VisionLonghorn:
-    """Build a registered model; arguments as of ``timm.create_model``."""
+    """Build a registered model; the arguments are those of ``timm.create_model``.
+
+    A pyramid that classifies has no levels: no logit depends on them, and DistributedDataParallel refuses
+    parameters without a gradient.
+    """
     model_cls, indices = VisionLonghorn, dense_indices(depth)
-    if variant.endswith(_PYRAMID):
+    if variant.endswith(_PYRAMID) and (
+        kwargs.get("features_only") or kwargs.get("num_classes") == 0
+    ):
         model_cls, indices = VisionLonghornPyramid, tuple(range(len(STRIDES)))
-        feature_cls = kwargs.get("feature_cls", "getter")
-        bare = feature_cls.func if isinstance(feature_cls, partial) else feature_cls
-        if bare not in ("getter", FeatureGetterNet):
-            raise ValueError(
-                f'feature_cls must be "getter", got {feature_cls!r}: classes do not come by the maps'
-            )
+        _check_feature_cls(kwargs.get("feature_cls", "getter"))
+    elif variant.endswith(_PYRAMID):
+        kwargs.setdefault("dynamic_img_pad", True)
+        for name in ("pyramid_blocks", "output_stride"):
+            if name in kwargs:
+                raise ValueError(
+                    f"{name} needs features_only=True or num_classes=0, got a model with a head"
+                )
     out_indices = kwargs.pop("out_indices", None)
     return build_model_with_cfg(
         model_cls,

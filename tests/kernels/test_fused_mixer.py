@@ -8,10 +8,10 @@ from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from vil.block import BidirectionalMixer, Recurrence
 from vil.kernels import grid_conv, ops, reference
 from vil.kernels import mixer as fused
 from vil.kernels.grid import Grid, Layout, layout_of
-from vil.mixer import BidirectionalMixer, Recurrence
 
 B, L, C, M, K = 2, 6, 4, 4, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from vil.block import BidirectionalMixer
 from vil.kernels.grid import layout_of
 from vil.kernels.ops import (
     bidirectional_scan,
@@ -15,7 +16,6 @@ from vil.kernels.ops import (
     longhorn_scan,
     mamba_scan,
 )
-from vil.mixer import BidirectionalMixer
 
 B, L, D, M = 2, 4, 3, 2
 Function = Callable[[Tensor], Tensor]

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import vil
 from vil.complexity import count_macs, count_parameters
 from vil.patch_embed import OverlapPatchEmbed
+from vil.tokens import class_token_first
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}
 TINY_MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
@@ -167,7 +168,7 @@ def test_class_token_stands_in_the_middle_and_is_handed_out_first() -> None:
         inside, *_ = model._embed(images(24, 24))
     assert (inside[:, 4] == 7).all()
     assert not (inside[:, 3] == 7).any()
-    outside = model._class_token_first(inside)
+    outside = class_token_first(inside)
     assert torch.equal(outside[:, 0], inside[:, 4])
     assert torch.equal(outside[:, 1:], torch.cat([inside[:, :4], inside[:, 5:]], 1))
 

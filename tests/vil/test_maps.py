@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vil import maps
 from vil.kernels import ops
+from vil.tokens import class_token_first
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
 NAMES = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
@@ -41,7 +42,7 @@ def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
     with torch.no_grad():
         model.forward_features(images)
     hook.remove()
-    return model._class_token_first(given[0]).mT
+    return class_token_first(given[0], model.num_prefix_tokens).mT
 
 
 @pytest.mark.pairs

@@ -91,6 +91,7 @@ def drawn_model(rng: random.Random) -> nn.Module:
     return small(
         name,
         embed_dim=16,
+        num_classes=5 if plain else 0,
         class_token=class_token,
         global_pool=rng.choice(["token", "avg", "max"] if class_token else ["avg", "max"]),
         grid_aware=rng.choice([True, "steps", False]),

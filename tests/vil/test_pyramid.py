@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import vil
 from vil.pyramid import PyramidLevel
 
-SMALL = {"embed_dim": 32, "depth": 4}
+SMALL = {"embed_dim": 32, "depth": 4, "num_classes": 0}
 KINDS = ("longhorn", "longhorn_exact", "mamba")
 
 
@@ -39,11 +39,14 @@ def shapes(maps: list[Tensor]) -> list[tuple[int, ...]]:
 def test_every_model_has_a_pyramid_of_its_own_kind(size: str, kind: str) -> None:
     name = kind.format(size)
     with torch.device("meta"):  # as segmentation_models_pytorch looks at a model first
-        plain, pyramid = timm.create_model(name), timm.create_model(f"{name}_pyramid")
+        plain, pyramid = (timm.create_model(n, num_classes=0) for n in (name, f"{name}_pyramid"))
+        classifiers = timm.create_model(name), timm.create_model(f"{name}_pyramid")
         found = timm.create_model(f"{name}_pyramid", features_only=True).feature_info
     assert pyramid.blocks[0].mixer.recurrence == plain.blocks[0].mixer.recurrence
     levels = {key for key in pyramid.state_dict() if key.startswith("pyramid.")}
+    assert levels
     assert pyramid.state_dict().keys() - levels == plain.state_dict().keys()
+    assert classifiers[0].state_dict().keys() == classifiers[1].state_dict().keys()
     assert found.reduction() == [4, 8, 16, 32]
     assert found.channels() == [plain.embed_dim] * 4
     assert found.module_name() == [f"pyramid.{i}" for i in range(4)]
@@ -76,7 +79,9 @@ def test_a_level_sees_its_own_place_alone() -> None:
 def test_each_level_is_made_of_its_block(blocks: tuple[int, ...]) -> None:
     net, x = model(pyramid_blocks=blocks), images()
     final, maps = net.forward_intermediates(x)
-    plain = vil.VisionLonghorn.forward_intermediates(net, x, intermediates_only=True)
+    plain = model("vil_tiny", num_classes=0)
+    plain.load_state_dict({k: v for k, v in net.state_dict().items() if "pyramid" not in k})
+    plain = plain.forward_intermediates(x, intermediates_only=True)
     assert torch.equal(final, net.forward_features(x))
     for level, block, made in zip(net.pyramid, blocks, maps, strict=True):
         assert torch.equal(made, level(plain[block]))
@@ -144,10 +149,11 @@ class TestWeightsOfThePlainModel:
 
     @pytest.mark.parametrize("how", ["checkpoint_path", "overlay", "vil.load"])
     def test_through_every_door(self, how: str, tmp_path: Path) -> None:
-        plain, path = model("vil_tiny", num_classes=5), tmp_path / "plain.safetensors"
+        classes = 0 if how == "checkpoint_path" else 5  # which timm loads strictly
+        plain, path = model("vil_tiny", num_classes=classes), tmp_path / "plain.safetensors"
         save_file(plain.state_dict(), path)
         if how == "checkpoint_path":
-            net = model(num_classes=5, checkpoint_path=str(path))
+            net = model(checkpoint_path=str(path))
         elif how == "overlay":
             cfg = {"file": str(path), "num_classes": 5}
             net = features(pretrained=True, pretrained_cfg_overlay=cfg).model
@@ -190,6 +196,7 @@ class TestWeightsIntoAModuleThatAnotherPackageBuilt:
         ({"pyramid_blocks": (0, 1, 2, 4)}, r"got \(0, 1, 2, 4\)"),
         ({"patch_stride": 8, "dynamic_img_size": False}, "needs dynamic_img_size=True"),
         ({"features_only": True, "feature_cls": "hook"}, 'feature_cls must be "getter", got'),
+        ({"num_classes": 5, "output_stride": 8}, "output_stride needs features_only=True or"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:

@@ -79,7 +79,7 @@ def test_what_needs_every_patch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keep must be None while patches are dropped.* = 0\.5"):
         model.forward_patches(model.patch_embed(images()), torch.zeros(2, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"patch_drop_rate must be 0 for a pyramid.*0\.5"):
-        small("vil_tiny_pyramid", patch_drop_rate=0.5)
+        small("vil_tiny_pyramid", patch_drop_rate=0.5, num_classes=0)
 
 
 # ----------------------------------------------------------------------------------------- by numbers

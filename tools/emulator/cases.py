@@ -254,8 +254,8 @@ def conv_errors(c: Case) -> dict[str, float]:
 
 def mixer_errors(c: Case) -> dict[str, float]:
     """Return the errors of the whole mixer and its gradients."""
+    from vil.block import BidirectionalMixer
     from vil.kernels import mixer, ops
-    from vil.mixer import BidirectionalMixer
 
     recurrence = c.extreme
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ from vil.kernels.grid import Layout
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
 from vil.maps.evaluating import check_images, evaluating
+from vil.tokens import class_token_first
 
 _MOST_NUMBERS = 2**22  # of a tensor of unit values and of what is read of them: 16 MiB each
 
@@ -276,7 +277,8 @@ def _mean_matrix(backbone: VisionLonghorn, scan: _Scan) -> Tensor:
 
 def _class_token_first(backbone: VisionLonghorn, length: int, device: torch.device) -> Tensor:
     """Return which places of the sequence within blocks tokens have, class token first, (L,)."""
-    return backbone._class_token_first(torch.arange(length, device=device)[None, :, None]).flatten()
+    places = torch.arange(length, device=device)[None, :, None]
+    return class_token_first(places, backbone.num_prefix_tokens).flatten()
 
 
 def _steps(scan: _Scan) -> Tensor:

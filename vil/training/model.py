@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from vil.backbone import VisionLonghorn
 from vil.loading import create, model_with
 from vil.messages import one_line
-from vil.removal import refuse_other_grid
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.resolve import model_arguments
@@ -137,7 +136,7 @@ def _check_patch_drop(model: nn.Module, size: int) -> None:
     if isinstance(model, VisionLonghorn) and model.patch_drop_rate:
         grid = list(model.patch_embed.dynamic_feat_size((size, size)))
         try:
-            refuse_other_grid(grid, model.trained_grid, model.grid_aware)
+            model.check_patches_can_drop(grid)
         except ValueError as error:
             rate = model.patch_drop_rate
             raise ConfigError(f"model.args patch_drop_rate={rate} at {size} px: {error}") from error

@@ -1,4 +1,4 @@
-"""The token mixer: projections, depthwise convolution, bidirectional scan and gate.
+"""A residual block and its token mixer: projections, depthwise convolution, bidirectional scan and gate.
 
 The mixer of Vision Mamba ("bimamba v2" with divided output) around any of the recurrences. The
 parameters of the two directions are stacked on a leading axis of size 2: index 0 scans from the
@@ -7,11 +7,17 @@ E = expand * C channels of the scan, M state size, R rank of the step size.
 """
 
 import math
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
-from timm.layers import is_exportable, is_exporting
+from timm.layers import DropPath, is_exportable, is_exporting
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import exportable, mixer, reference, transforms
@@ -50,10 +56,10 @@ class BidirectionalMixer(nn.Module):
             d_conv: Taps of the depthwise convolution.
             expand: Channels of the scan per channel of the block.
             dt_rank: Rank of the projection that gives the step size; ceil(dim / 16) if None.
-            depth: Number of mixers in the residual stack; the output projection starts smaller by
+            depth: Number of mixers in the residual stack; the initial output projection is divided by
                 its square root, as in GPT-2 and Mamba.
-            device: Where to create the parameters.
-            dtype: Of the parameters.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
 
         Raises:
             ValueError: ``recurrence`` is unknown, or a size is not positive.
@@ -126,8 +132,8 @@ class BidirectionalMixer(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
     ) -> None:
-        # Names and shapes of the two Longhorn recurrences agree. Raised rather than collected, since
-        # every further mixer would say the same.
+        # Names and shapes of the two Longhorn recurrences agree. Raised here instead of collected,
+        # since every further mixer would say the same.
         recurrence = local_metadata.get("recurrence", self.recurrence)
         if recurrence != self.recurrence:
             raise RuntimeError(
@@ -136,18 +142,13 @@ class BidirectionalMixer(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def forward(
-        self,
-        x: Tensor,
-        layout: Layout | None = None,
-        save: bool = True,
-    ) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout | None = None, save: bool = True) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C).
 
         Args:
             x: Tokens.
-            layout: Where they stand; behind one another if None.
-            save: While training, keep what spares the backward pass a scan.
+            layout: Places of the tokens on their grid; None if they are neighbours of one another in sequence.
+            save: While training, keep the states for the backward pass instead of computing them again.
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
@@ -182,22 +183,85 @@ class BidirectionalMixer(nn.Module):
     @torch.jit.unused
     def _params(self, A: Tensor | None) -> mixer.MixerParams:
         return mixer.MixerParams(
-            self.conv_weight,
-            self.conv_bias,
-            self.x_proj_weight,
-            self.dt_weight,
-            self.dt_bias,
-            A,
-            self.D,
+            *(self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
+            *(self.dt_bias, A, self.D),
         )
 
     @torch.jit.unused
     def _plain(self, xz: Tensor, A: Tensor | None, layout: Layout | None) -> Tensor:
         """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
-        arguments = (
-            *(xz, self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
-            *(self.dt_bias, A, self.D, self.recurrence),
-        )
+        arguments = (xz, *self._params(A), self.recurrence)
         if in_forward_mode():
             return transforms.mixer(*arguments, False, *(layout or ()))[0]
         return exportable.mixer(*arguments, None if layout is None else layout.grid)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block; Vision Mamba's add, norm, mixer order is the same function."""
+
+    def __init__(
+        self,
+        dim: int,
+        norm_layer: type[nn.Module] | partial,
+        drop_path: float = 0.0,
+        recompute_above: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **mixer_args: Any,
+    ) -> None:
+        """Create a block.
+
+        Args:
+            dim: Channels C.
+            norm_layer: Makes the normalisation from the number of channels.
+            drop_path: Probability to drop the mixer's output for a sample while training.
+            recompute_above: Same as in ``VisionLonghorn``.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
+            **mixer_args: Arguments of ``BidirectionalMixer``.
+        """
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.norm = norm_layer(dim, **dd)
+        self.mixer = BidirectionalMixer(dim, **mixer_args, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.recompute_above = recompute_above
+
+    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
+        """Add the mixer's output to tokens (B, L, C); ``layout`` is the same as in the mixer."""
+        if not torch.jit.is_scripting() and self.training and self._recomputes(x):
+            return x + self.drop_path(self._recomputed(x, layout))
+        return x + self.drop_path(self.mixer(self.norm(x), layout))
+
+    @torch.jit.unused
+    def _recomputes(self, x: Tensor) -> bool:
+        above = self.recompute_above
+        if above is None or isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
+            return False
+        # Tracers have no backward pass, and torch.func has no hooks for saved tensors.
+        traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        transformed = in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+        return not (traced or transformed) and x.shape[1] > above
+
+    @torch.jit.unused
+    def _recomputed(self, x: Tensor, layout: Layout | None) -> Tensor:
+        """Keep the block's input and the mixer's output for the backward pass, and compute the rest again.
+
+        This saves nearly as much memory as gradient checkpointing and takes less time: the norm and the input projection
+        are computed again, and so is what the operator's backward pass needs, but not its forward pass. It is PyTorch's
+        selective checkpointing, which torch.compile follows.
+        """
+
+        def mixed(x: Tensor) -> Tensor:
+            return self.mixer(self.norm(x), layout, save=False)
+
+        return checkpoint(mixed, x, use_reentrant=False, context_fn=_contexts)
+
+
+def _keep_mixer(context: object, op: object, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    if op == torch.ops.vil.mixer.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = partial(create_selective_checkpoint_contexts, _keep_mixer)

@@ -1,0 +1,171 @@
+"""Padded images of several sizes in one batch, with a mask of what belongs to each.
+
+The convolution would read empty patches around an image. Therefore each image is cut to the box of its own patches, and
+images with boxes of one size go through the model together: the result of an image does not depend on its padding.
+Masked pixels enter as zeros: a patch may contain pixels that are not its image's, and zero times NaN is NaN.
+
+Letters: B images, H W grid of patches as padded, b images with boxes of h w patches, n = h w.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vil.patch_embed import OverlapPatchEmbed
+
+
+def run_padded(
+    run: Callable[[Tensor], list[Tensor]],
+    x: Tensor,
+    mask: Tensor,
+    patch_embed: OverlapPatchEmbed,
+    num_prefix: int,
+) -> tuple[list[Tensor], Tensor]:
+    """Run a model on each image of a padded batch alone.
+
+    Args:
+        run: Makes one or more sequences of tokens (b, num_prefix + n, C) from images of one size.
+        x: Padded images, (B, in_chans, height, width).
+        mask: As in ``valid_patches``.
+        patch_embed: Of the model.
+        num_prefix: Tokens that are no patches.
+
+    Returns:
+        The sequences for the padded grid, (B, num_prefix + H W, C), with zeros for patches that the mask leaves out; and
+        which tokens are valid, bool (B, num_prefix + H W).
+
+    Raises:
+        ValueError: As in ``valid_patches``; or the patches of an image are no box, or a box of a size that the model does
+            not take.
+    """
+    covered = patch_embed.covered(x)
+    H, W = patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
+    valid = valid_patches(mask, x, patch_embed)
+    x = _zeros_where_masked(covered, mask, valid, patch_embed)
+    results: list[Tensor] = []
+    for box in _boxes(valid):
+        if patch_embed.strict_img_size and box.size != patch_embed.grid_size:
+            raise ValueError(
+                f"mask leaves images of {box.size} patches, and dynamic_img_size=False takes "
+                f"{patch_embed.grid_size} only"
+            )
+        images = _pixels(box, x, W, patch_embed)
+        where = torch.cat(
+            [box.patches.new_zeros(len(images), num_prefix), box.patches + num_prefix], 1
+        )
+        for i, out in enumerate(run(images)):
+            if i == len(results):
+                results.append(out.new_zeros(len(x), num_prefix + H * W, out.shape[2]))
+            results[i] = results[i].index_put((box.images[:, None], where), out)
+    return results, torch.cat([valid.new_ones(len(x), num_prefix), valid.flatten(1)], 1)
+
+
+def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) -> Tensor:
+    """Return which patches belong to their images, bool (B, H, W).
+
+    Patches that do not overlap belong to an image if any of their pixels does, the same as where an image is padded to
+    whole patches. Patches that overlap must be in the image completely.
+
+    Args:
+        mask: True, or not 0, where a pixel belongs to its image, (B, height, width) as transformers'
+            pixel_mask; or where a patch does, (B, H, W).
+        images: As given to the model, (B, in_chans, height, width).
+        patch_embed: Of the model.
+
+    Raises:
+        ValueError: The mask has another shape, or leaves an image without a patch.
+    """
+    B, _, height, width = images.shape
+    patch, stride = patch_embed.patch_size, patch_embed.stride
+    grid = patch_embed.dynamic_feat_size((height, width))
+    pixels, patches = (B, height, width), (B, *grid)
+    if tuple(mask.shape) not in (pixels, patches):
+        raise ValueError(
+            f"mask must have the shape of the images, {pixels}, or of their patches, {patches}, got "
+            f"{tuple(mask.shape)}"
+        )
+    valid = mask != 0
+    if tuple(mask.shape) != patches:
+        apart = tuple(patch) == tuple(stride)
+        # Padding to whole patches belongs to no image, and does not spoil a patch that must be in it completely.
+        below, beside = ((n - 1) * s + p for n, s, p in zip(grid, stride, patch, strict=True))
+        padding = [0, beside - width, 0, below - height]
+        whole = F.pad(valid.float(), padding, value=0.0 if apart else 1.0)[:, None]
+        if apart:
+            valid = F.max_pool2d(whole, patch, stride)[:, 0] > 0
+        else:
+            valid = F.avg_pool2d(whole, patch, stride)[:, 0] == 1
+    empty = (~valid.flatten(1).any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"mask must leave each image a patch, images {empty} have none")
+    return valid
+
+
+def _zeros_where_masked(
+    images: Tensor, mask: Tensor, valid: Tensor, patch_embed: OverlapPatchEmbed
+) -> Tensor:
+    """Return images with zeros in pixels that are masked or in no valid patch."""
+    height, width = images.shape[-2:]
+
+    def as_large(pixels: Tensor) -> Tensor:
+        return F.pad(pixels, [0, width - pixels.shape[-1], 0, height - pixels.shape[-2]])
+
+    ones = torch.ones(1, 1, *patch_embed.patch_size, device=valid.device)
+    patches = F.conv_transpose2d(valid[:, None].float(), ones, stride=patch_embed.stride)
+    own = as_large(patches) > 0
+    if mask.shape != valid.shape:
+        own &= as_large(mask != 0)[:, None]
+    return images.masked_fill(~own, 0)
+
+
+class _Box(NamedTuple):
+    """Images with boxes of one size."""
+
+    images: Tensor
+    """Their numbers in the batch, int64 (b,)."""
+    patches: Tensor
+    """Numbers of the patches in the box, by rows, among H W, int64 (b, n)."""
+    size: tuple[int, int]
+    """Rows and columns (h, w)."""
+
+
+def _boxes(valid: Tensor) -> Iterator[_Box]:
+    """Group images by the size of the boxes of their patches, bool (B, H, W)."""
+    W = valid.shape[2]
+    corners = [_first_and_last(side) for side in (valid.any(2), valid.any(1))]
+    sizes = torch.stack([last - first + 1 for first, last in corners], 1)
+    holes = sizes.prod(1) > valid.flatten(1).sum(1)
+    if holes.any():
+        raise ValueError(
+            "mask must leave each image a box of patches, images "
+            f"{holes.nonzero().flatten().tolist()} lack patches inside theirs"
+        )
+    for size in sizes.unique(dim=0):
+        (h, w), images = size.tolist(), (sizes == size).all(1).nonzero().flatten()
+        top, left = (first[images] for first, _ in corners)
+        row = top[:, None] + torch.arange(h, device=valid.device)
+        column = left[:, None] + torch.arange(w, device=valid.device)
+        patches = (row[:, :, None] * W + column[:, None, :]).flatten(1)
+        yield _Box(images, patches, (h, w))
+
+
+def _pixels(box: _Box, images: Tensor, columns: int, patch_embed: OverlapPatchEmbed) -> Tensor:
+    """Return what is in the boxes, (b, in_chans, height, width), of images with so many columns of patches."""
+    stride, patch = patch_embed.stride, patch_embed.patch_size
+    height, width = ((n - 1) * s + p for n, s, p in zip(box.size, stride, patch, strict=True))
+    corners = [divmod(first, columns) for first in box.patches[:, 0].tolist()]
+    cut = [
+        images[i, :, row * stride[0] :, column * stride[1] :][:, :height, :width]
+        for i, (row, column) in zip(box.images.tolist(), corners, strict=True)
+    ]
+    return torch.stack(cut)
+
+
+def _first_and_last(side: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last True of each row of a bool (B, S)."""
+    number = torch.arange(side.shape[1], device=side.device)
+    first = torch.where(side, number, side.shape[1]).amin(1)
+    return first, torch.where(side, number, -1).amax(1)

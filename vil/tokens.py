@@ -1,0 +1,170 @@
+"""Tokens of images of any size: resized images, position embeddings, the class token, feature maps.
+
+Images near the trained size, or below it, are resized to the trained size inside the model. A class token reads six
+patches near the middle of the image through its convolution. On another grid the values at their places must be
+interpolated: at 5/4 of the trained side this costs a tenth to a quarter of the accuracy, and below the trained side most
+of it. Resizing the image costs next to nothing and keeps the accuracy (``experiments/sizes.py`` measures it).
+
+Letters: B batch, H W grid of patches, N = H W patches, L = N + prefix tokens, C channels.
+"""
+
+import math
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import is_exporting, register_notrace_function, resample_abs_pos_embed
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def inside_pixels(size: int, trained: int, patch: int, stride: int, below: float) -> int:
+    """Return the pixels that a side of an image has inside the model.
+
+    Args:
+        size: Pixels of the side, covered by whole patches.
+        trained: Patches of the trained grid along the side.
+        patch: Pixels of a patch.
+        stride: Pixels between neighbouring patches.
+        below: Sides of fewer than ``below`` times the trained patches are resized; 0 resizes none.
+    """
+    patches, limit = (size - patch) // stride + 1, math.ceil(below * trained)
+    usual = (trained - 1) * stride + patch
+    if not torch.jit.is_scripting() and is_exporting():
+        # A branch would bind the program to the sizes on one side.
+        larger = torch.sym_min(torch.sym_max(patches - limit + 1, 0), 1)
+        return usual + larger * (size - usual)
+    return usual if patches < limit else size
+
+
+def _equal(size: list[int], other: list[int]) -> bool:
+    """Return whether sizes (height, width) are equal; in a program for any size, whether they always are."""
+    if not torch.jit.is_scripting() and is_exporting():
+        return all(statically_known_true(size[i] == other[i]) for i in (0, 1))
+    return size[0] == other[0] and size[1] == other[1]
+
+
+@register_notrace_function
+def resize_images(
+    images: Tensor,
+    trained_grid: tuple[int, int],
+    patch_size: tuple[int, int],
+    stride: tuple[int, int],
+    below: float,
+) -> Tensor:
+    """Resize images (B, C, height, width) along the sides that are near the trained one.
+
+    Each side is treated by itself, because the tokens are measured by row and by column, too. The arguments are those of
+    ``inside_pixels`` for (height, width). Images of other sizes are returned as they are.
+    """
+    own = [images.shape[-2], images.shape[-1]]
+    size = [
+        inside_pixels(own[0], trained_grid[0], patch_size[0], stride[0], below),
+        inside_pixels(own[1], trained_grid[1], patch_size[1], stride[1], below),
+    ]
+    if _equal(size, own):
+        return images
+    return F.interpolate(images, size, mode="bicubic", antialias=True)
+
+
+@register_notrace_function
+def resize_tokens(x: Tensor, grid: list[int], feat_shape: list[int], num_prefix: int) -> Tensor:
+    """Resize the patches among tokens to the grid of the image as it was given.
+
+    The mean over the patches stays the same, so that averaged tokens give the logits of the resized image.
+
+    Args:
+        x: (B, num_prefix + H W, C), prefix first.
+        grid: Rows and columns (H, W) inside the model.
+        feat_shape: Rows and columns (h, w) of the image.
+        num_prefix: Tokens that are no patches.
+
+    Returns:
+        (B, num_prefix + h w, C), the same tensor if the grids are equal.
+    """
+    if _equal(grid, feat_shape):
+        return x
+    patches = x[:, num_prefix:].mT.unflatten(2, [grid[0], grid[1]])
+    own = F.interpolate(patches, [feat_shape[0], feat_shape[1]], mode="bilinear", antialias=True)
+    own = own + (patches.mean((2, 3), keepdim=True) - own.mean((2, 3), keepdim=True))
+    return torch.cat([x[:, :num_prefix], own.flatten(2).mT], 1)
+
+
+@register_notrace_function
+def resample_pos_embed(
+    pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix: int
+) -> Tensor:
+    """Resample a position embedding (1, L, C) from its own grid to another one.
+
+    timm's function resamples even to the same grid while a program is exported, to keep the program independent of the
+    example's size. Sizes that are constants of the program do not need that: the same tensor is returned.
+    """
+    if not torch.jit.is_scripting():
+        if is_exporting():
+            if _equal(grid, own_grid):
+                return pos_embed
+        elif torch.compiler.is_compiling() and torch.is_grad_enabled():
+            # PyTorch (2.15) cannot compile the gradient of this resampling to a symbolic size;
+            # index() makes it a constant of the program.
+            grid = [operator.index(size) for size in grid]
+    return resample_abs_pos_embed(pos_embed, grid, own_grid, num_prefix)
+
+
+def class_token_to_middle(patches: Tensor, class_token: Tensor) -> Tensor:
+    """Insert the class token (1, 1, C) in the middle of patches (B, N, C)."""
+    middle = patches.shape[1] // 2
+    token = class_token.expand(patches.shape[0], -1, -1)
+    return torch.cat([patches[:, :middle], token, patches[:, middle:]], dim=1)
+
+
+def class_token_first(x: Tensor, num_prefix: int = 1) -> Tensor:
+    """Move the class token of (B, L, C) from the middle to the front, if there is one."""
+    if num_prefix == 0:
+        return x
+    middle = (x.shape[1] - 1) // 2
+    return torch.cat([x[:, middle : middle + 1], x[:, :middle], x[:, middle + 1 :]], dim=1)
+
+
+def check_keep(keep: Tensor, patches: Tensor) -> None:
+    """Check the numbers of the patches to keep; a compiled program checks their shape only.
+
+    Args:
+        keep: Numbers, int64 (B, n).
+        patches: (B, H, W, C).
+
+    Raises:
+        ValueError: The shape or dtype is wrong, a number is out of range, or a number occurs twice.
+    """
+    B, H, W, _ = patches.shape
+    shape = tuple(keep.shape)
+    if keep.dtype != torch.int64 or len(shape) != 2 or shape[0] != B or not 1 <= shape[1] <= H * W:
+        raise ValueError(
+            f"keep must be int64 (B, n) with B = {B} and n of 1 to {H * W}, got {keep.dtype} {shape}"
+        )
+    if torch.compiler.is_compiling():
+        return
+    numbers = keep.sort(1)[0]
+    if (numbers[:, 0] < 0).any() or (numbers[:, -1] >= H * W).any() or (numbers.diff() == 0).any():
+        raise ValueError(
+            f"keep must have different numbers of 0 to {H * W - 1} for each image, got {keep.tolist()}"
+        )
+
+
+def packed_intermediates(
+    spatial: list[Tensor], prefix: list[Tensor] | None, final: Tensor | None, output_dict: bool
+) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
+    """Arrange intermediates as timm's ``forward_intermediates`` returns them.
+
+    Args:
+        spatial: Maps or sequences of patches.
+        prefix: The prefix tokens of each; None to leave them out.
+        final: The final tokens; None to leave them out.
+        output_dict: Return a dictionary.
+    """
+    if output_dict:
+        result: dict[str, Any] = {"image_intermediates": spatial}
+        result |= {} if prefix is None else {"image_intermediates_prefix": prefix}
+        return result | ({} if final is None else {"image_features": final})
+    intermediates = spatial if prefix is None else list(zip(spatial, prefix, strict=True))
+    return intermediates if final is None else (final, intermediates)
