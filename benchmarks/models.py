@@ -38,10 +38,10 @@ from torch import Tensor, nn
 import vil  # noqa: F401  (registers the models)
 from benchmarks.budget import UNFINISHED, Budget, add_seconds
 from benchmarks.provenance import environment
-from vil.loading import create
 from vil.measuring import PASSES, Step, in_turns, step_of, watch_memory
 from vil.training.files import write_text
-from vil.weights import is_own
+from vil.weights.build import create
+from vil.weights.files import is_own
 
 Program = Callable[[Tensor], Tensor]
 Row = dict[str, Any]

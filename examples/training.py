@@ -96,7 +96,7 @@ def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor
 def backbone(args: argparse.Namespace, **arguments: object) -> nn.Module:
     """Return the feature extractor that the command line asks for; arguments are timm's."""
     arguments = {"features_only": True, "img_size": args.img_size} | arguments | model_kwargs(args)
-    create = partial(vil.load, args.weights) if args.weights else vil.loading.create
+    create = partial(vil.load, args.weights) if args.weights else vil.weights.build.create
     return create(args.backbone, **arguments)
 
 

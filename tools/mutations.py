@@ -408,18 +408,18 @@ MUTATIONS = [
     ("vil/block.py", "self.dt_bias[0].copy_(", "self.dt_bias.copy_(", "tests/vil"),
     # The directions of an official checkpoint change places.
     (
-        "vil/convert.py",
+        "vil/weights/adapt.py",
         '"dt_bias": ("dt_proj.bias", "dt_proj_b.bias")',
         '"dt_bias": ("dt_proj_b.bias", "dt_proj.bias")',
         "tests/vil",
     ),
     # Rows and columns of a checkpoint's grid change places where its positions are resampled.
-    ("vil/state_dicts.py", "old_size=grid,", "old_size=grid[::-1],", "tests/vil"),
+    ("vil/weights/adapt.py", "old_size=grid,", "old_size=grid[::-1],", "tests/vil"),
     # Code in a file of weights is executed.
     (
-        "vil/weights.py",
-        'content = torch.load(file, map_location="cpu", weights_only=True)',
-        'content = torch.load(file, map_location="cpu", weights_only=False)',
+        "vil/weights/archive.py",
+        'torch.load(file, map_location="cpu", weights_only=True)',
+        'torch.load(file, map_location="cpu", weights_only=False)',
         "tests/vil",
     ),
     # Patches that overlap belong to an image although some of their pixels are masked.

@@ -24,7 +24,7 @@ if (_kernels.parent / "pyproject.toml").is_file():
 
 import vil.registry  # noqa: F401  (registers the models)
 from vil.backbone import VisionLonghorn
-from vil.loading import load
 from vil.pyramid import VisionLonghornPyramid
+from vil.weights.build import load
 
 __all__ = ["VisionLonghorn", "VisionLonghornPyramid", "__version__", "load"]

@@ -10,9 +10,8 @@ Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C chan
 
 import math
 import operator
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from einops import rearrange
@@ -37,17 +36,10 @@ from timm.models.naflexvit import global_pool_naflex
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
-from vil.convert import convert_official_vim, is_official_vim
 from vil.kernels.grid import Layout
 from vil.kernels.operators import token_layout
 from vil.padded import run_padded
 from vil.patch_embed import OverlapPatchEmbed
-from vil.state_dicts import checkpoint_filter_fn as checkpoint_filter_fn  # sought beside the class
-from vil.state_dicts import (
-    refuse_another_architecture,
-    resized_pos_embed,
-    trained_grid_of,
-)
 from vil.tokens import (
     check_keep,
     class_token_first,
@@ -56,6 +48,10 @@ from vil.tokens import (
     resample_pos_embed,
     resize_tokens,
 )
+from vil.weights.adapt import adapt_inside
+from vil.weights.adapt import (
+    checkpoint_filter_fn as checkpoint_filter_fn,
+)  # sought beside the class
 
 __all__ = ["VisionLonghorn"]
 
@@ -390,31 +386,6 @@ class VisionLonghorn(nn.Module):
         # Construction would derive it from the new size.
         update_model_args(self, trained_grid=self.trained_grid)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> NamedTuple:
-        """Load weights as ``torch.nn.Module`` does, and more kinds of them.
-
-        Official Vision Mamba names are converted, and a position embedding of another grid is
-        resampled.
-
-        Args:
-            state_dict: Names and tensors; what ``model.state_dict()`` made records its grid and
-                recurrence besides, also through ``torch.save``.
-            strict: Names must be the model's.
-            assign: Take the tensors themselves instead of copying their values.
-
-        Returns:
-            The missing_keys and unexpected_keys.
-
-        Raises:
-            RuntimeError: The weights are of another architecture, recurrence or shape, or of a
-                grid that cannot be told.
-            ValueError: They are of an official Vision Mamba that no model here is.
-        """
-        refuse_another_architecture(state_dict, self, strict)
-        return super().load_state_dict(state_dict, strict, assign)
-
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
@@ -426,35 +397,10 @@ class VisionLonghorn(nn.Module):
             destination[prefix + "trained_grid"] = torch.tensor(self.trained_grid)
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Tensor],
-        prefix: str,
-        local_metadata: dict,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
     ) -> None:
-        # Here rather than in the filter function alone, since timm applies no filter to a
-        # checkpoint_path. load_state_dict passes a copy of the caller's dict.
-        if is_official_vim(state_dict, prefix):
-            converted = convert_official_vim(state_dict, prefix)
-            state_dict.clear()
-            state_dict.update(converted)
-        name, trained_grid = prefix + "pos_embed", state_dict.pop(prefix + "trained_grid", None)
-        try:
-            if name in state_dict:
-                grid = local_metadata.get("grid_size")
-                state_dict[name], grid = resized_pos_embed(state_dict[name], self, grid)
-                self.trained_grid = grid
-            if trained_grid is not None:
-                self.trained_grid = trained_grid_of(trained_grid)
-            update_model_args(self, trained_grid=self.trained_grid)
-        except ValueError as error:
-            error_msgs.append(str(error))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        adapt_inside(state_dict, self, prefix, local_metadata)  # a copy of the caller's
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, Layout | None, list[int]]:
         """Return what ``_sequence`` does for images (B, in_chans, height, width), and their own grid."""

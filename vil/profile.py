@@ -35,9 +35,9 @@ from torch import nn
 
 import vil
 from vil.complexity import count_macs, count_parameters
-from vil.loading import create
 from vil.measuring import PASSES, Step, in_turns, step_of, watch_memory
 from vil.messages import first_line
+from vil.weights.build import create
 
 _DTYPES = ("float32", "bfloat16")
 

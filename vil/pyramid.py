@@ -11,10 +11,8 @@ Papers:
 Letters: B batch, h w grid of patches, H W grid of a level, C channels (``embed_dim``).
 """
 
-import copy
-import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +22,13 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
-from vil.convert import convert_official_vim, is_official_vim
-from vil.state_dicts import checkpoint_filter_fn as checkpoint_filter_fn  # sought beside the class
+from vil.weights.adapt import (
+    checkpoint_filter_fn as checkpoint_filter_fn,
+)  # sought beside the class
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]
 
 STRIDES = (4, 8, 16, 32)  # of the levels, in pixels; what dense heads ask for
-_logger = logging.getLogger("vil")
 
 
 class PyramidLevel(nn.Module):
@@ -158,34 +156,6 @@ class VisionLonghornPyramid(VisionLonghorn):
             )
         return tuple(block % depth for block in blocks)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> NamedTuple:
-        """Load weights as ``VisionLonghorn`` does, also of the plain model.
-
-        Args:
-            state_dict: Names and tensors; where no name is of the pyramid, its levels stay as they are,
-                of which the logger "vil" warns.
-            strict: All other names must be the model's.
-            assign: Take the tensors themselves instead of copying their values.
-
-        Returns:
-            The missing_keys, those of the pyramid among them unless strict, and unexpected_keys.
-
-        Raises:
-            RuntimeError: As of ``VisionLonghorn``.
-            ValueError: As of ``VisionLonghorn``.
-        """
-        if strict and state_dict and is_plain(state_dict):
-            _logger.warning("the weights have no pyramid: its levels are new")
-            state_dict = (
-                convert_official_vim(state_dict) if is_official_vim(state_dict) else state_dict
-            )
-            state_dict = copy.copy(state_dict)  # with its records of grid and recurrence
-            own = self.state_dict(keep_vars=True)
-            state_dict.update({name: own[name] for name in own if name.startswith("pyramid.")})
-        return super().load_state_dict(state_dict, strict, assign)
-
     def _take_indices(self, indices: int | list[int] | None) -> tuple[list[int], list[int]]:
         levels, _ = feature_take_indices(len(self.pyramid), indices)
         return levels, [self.pyramid_blocks[level] for level in levels]
@@ -251,8 +221,3 @@ def _cut(x: Tensor, height: int, width: int) -> Tensor:
     if is_exporting():  # a slice asks whether it is all, which binds a program to the answer
         return F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]])
     return x[..., :height, :width]
-
-
-def is_plain(state_dict: Mapping[str, Any]) -> bool:
-    """Tell whether a state dict has nothing of a pyramid."""
-    return not any(name.startswith("pyramid.") for name in state_dict)

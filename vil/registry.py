@@ -9,7 +9,7 @@ from timm.models._features import FeatureGetterNet
 
 from vil.backbone import VisionLonghorn
 from vil.pyramid import STRIDES, VisionLonghornPyramid
-from vil.state_dicts import checkpoint_filter_fn
+from vil.weights.adapt import checkpoint_filter_fn
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:
@@ -43,6 +43,7 @@ _MODELS = {
     "vim_base": (768, "mamba", "ViM-B: Mamba scan, the comparator"),
 }
 _PYRAMID = "_pyramid"
+RECURRENCES = {name + end: row[1] for end in ("", _PYRAMID) for name, row in _MODELS.items()}
 default_cfgs = generate_default_cfgs(
     {name + end: _cfg() for end in ("", _PYRAMID) for name in _MODELS}
 )

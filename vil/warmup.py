@@ -31,7 +31,7 @@ from torch import nn
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
 from vil.kernels.triton.launch import Launch, recording
-from vil.weights import is_own
+from vil.weights.files import is_own
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

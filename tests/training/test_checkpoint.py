@@ -15,7 +15,6 @@ import pytest
 import timm
 import torch
 
-from vil import weights
 from vil.training.checkpoint import (
     Run,
     continued,
@@ -29,7 +28,8 @@ from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, U
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.files import lock_folder, write_atomically, write_text
 from vil.training.model import build
-from vil.weights import check_finite
+from vil.weights import archive
+from vil.weights.archive import check_finite
 
 
 @pytest.fixture
@@ -326,17 +326,17 @@ def test_checkpoint_that_cannot_be_read_is_not_damaged(number, reads, saved, mon
     before, left, original = (
         contents(saved.parent),
         iter(range(reads)),
-        weights._Reader._remembering,
+        archive._Reader._remembering,
     )
 
-    def remembering(self: weights._Reader, read: Any, *arguments: object) -> object:
+    def remembering(self: archive._Reader, read: Any, *arguments: object) -> object:
         def fail(*_: object) -> None:
             raise OSError(number, os.strerror(number))
 
         return original(self, fail if next(left, None) is None else read, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights._Reader, "_remembering", remembering)
+        patch.setattr(archive._Reader, "_remembering", remembering)
         told = rf"last\.pt cannot be read: {os.strerror(number)}"
         with pytest.raises(OutputError, match=told):
             load_newest(saved.parent)

@@ -7,7 +7,7 @@ import pytest
 
 from vil.training.resolve import fill_from_data, fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from vil.weights import Weights
+from vil.weights.files import Weights
 
 DESCRIBED = {
     "num_classes": 7,

@@ -288,7 +288,7 @@ def test_structure_of_config_json(kind: str, content: dict[str, Any], tmp_path: 
         ),
         (("model_args", "depth"), 10**9, "model_args has depth 1000000000, and its weights 1"),
         (("model_args", "d_state"), 2**20, "model_args has d_state 1048576, and its weights 16"),
-        (("arch",), 5, "arch must be str, got 5"),
+        (("arch",), 5, "architecture must be text, got 5"),
         (("arch",), "vil_tiny.nope", "vil_tiny.nope"),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vil  # noqa: F401  (registers the models)
-from vil.convert import convert_official_vim
 
 SIZES = {"img_size": 48, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_classes": 7}
 INNER, RANK, STATES, PATCHES = 64, 2, 16, 9
@@ -118,5 +117,5 @@ def test_official_checkpoint_gives_the_official_logits(route: str, tmp_path) -> 
 
 def test_rotary_checkpoint_is_refused() -> None:
     state = official_state_dict() | {"rope.freqs_cos": torch.zeros(3)}
-    with pytest.raises(ValueError, match="rotary position embeddings"):
-        convert_official_vim(state)
+    with pytest.raises(RuntimeError, match=r"^the checkpoint has rotary position embeddings"):
+        timm.create_model("vim_tiny", **SIZES).load_state_dict(state)

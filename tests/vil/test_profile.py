@@ -9,9 +9,9 @@ import torch
 
 from vil import profile
 from vil.complexity import count_macs, count_parameters
-from vil.loading import create
 from vil.measuring import PASSES
 from vil.profile import Figures, main, table
+from vil.weights.build import create
 
 ONE, TWO = (
     Figures(name, number, macs, dict.fromkeys(PASSES, seconds), dict.fromkeys(PASSES, memory))

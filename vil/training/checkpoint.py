@@ -36,7 +36,7 @@ from vil.training.model import Trainee
 from vil.training.recipes import flat, from_dict
 from vil.training.resolve import model_arguments
 from vil.training.settings import TrainConfig, marked
-from vil.weights import check_finite, check_plain, check_sums, load_archive
+from vil.weights.archive import check_finite, check_plain, check_sums, load_archive
 
 LAST, PREVIOUS, BEST = CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")
 

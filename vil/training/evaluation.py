@@ -16,7 +16,6 @@ from torch import nn
 from tyro.conf import Positional
 
 from vil.backbone import VisionLonghorn
-from vil.loading import model_with
 from vil.messages import one_line, printable
 from vil.training.distributed import World, connect, versions
 from vil.training.draws import seed_everything
@@ -40,7 +39,8 @@ from vil.training.settings import (
     TrainConfig,
     Workers,
 )
-from vil.weights import Weights, is_model_name, no_weights
+from vil.weights.build import model_with
+from vil.weights.files import Weights, is_model_name, no_weights
 
 _BATCH_SIZE = 128  # where no checkpoint says
 

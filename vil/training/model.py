@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vil.backbone import VisionLonghorn
-from vil.loading import create, model_with
 from vil.messages import one_line
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.resolve import model_arguments
 from vil.training.settings import ModelConfig, OptimConfig, TrainConfig
 from vil.training.transforms import BatchAugment
-from vil.weights import Weights
+from vil.weights.build import create, model_with
+from vil.weights.files import Weights
 
 _FUSED = ("adam", "adamw")  # of PyTorch's optimisers, as timm spells them
 

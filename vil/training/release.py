@@ -17,7 +17,6 @@ from timm.models._hub import generate_readme
 from torch import nn
 from tyro.conf import Positional
 
-from vil.loading import model_with
 from vil.messages import printable
 from vil.training.distributed import versions
 from vil.training.errors import ConfigError, OutputError, log
@@ -25,7 +24,8 @@ from vil.training.files import sync
 from vil.training.recipes import from_dict
 from vil.training.resolve import read_source
 from vil.training.settings import Section, TrainConfig
-from vil.weights import Weights
+from vil.weights.build import model_with
+from vil.weights.files import Weights
 
 # What timm says of the weights that it has of a model by that name.
 _OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")

@@ -20,7 +20,7 @@ from vil.training.settings import (
     parse_args,
     suitable_batch,
 )
-from vil.weights import Weights, is_own, read_weights
+from vil.weights.files import Weights, is_own, read_weights
 
 _PREPROCESSING = {
     "mean": IMAGENET_DEFAULT_MEAN,
@@ -38,7 +38,7 @@ def read_pretrained(config: ModelConfig) -> Weights | None:
 
 
 def read_source(source: str, ema: bool) -> Weights:
-    """Read weights; arguments as of vil.weights.read_weights."""
+    """Read weights; arguments as of vil.weights.files.read_weights."""
     try:
         return read_weights(source, ema)
     except (FileNotFoundError, LookupError) as error:

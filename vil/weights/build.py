@@ -3,7 +3,6 @@
 import copy
 import logging
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
 from vil.messages import first_line, one_line, printable
-from vil.pyramid import VisionLonghornPyramid, is_plain
+from vil.registry import RECURRENCES
 from vil.timm_arguments import FEATURES, OTHER_WEIGHTS
-from vil.weights import Weights, check_finite, is_own, read_weights
+from vil.weights.adapt import has_levels
+from vil.weights.archive import check_finite
+from vil.weights.files import Weights, is_own, read_weights
 
 _logger = logging.getLogger("vil")
 
@@ -114,8 +115,8 @@ def model_with(
         pretrained_model_args=weights.model_args,
         **arguments,
     )
-    missing = _put_in(model, weights, keep_head)
-    line = _account(model, weights, missing)
+    missing, left_out = _put_in(model, weights, keep_head)
+    line = _account(model, weights, missing, left_out)
     if any(key.startswith(tuple(_heads(model.pretrained_cfg))) for key in missing):
         model.pretrained_cfg.pop("label_names", None)  # which are of other outputs
     if features:
@@ -195,9 +196,7 @@ def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
     """Name the recurrence of a model of ours, None for another model."""
     if not is_own(name):
         return None
-    if "recurrence" in arguments:
-        return str(arguments["recurrence"])
-    return timm.create_model(name, depth=1, embed_dim=16, num_classes=0).blocks[0].mixer.recurrence
+    return str(arguments.get("recurrence", RECURRENCES[name.partition(".")[0]]))
 
 
 def _put_inside(module: nn.Module, weights: Weights) -> str:
@@ -210,13 +209,8 @@ def _put_inside(module: nn.Module, weights: Weights) -> str:
     (backbone,) = found
     if weights.architecture is not None:
         _check_recurrence(weights, type(module).__name__, backbone.blocks[0].mixer.recurrence)
-    kept = copy.copy(weights.state_dict)  # with the record of grid and recurrence
     removed = _removed(backbone)
-    left_out = [key for key in kept if key.startswith(removed)]
-    for key in left_out:
-        del kept[key]
-    line = _account(backbone, weights, _put_in(backbone, replace(weights, state_dict=kept), True))
-    return line + (f"; left out {', '.join(left_out)}" if left_out else "")
+    return _account(backbone, weights, *_put_in(backbone, weights, True, removed))
 
 
 def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
@@ -227,8 +221,14 @@ def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
     return tuple(f"{name}." for name in names)
 
 
-def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
-    """Load the weights, adapted by timm; return the names of what is not among them."""
+def _put_in(
+    model: nn.Module, weights: Weights, keep_head: bool, removed: tuple[str, ...] = ()
+) -> tuple[list[str], list[str]]:
+    """Load the weights, adapted as timm does.
+
+    Returns:
+        The names of what is not among the weights; and of what was left out, since its name begins with one of ``removed``.
+    """
     # The copy keeps the record of grid and recurrence that PyTorch adds to a state dict.
     adapted = copy.copy(weights.state_dict)
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
@@ -237,6 +237,9 @@ def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
     try:
         if adapt is not None:
             adapted = adapt(adapted, model)
+        left_out = [key for key in adapted if key.startswith(removed)]
+        for key in left_out:
+            del adapted[key]
         _check_dtypes(model, adapted)
         load_pretrained(
             model,
@@ -250,14 +253,13 @@ def _put_in(model: nn.Module, weights: Weights, keep_head: bool) -> list[str]:
     finally:
         hook.remove()
     missing, unexpected = result[0]
-    may_be_new = _heads(model.pretrained_cfg)
-    if isinstance(model, VisionLonghornPyramid) and is_plain(weights.state_dict):
-        may_be_new.append("pyramid.")
-    lacking = [key for key in missing if not key.startswith(tuple(may_be_new))]
+    lacking = [key for key in missing if not key.startswith(tuple(_heads(model.pretrained_cfg)))]
     if lacking or unexpected:
         key, where = (lacking[0], "weights") if lacking else (unexpected[0], "model")
         raise _misfit(weights, model, f"{key} is missing in the {where}")
-    return missing
+    if not has_levels(weights.state_dict):
+        missing += [name for name, _ in model.named_parameters() if name.startswith("pyramid.")]
+    return missing, left_out
 
 
 def _check_dtypes(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
@@ -309,7 +311,7 @@ def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
     return ValueError(f"{weights.origin} does not fit model {name}: {printable(why)}")
 
 
-def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:
+def _account(model: nn.Module, weights: Weights, missing: list[str], left_out: list[str]) -> str:
     """Say what became of the weights."""
     source = weights.state_dict
     taken, resampled, new = 0, [], []
@@ -332,6 +334,7 @@ def _account(model: nn.Module, weights: Weights, missing: list[str]) -> str:
     parts = [f"{taken} tensors taken"]
     parts += [f"resampled {', '.join(resampled)}"] if resampled else []
     parts += [f"new {', '.join(new)}"] if new else []
+    parts += [f"left out {', '.join(left_out)}"] if left_out else []
     return f"from {weights.origin}{kind}{epoch}: {'; '.join(parts)}"
 
 

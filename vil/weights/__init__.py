@@ -1,0 +1,1 @@
+"""Weights: read from anywhere (files), adapted to a backbone (adapt), put into models (build)."""

@@ -1,0 +1,266 @@
+"""State dicts that are not quite a backbone's own: official Vision Mamba names, another grid, levels of a pyramid.
+
+The official names and shapes are those of hustvl/Vim (``models_mamba.py``, ``mamba_simple.py``): the two directions have
+separate parameters there, which are stacked here, and the position embedding there is in the order of the sequence, with
+the class token in the middle, where it is first here.
+"""
+
+import logging
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
+from timm.models._input import get_pretrained_grid_size, update_model_args
+from torch import Tensor, nn
+
+from vil.tokens import class_token_first
+
+_logger = logging.getLogger("vil")
+_PATCHES = "patch_embed.proj.weight"
+# Our names -> official names of the forward and the backward direction.
+_STACKED = {
+    "conv_weight": ("conv1d.weight", "conv1d_b.weight"),
+    "conv_bias": ("conv1d.bias", "conv1d_b.bias"),
+    "x_proj_weight": ("x_proj.weight", "x_proj_b.weight"),
+    "dt_weight": ("dt_proj.weight", "dt_proj_b.weight"),
+    "dt_bias": ("dt_proj.bias", "dt_proj_b.bias"),
+    "A_log": ("A_log", "A_b_log"),
+    "D": ("D", "D_b"),
+}
+
+
+def adapt(
+    state_dict: Mapping[str, Tensor],
+    model: nn.Module,
+    prefix: str = "",
+    grid: tuple[int, int] | None = None,
+    resample_patches: bool = False,
+) -> dict[str, Tensor]:
+    """Return weights with the names and shapes of a backbone; this is the only place that converts any.
+
+    Args:
+        state_dict: Names and tensors; names without the prefix stay as they are.
+        model: ``VisionLonghorn`` that is to load them.
+        prefix: Of the model's names, if it is inside another module.
+        grid: Rows and columns of the position embedding's patches; None if unknown.
+        resample_patches: Resample a patch embedding of another size, which is an error otherwise.
+
+    Returns:
+        The weights; with a position embedding also ``trained_grid``, its grid if the weights do not state another.
+
+    Raises:
+        ValueError: The weights have another width or patch size, or a grid that cannot be told. Or they are an official
+            Vision Mamba's with rotary position embeddings or only one direction.
+    """
+    adapted = dict(state_dict)
+    if is_official_vim(adapted, prefix):
+        adapted = _convert_official_vim(adapted, prefix)
+    patches, own = adapted.get(prefix + _PATCHES), model.patch_embed.proj.weight
+    if patches is not None and resample_patches and patches.shape[2:] != own.shape[2:]:
+        size = [own.shape[2], own.shape[3]]
+        adapted[prefix + _PATCHES] = resample_patch_embed(patches, size, verbose=True)
+    elif (
+        patches is not None
+        and patches.shape[:1] + patches.shape[2:] != own.shape[:1] + own.shape[2:]
+    ):
+        raise ValueError(
+            f"{_PATCHES} is {tuple(patches.shape)} in the state dict and {tuple(own.shape)} in the model; "
+            "vil.load(path) builds the model of a checkpoint"
+        )
+    if patches is not None:
+        _adapt_levels(adapted, model, prefix)
+    if prefix + "pos_embed" in adapted:
+        pos_embed, grid = _resized_pos_embed(adapted[prefix + "pos_embed"], model, grid)
+        adapted[prefix + "pos_embed"] = pos_embed
+        adapted.setdefault(prefix + "trained_grid", torch.tensor(grid))
+    return adapted
+
+
+def adapt_inside(
+    state_dict: dict[str, Tensor], model: nn.Module, prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Adapt the state dict of ``_load_from_state_dict`` in place, and set the model's ``trained_grid``.
+
+    A filter function would not be enough: timm applies none to ``checkpoint_path``, and other packages load state dicts of
+    whole detectors.
+
+    Raises:
+        RuntimeError: As ``adapt``'s ValueError, which would be followed by hundreds of names if it were only collected.
+    """
+    try:
+        adapted = adapt(state_dict, model, prefix, metadata.get("grid_size"))
+        grid = adapted.pop(prefix + "trained_grid", None)
+        if grid is not None:
+            model.trained_grid = _grid_from(grid)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    update_model_args(model, trained_grid=model.trained_grid)
+    state_dict.clear()
+    state_dict.update(adapted)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """Adapt a checkpoint as timm asks for it: also with other patch sizes, and with timm's record of the image size.
+
+    Args:
+        state_dict: Of a model, or a checkpoint that has it as "model" or "state_dict".
+        model: That is to load it.
+
+    Returns:
+        What ``adapt`` returns, with the record of its grid.
+
+    Raises:
+        ValueError: As ``adapt``.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    state_dict = state_dict.get("state_dict", state_dict)
+    metadata = OrderedDict(getattr(state_dict, "_metadata", {}))
+    recorded = metadata.get("", {})
+    grid = recorded.get("grid_size")
+    if grid is None and "pos_embed" in state_dict:
+        patches = state_dict["pos_embed"].shape[1] - model.num_prefix_tokens
+        grid = _grid_of_arguments(model, state_dict.get(_PATCHES), patches)
+    adapted = OrderedDict(adapt(state_dict, model, grid=grid, resample_patches=True))
+    if "pos_embed" in adapted:
+        metadata[""] = recorded | {"grid_size": model.patch_embed.grid_size}
+    adapted._metadata = metadata
+    return adapted
+
+
+def has_levels(state_dict: Mapping[str, Any], prefix: str = "") -> bool:
+    """Return whether a state dict has something of a pyramid."""
+    return any(name.startswith(prefix + "pyramid.") for name in state_dict)
+
+
+def _adapt_levels(state_dict: dict[str, Tensor], model: nn.Module, prefix: str) -> None:
+    """Fill in the levels of a pyramid that the weights lack, or remove those that the model lacks."""
+    own = {prefix + n: p for n, p in model.named_parameters() if n.startswith("pyramid.")}
+    if own and not has_levels(state_dict, prefix):
+        _logger.warning("the weights have no pyramid: its levels are new")
+        state_dict.update(own)
+    elif has_levels(state_dict, prefix) and not own:
+        _logger.warning("the model has no pyramid: the levels among the weights are left out")
+        for name in [name for name in state_dict if name.startswith(prefix + "pyramid.")]:
+            del state_dict[name]
+
+
+def _resized_pos_embed(
+    pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None
+) -> tuple[Tensor, tuple[int, int]]:
+    """Resample (1, L, C) from its grid, or from a square one if that is None, to the model's.
+
+    Returns:
+        The position embedding, and the grid that it was for.
+
+    Raises:
+        ValueError: The grid is None and the number of patches does not tell it, or it does not have so many.
+    """
+    prefix, own_grid = model.num_prefix_tokens, model.patch_embed.grid_size
+    patches = pos_embed.shape[1] - prefix
+    if grid is not None and grid[0] * grid[1] != patches:
+        raise ValueError(
+            f"pos_embed has {pos_embed.shape[1]} tokens of a grid of {grid}, and the model expects "
+            f"{prefix} beside the grid; class_token must be the checkpoint's"
+        )
+    side = math.isqrt(max(patches, 0))
+    square = side * side == patches
+    if grid is None and patches == own_grid[0] * own_grid[1]:
+        if square and own_grid != (side, side):
+            raise ValueError(
+                f"pos_embed has {patches} patches and no record of their grid, which may be "
+                f"{(side, side)} or the model's {own_grid}; load a state dict as model.state_dict() "
+                "made it, or create the model with pretrained=True and pretrained_cfg_overlay="
+                "dict(file=path, input_size=(3, height, width)) of the checkpoint's images"
+            )
+        grid = own_grid
+    if grid is None and not square:
+        raise ValueError(
+            f"pos_embed has {pos_embed.shape[1]} tokens, of which {prefix} are for the class in the model, "
+            f"and {patches} patches are no square grid, and not the model's of {own_grid}; class_token must "
+            "be the checkpoint's; where it is, build the model with its img_size, load, then call set_input_size"
+        )
+    grid = tuple(grid or (side, side))
+    resampled = resample_abs_pos_embed(
+        pos_embed, new_size=own_grid, old_size=grid, num_prefix_tokens=prefix, verbose=True
+    )
+    return resampled, grid
+
+
+def _grid_from(recorded: Tensor) -> tuple[int, int]:
+    """Return the ``trained_grid`` of a state dict, which must be two positive integers."""
+    sizes = recorded.tolist() if recorded.shape == (2,) and not recorded.is_floating_point() else []
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"trained_grid must be two positive integers, got {recorded}")
+    return (sizes[0], sizes[1])
+
+
+def _grid_of_arguments(
+    model: nn.Module, weight: Tensor | None, patches: int
+) -> tuple[int, int] | None:
+    """Return a checkpoint's grid by the arguments of its model; None if it has another number of patches.
+
+    Args:
+        model: That is to load it; timm has put the arguments of the checkpoint's model there.
+        weight: Of the patch embedding; None if the checkpoint has none.
+        patches: Of the checkpoint's position embedding.
+    """
+    arguments = getattr(model, "pretrained_model_args", {})
+    if weight is None or arguments.get("patch_stride") is None:
+        return get_pretrained_grid_size(model, weight, patches)
+    sizes = arguments.get("img_size") or model.pretrained_cfg["input_size"][-2:]
+    lengths = zip(
+        to_2tuple(sizes), weight.shape[-2:], to_2tuple(arguments["patch_stride"]), strict=True
+    )
+    grid = tuple((size - patch) // stride + 1 for size, patch, stride in lengths)
+    return grid if math.prod(grid) == patches else None
+
+
+def is_official_vim(state_dict: Mapping[str, Tensor], prefix: str = "") -> bool:
+    """Return whether a state dict has the parameter names of the official Vision Mamba."""
+    return prefix + "layers.0.mixer.in_proj.weight" in state_dict
+
+
+def _convert_official_vim(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Rename and stack the parameters of an official Vision Mamba checkpoint."""
+    if any(name.startswith(prefix + "rope.") for name in state_dict):
+        raise ValueError(
+            "the checkpoint has rotary position embeddings (rope.*), which no model here has; "
+            "expected one of the official midclstok checkpoints"
+        )
+    converted: dict[str, Tensor] = {}
+    mixers: dict[str, dict[str, Tensor]] = {}
+    directed = {name for names in _STACKED.values() for name in names}
+    for name, tensor in state_dict.items():
+        own = name.removeprefix(prefix)
+        layer = re.fullmatch(r"layers\.(\d+)\.(mixer\.)?(.+)", own)
+        if not name.startswith(prefix):
+            converted[name] = tensor
+        elif layer is None:
+            converted[prefix + own.replace("norm_f.", "norm.")] = tensor
+        elif layer[2] and layer[3] in directed:
+            mixers.setdefault(f"{prefix}blocks.{layer[1]}.mixer.", {})[layer[3]] = tensor
+        else:
+            converted[f"{prefix}blocks.{layer[1]}.{layer[2] or ''}{layer[3]}"] = tensor
+    for mixer, parameters in mixers.items():
+        converted.update(_stack_directions(mixer, parameters))
+    if prefix + "pos_embed" in converted and prefix + "cls_token" in converted:
+        converted[prefix + "pos_embed"] = class_token_first(converted[prefix + "pos_embed"])
+    return converted
+
+
+def _stack_directions(mixer: str, official: dict[str, Tensor]) -> dict[str, Tensor]:
+    stacked = {}
+    for ours, names in _STACKED.items():
+        missing = [name for name in names if name not in official]
+        if len(missing) == 1:
+            raise ValueError(
+                f"the checkpoint has only one direction: {mixer}{missing[0]} is missing"
+            )
+        if not missing:
+            pair = torch.stack([official[name] for name in names])
+            stacked[mixer + ours] = pair.squeeze(2) if ours == "conv_weight" else pair
+    return stacked

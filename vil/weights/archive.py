@@ -1,0 +1,158 @@
+"""Reading what torch.save wrote without executing anything in it, and checking that it is whole."""
+
+import argparse
+import errno
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from vil.messages import one_line
+
+
+def load_archive(path: Path, foreign: bool = False) -> Any:
+    """Read tensors and plain values, and compare the file with its checksums.
+
+    Args:
+        path: The file.
+        foreign: Also read files without checksums, and the options that timm's trainer keeps.
+
+    Raises:
+        OSError, MemoryError: The disk or the memory fails, which says nothing about the content.
+        ValueError: The file is damaged, or contains more than tensors and plain values.
+    """
+    with _reading(path) as file, torch.serialization.safe_globals([argparse.Namespace] * foreign):
+        if not foreign or file.peek(2)[:2] == b"PK":  # also if it is cut off
+            _check_members(file)
+            file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def check_sums(path: Path) -> None:
+    """Compare a file with its checksums, which torch.load does not; raises the same as ``load_archive``."""
+    with _reading(path) as file:
+        _check_members(file)
+
+
+def is_dictionary(value: Any) -> bool:
+    """Return whether a value is a dictionary; a file can give an OrderedDict a number as its ``items``."""
+    return isinstance(value, dict) and not any(
+        hasattr(OrderedDict, name) for name in getattr(value, "__dict__", ())
+    )
+
+
+def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
+    """Raise ValueError unless all tensors are dense and have all of their numbers.
+
+    A few bytes of a file can claim a tensor of any size, whose places share a number.
+    """
+    for name, value in tensors.items():
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            raise ValueError(f"{origin}: {name} is no plain tensor")
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(
+                f"{origin}: {name} has not the numbers for its shape {(*value.shape,)}"
+            )
+
+
+def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
+    """Raise ValueError if a plain tensor contains NaN or infinity.
+
+    A tensor without dimensions may be infinite: some models clip to such limits.
+    """
+    # Those of a byte, which lack functions, are widened; the answers are fetched from a GPU at once.
+    floats = {
+        name: value.float() if value.element_size() == 1 else value
+        for name, value in tensors.items()
+        if value.is_floating_point() or value.is_complex()
+    }
+    if not floats:
+        return
+    wrong = [v.isfinite().logical_not().any() if v.ndim else v.isnan() for v in floats.values()]
+    names = [name for name, bad in zip(floats, torch.stack(wrong).tolist(), strict=True) if bad]
+    if names:
+        more = f", nor are {len(names) - 1} other tensors" if len(names) > 1 else ""
+        raise ValueError(f"{origin}: {names[0]} is not finite{more}")
+
+
+class _FaultError(Exception):
+    """What is wrong with a file, to stand after its name."""
+
+
+class _Reader(io.FileIO):
+    """A file that remembers that the disk failed, whatever the program that reads makes of it."""
+
+    failure: OSError | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read, as the base does."""
+        return self._remembering(super().readinto, buffer)
+
+    def readall(self) -> bytes:
+        """Read, as the base does."""
+        return self._remembering(super().readall)
+
+    def _remembering(self, read: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return read(*arguments)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, and tell errors of the disk and the memory from those of the content.
+
+    Raises:
+        OSError, MemoryError: of the disk and of the memory.
+        ValueError: any other, which is the content's.
+    """
+    raw = _Reader(path)
+    try:
+        with io.BufferedReader(raw) as file:
+            yield file
+    except _FaultError as error:
+        raise ValueError(f"{path} {error}") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is no file of torch.save, or holds more than tensors and plain values; what could "
+            f"execute code is not read"
+        ) from error
+    except Exception as error:  # zipfile and torch.load raise many things for a damaged file
+        if raw.failure is not None:
+            raise raw.failure from error
+        # A number in the file that leads to a place before its beginning is the file's fault.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(f"not enough memory for {path}") from error
+        raise ValueError(f"{path} is truncated or not a checkpoint: {one_line(error)}") from error
+
+
+def _check_members(file: BinaryIO) -> None:
+    """Compare a zip archive with its checksums and with what torch.save writes.
+
+    Raises:
+        _FaultError: it differs.
+        Exception: anything that zipfile does, of what is no archive.
+    """
+    size = file.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise _FaultError("is compressed, which torch.save does not do")
+        if sum(member.file_size for member in members) > size:
+            raise _FaultError("is damaged: its parts are larger than the whole")
+        if len({member.filename for member in members}) < len(members):
+            raise _FaultError("is damaged: two of its parts have one name")
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise _FaultError(f"is damaged: wrong checksum in {damaged}")

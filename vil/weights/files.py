@@ -1,0 +1,415 @@
+"""Where weights come from: a file, a folder or a hub, read without executing anything in it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import timm
+from safetensors.torch import load_file
+from timm.models import (
+    clean_state_dict,
+    load_model_config_from_hf,
+    load_state_dict_from_hf,
+)
+from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
+from torch import Tensor
+
+from vil.messages import one_line, said
+from vil.timm_arguments import NOT_OF_A_MODEL
+from vil.weights.adapt import is_official_vim
+from vil.weights.archive import check_finite, check_plain, is_dictionary, load_archive
+
+_RAW = ("state_dict", "model")  # where files of training programs keep weights
+_AVERAGED = ("state_dict_ema", "model_ema")
+# What train_imagenet.py, and no other program, keeps beside the weights.
+_CHECKPOINT = {"arch", "model_args", "pretrained_cfg", "epoch", "config", "run"}
+_OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
+_FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 px every 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights, and what their source says about the model they belong to."""
+
+    state_dict: dict[str, Tensor]
+    origin: str
+    """The source, as it was named."""
+    averaged: bool = False
+    """Whether these are averages over the steps of a training run."""
+    architecture: str | None = None
+    """timm's name of the model; None where the source does not say."""
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments with which timm's entry point makes that model, the number of classes too."""
+    pretrained_cfg: dict[str, Any] = field(default_factory=dict)
+    """Classes and preprocessing in timm's terms: num_classes, input_size, mean, std, interpolation,
+    crop_pct, label_names, label_offset; what the source does not say is left out."""
+    epoch: int | None = None
+    """Epochs that they were trained for; this and the next two only of train_imagenet.py."""
+    config: dict[str, Any] | None = None
+    """All settings of the run that trained them."""
+    history: list[dict[str, Any]] | None = None
+    """That run's log, a row per epoch."""
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Names of the classes in the order of the head's outputs, None if unknown or not of all."""
+        names = self.pretrained_cfg.get("label_names")
+        if isinstance(names, dict):  # as timm writes them where some outputs may have none
+            numbers = [str(i) for i in range(len(names))]
+            names = [names[i] for i in numbers] if names.keys() == {*numbers} else None
+        return tuple(names) if isinstance(names, list | tuple) else None
+
+
+def read_weights(source: str | Path, ema: bool = False) -> Weights:
+    """Read weights from any of the places they are kept in.
+
+    Args:
+        source: A checkpoint of train_imagenet.py; a folder of release.py, also as ``local-dir:FOLDER``;
+            a ``.safetensors`` file, which takes its description from a config.json beside it; a file
+            of another training program with a state dict or with one as "state_dict" or "model", the
+            official Vision Mamba's among them; ``hf-hub:NAME``; or the name of a timm model, which
+            stands for the weights that timm has of it.
+        ema: Read the averaged weights of a training program instead of the last ones.
+
+    Raises:
+        FileNotFoundError: there is no such file, folder or model.
+        OSError, MemoryError: it cannot be read, which says nothing of what it holds.
+        LookupError: it has no averaged weights.
+        ValueError: it holds no weights, or some that are not finite, is damaged, or would execute code.
+            Or what it says of its model is nested, too large, contradicts its weights, or has arguments
+            that do not say which model it is.
+    """
+    name = str(source)
+    scheme, _, place = name.partition(":")
+    path = Path(place if scheme == "local-dir" else name)
+    if path.is_file() and path.suffix != ".safetensors":
+        return _from_file(path, ema)
+    if ema:
+        raise LookupError(f"{name} has no averaged weights; only a checkpoint has both")
+    if scheme == "hf-hub":
+        return _released(name, "", load_model_config_from_hf, load_state_dict_from_hf, place)
+    if path.is_dir() or scheme == "local-dir":
+        return _from_folder(path, name)
+    if path.is_file():
+        return _from_safetensors(path)
+    if is_model_name(name):
+        return _from_timm(name)
+    raise FileNotFoundError(f"{name} is no file, no folder, no hf-hub:NAME and no model of timm")
+
+
+def is_model_name(source: str) -> bool:
+    """Tell whether a source is the name of a timm model, with one of its tags or none.
+
+    timm takes vil_tiny.pt for a model with the tag pt: a file that is missing is no name.
+    """
+    known = timm.is_model_pretrained(source) or ("." not in source and timm.is_model(source))
+    return known and not Path(source).exists()
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a timm model's name is of this package."""
+    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("vil.")
+
+
+def no_weights(name: str) -> Weights:
+    """Describe a timm model by its entry point alone, without weights."""
+    return Weights(
+        state_dict={},
+        origin=name,
+        architecture=name.partition(".")[0],
+        pretrained_cfg=_relevant(timm.get_pretrained_cfg(name).to_dict()),
+    )
+
+
+def _from_file(path: Path, ema: bool) -> Weights:
+    """Read what torch.save wrote, by train_imagenet.py or another program."""
+    content = load_archive(path, foreign=True)
+    if not is_dictionary(content):
+        raise ValueError(f"{path} holds a {type(content).__name__} and no state dict")
+    keys = _AVERAGED if ema else _RAW
+    found = next((key for key in keys if isinstance(content.get(key), dict)), None)
+    if ema and found is None:
+        raise LookupError(f"{path} has no averaged weights ({' or '.join(_AVERAGED)})")
+    state_dict = content[found] if found else content
+    if not _is_state_dict(state_dict):
+        names = [key for key in content if isinstance(key, str)]
+        raise ValueError(
+            f"{path} holds no state dict, neither itself nor as {' or '.join(keys)}: "
+            f"it has {', '.join(key[:50] for key in names[:5]) or 'nothing'}"
+        )
+    described: dict[str, Any] = {}
+    if content.keys() >= _CHECKPOINT:
+        described = {
+            key: content[key] for key in ("model_args", "pretrained_cfg", "epoch", "config")
+        }
+        described["architecture"] = content["arch"]
+        _check_value(content["run"], _NAMED, "run", str(path))
+        described["history"] = content["run"].get("history")
+    elif isinstance(content.get("arch"), str) and timm.is_model(content["arch"]):
+        described = {"architecture": content["arch"]}  # as timm's trainer leaves it
+    return _weights(state_dict, str(path), described, averaged=ema)
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        is_dictionary(value)
+        and len(value) > 0
+        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+    )
+
+
+def _weights(
+    state_dict: dict[str, Tensor], origin: str, described: dict[str, Any], averaged: bool = False
+) -> Weights:
+    """Check weights and what their source says of the model, and complete it.
+
+    Args:
+        state_dict: As it was read.
+        origin: Its source.
+        described: What the source says: fields of ``Weights``.
+        averaged: Whether it is an average.
+
+    Raises:
+        ValueError: A weight is not finite, or what the source says cannot be so.
+    """
+    if not _is_state_dict(state_dict):
+        raise ValueError(f"{origin} holds no state dict")
+    _check_sections(getattr(state_dict, "_metadata", {}), "the state dict's _metadata", origin)
+    check_plain(state_dict, origin)
+    check_finite(state_dict, origin)
+    described = {key: value for key, value in described.items() if value is not None}
+    for key, form in _FORMS.items():
+        if key in described:
+            _check_value(described[key], form, key, origin)
+    cfg = _relevant(described.get("pretrained_cfg", {}))
+    for key, value in cfg.items():
+        _check_value(value, _CFG_FORMS[key], f"pretrained_cfg.{key}", origin)
+    _check_sections({"model_args": described.get("model_args", {})}, "its description", origin)
+    _check_sections(described.get("config", {}), "config", origin)
+    for key in NOT_OF_A_MODEL:
+        if key in described.get("model_args", {}):
+            raise ValueError(
+                f"{origin}: model_args has {key}, which does not say which model it is"
+            )
+    cleaned = clean_state_dict(state_dict)  # what torch.compile and DDP put before the names goes
+    state_dict = state_dict if cleaned.keys() == state_dict.keys() else cleaned
+    if is_official_vim(state_dict):
+        described = described or _describe_official_vim(state_dict)
+    described = {"model_args": {}} | described | {"pretrained_cfg": cfg}
+    if is_own(described.get("architecture") or ""):
+        # The pooling says so, too, but another one that is asked for must not move the norm.
+        place = any(key.startswith("fc_norm.") for key in state_dict)
+        described["model_args"] = {"fc_norm": place} | described["model_args"]
+        _check_sizes(described, state_dict, origin)
+    return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
+
+
+_Form = tuple[str, Callable[[Any], bool]]  # in words; and whether a value has it
+_MOST = 10_000  # values and characters of a plain value, counted as often as they occur in it
+_DEEPEST = 8
+
+
+def _check_value(value: Any, form: _Form, name: str, origin: str) -> None:
+    words, holds = form
+    if not holds(value):
+        raise ValueError(f"{origin}: {name} must be {words}, got {said(value)}")
+
+
+def _check_sections(value: Any, name: str, origin: str) -> None:
+    """Check a dictionary of dictionaries of plain values, before anything prints, compares or copies them."""
+    _check_value(value, _NAMED, name, origin)
+    for section, values in value.items():
+        _check_value(values, _NAMED, section or name, origin)
+        for key in values:
+            if not _is_plain(values[key]):
+                raise ValueError(
+                    f"{origin}: {section}.{key} must be of numbers, texts, lists and dictionaries, at most "
+                    f"{_MOST} values and characters, {_DEEPEST} levels, and no whole number of more than 64 bits"
+                )
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is of numbers, texts, None, lists and dictionaries, few enough to print.
+
+    A list can contain another twice, which contains another twice, and so on: a file of a few kilobytes would take for
+    ever to print, compare or copy.
+    """
+    left, pending = _MOST, [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        left -= len(item) if isinstance(item, str | list | tuple | dict) else 0
+        if left < 0 or depth > _DEEPEST or (isinstance(item, int) and item.bit_length() > 64):
+            return False
+        inside: list[Any] = []
+        if type(item) is dict:
+            inside = [*item, *item.values()]
+        elif type(item) in (list, tuple):
+            inside = [*item]
+        elif item is not None and type(item) not in (str, int, float, bool):
+            return False
+        pending += [(part, depth + 1) for part in inside]
+    return True
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_named(value: Any) -> bool:
+    return is_dictionary(value) and all(map(_is_text, value))
+
+
+def _is_row(value: Any) -> bool:
+    numbers = ("val_loss", "top1", "top5")
+    averages = (f"ema_{key}" for key in ("loss", "top1", "top5"))
+    return (
+        _is_named(value)
+        and _is_count(value.get("epoch"))
+        and all(_is_number(value.get(key)) for key in numbers)
+        and all(_is_number(value[key]) for key in averages if key in value)
+    )
+
+
+def _are(holds: Callable[[Any], bool], count: int | None = None) -> Callable[[Any], bool]:
+    """Return whether a list's values, so many of them, all fit."""
+    return lambda v: isinstance(v, list | tuple) and count in (None, len(v)) and all(map(holds, v))
+
+
+_NAMED: _Form = ("a dictionary with texts as keys", _is_named)
+_NUMBERS: _Form = ("a list of finite numbers", _are(_is_number))
+_COUNT: _Form = ("a whole number of at least 0", _is_count)
+_NAMES: _Form = (
+    "a list of texts, or a dictionary of texts by number",
+    lambda v: _are(_is_text)(v) or (_is_named(v) and all(map(_is_text, v.values()))),
+)
+_SIZE: _Form = ("three whole numbers above 0", lambda v: _are(_is_count, 3)(v) and min(v) > 0)
+_TEXT: _Form = ("text", _is_text)
+_FORMS: dict[str, _Form] = {
+    "architecture": _TEXT,
+    "model_args": _NAMED,
+    "pretrained_cfg": _NAMED,
+    "epoch": _COUNT,
+    "config": _NAMED,
+    "history": ("a list of rows with epoch, val_loss, top1 and top5", _are(_is_row)),
+}
+_CFG_FORMS: dict[str, _Form] = {
+    "num_classes": _COUNT,
+    "input_size": _SIZE,
+    "label_names": _NAMES,
+    "label_offset": _COUNT,
+    "mean": _NUMBERS,
+    "std": _NUMBERS,
+    "interpolation": _TEXT,
+    "crop_pct": ("a finite number", _is_number),
+}
+
+
+def _check_sizes(described: dict[str, Any], state_dict: dict[str, Tensor], origin: str) -> None:
+    """Compare the sizes that a source says its model has with those of its weights.
+
+    A model of other sizes could take all of the memory, or for ever to build, before that is found.
+
+    Raises:
+        ValueError: they differ.
+    """
+    for name, size in _sizes_of(state_dict).items():
+        stated = described["model_args"].get(name)
+        if name == "num_classes":
+            size -= described["pretrained_cfg"].get("label_offset", 0)
+        if isinstance(stated, int) and stated != size:
+            raise ValueError(f"{origin}: model_args has {name} {stated}, and its weights {size}")
+
+
+def _sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the arguments of a backbone that the shapes of its weights tell."""
+    blocks = {name.split(".")[1] for name in state_dict if name.startswith("blocks.")}
+    sizes = {"depth": len(blocks)} if blocks else {}
+    proj, conv, steps, states, head = (
+        state_dict[name].shape if name in state_dict else ()
+        for name in (
+            "patch_embed.proj.weight",
+            *(f"blocks.0.mixer.{part}_weight" for part in ("conv", "dt", "x_proj")),
+            "head.weight",
+        )
+    )
+    if len(proj) == 4:
+        sizes |= {"embed_dim": proj[0], "in_chans": proj[1]}
+        if proj[2] == proj[3]:
+            sizes["patch_size"] = proj[2]
+        if len(conv) == 3 and proj[0]:
+            sizes |= {"d_conv": conv[2], "expand": conv[1] // proj[0]}
+    if len(steps) == len(states) == 3:
+        sizes |= {"dt_rank": steps[2], "d_state": (states[1] - steps[2]) // 2}
+    return sizes | {"num_classes": head[0]} if head else sizes
+
+
+def _describe_official_vim(state_dict: dict[str, Tensor]) -> dict[str, Any]:
+    """Tell the official Vision Mamba's models from each other by their shapes."""
+    shape = state_dict["pos_embed"].shape if "pos_embed" in state_dict else ()
+    args = {"patch_stride": 8} if tuple(shape[1:2]) == (_FINER_PATCHES + 1,) else {}
+    return {"architecture": _OFFICIAL_VIM.get(shape[-1]) if shape else None, "model_args": args}
+
+
+def _from_folder(folder: Path, name: str) -> Weights:
+    """Read a folder in timm's layout: config.json and weights."""
+    for checkpoint in (folder / "best.pt", folder / "last.pt"):
+        if checkpoint.is_file():
+            raise ValueError(f"{name} is the folder of a run; name its checkpoint, {checkpoint}")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name} is no folder with a config.json and weights")
+    what = "as a released model: "
+    return _released(name, what, load_model_config_from_path, load_state_dict_from_path, folder)
+
+
+def _from_safetensors(path: Path) -> Weights:
+    """Read one file; config.json beside it says what it is of."""
+    about = path.parent / "config.json"
+    read_config = load_model_config_from_path if about.is_file() else None
+    return _released(str(path), "as weights: ", read_config, lambda _: load_file(path), path.parent)
+
+
+def _released(
+    name: str,
+    what: str,
+    read_config: Callable[[Any], tuple[dict[str, Any], str, dict[str, Any] | None]] | None,
+    read_weights: Callable[[Any], dict[str, Tensor]],
+    place: Any,
+) -> Weights:
+    """Read weights, and what timm's config.json says of their model."""
+    described: dict[str, Any] = {}
+    try:
+        if read_config is not None:
+            cfg, architecture, model_args = read_config(place)
+            classes = {"num_classes": cfg["num_classes"]} if "num_classes" in cfg else {}
+            described = {"architecture": architecture, "pretrained_cfg": cfg}
+            described["model_args"] = dict(model_args or {}) | classes
+        state_dict = read_weights(place)
+    except Exception as error:  # of JSON, safetensors, the unpickler, or whatever a download raises
+        raise ValueError(f"{name} cannot be read {what}{one_line(error)}") from error
+    return _weights(state_dict, name, described)
+
+
+def _from_timm(name: str) -> Weights:
+    """Get the weights that timm has of a model."""
+    if not timm.is_model_pretrained(name):
+        raise ValueError(f"{name} has no trained weights; name a file or a folder that has")
+    try:
+        model = timm.create_model(name, pretrained=True)
+    except Exception as error:  # also whatever a download raises
+        raise ValueError(f"the weights of {name} cannot be had: {one_line(error)}") from error
+    cfg = model.pretrained_cfg | {"label_offset": None}  # timm has applied it
+    return _weights(model.state_dict(), name, {"architecture": name, "pretrained_cfg": cfg})
+
+
+def _relevant(pretrained_cfg: dict[str, Any]) -> dict[str, Any]:
+    return {key: pretrained_cfg[key] for key in _CFG_FORMS if pretrained_cfg.get(key) is not None}
