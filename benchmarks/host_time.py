@@ -31,7 +31,7 @@ import vil  # noqa: F401  (registers the models)
 from benchmarks.provenance import environment
 from vil.kernels import backends
 from vil.kernels.plan import forget_plans
-from vil.measuring import in_turns
+from vil.profile import in_turns
 from vil.training.files import write_text
 
 ROUTES, PASSES = ("cpu", "triton"), ("inference", "forward", "forward + backward")

@@ -1,10 +1,10 @@
-"""Measure a model on this machine, beside another: ``python -m vil.profile MODEL [OTHER]``.
+"""Measure models: ``python -m vil.profile [MODEL [OTHER]]``.
 
     python -m vil.profile vil_tiny deit_tiny_patch16_224 [--img-size 224] [--batch-size 8]
         [--device cpu] [--dtype float32] [--threads N] [--rounds 5] [--features-only]
 
-Any model of timm, with random weights: parameters, multiply-adds of one image with scans counted
-(``vil.complexity``), and of inference and training the images per second and the most memory.
+Any model of timm, with random weights: parameters, multiply-adds of one image with scans counted, and for inference and
+training the images per second and the most memory. Without a model: parameters and multiply-adds of this package's models.
 
     training    forward pass, cross-entropy, backward pass and AdamW
     images/s    both models in the same process, a step of each in turn; the median over rounds, and of the
@@ -12,49 +12,278 @@ Any model of timm, with random weights: parameters, multiply-adds of one image w
     MiB         the most at once of model, gradients, optimizer and a step, in a process of its own:
                 allocated on a GPU, resident on a CPU beyond what it was before the model
 
-Exit status 0, or 2 where something cannot be measured: an unknown model, a size that it does not take, a
+PyTorch's FlopCounterMode knows the operators as soon as ``vil`` is imported. ``fvcore_handles`` and ``calflops_hooks``
+return what those packages need to count them.
+
+Exit status 0, or 2 if something cannot be measured: an unknown model, a size that it does not take, a
 device that is not there, too little memory.
 """
 
 import argparse
+import ctypes
 import difflib
+import gc
 import multiprocessing
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import timm
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import vil
-from vil.complexity import count_macs, count_parameters
-from vil.measuring import PASSES, Step, in_turns, step_of, watch_memory
+from vil.block import BidirectionalMixer
 from vil.messages import first_line
 from vil.weights.build import create
 
-_DTYPES = ("float32", "bfloat16")
+PASSES = ("inference", "training")
+STEPS = 2  # counted steps of each model in a round
+_ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # their levels add the same as those of vil_*
+
+Step = Callable[[], None]
+Key = TypeVar("Key", bound=Hashable)
+
+# ---------------------------------------------------------------------- parameters and multiply-adds
+
+
+def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
+    """Count the multiply-adds of one forward pass of one image, scans and convolutions included.
+
+    Matrix products and convolutions count as in torch's FlopCounterMode, and a scan per direction,
+    token, channel and state 4 for diagonal Longhorn and Mamba and 3 for exact Longhorn, plus skip and
+    gate. Exponentials, divisions, norms and activations are not counted. Nothing is computed: the
+    model's layers run on shapes alone.
+
+    Args:
+        model: Any image model.
+        input_size: (channels, height, width) of the image.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    dtype = next(model.parameters()).dtype
+    image = torch.empty(1, *input_size, device="meta", dtype=dtype)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            functional_call(model, shapes, (image,))
+    finally:
+        model.train(training)
+    return counter.get_total_flops() // 2
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Count the parameters, trainable or not."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
+    """Return what fvcore needs to count the operators, by their names: ::
+
+        FlopCountAnalysis(model, images).set_op_handle(**vil.profile.fvcore_handles())
+
+    These are multiply-adds, which fvcore calls flops. With convolutions and linear layers they are the same
+    number as from ``count_macs``; fvcore may add others, such as norms other than RMSNorm.
+    """
+    names = {str(operator).replace(".", "::"): count for operator, count in flop_registry.items()}
+
+    def handle(count: Callable[..., int]) -> Callable[[Sequence[Any], Sequence[Any]], int]:
+        return lambda inputs, outputs: count(*map(_traced, inputs), out_val=None) // 2
+
+    return {name: handle(count) for name, count in names.items() if name.startswith("vil::")}
+
+
+def _traced(value: Any) -> Any:
+    """Return the shape of a tensor in a traced graph, or the number, text or None that it has."""
+    return tuple(value.type().sizes()) if value.isCompleteTensor() else value.toIValue()
+
+
+def calflops_hooks() -> dict[type[nn.Module], Callable[[nn.Module, tuple, Any], None]]:
+    """Return what calflops needs to count the mixers, by the type of module: ::
+
+        calflops.pytorch_ops.MODULE_HOOK_MAPPING.update(vil.profile.calflops_hooks())
+
+    calflops counts calls of functions that it replaces, and knows modules that call others by hooks. An
+    operator that is called outside of a model is not counted.
+    """
+    return {BidirectionalMixer: _count_mixer}
+
+
+def _count_mixer(mixer: BidirectionalMixer, inputs: tuple[Tensor, ...], output: Any) -> None:
+    # Its projections are modules, which calflops counts apart.
+    xz = (*inputs[0].shape[:2], mixer.in_proj.out_features)
+    flops = flop_registry[torch.ops.vil.mixer](
+        xz, *mixer._params(mixer.A_log), mixer.recurrence, out_val=None
+    )
+    mixer.__flops__ += flops
+    mixer.__macs__ += flops // 2
+
+
+def table_of_models() -> str:
+    """Return a Markdown table of this package's models at their default image size.
+
+    A pyramid is counted as ``features_only`` returns it, without a head.
+    """
+    rows = []
+    for name in timm.list_models(("vil_*", "vim_*"), exclude_filters=list(_ALIKE)):
+        only = {"features_only": True} if name.endswith("_pyramid") else {}
+        model = timm.create_model(name, device="meta", **only)
+        backbone = model.model if only else model
+        macs = count_macs(model, model.default_cfg["input_size"])
+        recurrence = backbone.blocks[0].mixer.recurrence
+        size = f"{backbone.embed_dim} | {count_parameters(model):,} | {macs / 1e9:.2f}"
+        rows.append((backbone.embed_dim, f"| `{name}` | {recurrence} | {size} |"))
+    rows = [row for _, row in sorted(rows, key=lambda item: item[0])]
+    head = ["| model | recurrence | channels | parameters | GMACs |", "|---|---|---|---|---|"]
+    return "\n".join(head + rows)
+
+
+# ---------------------------------------------------------------------------- steps, time and memory
+
+
+def step_of(
+    model: nn.Module,
+    images: Tensor,
+    pass_name: str,
+    dtype: torch.dtype = torch.float32,
+    capturable: bool = False,
+) -> Step:
+    """Return a function that does one step, and put the model into its mode.
+
+    Args:
+        model: Any that takes images; it must stay in this mode while the step is used.
+        images: (B, in_chans, height, width), on the model's device.
+        pass_name: "inference", a forward pass; or "training": forward pass, cross-entropy if the
+            output is logits and otherwise the mean of squares, backward pass and AdamW.
+        dtype: float32, or what autocast computes in.
+        capturable: Let a CUDA graph capture the step of training.
+    """
+    if pass_name not in PASSES:
+        raise ValueError(f"pass_name must be one of {PASSES}, got {pass_name!r}")
+    model.train(pass_name == "training")
+    autocast = torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32)
+
+    def infer() -> None:
+        with torch.inference_mode(), autocast:
+            model(images)
+
+    if pass_name == "inference":
+        return infer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=capturable)
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+
+    def train() -> None:
+        with autocast:
+            loss = _loss(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def _loss(output: Any, labels: Tensor) -> Tensor:
+    if isinstance(output, Tensor) and output.ndim == 2:
+        return F.cross_entropy(output, labels)
+    return sum(tensor.float().square().mean() for tensor in _tensors(output))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    else:
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(part)
+
+
+def in_turns(
+    steps: Mapping[Key, Step],
+    rounds: int,
+    device: str = "cpu",
+    clock: Callable[[], float] | None = None,
+) -> dict[Key, list[float]]:
+    """Return the seconds per step in every counted round for each function.
+
+    A round runs all in turn, so that a drift of the machine's speed hits them alike: a step that is not
+    counted, since it finds another's data in the caches, then two that are. The first round, which
+    compiles, is not counted.
+
+    Args:
+        steps: What to time.
+        rounds: How many are counted.
+        device: Where the steps compute, "cpu" or "cuda".
+        clock: Returns seconds; if None, the time of day when all work on the device is done.
+    """
+    now = clock or partial(_clock, device)
+    seconds: dict[Key, list[float]] = {key: [] for key in steps}
+    for number in range(rounds + 1):
+        for key, step in steps.items():
+            step()
+            start = now()
+            for _ in range(STEPS):
+                step()
+            if number:
+                seconds[key].append((now() - start) / STEPS)
+    return seconds
+
+
+def _clock(device: str) -> float:
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def watch_memory(device: str) -> Callable[[], int]:
+    """Start to watch the memory; the returned function tells the most since then, beyond what is used now.
+
+    Bytes: allocated by PyTorch on a GPU, and resident of this process on a CPU, whose other threads
+    should rest.
+
+    Raises:
+        NotImplementedError: The system does not tell; Linux does.
+    """
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        return lambda: torch.cuda.max_memory_allocated() - before
+    try:
+        # Or memory that was freed before would take none when it is used.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's mark of the most
+    except (OSError, AttributeError, TypeError) as error:
+        raise NotImplementedError(
+            f"the most memory of a process is not told by this system: {error}"
+        ) from error
+    before = _resident("VmRSS")
+    return lambda: _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+# --------------------------------------------------------------------------------------- the command
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all models are measured at.
-
-    Attributes:
-        img_size: Height and width in pixels.
-        batch_size: Images of a step.
-        device: "cpu" or "cuda".
-        dtype: Name of float32, or of what autocast computes in.
-        threads: Of PyTorch on the CPU.
-        rounds: Counted rounds.
-        features_only: Models give maps, and have no head.
-    """
+    """What all models are measured at; ``dtype`` is float32, or what autocast computes in."""
 
     img_size: int
     batch_size: int
@@ -67,7 +296,7 @@ class Setting:
 
 @dataclass
 class Figures:
-    """What was measured of a model; the dicts are by pass."""
+    """What was measured of a model; the dictionaries are by pass."""
 
     name: str
     parameters: int
@@ -75,55 +304,33 @@ class Figures:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Of a step, in each round."""
     memory: dict[str, int | None] = field(default_factory=dict)
-    """Bytes; None where the system does not tell."""
+    """Bytes; None if the system does not tell."""
 
 
 def profile(names: Sequence[str], setting: Setting) -> list[Figures]:
-    """Measure models beside each other.
-
-    Args:
-        names: As of ``timm.create_model``.
-        setting: What to measure at.
+    """Measure models of timm beside each other.
 
     Raises:
-        ValueError: a name is unknown, a model does not take the images, or a step fails, naming both.
+        ValueError: A model does not take the images, or a step fails; the message names both.
     """
     figures = [_size(name, setting) for name in names]
     for one in figures:
-        _tell(f"memory of {one.name}")
         one.memory = _memory(one.name, setting)
     torch.set_num_threads(setting.threads)
     for pass_name in PASSES:
         with _named(f"{pass_name} of {' and '.join(names)}"):
-            seconds = _in_turns(names, setting, pass_name)
-        for one, times in zip(figures, seconds, strict=True):
-            one.seconds[pass_name] = times
+            steps = {
+                i: _step(name, setting, pass_name, setting.batch_size)
+                for i, name in enumerate(names)
+            }
+            seconds = in_turns(steps, setting.rounds, setting.device)
+        for i, one in enumerate(figures):
+            one.seconds[pass_name] = seconds[i]
     return figures
 
 
-def _in_turns(names: Sequence[str], setting: Setting, pass_name: str) -> list[list[float]]:
-    steps = {i: _step(name, setting, pass_name, setting.batch_size) for i, name in enumerate(names)}
-    tell = partial(_tell_round, pass_name, setting.rounds)
-    return list(in_turns(steps, setting.rounds, setting.device, tell).values())
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError with the names that are close unless timm has a model of a name."""
-    if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; perhaps you meant {' or '.join(close)}" if close else ""
-        raise ValueError(f"MODEL must be one of timm.list_models(), got {name}{hint}")
-    with _named(f"MODEL {name}"):
-        _input_size(name)
-
-
-def _input_size(name: str) -> tuple[int, int, int]:
-    """Return channels, height and width of the images that a model is configured for."""
-    return timm.get_pretrained_cfg(name, allow_unregistered=False).input_size
-
-
 def table(figures: Sequence[Figures], batch_size: int) -> str:
-    """Return the figures as a Markdown table, of two models with the ratios of the first to the second."""
+    """Return the figures as a Markdown table; with two models also the ratios of the first to the second."""
     rows = [
         ("parameters", [one.parameters for one in figures], ",d"),
         ("GMACs", [one.macs / 1e9 for one in figures], ",.2f"),
@@ -131,8 +338,10 @@ def table(figures: Sequence[Figures], batch_size: int) -> str:
     for pass_name in PASSES:
         seconds = [one.seconds[pass_name] for one in figures]
         speeds = [batch_size / statistics.median(times) for times in seconds]
+        memory = [one.memory[pass_name] for one in figures]
+        mib = [None if number is None else number / 2**20 for number in memory]
         rows.append((f"{pass_name}, images/s", speeds, ",.4g"))
-        rows.append((f"{pass_name}, MiB", [_mib(one.memory[pass_name]) for one in figures], ",.0f"))
+        rows.append((f"{pass_name}, MiB", mib, ",.0f"))
     lines = [["", *(one.name for one in figures)] + ["ratio"] * (len(figures) == 2)]
     for title, values, form in rows:
         cells = ["not told" if value is None else format(value, form) for value in values]
@@ -141,31 +350,25 @@ def table(figures: Sequence[Figures], batch_size: int) -> str:
             lines[-1].append(_ratio(title, values, [one.seconds for one in figures]))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join(f"| {' | '.join(_aligned(line, widths))} |" for line in lines)
-
-
-def _aligned(line: list[str], widths: list[int]) -> Iterator[str]:
-    yield line[0].ljust(widths[0])
-    for cell, width in zip(line[1:], widths[1:], strict=True):
-        yield cell.rjust(width)
+    aligned = (
+        [first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])] for first, *rest in lines
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in aligned)
 
 
 def _ratio(
     title: str, values: Sequence[float | None], seconds: Sequence[dict[str, list[float]]]
 ) -> str:
-    pass_name = title.partition(",")[0]
     if title.endswith("images/s"):
-        rounds = zip(*(times[pass_name] for times in seconds), strict=True)
+        rounds = zip(*(times[title.partition(",")[0]] for times in seconds), strict=True)
         return f"{statistics.median(other / mine for mine, other in rounds):.2f}"
     first, second = values
     return "" if not first or not second else f"{first / second:.2f}"
 
 
-def _mib(number: int | None) -> float | None:
-    return None if number is None else number / 2**20
-
-
-# --------------------------------------------------------------------------------- models and steps
+def _input_size(name: str) -> tuple[int, int, int]:
+    """Return channels, height and width of the images that a model is configured for."""
+    return timm.get_pretrained_cfg(name, allow_unregistered=False).input_size
 
 
 def _size(name: str, setting: Setting) -> Figures:
@@ -191,7 +394,7 @@ def _step(name: str, setting: Setting, pass_name: str, batch_size: int) -> Step:
 
 
 def _memory(name: str, setting: Setting) -> dict[str, int | None]:
-    """Return the bytes of each pass, measured where nothing else is."""
+    """Return the bytes of each pass, measured in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(_memory_here, name, setting).result()
@@ -231,17 +434,13 @@ def _named(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: out of memory") from error
 
 
-def _tell(what: str) -> None:
-    """Say on a terminal what takes its time."""
-    if sys.stderr.isatty():
-        print(what, file=sys.stderr, flush=True)
-
-
-def _tell_round(pass_name: str, rounds: int, number: int) -> None:
-    _tell(f"{pass_name}, round {number} of {rounds}" if number else f"{pass_name}, once before")
-
-
-# ------------------------------------------------------------------------------------- command line
+def _check_name(name: str) -> None:
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; perhaps you meant {' or '.join(close)}" if close else ""
+        raise ValueError(f"MODEL must be one of timm.list_models(), got {name}{hint}")
+    with _named(f"MODEL {name}"):
+        _input_size(name)
 
 
 def _positive(text: str) -> int:
@@ -250,31 +449,37 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parse(arguments: Sequence[str] | None) -> tuple[list[str], Setting]:
+def _parse(arguments: Sequence[str] | None) -> tuple[list[str], Setting | None]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="as of timm.create_model")
-    add("other", metavar="OTHER", nargs="?", help="the second; ratios are of the first to it")
+    add("models", metavar="MODEL", nargs="*", help="as in timm.create_model; at most two")
     add("--img-size", type=_positive, help="pixels; default: what MODEL is configured for")
     add("--batch-size", type=_positive, help="images; default: 8 on a CPU, 128 on a GPU")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--dtype", choices=_DTYPES, help="by autocast; default: bfloat16 on a GPU, else float32")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
     add("--threads", type=_positive, default=torch.get_num_threads(), help="of the CPU")
     add("--rounds", type=_positive, default=5, help="counted rounds")
     add("--features-only", action="store_true", help="maps, as for a detector, without a head")
     args = parser.parse_args(arguments)
-    names = [args.model] if args.other is None else [args.model, args.other]
-    on_gpu = args.device == "cuda"
+    names, on_gpu = args.models, args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here")
+    if not names and any(
+        value != parser.get_default(key) for key, value in vars(args).items() if key != "models"
+    ):
+        parser.error("options need a MODEL")
+    if len(names) > 2:
+        parser.error(f"MODEL must be at most two names, got {' '.join(names)}")
     try:
         for name in names:
-            check_name(name)
+            _check_name(name)
     except ValueError as error:
         parser.error(str(error))
-    setting = Setting(
+    if not names:
+        return [], None
+    return names, Setting(
         img_size=args.img_size or _input_size(names[0])[1],
         batch_size=args.batch_size or (128 if on_gpu else 8),
         device=args.device,
@@ -283,12 +488,14 @@ def _parse(arguments: Sequence[str] | None) -> tuple[list[str], Setting]:
         rounds=args.rounds,
         features_only=args.features_only,
     )
-    return names, setting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the command line asks for, print it, and return the exit status."""
     names, setting = _parse(arguments)
+    if setting is None:
+        print(table_of_models())
+        return 0
     where = f"{platform.machine()}, threads: {setting.threads}"
     if setting.device == "cuda":
         where = torch.cuda.get_device_name()

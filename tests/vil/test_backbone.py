@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import vil
-from vil.complexity import count_macs, count_parameters
 from vil.patch_embed import OverlapPatchEmbed
+from vil.profile import count_macs, count_parameters
 from vil.tokens import class_token_first
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}

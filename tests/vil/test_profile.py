@@ -1,18 +1,34 @@
-"""``python -m vil.profile``: what it prints of one model and of two, and what it refuses."""
+"""vil.profile: counters of multiply-adds, steps and turns, and the command; no test here is of a speed or of memory."""
 
+import logging
 import re
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from torch import Tensor, nn
 
+from tests.documents.pages import blocks
 from vil import profile
-from vil.complexity import count_macs, count_parameters
-from vil.measuring import PASSES
-from vil.profile import Figures, main, table
+from vil.profile import (
+    PASSES,
+    Figures,
+    calflops_hooks,
+    count_macs,
+    count_parameters,
+    fvcore_handles,
+    in_turns,
+    main,
+    step_of,
+    table,
+    table_of_models,
+)
 from vil.weights.build import create
 
+ROOT = Path(__file__).parents[2]
 ONE, TWO = (
     Figures(name, number, macs, dict.fromkeys(PASSES, seconds), dict.fromkeys(PASSES, memory))
     for name, number, macs, seconds, memory in (
@@ -76,7 +92,8 @@ def test_prints_every_figure_of_two_models(
         (["vil_tiny.nothing"], "vil_tiny.nothing: Invalid pretrained tag"),
         (["vil_tiny", "--img-size", "0"], "--img-size: must be a positive whole number, got 0"),
         (["vil_tiny", "--rounds", "a"], "--rounds: must be a positive whole number, got a"),
-        ([], "required: MODEL"),
+        (["--rounds", "2"], "options need a MODEL"),
+        (["vil_tiny"] * 3, "MODEL must be at most two names, got vil_tiny vil_tiny vil_tiny"),
     ],
 )
 def test_bad_arguments_are_named(
@@ -85,3 +102,112 @@ def test_bad_arguments_are_named(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+
+
+@pytest.mark.ci
+def test_without_a_model_prints_the_table_of_the_documents(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() == table_of_models()
+    assert printed in (ROOT / "docs/choosing.md").read_text()
+
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_moves_every_parameter_and_inference_none(dtype: torch.dtype) -> None:
+    model = timm.create_model("vil_tiny", img_size=32, embed_dim=32, depth=1, num_classes=5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step_of(model, IMAGES, "inference", dtype)()
+    assert not model.training
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    step_of(model, IMAGES, "training", dtype)()
+    assert model.training
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_turns_leave_out_the_first_round_and_the_first_step_of_each() -> None:
+    now, ran = [0.0], []
+
+    def step(name: str, seconds: float):
+        def run() -> None:
+            ran.append(name)
+            now[0] += seconds if ran[-3:] == [name] * 3 or ran[-2:] == [name] * 2 else 100.0
+
+        return run
+
+    seconds = in_turns({"a": step("a", 1.0), "b": step("b", 3.0)}, 2, clock=lambda: now[0])
+    assert ran == ["a", "a", "a", "b", "b", "b"] * 3
+    assert seconds == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+
+
+MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
+SIZES = (64, 96)  # other grids than the trained one, and so with an order of the convolution
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return timm.create_model(request.param, depth=2).eval()
+
+
+def images(size: int) -> Tensor:
+    return torch.zeros(1, 3, size, size)
+
+
+@pytest.fixture
+def fvcore(caplog: pytest.LogCaptureFixture):
+    """Return fvcore, whose warnings of what it does not know are not printed."""
+    caplog.set_level(logging.ERROR)
+    return pytest.importorskip("fvcore.nn")
+
+
+@pytest.mark.ci
+def test_fvcore_counts_what_count_macs_does(model: nn.Module, fvcore) -> None:
+    for size in SIZES:
+        without = fvcore.FlopCountAnalysis(model, images(size))
+        assert without.total() > 0
+        assert without.unsupported_ops()["vil::mixer"] == 2
+        counted = without.copy().set_op_handle(**fvcore_handles())
+        assert counted.total() == count_macs(model, (3, size, size))
+        assert counted.by_operator()["mixer"] == counted.total() - without.total() > 0
+        assert not any(name.startswith("vil::") for name in counted.unsupported_ops())
+
+
+@pytest.fixture
+def calflops() -> Iterator:
+    package = pytest.importorskip("calflops")
+    mapping = pytest.importorskip("calflops.pytorch_ops").MODULE_HOOK_MAPPING
+    before = dict(mapping)
+    yield package
+    mapping.clear()
+    mapping.update(before)
+
+
+@pytest.mark.ci
+def test_calflops_counts_what_count_macs_does(model: nn.Module, calflops) -> None:
+    def count(size: int) -> int:
+        shape = (1, 3, size, size)
+        quiet = {"print_results": False, "output_as_string": False}
+        return calflops.calculate_flops(model, shape, **quiet)[1]
+
+    before = count(SIZES[0])
+    calflops.pytorch_ops.MODULE_HOOK_MAPPING.update(calflops_hooks())
+    for size in SIZES:
+        assert count(size) == count_macs(model, (3, size, size))
+    assert before < count(SIZES[0])
+
+
+DOCUMENTED = blocks("speed")
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("fvcore", "calflops")
+@pytest.mark.parametrize("block", DOCUMENTED[1:])
+def test_lines_of_the_documents_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1, img_size=64))
+    exec((DOCUMENTED[0] + block).replace("224, 224", "64, 64"), {})
+    assert "assert" in block

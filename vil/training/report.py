@@ -19,8 +19,8 @@ from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from vil.complexity import count_macs, count_parameters
 from vil.messages import one_line
+from vil.profile import count_macs, count_parameters
 from vil.training.checkpoint import Run
 from vil.training.distributed import versions
 from vil.training.engine import StepResult
