@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from vil.kernels import grid_conv, reference
-from vil.kernels.grid import Grid, Layout, layout_of
-from vil.kernels.step_area import Steps
+from vil.kernels import layout as layouts
+from vil.kernels import reference
+from vil.kernels.layout import Grid, Layout, Steps, layout_of
 
 CHUNK = 4  # of 2, 4, 8 and 16 the fastest in ONNX Runtime, and sums of products stay small
 
@@ -83,9 +83,9 @@ def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layo
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout | None) -> Tensor:
-    """Return ``grid_conv.forward`` of (B, L, E) as (B, 2, L, E), each direction in scan order."""
+    """Return ``layouts.conv_forward`` of (B, L, E) as (B, 2, L, E), each direction in scan order."""
     if layout is not None and layout.order.numel():
-        ahead, back = grid_conv.forward(reference.ConvPlan(), x, weight, bias, layout)
+        ahead, back = layouts.conv_forward(reference.ConvPlan(), x, weight, bias, layout)
         return torch.stack((ahead, back.flip(1)), 1)
     (B, L, E), taps = x.shape, weight.shape[2]
     both = torch.stack((x, x.flip(1)), 1).flatten(0, 1).mT.reshape(B, 2 * E, L)

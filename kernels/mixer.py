@@ -3,7 +3,7 @@
 Convolution, projections to step sizes, keys and queries, scan and gate. What the backward pass needs is more than what
 it is cheapest to keep: the input, the small projections and the states of the scan are saved; the convolution and the
 step sizes, each as large as the input, are computed again, as in Mamba's fused block. Of tokens on another grid than the
-trained one, ``grid.py`` says what changes. Letters as in ``args.py``, E channels of the scan, K taps.
+trained one, ``layout.py`` says what changes. Letters as in ``args.py``, E channels of the scan, K taps.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vil.kernels import grid_conv, workspace
+from vil.kernels import layout as layouts
+from vil.kernels import workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
-from vil.kernels.grid import Grid, Layout
+from vil.kernels.layout import Grid, Layout, Steps
 from vil.kernels.plan import ConvKey, ScanKey, plans
 from vil.kernels.reference import full_steps
-from vil.kernels.step_area import Steps
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
 """The small projections, (2, B L, R + 2 M); the sum of both directions and states, if the backend keeps them."""
@@ -157,7 +157,7 @@ def scan_args(
 ) -> tuple[ScanArgs, Tensor]:
     """Return what is scanned, step sizes of low rank, and the small projections."""
     x, z = xz.chunk(2, dim=-1)
-    convolved = grid_conv.forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
+    convolved = layouts.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
     steps = _steps(plan, params)
     projected = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
     low, q, k = _parts(plan, projected)
@@ -200,7 +200,7 @@ def backward(
         dx, dz = dxz.chunk(2, dim=-1)
     with _as_given(xz), plan.lent():
         x, z = xz.chunk(2, dim=-1)
-        convolved = grid_conv.forward(plan.conv, x, conv_weight, conv_bias, layout)
+        convolved = layouts.conv_forward(plan.conv, x, conv_weight, conv_bias, layout)
         tokens, made = convolved.flatten(1, 2), steps.x_proj_weight.to(xz.dtype)
         projected = torch.bmm(tokens, made.mT) if saved is None else saved[0]
         low, q, k = _parts(plan, projected)
@@ -214,7 +214,7 @@ def backward(
         d_projected = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
         d_x_proj_weight = torch.bmm(d_projected.mT, tokens)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(d_projected, made).view(2, *x.shape)
-        dx, d_conv_weight, d_conv_bias = grid_conv.backward(
+        dx, d_conv_weight, d_conv_bias = layouts.conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx
         )
         if dxz is None:

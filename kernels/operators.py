@@ -23,7 +23,7 @@ from vil.kernels.checks import (
     refuse_onnx,
     refuse_tangents,
 )
-from vil.kernels.grid import Layout, layout_of, layout_sizes
+from vil.kernels.layout import Layout, layout_of, layout_sizes
 from vil.kernels.mixer import MixerParams, mixer_plan
 from vil.kernels.plan import conv_key, scan_key
 

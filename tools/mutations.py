@@ -354,16 +354,16 @@ MUTATIONS = [
     ),
     # ---- the rest of kernels
     # Distances by columns use the phases of rows: wrong taps where the two differ.
-    ("kernels/grid.py", "columns[1] * phases[1])", "columns[1] * phases[0])", REST),
+    ("kernels/layout.py", "columns[1] * phases[1])", "columns[1] * phases[0])", REST),
     # The class token's part of the bias's gradient is dropped at another grid.
     (
-        "kernels/grid_conv.py",
+        "kernels/layout.py",
         "return dx, dweight, dbias + dv.sum(1).to(dbias.dtype)",
         "return dx, dweight, dbias",
         REST,
     ),
     # With fewer tokens than were trained the states can grow without bounds.
-    ("kernels/step_area.py", "max(area, 1.0) ** (0.5", "area ** (0.5", REST),
+    ("kernels/layout.py", "max(area, 1.0) ** (0.5", "area ** (0.5", REST),
     # The gradient of A at another grid is that of A / area.
     ("kernels/mixer.py", "steps.undo_A(grads.A),", "grads.A,", REST),
     # At another grid the second direction is not in scan order.

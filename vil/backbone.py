@@ -36,7 +36,7 @@ from timm.models.naflexvit import global_pool_naflex
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
-from vil.kernels.grid import Layout
+from vil.kernels.layout import Layout
 from vil.kernels.operators import token_layout
 from vil.padded import run_padded
 from vil.patch_embed import OverlapPatchEmbed

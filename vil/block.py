@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import exportable, mixer, reference, transforms
 from vil.kernels.checks import in_forward_mode
-from vil.kernels.grid import Layout
+from vil.kernels.layout import Layout
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vil.kernels import ops
-from vil.kernels.grid import Grid, layout_of
+from vil.kernels.layout import Grid, layout_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.

@@ -22,7 +22,7 @@ from vil.backbone import VisionLonghorn
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
-from vil.kernels.grid import Layout
+from vil.kernels.layout import Layout
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
 from vil.maps.evaluating import check_images, evaluating
@@ -38,7 +38,7 @@ class _Scan(NamedTuple):
     recurrence: str
     key_norm: float
     grid: list[int]
-    """The numbers of ``kernels.grid.Grid``."""
+    """The numbers of ``kernels.layout.Grid``."""
 
 
 def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,375 @@
+"""Tokens on another grid than the trained one: how they are convolved and how far they step.
+
+The taps of the convolution have learnt what is one, two and three patches before a token, and the step size how much a
+patch writes. On a finer grid, of larger images or a smaller stride, both must be measured in patches of the trained
+grid. With r tokens of the grid for each of the trained one, along a side:
+
+    distance    Tap j of a token in column c meets column c - j r of its row; beyond the row's end, that of the row r
+                away. Every n-th column of every n-th row is a sequence of its own, n = floor(r), in which the distance
+                is j r / n. If that is no integer, the value between tokens is interpolated by Keys' cubic: linear
+                interpolation blurs, the taps of two layers add up to a row, and the blur of all layers adds up, too.
+                The backend gets ``weight @ taps`` and an order (``reference.causal_conv1d_bidirectional``).
+    class token Patches pass over it, and its own taps meet the centres of those patches of the trained grid that are
+                before and after it there, interpolated alike by row and by column. It has no position in the order and
+                is convolved here: K U products for B tokens of B L.
+    step        Divided by ``area``, the number of tokens for each of the trained grid, which together should write and
+                forget what that one did (``Steps``).
+
+At the trained grid there is nothing to do.
+
+Letters: B batch, L tokens, D channels, H W the grid, n = H W patches, K taps, T taps once resampled, P positions in the
+order, U tokens that the class token reads, the first of them itself, all different.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vil.kernels.args import compute_dtype
+
+
+class Grid(NamedTuple):
+    """A grid of patches and the trained one; an operator takes its numbers as a list."""
+
+    H: int
+    W: int
+    trained_H: int
+    trained_W: int
+    patch_height: int
+    patch_width: int
+    stride_height: int
+    stride_width: int
+    class_token: int
+    """1 if one stands in the middle of the sequence, else 0."""
+    measured_taps: int = 1
+    """1 if the distance of the taps is in patches of the trained grid, 0 if only the step sizes are."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self.H * self.W + self.class_token
+
+    def quotients(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return how many tokens there are for each of the trained grid, by rows and by columns.
+
+        As numerator and denominator. Patches that overlap end before the last stride does, so their
+        number alone would be too small.
+        """
+        rows = self.H * self.stride_height + self.patch_height - self.stride_height
+        columns = self.W * self.stride_width + self.patch_width - self.stride_width
+        return (
+            (rows, self.trained_H * self.stride_height),
+            (columns, self.trained_W * self.stride_width),
+        )
+
+    @property
+    def area(self) -> float:
+        """Tokens for each of the trained grid."""
+        if self[:2] == self[2:4]:
+            return 1.0
+        rows, columns = self.quotients()
+        return rows[0] / rows[1] * (columns[0] / columns[1])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are convolved as they stand, behind one another."""
+        return self[:2] == self[2:4] or not self.measured_taps
+
+
+class Layout(NamedTuple):
+    """Where tokens stand: made once for all blocks, outside of the operators. What is not needed is empty."""
+
+    grid: list[int]
+    """The numbers of a ``Grid``."""
+    order: Tensor
+    """Of the patches, int32 (P,), as of ``reference.causal_conv1d_bidirectional``."""
+    taps: Tensor
+    """Shares of the K taps in the T that the convolution has, float32 (K, T)."""
+    class_reads: Tensor
+    """Tokens that the class token reads, first itself, int64 (U,)."""
+    class_shares: Tensor
+    """Their shares in its taps, float32 (1, 2, K, U)."""
+
+
+def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> Layout:
+    """Return how the tokens of a whole grid are convolved.
+
+    Args:
+        grid: The numbers of a ``Grid``.
+        taps: Taps K of the convolution.
+        device: Of the tokens.
+    """
+    grid = Grid(*map(operator.index, grid))
+    order, resampling, reads, shares = _tables(grid, taps)
+    return Layout(
+        list(grid),
+        torch.tensor(order, dtype=torch.int32, device=device),
+        torch.tensor(resampling, device=device),
+        torch.tensor(reads, dtype=torch.int64, device=device),
+        torch.tensor([shares], device=device),
+    )
+
+
+def layout_sizes(grid: Sequence[int], taps: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors of ``layout_of``."""
+    order, resampling, reads, _ = _tables(Grid(*grid), taps)
+    return (len(order),), (taps, len(resampling[0])), (len(reads),), (1, 2, taps, len(reads))
+
+
+def _tables(grid: Grid, taps: int) -> tuple[list, list, list, list]:
+    """Return the tensors of a layout as lists."""
+    reads: list[int] = []
+    shares: list[list[list[float]]] = [[[] for _ in range(taps)] for _ in range(2)]
+    if grid.is_plain:
+        return [], [[] for _ in range(taps)], reads, shares
+    rows, columns = grid.quotients()
+    phases = (max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1))
+    resampling = _resampling(taps, columns[0], columns[1] * phases[1])
+    if grid.class_token:
+        reads, shares = _class_token_reads(grid, taps)
+    return _by_phases(grid, phases, len(resampling[0]) - 1), resampling, reads, shares
+
+
+def _resampling(taps: int, numerator: int, denominator: int) -> list[list[float]]:
+    """Return the (K, T) shares by which K taps at multiples of a quotient are T neighbouring ones."""
+    reads = []
+    for distance in range(taps):
+        nearer, rest = divmod(distance * numerator, denominator)
+        # Nobody is nearer than the token itself, which stands in for what would be.
+        reads.append(_merged((max(n, 0), s) for n, s in _between(nearer, rest / denominator)))
+    width = max(max(read) for read in reads) + 1
+    shares = [[0.0] * width for _ in range(taps)]
+    for distance, read in enumerate(reads):
+        for place, share in read.items():
+            shares[taps - 1 - distance][width - 1 - place] = share
+    return shares
+
+
+def _between(first: int, rest: float) -> list[tuple[int, float]]:
+    """Return the places around ``first + rest``, 0 <= rest < 1, and their shares in the value there.
+
+    Keys' cubic convolution with a = -1/2, which has straight lines and parabolas as they are.
+    """
+    if rest < 1e-6:
+        return [(first, 1.0)]
+    ahead = 1 - rest
+    return [
+        (first - 1, -rest * ahead**2 / 2),
+        (first, 1 - rest**2 * (2.5 - 1.5 * rest)),
+        (first + 1, 1 - ahead**2 * (2.5 - 1.5 * ahead)),
+        (first + 2, -ahead * rest**2 / 2),
+    ]
+
+
+def _merged(shares: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the sum of the shares of every place."""
+    merged: dict[int, float] = {}
+    for place, share in shares:
+        merged[place] = merged.get(place, 0.0) + share
+    return merged
+
+
+def _by_phases(grid: Grid, phases: tuple[int, int], gap: int) -> list[int]:
+    """Return the order of patches, those of a phase behind one another, ``gap`` apart from others."""
+    H, W, order = grid.H, grid.W, []
+    for row, column in itertools.product(range(phases[0]), range(phases[1])):
+        order += [-1] * gap if order else []
+        for patch in (
+            i * W + j for i in range(row, H, phases[0]) for j in range(column, W, phases[1])
+        ):
+            order.append(patch + (patch >= H * W // 2) * grid.class_token)
+    return order
+
+
+def _around(center: float, size: int) -> list[tuple[int, float]]:
+    """Return the places of a side that a point is at or between, and their shares."""
+    center = min(max(center, 0.0), size - 1.0)
+    first = math.floor(center)
+    inside = ((min(max(n, 0), size - 1), share) for n, share in _between(first, center - first))
+    return list(_merged(inside).items())
+
+
+def _class_token_reads(grid: Grid, taps: int) -> tuple[list[int], list[list[list[float]]]]:
+    """Return which U tokens the class token's taps read, and their shares (2, K, U)."""
+    (rows, per_row), (columns, per_column) = grid.quotients()
+    middle, trained_middle = grid.H * grid.W // 2, grid.trained_H * grid.trained_W // 2
+    tokens, reads = [middle], [(0, taps - 1, 0, 1.0), (1, taps - 1, 0, 1.0)]
+    for direction in range(2):
+        for distance in range(1, taps):
+            old = trained_middle + (distance - 1 if direction == 1 else -distance)
+            if not 0 <= old < grid.trained_H * grid.trained_W:
+                continue
+            row, column = old // grid.trained_W + 0.5, old % grid.trained_W + 0.5
+            y = row * rows / per_row - grid.patch_height / (2 * grid.stride_height)
+            x = column * columns / per_column - grid.patch_width / (2 * grid.stride_width)
+            for i, row_share in _around(y, grid.H):
+                for j, column_share in _around(x, grid.W):
+                    token = i * grid.W + j + int(i * grid.W + j >= middle)
+                    if token not in tokens:
+                        tokens.append(token)
+                    share = row_share * column_share
+                    reads.append((direction, taps - 1 - distance, tokens.index(token), share))
+    shares = [[[0.0] * len(tokens) for _ in range(taps)] for _ in range(2)]
+    for direction, tap, place, share in reads:
+        shares[direction][tap][place] += share
+    return tokens, shares
+
+
+class _Conv(Protocol):
+    """A backend's convolution, ``reference.causal_conv1d_bidirectional``, and its gradients."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
+        """Convolve both ways, then SiLU."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        order: Tensor | None,
+        dx: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients for x, weight and bias; dx is given if the backend ``writes_halves``."""
+
+
+def conv_forward(
+    conv: _Conv,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    layout: Layout | None,
+) -> Tensor:
+    """Convolve both ways, then SiLU.
+
+    Args:
+        conv: A backend's convolution; the result is differentiable if its is.
+        x: (B, L, D).
+        weight: Taps as they were learnt, (2, D, K).
+        bias: (2, D).
+        layout: Of the tokens; None if they are neighbours in sequence.
+
+    Returns:
+        (2, B, L, D) in the dtype of x.
+    """
+    if layout is None or not layout.order.numel():
+        return conv.forward(x, weight, bias, None)
+    out = conv.forward(x, _resampled(weight, layout.taps), bias, layout.order)
+    reads, shares = layout.class_reads, layout.class_shares
+    if not reads.numel():
+        return out
+    _, v = _class_token(x, weight, bias, reads, shares)
+    out[:, :, reads[0]] = F.silu(v).to(out.dtype)
+    return out
+
+
+def conv_backward(
+    conv: _Conv,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    layout: Layout | None,
+    dx: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``conv_forward`` for x, weight and bias, the same in every run.
+
+    ``grad`` is the gradient of the output, (2, B, L, D); the gradient for x is written to ``dx``, if given.
+    """
+    if layout is None or not layout.order.numel():
+        return conv.backward(grad, x, weight, bias, None, dx)
+    dx, dweight, dbias = conv.backward(
+        grad, x, _resampled(weight, layout.taps), bias, layout.order, dx
+    )
+    dweight = (dweight @ layout.taps.to(dweight.dtype).mT).to(weight.dtype)
+    reads, shares = layout.class_reads, layout.class_shares
+    if not reads.numel():
+        return dx, dweight, dbias
+    read, v = _class_token(x, weight, bias, reads, shares)
+    s = torch.sigmoid(v)
+    dv = grad[:, :, reads[0]].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
+    dread = dv[:, :, None] * weight.to(v.dtype).mT[:, None]  # (2, B, K, D)
+    dtokens = shares.to(v.dtype).flatten(1, 2).mT @ dread.transpose(0, 1).flatten(1, 2)
+    dx[:, reads[:1]] = 0
+    dx[:, reads] = (dx[:, reads].to(v.dtype) + dtokens).to(dx.dtype)
+    dweight = dweight + (dv[:, :, None] * read).sum(1).mT.to(dweight.dtype)
+    return dx, dweight, dbias + dv.sum(1).to(dbias.dtype)
+
+
+def _resampled(weight: Tensor, taps: Tensor) -> Tensor:
+    dtype = compute_dtype(weight)
+    return weight.to(dtype) @ taps.to(dtype)
+
+
+def _class_token(
+    x: Tensor, weight: Tensor, bias: Tensor, reads: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
+    dtype = compute_dtype(x)
+    tokens = x[:, reads].to(dtype)  # (B, U, D)
+    read = (shares.to(dtype).flatten(1, 2) @ tokens).unflatten(1, (2, -1)).transpose(0, 1)
+    v = (read * weight.to(dtype).mT[:, None]).sum(2) + bias.to(dtype)[:, None]
+    return read, v
+
+
+class Steps:
+    """The parameters that divide every step size by ``area``, and the way back for their gradients.
+
+        Longhorn  eps / area = 1 / (area (1 + |k|^2 + exp(-v))), with v = dt + bias, stands before products of
+                  a key with a key or of a key with a query: keys and queries times area^(-1/2) do the same,
+                  if |k|^2 in eps stays that of the key as it was: area times what the scan sees (``key_norm``).
+                  With fewer tokens than were trained, eps / area could exceed 1 / |k|^2, beyond which the
+                  recurrence grows: there beta is divided in place of eps, which is the same without that
+                  factor.
+        exact     forgets 1 - eps |k|^2 = 1 / (1 + u) along a key, u = beta |k|^2, so that m tokens together should
+                  forget (1 + u)^(-1/m) each. With ``key_norm`` sqrt(m) in place of m it is
+                  1 - (u / m) / (1 + u / sqrt(m)), whose m-th power is within 0.09 of 1 / (1 + u) for any u up to 100
+                  and m up to 9. Division by m itself would leave a third where nine tenths are to be forgotten.
+        Mamba     dt / area stands beside A and beside k: A / area and k / area.
+
+    m equal tokens behind one another then do what one did: exactly in what Mamba forgets, and in all else to
+    first order in the step. In a diagonal state each k_j^2 is small, and no step meets the exact relation for all j.
+    """
+
+    def __init__(
+        self,
+        x_proj_weight: Tensor,
+        dt_weight: Tensor,
+        A: Tensor | None,
+        recurrence: str,
+        area: float,
+    ) -> None:
+        self.x_proj_weight, self.A, self.area = x_proj_weight, A, area
+        self.key_norm = self.key_norm_of(recurrence, area)
+        if area == 1.0:
+            return
+        rank = dt_weight.shape[-1]
+        states = (x_proj_weight.shape[1] - rank) // 2
+        k, q = (1 / area, 1.0) if recurrence == "mamba" else (area**-0.5, area**-0.5)
+        self.rows = x_proj_weight.new_ones(x_proj_weight.shape[1])  # filled there: no copy waits
+        self.rows[rank : rank + states] = k
+        self.rows[rank + states :] = q
+        self.x_proj_weight = x_proj_weight * self.rows[:, None]
+        if recurrence == "mamba":
+            self.A = A / area
+
+    @staticmethod
+    def key_norm_of(recurrence: str, area: float) -> float:
+        """Return what |k|^2 is multiplied by in a step size."""
+        if recurrence == "mamba":
+            return 1.0
+        return max(area, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
+
+    def undo_x_proj(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of x_proj_weight as given, from that of the one made of it."""
+        return gradient if self.area == 1.0 else gradient * self.rows[:, None]
+
+    def undo_A(self, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient of A as given, from that of the one made of it."""
+        return gradient if self.area == 1.0 or gradient is None else gradient / self.area
