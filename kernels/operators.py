@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from vil.kernels import mixer
 from vil.kernels.args import ScanArgs, compute_dtype
@@ -28,18 +29,36 @@ from vil.kernels.mixer import MixerParams, mixer_plan
 from vil.kernels.plan import conv_key, scan_key
 
 
-def _operator(name: str) -> Callable[[Callable[..., object]], torch.library.CustomOpDef]:
+def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Register an operator, which refuses tensors whose derivatives it would lose."""
 
-    def register(function: Callable[..., object]) -> torch.library.CustomOpDef:
+    def register(function: Callable[..., object]) -> CustomOpDef:
         @functools.wraps(function)
         def refusing(*arguments: object) -> object:
             refuse_tangents(name, arguments)
             return function(*arguments)
 
-        return torch.library.custom_op(f"vil::{name}", refusing, mutates_args=())
+        return torch.library.custom_op(f"vil::{name}", refusing, mutates_args=(), schema=schema)
 
     return register
+
+
+_SCANNED = (
+    "Tensor x, Tensor dt, Tensor? A, Tensor q, Tensor k, Tensor? D, Tensor? bias, Tensor? z, "
+    "Tensor? initial_state"
+)
+_MIXED = (
+    "Tensor xz, Tensor conv_weight, Tensor conv_bias, Tensor x_proj_weight, Tensor dt_weight, "
+    "Tensor dt_bias, Tensor? A, Tensor D"
+)
+_GRID = (
+    "SymInt[]? grid=None, Tensor? order=None, Tensor? taps=None, Tensor? class_reads=None, "
+    "Tensor? class_shares=None"
+)
+
+
+def _tensors(count: int) -> str:
+    return f"({', '.join(['Tensor'] * count)})"
 
 
 def _empty(tensor: Tensor) -> Tensor:
@@ -122,29 +141,17 @@ def _as_kept(y_sum: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor] | No
     return y_sum if y_sum.numel() else None, states
 
 
-@_operator("scan")
-def _scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    recurrence: str,
-    reverse: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    args = ScanArgs(x, dt, A, q, k, D, bias, z, initial_state)
+@_operator("scan", f"({_SCANNED}, str recurrence, bool reverse, bool save) -> {_tensors(4)}")
+def _scan(*inputs) -> tuple[Tensor, ...]:
+    args, (recurrence, reverse, save) = ScanArgs(*inputs[:9]), inputs[9:]
     check_scan(args, recurrence)
-    keep = save and _are_kept(x.device)
+    x = args.x
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
-    out, final, *saved = plan.forward(args, keep)
+    out, final, *saved = plan.forward(args, save and _are_kept(x.device))
     # An empty tensor for what is not there, since two outputs of an operator must not be the same.
     final = x.new_empty(0, dtype=compute_dtype(x)) if final is None else final
-    return out.contiguous(), final.contiguous(), *_as_saved(*saved, x, k, recurrence, save)
+    saved = _as_saved(*saved, x, args.k, recurrence, save)
+    return out.contiguous(), final.contiguous(), *saved
 
 
 @_scan.register_fake
@@ -161,28 +168,17 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-@_operator("scan_backward")
-def _scan_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    D: Tensor | None,
-    bias: Tensor | None,
-    z: Tensor | None,
-    initial_state: Tensor | None,
-    y_sum: Tensor,
-    states: Tensor,
-    recurrence: str,
-    reverse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    args = ScanArgs(x, dt, A, q, k, D, bias, z, initial_state)
+@_operator(
+    "scan_backward",
+    f"(Tensor grad, Tensor grad_final, {_SCANNED}, Tensor y_sum, Tensor states, str recurrence, "
+    f"bool reverse) -> {_tensors(9)}",
+)
+def _scan_backward(grad: Tensor, grad_final: Tensor, *inputs) -> tuple[Tensor, ...]:
+    args, (y_sum, states, recurrence, reverse) = ScanArgs(*inputs[:9]), inputs[9:]
+    x = args.x
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
-    grad_final = grad_final if z is None else None
-    grads = plan.backward(args, grad, grad_final, _as_kept(y_sum, states))
+    of_final = grad_final if args.z is None else None
+    grads = plan.backward(args, grad, of_final, _as_kept(y_sum, states))
     return _to_operator(grads[:9], x)
 
 
@@ -213,7 +209,7 @@ def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None
 _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 
 
-@_operator("causal_conv1d_bidirectional")
+@_operator("causal_conv1d_bidirectional", "(Tensor x, Tensor weight, Tensor bias) -> Tensor")
 def _conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     check_conv(x, weight, bias)
     plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
@@ -226,17 +222,18 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty((2, *x.shape))
 
 
-@_operator("causal_conv1d_bidirectional_backward")
-def _conv_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+@_operator(
+    "causal_conv1d_bidirectional_backward",
+    f"(Tensor grad, Tensor x, Tensor weight, Tensor bias) -> {_tensors(3)}",
+)
+def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
     return _to_operator(plan.backward(grad, x, weight, bias, None), x)
 
 
 @_conv_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(x), _empty(weight), _empty(bias)
+def _(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return _empty_gradients(inputs)
 
 
 def _conv_setup(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -252,32 +249,19 @@ _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
 # ------------------------------------------------------------------------------------ whole mixer
 
 
-@_operator("mixer")
-def _mixer(
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    x_proj_weight: Tensor,
-    dt_weight: Tensor,
-    dt_bias: Tensor,
-    A: Tensor | None,
-    D: Tensor,
-    recurrence: str,
-    save: bool,
-    grid: Sequence[int] | None = None,
-    order: Tensor | None = None,
-    taps: Tensor | None = None,
-    class_reads: Tensor | None = None,
-    class_shares: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    layout = None if grid is None else Layout(grid, order, taps, class_reads, class_shares)
+@_operator("mixer", f"({_MIXED}, str recurrence, bool save, {_GRID}) -> {_tensors(4)}")
+def _mixer(*inputs) -> tuple[Tensor, ...]:
+    xz, params, (recurrence, save, *layout) = inputs[0], MixerParams(*inputs[1:8]), inputs[8:]
+    layout = _layout_from(layout)
     plan = mixer_plan(xz, params, recurrence, layout)
-    x, k = _scanned(xz, x_proj_weight, dt_weight)
-    keep = save and _are_kept(xz.device)
-    out, projected, *saved = mixer.forward(plan, xz, params, layout, keep)
+    x, k = _scanned(xz, params.x_proj_weight, params.dt_weight)
+    out, projected, *saved = mixer.forward(plan, xz, params, layout, save and _are_kept(xz.device))
     saved = _as_saved(*saved, x, k, recurrence, save)
     return out, projected if save else xz.new_empty(0), *saved
+
+
+def _layout_from(arguments: Sequence) -> Layout | None:
+    return Layout(*arguments) if arguments and arguments[0] is not None else None
 
 
 def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,29 +284,14 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return xz.new_empty(B, L, E), projected, *_empty_saved(x, k, recurrence, save)
 
 
-@_operator("mixer_backward")
-def _mixer_backward(
-    grad: Tensor,
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    x_proj_weight: Tensor,
-    dt_weight: Tensor,
-    dt_bias: Tensor,
-    A: Tensor | None,
-    D: Tensor,
-    projected: Tensor,
-    y_sum: Tensor,
-    states: Tensor,
-    recurrence: str,
-    grid: Sequence[int] | None,
-    order: Tensor | None,
-    taps: Tensor | None,
-    class_reads: Tensor | None,
-    class_shares: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    layout = None if grid is None else Layout(grid, order, taps, class_reads, class_shares)
+@_operator(
+    "mixer_backward",
+    f"(Tensor grad, {_MIXED}, Tensor projected, Tensor y_sum, Tensor states, str recurrence, "
+    f"{_GRID.replace('=None', '')}) -> {_tensors(8)}",
+)
+def _mixer_backward(grad: Tensor, xz: Tensor, *inputs) -> tuple[Tensor, ...]:
+    params, (projected, y_sum, states, recurrence, *layout) = MixerParams(*inputs[:7]), inputs[7:]
+    layout = _layout_from(layout)
     plan = mixer_plan(xz, params, recurrence, layout)
     kept = _as_kept(y_sum, states) or (None, None)
     saved = (projected, *kept) if projected.numel() else None
@@ -357,23 +326,17 @@ _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
 @functools.cache  # for good: a recorded CUDA graph copies from it
 def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> Layout:
     layout = layout_of(grid, taps, torch.device("cpu"))
-    return layout._replace(**{n: t.pin_memory() for n, t in _tensors(layout)}) if pinned else layout
+    return Layout(layout.grid, *(t.pin_memory() if pinned else t for t in layout[1:]))
 
 
-def _tensors(layout: Layout) -> list[tuple[str, Tensor]]:
-    return [(name, tensor) for name, tensor in layout._asdict().items() if name != "grid"]
-
-
-@_operator("token_layout")
-def _token_layout(
-    grid: Sequence[int], taps: int, like: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@_operator("token_layout", f"(SymInt[] grid, SymInt taps, Tensor like) -> {_tensors(4)}")
+def _token_layout(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors of ``grid.layout_of``: copies, since what an operator makes must not outlive its call.
 
     Those are in the memory of a program's CUDA graph. Copies from pinned memory may be recorded in one.
     """
     layout = _layout_in_memory(tuple(grid), taps, like.device.type == "cuda")
-    return tuple(t.to(like.device, non_blocking=True, copy=True) for _, t in _tensors(layout))
+    return tuple(t.to(like.device, non_blocking=True, copy=True) for t in layout[1:])
 
 
 @_token_layout.register_fake
