@@ -56,9 +56,7 @@ def adapt(
         ValueError: The weights have another width or patch size, or a grid that cannot be told. Or they are an official
             Vision Mamba's with rotary position embeddings or only one direction.
     """
-    adapted = dict(state_dict)
-    if is_official_vim(adapted, prefix):
-        adapted = _convert_official_vim(adapted, prefix)
+    adapted = with_own_names(state_dict, prefix)
     patches, own = adapted.get(prefix + _PATCHES), model.patch_embed.proj.weight
     if patches is not None and resample_patches and patches.shape[2:] != own.shape[2:]:
         size = [own.shape[2], own.shape[3]]
@@ -224,8 +222,10 @@ def is_official_vim(state_dict: Mapping[str, Tensor], prefix: str = "") -> bool:
     return prefix + "layers.0.mixer.in_proj.weight" in state_dict
 
 
-def _convert_official_vim(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Rename and stack the parameters of an official Vision Mamba checkpoint."""
+def with_own_names(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """Return a copy in which parameters of an official Vision Mamba are renamed and stacked; raises as ``adapt``."""
+    if not is_official_vim(state_dict, prefix):
+        return dict(state_dict)
     if any(name.startswith(prefix + "rope.") for name in state_dict):
         raise ValueError(
             "the checkpoint has rotary position embeddings (rope.*), which no model here has; "

@@ -16,7 +16,7 @@ from vil.backbone import VisionLonghorn
 from vil.messages import first_line, one_line, printable
 from vil.registry import RECURRENCES
 from vil.timm_arguments import FEATURES, OTHER_WEIGHTS
-from vil.weights.adapt import has_levels
+from vil.weights.adapt import has_levels, with_own_names
 from vil.weights.archive import check_finite
 from vil.weights.files import Weights, is_own, read_weights
 
@@ -313,7 +313,7 @@ def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
 
 def _account(model: nn.Module, weights: Weights, missing: list[str], left_out: list[str]) -> str:
     """Say what became of the weights."""
-    source = weights.state_dict
+    source = with_own_names(weights.state_dict)
     taken, resampled, new = 0, [], []
     levels = [key for key in missing if key.startswith("pyramid.")]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
