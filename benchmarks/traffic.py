@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import vil  # noqa: F401  (names the models)
-from vil.kernels import backends, operators
+from vil.kernels import backends, registration
 from vil.kernels.ops import use_backend
 from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
@@ -158,7 +158,7 @@ class Counter(TorchDispatchMode):
             return func(*args, **kwargs)
         with self:
             if func.namespace == "vil":
-                result = getattr(operators, f"_{func._opname}")._init_fn(*args, **kwargs)
+                result = getattr(registration, f"_{func._opname}")._init_fn(*args, **kwargs)
                 self._note_launches()
                 return result
             if func.has_kernel_for_dispatch_key(_COMPOSITE):

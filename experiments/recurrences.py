@@ -62,7 +62,7 @@ class Sizes:
 class Longhorn(nn.Module):
     """Longhorn, diagonal: (B, L, E) -> (B, L, E)."""
 
-    form = "diagonal"
+    recurrence = "longhorn"
     scalar = False
 
     def __init__(self, sizes: Sizes) -> None:
@@ -80,13 +80,13 @@ class Longhorn(nn.Module):
 
     def scan(self, x: Tensor, beta: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Scan values and step sizes (B, L, E) with queries and keys (B, L, N): (B, L, E)."""
-        return longhorn_scan(x, beta, q, k, form=self.form)
+        return longhorn_scan(x, beta, q, k, recurrence=self.recurrence)
 
 
 class LonghornExact(Longhorn):
     """Longhorn, exact: (B, L, E) -> (B, L, E)."""
 
-    form = "exact"
+    recurrence = "longhorn_exact"
 
 
 class LonghornScalar(Longhorn):
@@ -98,7 +98,7 @@ class LonghornScalar(Longhorn):
 class LonghornExactScalar(Longhorn):
     """Longhorn, exact, one beta per token: (B, L, E) -> (B, L, E)."""
 
-    form = "exact"
+    recurrence = "longhorn_exact"
     scalar = True
 
 

@@ -7,7 +7,7 @@ torch.library.register_autocast would cast every tensor, to one dtype chosen in 
 import torch
 from torch import Tensor
 
-from vil.kernels import operators  # noqa: F401  (defines them)
+from vil.kernels import registration  # noqa: F401  (defines them)
 
 # Operator -> positions of its activations
 _ACTIVATIONS = {

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from vil.kernels.args import ScanArgs, compute_dtype
-from vil.kernels.layout import Grid
+from vil.kernels.layout import GridSpec
 from vil.kernels.reference import RECURRENCES
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -18,7 +18,7 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def refuse_tangents(name: str, arguments: tuple[object, ...]) -> None:
+def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
     """Check that no derivative would be lost: an operator's implementation has no tangents.
 
     Raises:
@@ -33,7 +33,7 @@ def refuse_tangents(name: str, arguments: tuple[object, ...]) -> None:
         )
 
 
-def refuse_onnx() -> None:
+def check_not_onnx() -> None:
     """Check that no ONNX model is being made, which could not have an operator of this library.
 
     For fake implementations, which every way of making one calls.
@@ -172,10 +172,10 @@ def check_mixer(
 
 def _check_grid(xz: Tensor, grid: Sequence[int]) -> None:
     # Not min(), which would bind a compiled program to which of the numbers is least.
-    optional = len(Grid._field_defaults)
-    counts = 0 <= len(Grid._fields) - len(grid) <= optional and all(n >= 1 for n in grid[:8])
+    optional = len(GridSpec._field_defaults)
+    counts = 0 <= len(GridSpec._fields) - len(grid) <= optional and all(n >= 1 for n in grid[:8])
     if not counts or any(number not in (0, 1) for number in grid[8:]):
-        raise ValueError(f"grid must be {Grid._fields}, all positive, got {tuple(grid)}")
-    own = Grid(*grid)
+        raise ValueError(f"grid must be {GridSpec._fields}, all positive, got {tuple(grid)}")
+    own = GridSpec(*grid)
     if own.length != xz.shape[1]:
         raise ValueError(f"grid has {own.length} tokens, and xz {xz.shape[1]}")

@@ -12,7 +12,7 @@ import math
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from vil.kernels import operators  # noqa: F401  (defines them)
+from vil.kernels import registration  # noqa: F401  (defines them)
 from vil.kernels.args import ScanArgs
 from vil.kernels.mixer import MixerParams
 

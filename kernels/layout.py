@@ -12,8 +12,8 @@ grid. With r tokens of the grid for each of the trained one, along a side:
     class token Patches pass over it, and its own taps meet the centres of those patches of the trained grid that are
                 before and after it there, interpolated alike by row and by column. It has no position in the order and
                 is convolved here: K U products for B tokens of B L.
-    step        Divided by ``area``, the number of tokens for each of the trained grid, which together should write and
-                forget what that one did (``Steps``).
+    step        Divided by ``tokens_per_ref``, the number of tokens for each of the trained grid, which together should write and
+                forget what that one did (``DtScale``).
 
 At the trained grid there is nothing to do.
 
@@ -34,20 +34,20 @@ from torch import Tensor
 from vil.kernels.args import compute_dtype
 
 
-class Grid(NamedTuple):
+class GridSpec(NamedTuple):
     """A grid of patches and the trained one; an operator takes its numbers as a list."""
 
     H: int
     W: int
-    trained_H: int
-    trained_W: int
+    ref_H: int
+    ref_W: int
     patch_height: int
     patch_width: int
     stride_height: int
     stride_width: int
     class_token: int
     """1 if one stands in the middle of the sequence, else 0."""
-    measured_taps: int = 1
+    scale_conv: int = 1
     """1 if the distance of the taps is in patches of the trained grid, 0 if only the step sizes are."""
 
     @property
@@ -64,12 +64,12 @@ class Grid(NamedTuple):
         rows = self.H * self.stride_height + self.patch_height - self.stride_height
         columns = self.W * self.stride_width + self.patch_width - self.stride_width
         return (
-            (rows, self.trained_H * self.stride_height),
-            (columns, self.trained_W * self.stride_width),
+            (rows, self.ref_H * self.stride_height),
+            (columns, self.ref_W * self.stride_width),
         )
 
     @property
-    def area(self) -> float:
+    def tokens_per_ref(self) -> float:
         """Tokens for each of the trained grid."""
         if self[:2] == self[2:4]:
             return 1.0
@@ -79,35 +79,35 @@ class Grid(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether tokens are convolved as they stand, behind one another."""
-        return self[:2] == self[2:4] or not self.measured_taps
+        return self[:2] == self[2:4] or not self.scale_conv
 
 
-class Layout(NamedTuple):
+class TokenLayout(NamedTuple):
     """Where tokens stand: made once for all blocks, outside of the operators. What is not needed is empty."""
 
     grid: list[int]
-    """The numbers of a ``Grid``."""
+    """The numbers of a ``GridSpec``."""
     order: Tensor
     """Of the patches, int32 (P,), as of ``reference.causal_conv1d_bidirectional``."""
-    taps: Tensor
+    kernel_resample: Tensor
     """Shares of the K taps in the T that the convolution has, float32 (K, T)."""
-    class_reads: Tensor
+    cls_index: Tensor
     """Tokens that the class token reads, first itself, int64 (U,)."""
-    class_shares: Tensor
+    cls_weight: Tensor
     """Their shares in its taps, float32 (1, 2, K, U)."""
 
 
-def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> Layout:
+def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> TokenLayout:
     """Return how the tokens of a whole grid are convolved.
 
     Args:
-        grid: The numbers of a ``Grid``.
+        grid: The numbers of a ``GridSpec``.
         taps: Taps K of the convolution.
         device: Of the tokens.
     """
-    grid = Grid(*map(operator.index, grid))
+    grid = GridSpec(*map(operator.index, grid))
     order, resampling, reads, shares = _tables(grid, taps)
-    return Layout(
+    return TokenLayout(
         list(grid),
         torch.tensor(order, dtype=torch.int32, device=device),
         torch.tensor(resampling, device=device),
@@ -118,11 +118,11 @@ def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> Layout:
 
 def layout_sizes(grid: Sequence[int], taps: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the tensors of ``layout_of``."""
-    order, resampling, reads, _ = _tables(Grid(*grid), taps)
+    order, resampling, reads, _ = _tables(GridSpec(*grid), taps)
     return (len(order),), (taps, len(resampling[0])), (len(reads),), (1, 2, taps, len(reads))
 
 
-def _tables(grid: Grid, taps: int) -> tuple[list, list, list, list]:
+def _tables(grid: GridSpec, taps: int) -> tuple[list, list, list, list]:
     """Return the tensors of a layout as lists."""
     reads: list[int] = []
     shares: list[list[list[float]]] = [[[] for _ in range(taps)] for _ in range(2)]
@@ -175,7 +175,7 @@ def _merged(shares: Iterable[tuple[int, float]]) -> dict[int, float]:
     return merged
 
 
-def _by_phases(grid: Grid, phases: tuple[int, int], gap: int) -> list[int]:
+def _by_phases(grid: GridSpec, phases: tuple[int, int], gap: int) -> list[int]:
     """Return the order of patches, those of a phase behind one another, ``gap`` apart from others."""
     H, W, order = grid.H, grid.W, []
     for row, column in itertools.product(range(phases[0]), range(phases[1])):
@@ -195,17 +195,17 @@ def _around(center: float, size: int) -> list[tuple[int, float]]:
     return list(_merged(inside).items())
 
 
-def _class_token_reads(grid: Grid, taps: int) -> tuple[list[int], list[list[list[float]]]]:
+def _class_token_reads(grid: GridSpec, taps: int) -> tuple[list[int], list[list[list[float]]]]:
     """Return which U tokens the class token's taps read, and their shares (2, K, U)."""
     (rows, per_row), (columns, per_column) = grid.quotients()
-    middle, trained_middle = grid.H * grid.W // 2, grid.trained_H * grid.trained_W // 2
+    middle, trained_middle = grid.H * grid.W // 2, grid.ref_H * grid.ref_W // 2
     tokens, reads = [middle], [(0, taps - 1, 0, 1.0), (1, taps - 1, 0, 1.0)]
     for direction in range(2):
         for distance in range(1, taps):
             old = trained_middle + (distance - 1 if direction == 1 else -distance)
-            if not 0 <= old < grid.trained_H * grid.trained_W:
+            if not 0 <= old < grid.ref_H * grid.ref_W:
                 continue
-            row, column = old // grid.trained_W + 0.5, old % grid.trained_W + 0.5
+            row, column = old // grid.ref_W + 0.5, old % grid.ref_W + 0.5
             y = row * rows / per_row - grid.patch_height / (2 * grid.stride_height)
             x = column * columns / per_column - grid.patch_width / (2 * grid.stride_width)
             for i, row_share in _around(y, grid.H):
@@ -244,7 +244,7 @@ def conv_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    layout: Layout | None,
+    layout: TokenLayout | None,
 ) -> Tensor:
     """Convolve both ways, then SiLU.
 
@@ -260,8 +260,8 @@ def conv_forward(
     """
     if layout is None or not layout.order.numel():
         return conv.forward(x, weight, bias, None)
-    out = conv.forward(x, _resampled(weight, layout.taps), bias, layout.order)
-    reads, shares = layout.class_reads, layout.class_shares
+    out = conv.forward(x, _resampled(weight, layout.kernel_resample), bias, layout.order)
+    reads, shares = layout.cls_index, layout.cls_weight
     if not reads.numel():
         return out
     _, v = _class_token(x, weight, bias, reads, shares)
@@ -275,7 +275,7 @@ def conv_backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    layout: Layout | None,
+    layout: TokenLayout | None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``conv_forward`` for x, weight and bias, the same in every run.
@@ -285,10 +285,10 @@ def conv_backward(
     if layout is None or not layout.order.numel():
         return conv.backward(grad, x, weight, bias, None, dx)
     dx, dweight, dbias = conv.backward(
-        grad, x, _resampled(weight, layout.taps), bias, layout.order, dx
+        grad, x, _resampled(weight, layout.kernel_resample), bias, layout.order, dx
     )
-    dweight = (dweight @ layout.taps.to(dweight.dtype).mT).to(weight.dtype)
-    reads, shares = layout.class_reads, layout.class_shares
+    dweight = (dweight @ layout.kernel_resample.to(dweight.dtype).mT).to(weight.dtype)
+    reads, shares = layout.cls_index, layout.cls_weight
     if not reads.numel():
         return dx, dweight, dbias
     read, v = _class_token(x, weight, bias, reads, shares)
@@ -318,17 +318,17 @@ def _class_token(
     return read, v
 
 
-class Steps:
-    """The parameters that divide every step size by ``area``, and the way back for their gradients.
+class DtScale:
+    """The parameters that divide every step size by ``tokens_per_ref``, and the way back for their gradients.
 
         Longhorn  eps / area = 1 / (area (1 + |k|^2 + exp(-v))), with v = dt + bias, stands before products of
                   a key with a key or of a key with a query: keys and queries times area^(-1/2) do the same,
-                  if |k|^2 in eps stays that of the key as it was: area times what the scan sees (``key_norm``).
+                  if |k|^2 in eps stays that of the key as it was: area times what the scan sees (``kappa_scale``).
                   With fewer tokens than were trained, eps / area could exceed 1 / |k|^2, beyond which the
                   recurrence grows: there beta is divided in place of eps, which is the same without that
                   factor.
         exact     forgets 1 - eps |k|^2 = 1 / (1 + u) along a key, u = beta |k|^2, so that m tokens together should
-                  forget (1 + u)^(-1/m) each. With ``key_norm`` sqrt(m) in place of m it is
+                  forget (1 + u)^(-1/m) each. With ``kappa_scale`` sqrt(m) in place of m it is
                   1 - (u / m) / (1 + u / sqrt(m)), whose m-th power is within 0.09 of 1 / (1 + u) for any u up to 100
                   and m up to 9. Division by m itself would leave a third where nine tenths are to be forgotten.
         Mamba     dt / area stands beside A and beside k: A / area and k / area.
@@ -343,33 +343,41 @@ class Steps:
         dt_weight: Tensor,
         A: Tensor | None,
         recurrence: str,
-        area: float,
+        tokens_per_ref: float,
     ) -> None:
-        self.x_proj_weight, self.A, self.area = x_proj_weight, A, area
-        self.key_norm = self.key_norm_of(recurrence, area)
-        if area == 1.0:
+        self.x_proj_weight, self.A, self.tokens_per_ref = x_proj_weight, A, tokens_per_ref
+        self.kappa_scale = self.kappa_scale_of(recurrence, tokens_per_ref)
+        if tokens_per_ref == 1.0:
             return
         rank = dt_weight.shape[-1]
         states = (x_proj_weight.shape[1] - rank) // 2
-        k, q = (1 / area, 1.0) if recurrence == "mamba" else (area**-0.5, area**-0.5)
+        k, q = (
+            (1 / tokens_per_ref, 1.0)
+            if recurrence == "mamba"
+            else (tokens_per_ref**-0.5, tokens_per_ref**-0.5)
+        )
         self.rows = x_proj_weight.new_ones(x_proj_weight.shape[1])  # filled there: no copy waits
         self.rows[rank : rank + states] = k
         self.rows[rank + states :] = q
         self.x_proj_weight = x_proj_weight * self.rows[:, None]
         if recurrence == "mamba":
-            self.A = A / area
+            self.A = A / tokens_per_ref
 
     @staticmethod
-    def key_norm_of(recurrence: str, area: float) -> float:
+    def kappa_scale_of(recurrence: str, tokens_per_ref: float) -> float:
         """Return what |k|^2 is multiplied by in a step size."""
         if recurrence == "mamba":
             return 1.0
-        return max(area, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
+        return max(tokens_per_ref, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
 
     def undo_x_proj(self, gradient: Tensor) -> Tensor:
         """Return the gradient of x_proj_weight as given, from that of the one made of it."""
-        return gradient if self.area == 1.0 else gradient * self.rows[:, None]
+        return gradient if self.tokens_per_ref == 1.0 else gradient * self.rows[:, None]
 
     def undo_A(self, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of A as given, from that of the one made of it."""
-        return gradient if self.area == 1.0 or gradient is None else gradient / self.area
+        return (
+            gradient
+            if self.tokens_per_ref == 1.0 or gradient is None
+            else gradient / self.tokens_per_ref
+        )

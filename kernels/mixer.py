@@ -18,9 +18,9 @@ from vil.kernels import workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
-from vil.kernels.layout import Grid, Layout, Steps
+from vil.kernels.layout import DtScale, GridSpec, TokenLayout
 from vil.kernels.plan import ConvKey, ScanKey, plans
-from vil.kernels.reference import full_steps
+from vil.kernels.reference import dt_proj
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
 """The small projections, (2, B L, R + 2 M); the sum of both directions and states, if the backend keeps them."""
@@ -80,26 +80,33 @@ class MixerPlan:
         R = key.params[3][0][2]
         M = (columns - R) // 2
         self.key, self.sizes = key, (B, L, R, M)
-        self.area = 1.0 if key.grid is None else Grid(*key.grid).area
+        self.tokens_per_ref = 1.0 if key.grid is None else GridSpec(*key.grid).tokens_per_ref
         taps, positions = key.taps or key.params[0][0][2], key.positions or None
         self.writes_halves = key.backend.writes_halves
         one = (L * width, width, 1) if self.writes_halves else None
         of_x = (taps, positions, key.aligned, key.dtype, key.device)
         self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
-        projected = (B * L * columns, L * columns, columns, 1)
+        x_dbl = (B * L * columns, L * columns, columns, 1)
         x, full = self.conv.out_strides, (B * L * E, L * E, E, 1)
-        key_norm = Steps.key_norm_of(key.recurrence, self.area)
-        strides, last = (projected, projected, half), (False, key.dtype, key.device, one)
+        kappa_scale = DtScale.kappa_scale_of(key.recurrence, self.tokens_per_ref)
+        strides, last = (x_dbl, x_dbl, half), (False, key.dtype, key.device, one)
         # The step sizes are of low rank for the forward pass and in full for the backward pass.
         self.scan, self.scan_back = (
             key.backend.scan_plan(
                 ScanKey(
-                    key.recurrence, False, key_norm, (2, B, L, E), M, rank, (x, dt, *strides), *last
+                    key.recurrence,
+                    False,
+                    kappa_scale,
+                    (2, B, L, E),
+                    M,
+                    rank,
+                    (x, dt, *strides),
+                    *last,
                 )
             )
-            for rank, dt in ((R, projected), (None, full))
+            for rank, dt in ((R, x_dbl), (None, full))
         )
-        self.lent = getattr(key.backend, "lent", contextlib.nullcontext)
+        self.arena = getattr(key.backend, "arena", contextlib.nullcontext)
 
 
 class _Described(NamedTuple):
@@ -121,7 +128,7 @@ def mixer_plan(
     xz: Tensor,
     params: MixerParams,
     recurrence: str,
-    layout: Layout | None = None,
+    layout: TokenLayout | None = None,
     backend: ModuleType | None = None,
 ) -> MixerPlan:
     """Return the plan for arguments, which are checked where there is none yet.
@@ -145,34 +152,34 @@ def mixer_plan(
     return _plan_of(key)
 
 
-def _sizes(layout: Layout) -> tuple[tuple[int, ...], int, int]:
-    return tuple(layout.grid), layout.order.shape[0], layout.taps.shape[1]
+def _sizes(layout: TokenLayout) -> tuple[tuple[int, ...], int, int]:
+    return tuple(layout.grid), layout.order.shape[0], layout.kernel_resample.shape[1]
 
 
 # ------------------------------------------------------------------------------- both directions of time
 
 
 def scan_args(
-    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: Layout | None
+    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None
 ) -> tuple[ScanArgs, Tensor]:
     """Return what is scanned, step sizes of low rank, and the small projections."""
     x, z = xz.chunk(2, dim=-1)
     convolved = layouts.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
     steps = _steps(plan, params)
-    projected = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
-    low, q, k = _parts(plan, projected)
+    x_dbl = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
+    dt_low, q, k = _parts(plan, x_dbl)
     D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
-    return ScanArgs(convolved, low, steps.A, q, k, D, bias, z, dt_weight=dt_weight), projected
+    return ScanArgs(convolved, dt_low, steps.A, q, k, D, bias, z, dt_weight=dt_weight), x_dbl
 
 
 def forward(
-    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: Layout | None, save: bool
+    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Mix; return (B, L, E), and what the backward pass needs, of the scan only with ``save``."""
-    with _as_given(xz), plan.lent():
-        args, projected = scan_args(plan, xz, params, layout)
-        out, _, y_sum, states = plan.scan.forward(args, save)
-    return out, projected, y_sum, states
+    with _as_given(xz), plan.arena():
+        args, x_dbl = scan_args(plan, xz, params, layout)
+        out, _, y_pre_gate, states = plan.scan.forward(args, save)
+    return out, x_dbl, y_pre_gate, states
 
 
 def backward(
@@ -180,7 +187,7 @@ def backward(
     grad: Tensor,
     xz: Tensor,
     params: MixerParams,
-    layout: Layout | None,
+    layout: TokenLayout | None,
     saved: Saved | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients for xz and the parameters, given that of the output.
@@ -198,22 +205,22 @@ def backward(
     if plan.writes_halves:
         dxz = torch.empty(xz.shape, dtype=xz.dtype, device=xz.device)
         dx, dz = dxz.chunk(2, dim=-1)
-    with _as_given(xz), plan.lent():
+    with _as_given(xz), plan.arena():
         x, z = xz.chunk(2, dim=-1)
         convolved = layouts.conv_forward(plan.conv, x, conv_weight, conv_bias, layout)
         tokens, made = convolved.flatten(1, 2), steps.x_proj_weight.to(xz.dtype)
-        projected = torch.bmm(tokens, made.mT) if saved is None else saved[0]
-        low, q, k = _parts(plan, projected)
-        dt = full_steps(low, dt_weight, workspace.bmm)
+        x_dbl = torch.bmm(tokens, made.mT) if saved is None else saved[0]
+        dt_low, q, k = _parts(plan, x_dbl)
+        dt = dt_proj(dt_low, dt_weight, workspace.bmm)
         args = ScanArgs(convolved, dt, steps.A, q, k, D, dt_bias, z)
         kept = None if saved is None or saved[2] is None else saved[1:]
         grads = plan.scan_back.backward(args, grad, None, kept, dz)
         ddt = grads.dt.flatten(1, 2)
         d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
-        d_dt_weight = torch.bmm(ddt.mT, low.flatten(1, 2))
-        d_projected = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
-        d_x_proj_weight = torch.bmm(d_projected.mT, tokens)
-        d_convolved = grads.x.flatten(1, 2).baddbmm_(d_projected, made).view(2, *x.shape)
+        d_dt_weight = torch.bmm(ddt.mT, dt_low.flatten(1, 2))
+        dx_dbl = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
+        d_x_proj_weight = torch.bmm(dx_dbl.mT, tokens)
+        d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, made).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias = layouts.conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx
         )
@@ -231,15 +238,15 @@ def backward(
     )
 
 
-def _steps(plan: MixerPlan, params: MixerParams) -> Steps:
-    recurrence, area = plan.key.recurrence, plan.area
-    return Steps(params.x_proj_weight, params.dt_weight, params.A, recurrence, area)
+def _steps(plan: MixerPlan, params: MixerParams) -> DtScale:
+    recurrence, tokens_per_ref = plan.key.recurrence, plan.tokens_per_ref
+    return DtScale(params.x_proj_weight, params.dt_weight, params.A, recurrence, tokens_per_ref)
 
 
-def _parts(plan: MixerPlan, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(plan: MixerPlan, x_dbl: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return step sizes of rank R, (2, B, L, R), queries and keys, (2, B, L, M)."""
     B, L, R, M = plan.sizes
-    parts = projected.view(2, B, L, R + 2 * M)
+    parts = x_dbl.view(2, B, L, R + 2 * M)
     return parts.narrow(3, 0, R), parts.narrow(3, R + M, M), parts.narrow(3, R, M)
 
 
@@ -276,7 +283,7 @@ _PLAIN = {torch.nn.Parameter, Tensor, type(None)}
 
 
 def run(
-    xz: Tensor, params: MixerParams, recurrence: str, save: bool, layout: Layout | None
+    xz: Tensor, params: MixerParams, recurrence: str, save: bool, layout: TokenLayout | None
 ) -> Tensor:
     """Return the first output of ``vil::mixer``, for a call that ``is_eager``."""
     if torch.is_autocast_enabled(xz.device.type) and xz.dtype != torch.float64:
@@ -289,7 +296,7 @@ def run(
 
 
 def _run(
-    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: Layout | None, save: bool
+    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None, save: bool
 ) -> Tensor:
     if torch.is_grad_enabled():
         for tensor in (xz, *params):
@@ -303,7 +310,7 @@ class _Mixer(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: MixerPlan,
-        layout: Layout | None,
+        layout: TokenLayout | None,
         save: bool,
         xz: Tensor,
         *params: Tensor | None,
@@ -315,18 +322,18 @@ class _Mixer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, projected, y_sum, states = ctx.saved_tensors
+        *inputs, x_dbl, y_pre_gate, states = ctx.saved_tensors
         xz, params = inputs[0], MixerParams(*inputs[1:])
         # With gradients of the gradients, or for what is_eager does not know, by the operator.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched
         if torch.is_grad_enabled() or batched or not is_eager(grad, params):
             nothing = grad.new_empty(0)
-            saved = (nothing if t is None else t for t in (projected, y_sum, states))
+            saved = (nothing if t is None else t for t in (x_dbl, y_pre_gate, states))
             grads = torch.ops.vil.mixer_backward(
                 grad, *inputs, *saved, ctx.plan.key.recurrence, *(ctx.layout or (None,) * 5)
             )
             grads = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
         else:
-            saved = (projected, y_sum, states) if ctx.saves else None
+            saved = (x_dbl, y_pre_gate, states) if ctx.saves else None
             grads = backward(ctx.plan, grad, xz, params, ctx.layout, saved)
         return (None, None, None, *grads)

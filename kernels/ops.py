@@ -1,17 +1,18 @@
 """The public operations.
 
-Each is a torch.library operator (``operators.py``) with rules for automatic mixed
+Each is a torch.library operator (``registration.py``) with rules for automatic mixed
 precision and for counting FLOPs.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, flops, operators, transforms  # noqa: F401  (registers all)
+from vil.kernels import autocast, flops, functional, registration  # noqa: F401  (registers all)
 from vil.kernels.backends import BACKENDS, use_backend
 from vil.kernels.checks import in_forward_mode
 from vil.kernels.reference import RECURRENCES
@@ -37,18 +38,19 @@ def longhorn_scan(
     D: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    form: Literal["diagonal", "exact"] = "diagonal",
+    recurrence: Literal["longhorn", "longhorn_exact"] = "longhorn",
     reverse: bool = False,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
+    form: Literal["diagonal", "exact"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scan a sequence with the Longhorn recurrence (Longhorn paper, ICLR 2025).
 
     With eps = b / (1 + b |k|^2) and b = sigmoid(beta + bias), per channel i and state j:
 
-        diagonal (Eq. 7)   S_ij <- (1 - eps_i k_j^2) S_ij + eps_i k_j x_i
-        exact (Eq. 6)      S_i  <- S_i + eps_i (x_i - k.S_i) k
-        both               y_i  =  q.S_i + D_i x_i
+        longhorn (Eq. 7)         S_ij <- (1 - eps_i k_j^2) S_ij + eps_i k_j x_i
+        longhorn_exact (Eq. 6)   S_i  <- S_i + eps_i (x_i - k.S_i) k
+        both                     y_i  =  q.S_i + D_i x_i
 
     Args:
         x: Values, (B, L, D), float64, float32, bfloat16 or float16, any strides.
@@ -57,23 +59,28 @@ def longhorn_scan(
         k: Keys, (B, L, M), dtype of x.
         D: Skip weights, (D,), dtype of x or float32; no skip if None.
         bias: Added to beta, (D,), dtype of x or float32.
-        form: "diagonal" (the paper's models) or "exact" (the closed-form solution of Eq. 5).
+        recurrence: "longhorn" (the paper's models) or "longhorn_exact" (the closed-form solution of Eq. 5).
         reverse: Scan from the last token to the first.
         initial_state: (B, D, M), float64 if x is, else float32; zeros if None.
         return_final_state: Return the state after the last token scanned as well.
+        form: Deprecated name of ``recurrence``: "diagonal" or "exact".
 
     Returns:
         y (B, L, D) in the dtype of x, or (y, final state (B, D, M)). The state is kept in float64
         if x is float64, else in float32.
 
     Raises:
-        ValueError: A shape, dtype or device disagrees, or ``form`` is unknown.
+        ValueError: A shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
-    forms = {"diagonal": "longhorn", "exact": "longhorn_exact"}
-    if form not in forms:
-        raise ValueError(f'form must be "diagonal" or "exact", got {form!r}')
+    if form is not None:
+        warnings.warn(
+            'form is now recurrence="longhorn" or "longhorn_exact"', DeprecationWarning, 2
+        )
+        recurrence = {"diagonal": "longhorn", "exact": "longhorn_exact"}.get(form, form)
+    if recurrence not in ("longhorn", "longhorn_exact"):
+        raise ValueError(f'recurrence must be "longhorn" or "longhorn_exact", got {recurrence!r}')
     tensors = (x, beta, None, q, k, D, bias, initial_state)
-    y, state = _scan_one_direction(tensors, forms[form], reverse)
+    y, state = _scan_one_direction(tensors, recurrence, reverse)
     return (y, state) if return_final_state else y
 
 
@@ -191,4 +198,4 @@ def _has_gradients(tensors: Sequence[Tensor | None]) -> bool:
 
 def _operator(name: str) -> Callable[..., Any]:
     """Return an operator, or its plain form where tensors may be dual (torch.autograd.forward_ad)."""
-    return getattr(transforms if in_forward_mode() else torch.ops.vil, name)
+    return getattr(functional if in_forward_mode() else torch.ops.vil, name)

@@ -24,7 +24,7 @@ class ScanKey(NamedTuple):
 
     recurrence: str
     reverse: bool
-    key_norm: float
+    kappa_scale: float
     shape: tuple[int, int, int, int]
     """Of x, (N, B, L, D)."""
     states: int
@@ -57,13 +57,13 @@ class ConvKey(NamedTuple):
     """Strides of the tensor that the gradient for x is written to, None for one of its own."""
 
 
-def scan_key(args: ScanArgs, recurrence: str, reverse: bool, key_norm: float) -> ScanKey:
+def scan_key(args: ScanArgs, recurrence: str, reverse: bool, kappa_scale: float) -> ScanKey:
     """Return what a plan for such arguments is made for."""
     x, dt, _, q, k, _, _, z, state, dt_weight = args
     strides = (x.stride(), dt.stride(), q.stride(), k.stride(), None if z is None else z.stride())
     rank = None if dt_weight is None else dt_weight.shape[2]
     return ScanKey(
-        recurrence, reverse, float(key_norm), tuple(x.shape), k.shape[3], rank, strides,
+        recurrence, reverse, float(kappa_scale), tuple(x.shape), k.shape[3], rank, strides,
         state is not None, x.dtype, x.device,
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
 
 
 def step_size(
-    dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str, key_norm: float = 1.0
+    dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str, kappa_scale: float = 1.0
 ) -> Tensor:
     """Return eps (Longhorn paper, Theorem 3.1) or softplus(dt + bias) (Mamba).
 
@@ -37,7 +37,7 @@ def step_size(
         k: Keys, (..., M).
         bias: Added to dt, (D,) or broadcastable to it.
         recurrence: One of ``RECURRENCES``.
-        key_norm: What stands for |k|^2 in eps is ``key_norm`` |k|^2; Mamba's step has no such term.
+        kappa_scale: What stands for |k|^2 in eps is ``kappa_scale`` |k|^2; Mamba's step has no such term.
 
     Returns:
         (..., D); for Longhorn in [0, 1).
@@ -46,7 +46,7 @@ def step_size(
     if recurrence == "mamba":
         return F.softplus(v)
     beta = torch.sigmoid(v)
-    return beta / (1 + beta * (key_norm * k.square().sum(-1, keepdim=True)))
+    return beta / (1 + beta * (kappa_scale * k.square().sum(-1, keepdim=True)))
 
 
 def advance(
@@ -86,7 +86,7 @@ def scan(
     args: ScanArgs,
     recurrence: str,
     reverse: bool = False,
-    key_norm: float = 1.0,
+    kappa_scale: float = 1.0,
     save: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Scan one direction; or both, average the two and gate: silu(z) (y0 + y1) / 2.
@@ -97,32 +97,35 @@ def scan(
         args: What is scanned.
         recurrence: One of ``RECURRENCES``.
         reverse: Scan the one direction from the last token to the first.
-        key_norm: As of ``step_size``.
+        kappa_scale: As of ``step_size``.
         save: Return what the backward pass can use, if this backend saves anything.
 
     Returns:
         The output, (B, L, D), in the dtype of x; of one direction its last state, (1, B, D, M), in the dtype
         computed in; and the two tensors that ``saved`` describes, or None.
     """
-    args = args._replace(dt=full_steps(args.dt, args.dt_weight), dt_weight=None)
+    args = args._replace(dt=dt_proj(args.dt, args.dt_weight), dt_weight=None)
     raised = args.to(compute_dtype(args.x))
     if args.z is None:
-        y, state = _scan_direction(raised, 0, recurrence, reverse, key_norm)
+        y, state = _scan_direction(raised, 0, recurrence, reverse, kappa_scale)
         return y.to(args.x.dtype), state[None], None, None
-    y_sum = 0
+    y_pre_gate = 0
     for direction in (0, 1):
-        y_sum = y_sum + _scan_direction(raised, direction, recurrence, direction == 1, key_norm)[0]
-    return (F.silu(raised.z) * y_sum / 2).to(args.x.dtype), None, None, None
+        y_pre_gate = (
+            y_pre_gate
+            + _scan_direction(raised, direction, recurrence, direction == 1, kappa_scale)[0]
+        )
+    return (F.silu(raised.z) * y_pre_gate / 2).to(args.x.dtype), None, None, None
 
 
 def _scan_direction(
-    args: ScanArgs, direction: int, recurrence: str, reverse: bool, key_norm: float
+    args: ScanArgs, direction: int, recurrence: str, reverse: bool, kappa_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return y (B, L, D) and the last state (B, D, M) of one direction."""
     x, dt, A, q, k, D, bias, _, state, _ = args
     x, dt, q, k = (t[direction] for t in (x, dt, q, k))
     A, D, bias, state = (None if t is None else t[direction] for t in (A, D, bias, state))
-    step = step_size(dt, k, bias, recurrence, key_norm)
+    step = step_size(dt, k, bias, recurrence, kappa_scale)
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2])
     outputs = [x[:, 0]] * x.shape[1]  # every entry is replaced
@@ -139,7 +142,7 @@ def scan_backward(
     grad_final: Tensor | None,
     recurrence: str,
     reverse: bool = False,
-    key_norm: float = 1.0,
+    kappa_scale: float = 1.0,
     saved: tuple[Tensor | None, Tensor] | None = None,
 ) -> ScanArgs:
     """Return the gradients of ``scan``.
@@ -150,13 +153,13 @@ def scan_backward(
         grad_final: Of one direction, the gradient of its last state, (1, B, D, M).
         recurrence: As of ``scan``.
         reverse: As of ``scan``.
-        key_norm: As of ``scan``.
+        kappa_scale: As of ``scan``.
         saved: What ``scan`` has saved; without it a backend scans again.
     """
     grads = (grad,) if args.z is not None else (grad, grad_final)
 
     def outputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return scan(ScanArgs(*tensors), recurrence, reverse, key_norm)[: len(grads)]
+        return scan(ScanArgs(*tensors), recurrence, reverse, kappa_scale)[: len(grads)]
 
     return ScanArgs(*gradients(outputs, args, grads))
 
@@ -171,7 +174,7 @@ class ScanPlan(NamedTuple):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return what ``scan`` does."""
         key = self.key
-        return scan(args, key.recurrence, key.reverse, key.key_norm, save)
+        return scan(args, key.recurrence, key.reverse, key.kappa_scale, save)
 
     def backward(
         self,
@@ -183,28 +186,28 @@ class ScanPlan(NamedTuple):
     ) -> ScanArgs:
         """Return what ``scan_backward`` does."""
         key = self.key
-        return scan_backward(args, grad, grad_final, key.recurrence, key.reverse, key.key_norm)
+        return scan_backward(args, grad, grad_final, key.recurrence, key.reverse, key.kappa_scale)
 
 
 scan_plan = ScanPlan
 
 
-def full_steps(
-    low: Tensor,
+def dt_proj(
+    dt_low: Tensor,
     dt_weight: Tensor | None,
     bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
 ) -> Tensor:
-    """Return raw step sizes (N, B, L, D), rounded to the dtype of ``low``.
+    """Return raw step sizes (N, B, L, D), rounded to the dtype of ``dt_low``.
 
     Args:
-        low: Of rank R, (N, B, L, R), or in full.
+        dt_low: Of rank R, (N, B, L, R), or in full.
         dt_weight: (N, D, R); None if they are in full.
         bmm: Makes the product.
     """
     if dt_weight is None:
-        return low
-    dt = bmm(low.flatten(1, 2), dt_weight.to(low.dtype).mT)
-    return dt.reshape(*low.shape[:3], dt.shape[2])
+        return dt_low
+    dt = bmm(dt_low.flatten(1, 2), dt_weight.to(dt_low.dtype).mT)
+    return dt.reshape(*dt_low.shape[:3], dt.shape[2])
 
 
 def causal_conv1d_bidirectional(

@@ -21,7 +21,7 @@ _View = tuple[int, tuple[int, ...], torch.dtype]  # where it starts, and what it
 
 class _Memory(threading.local):
     taken: int | None = None
-    """Bytes asked for since ``lent`` began; None outside of it."""
+    """Bytes asked for since ``arena`` began; None outside of it."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
@@ -33,7 +33,7 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-class _Lent:
+class _Arena:
     def __enter__(self) -> None:
         _memory.taken = 0
 
@@ -47,16 +47,16 @@ class _Lent:
             _memory.capacity = needed
 
 
-_lent = _Lent()
+_arena = _Arena()
 
 
-def lent() -> _Lent:
+def arena() -> _Arena:
     """Let ``empty`` and ``bmm`` hand out this thread's memory, which is the next call's after the block."""
-    return _lent
+    return _arena
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor on the CPU; within ``lent`` it must not outlive the block."""
+    """Return an uninitialised tensor on the CPU; within ``arena`` it must not outlive the block."""
     start = _memory.taken
     # Tensors that are made under a mode are the mode's: fake ones have no memory.
     if start is None or _get_current_dispatch_mode() is not None:
@@ -78,7 +78,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``torch.bmm``; within ``lent`` in what ``empty`` returns."""
+    """Return ``torch.bmm``; within ``arena`` in what ``empty`` returns."""
     if _memory.taken is None:
         return torch.bmm(a, b)
     return torch.bmm(a, b, out=empty((*a.shape[:2], b.shape[2]), a.dtype))

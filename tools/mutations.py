@@ -21,8 +21,8 @@ from queue import Queue
 
 REST = (
     "tests/kernels/test_ops.py tests/kernels/test_reference.py tests/kernels/test_grid.py "
-    "tests/kernels/test_fused_mixer.py tests/kernels/test_transforms.py "
-    "tests/kernels/test_exportable.py tests/kernels/test_workspace.py"
+    "tests/kernels/test_fused_mixer.py tests/kernels/test_functional.py "
+    "tests/kernels/test_onnx.py tests/kernels/test_workspace.py"
 )
 
 # File, text that stands in it once, what replaces the text, and the tests to run. Comments say what goes wrong.
@@ -309,11 +309,11 @@ MUTATIONS = [
         "(1.0 + z * (1.0 - s))",
         "tests/kernels/triton",
     ),
-    # key_norm on the products of two keys rather than on |k|^2: wrong where key_norm is not 1.
+    # kappa_scale on the products of two keys rather than on |k|^2: wrong where kappa_scale is not 1.
     (
         "kernels/triton/exact_keys.py",
-        "key_norm * dgram, dgram)",
-        "dgram, key_norm * dgram)",
+        "kappa_scale * dgram, dgram)",
+        "dgram, kappa_scale * dgram)",
         "tests/kernels/triton",
     ),
     # The first token of the next tile is counted twice in the bias's gradient.
@@ -363,12 +363,12 @@ MUTATIONS = [
         REST,
     ),
     # With fewer tokens than were trained the states can grow without bounds.
-    ("kernels/layout.py", "max(area, 1.0) ** (0.5", "area ** (0.5", REST),
+    ("kernels/layout.py", "max(tokens_per_ref, 1.0) ** (0.5", "tokens_per_ref ** (0.5", REST),
     # The gradient of A at another grid is that of A / area.
     ("kernels/mixer.py", "steps.undo_A(grads.A),", "grads.A,", REST),
     # At another grid the second direction is not in scan order.
     (
-        "kernels/exportable.py",
+        "kernels/onnx.py",
         "torch.stack((ahead, back.flip(1)), 1)",
         "torch.stack((ahead, back), 1)",
         REST,

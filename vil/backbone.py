@@ -36,8 +36,8 @@ from timm.models.naflexvit import global_pool_naflex
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
-from vil.kernels.layout import Layout
-from vil.kernels.operators import token_layout
+from vil.kernels.layout import TokenLayout
+from vil.kernels.registration import token_layout
 from vil.padded import run_padded
 from vil.patch_embed import OverlapPatchEmbed
 from vil.tokens import (
@@ -101,7 +101,7 @@ class VisionLonghorn(nn.Module):
 
     dynamic_img_size: Final[bool]
     grid_aware: Final[bool]
-    measured_taps: Final[bool]
+    scale_conv: Final[bool]
     patch_drop_rate: Final[float]
 
     def __init__(
@@ -200,8 +200,8 @@ class VisionLonghorn(nn.Module):
         self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
         self.grid_aware = bool(grid_aware)
-        self.measured_taps = self.grid_aware and grid_aware != "steps"
-        self.resize_below = float(resize_below) if self.measured_taps else 0.0
+        self.scale_conv = self.grid_aware and grid_aware != "steps"
+        self.resize_below = float(resize_below) if self.scale_conv else 0.0
         self.recompute_above = recompute_above
         self.grad_checkpointing = False
 
@@ -402,7 +402,7 @@ class VisionLonghorn(nn.Module):
         adapt_inside(state_dict, self, prefix, local_metadata)  # a copy of the caller's
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, Layout | None, list[int]]:
+    def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int]]:
         """Return what ``_sequence`` does for images (B, in_chans, height, width), and their own grid."""
         _assert(
             x.shape[1] == self.in_chans,
@@ -432,7 +432,7 @@ class VisionLonghorn(nn.Module):
 
     def _sequence(
         self, x: Tensor, grid: list[int], keep: Tensor | None = None
-    ) -> tuple[Tensor, Layout | None]:
+    ) -> tuple[Tensor, TokenLayout | None]:
         """Add positions to patches (B, N, C) of a grid, and insert the class token in the middle.
 
         Only patches with the ascending numbers ``keep`` (B, n) stay, if given, and none that are dropped.
@@ -446,7 +446,7 @@ class VisionLonghorn(nn.Module):
             pos_embed = resample_pos_embed(
                 pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
             )
-        layout: Layout | None = self._layout(grid, x)
+        layout: TokenLayout | None = self._layout(grid, x)
         x = x + pos_embed[:, self.num_prefix_tokens :]
         if keep is not None or (self.training and self.patch_drop_rate > 0):
             self.check_patches_can_drop(grid)
@@ -470,27 +470,25 @@ class VisionLonghorn(nn.Module):
                 f"{grid[0]} x {grid[1]}"
             )
 
-    def _layout(self, grid: list[int], x: Tensor) -> Layout:
+    def _layout(self, grid: list[int], x: Tensor) -> TokenLayout:
         """Return the layout of the tokens of a grid (H, W), for patches (B, N, C)."""
         trained = [self.trained_grid[0], self.trained_grid[1]] if self.grid_aware else grid
         patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
         stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
-        numbers = (
-            grid + trained + patch + stride + [self.num_prefix_tokens, int(self.measured_taps)]
-        )
+        numbers = grid + trained + patch + stride + [self.num_prefix_tokens, int(self.scale_conv)]
         if not torch.jit.is_scripting():
             return self._layout_of(numbers, x)
         order, taps, reads, shares = torch.ops.vil.token_layout(numbers, self.d_conv, x.detach())
-        return Layout(numbers, order, taps, reads, shares)
+        return TokenLayout(numbers, order, taps, reads, shares)
 
     @torch.jit.unused
-    def _layout_of(self, numbers: list[int], x: Tensor) -> Layout:
+    def _layout_of(self, numbers: list[int], x: Tensor) -> TokenLayout:
         if self.exportable and is_exporting() and not self.training:  # the mixers make it
             nothing = x.new_empty(0)
-            return Layout(numbers, nothing, nothing, nothing, nothing)
+            return TokenLayout(numbers, nothing, nothing, nothing, nothing)
         return token_layout(numbers, self.d_conv, x)
 
-    def _final_tokens(self, x: Tensor, layout: Layout | None, feat_shape: list[int]) -> Tensor:
+    def _final_tokens(self, x: Tensor, layout: TokenLayout | None, feat_shape: list[int]) -> Tensor:
         """Return what ``forward_features`` does, from what ``_embed`` returns."""
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
@@ -499,7 +497,7 @@ class VisionLonghorn(nn.Module):
                 x = block(x, layout)
         return self.norm(self._own_tokens(x, layout, feat_shape))
 
-    def _own_tokens(self, x: Tensor, layout: Layout | None, feat_shape: list[int]) -> Tensor:
+    def _own_tokens(self, x: Tensor, layout: TokenLayout | None, feat_shape: list[int]) -> Tensor:
         """Return tokens (B, L, C) with the class token first, resized to the image's own grid.
 
         Without a layout, patches are missing and there is no grid to resize.

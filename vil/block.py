@@ -20,9 +20,9 @@ from torch.utils.checkpoint import (
 )
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
-from vil.kernels import exportable, mixer, reference, transforms
+from vil.kernels import functional, mixer, onnx, reference
 from vil.kernels.checks import in_forward_mode
-from vil.kernels.layout import Layout
+from vil.kernels.layout import TokenLayout
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
 
@@ -142,7 +142,7 @@ class BidirectionalMixer(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def forward(self, x: Tensor, layout: Layout | None = None, save: bool = True) -> Tensor:
+    def forward(self, x: Tensor, layout: TokenLayout | None = None, save: bool = True) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C).
 
         Args:
@@ -174,9 +174,9 @@ class BidirectionalMixer(nn.Module):
             save,
             None if layout is None else layout.grid,
             None if layout is None else layout.order,
-            None if layout is None else layout.taps,
-            None if layout is None else layout.class_reads,
-            None if layout is None else layout.class_shares,
+            None if layout is None else layout.kernel_resample,
+            None if layout is None else layout.cls_index,
+            None if layout is None else layout.cls_weight,
         )[0]
         return self.out_proj(y)
 
@@ -188,12 +188,12 @@ class BidirectionalMixer(nn.Module):
         )
 
     @torch.jit.unused
-    def _plain(self, xz: Tensor, A: Tensor | None, layout: Layout | None) -> Tensor:
+    def _plain(self, xz: Tensor, A: Tensor | None, layout: TokenLayout | None) -> Tensor:
         """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
         arguments = (xz, *self._params(A), self.recurrence)
         if in_forward_mode():
-            return transforms.mixer(*arguments, False, *(layout or ()))[0]
-        return exportable.mixer(*arguments, None if layout is None else layout.grid)
+            return functional.mixer(*arguments, False, *(layout or ()))[0]
+        return onnx.mixer(*arguments, None if layout is None else layout.grid)
 
 
 class Block(nn.Module):
@@ -227,7 +227,7 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.recompute_above = recompute_above
 
-    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
+    def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Add the mixer's output to tokens (B, L, C); ``layout`` is the same as in the mixer."""
         if not torch.jit.is_scripting() and self.training and self._recomputes(x):
             return x + self.drop_path(self._recomputed(x, layout))
@@ -244,7 +244,7 @@ class Block(nn.Module):
         return not (traced or transformed) and x.shape[1] > above
 
     @torch.jit.unused
-    def _recomputed(self, x: Tensor, layout: Layout | None) -> Tensor:
+    def _recomputed(self, x: Tensor, layout: TokenLayout | None) -> Tensor:
         """Keep the block's input and the mixer's output for the backward pass, and compute the rest again.
 
         This saves nearly as much memory as gradient checkpointing and takes less time: the norm and the input projection

@@ -18,7 +18,7 @@ from torch import Tensor
 import vil
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
-from vil.kernels.layout import Grid, layout_of
+from vil.kernels.layout import GridSpec, layout_of
 
 SMALL = (2, 33, 40, 16)  # B, L, D, M: channels and tokens that fill no block
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny
@@ -78,7 +78,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         conv = (randn(B, L, D), randn(2, D, WIDTH), randn(2, D))
         yield Case("causal_conv1d_bidirectional", conv, ())
         if not low:  # of whose steps between each rounds
-            grid = Grid(*GRID)
+            grid = GridSpec(*GRID)
             weights = (randn(2, 2 + 2 * M, D), randn(2, D, 2), randn(2, D), None, randn(2, D))
             yield Case("mixer", (randn(B, grid.length, 2 * D), *conv[1:], *weights), ("longhorn",))
         for recurrence in ops.RECURRENCES:

@@ -25,8 +25,8 @@ from vil.kernels import workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
 from vil.kernels.plan import ConvKey, ScanKey, plans
-from vil.kernels.reference import full_steps
-from vil.kernels.workspace import lent  # noqa: F401  (what operators take memory from)
+from vil.kernels.reference import dt_proj
+from vil.kernels.workspace import arena  # noqa: F401  (what operators take memory from)
 
 _TYPES = {
     torch.float64: types.float64,
@@ -287,7 +287,7 @@ class ScanPlan:
         z = None if z is None else _Form((1, *rows[1:]), (0, *z), key.dtype, self.stored, P)
         self.z, none = z, (0, 0, 0)
         self.zeros = torch.zeros(N * P, dtype=self.dtype, device="cpu")
-        self.key_norm = torch.full((1,), key.key_norm, dtype=self.dtype, device="cpu")
+        self.kappa_scale = torch.full((1,), key.kappa_scale, dtype=self.dtype, device="cpu")
         per_channel = _view(N, 1, 1, P)
         state, states = _view(1, B, M, P), _view(N, B, M, P)
         inputs = (
@@ -328,7 +328,7 @@ class ScanPlan:
         )
         return (
             self.x(args.x), self.dt(args.dt), A, self.q(args.q), self.k(args.k), skip, bias,
-            self.key_norm, self.zeros if state is None else self._states(state),
+            self.kappa_scale, self.zeros if state is None else self._states(state),
             None if z is None else self.z(z),
         )  # fmt: skip
 
@@ -341,7 +341,7 @@ class ScanPlan:
     ) -> tuple[Tensor, Tensor | None, None, None]:
         """Return what ``reference.scan`` does."""
         if args.dt_weight is not None:
-            dt = full_steps(args.dt, args.dt_weight, workspace.bmm)
+            dt = dt_proj(args.dt, args.dt_weight, workspace.bmm)
             args = args._replace(dt=dt, dt_weight=None)
         N, B, L, P, M = self.shape
         y = torch.empty((B, L, P), dtype=self.stored, device="cpu")

@@ -555,14 +555,14 @@ def copy(source, target, count):
 
 
 @njit
-def step_size(recurrence, M, v, k, key_norm):
-    """Return eps, with key_norm |k|^2 for |k|^2 (Longhorn), or softplus(v) (Mamba); v is dt + bias."""
+def step_size(recurrence, M, v, k, kappa_scale):
+    """Return eps, with kappa_scale |k|^2 for |k|^2 (Longhorn), or softplus(v) (Mamba); v is dt + bias."""
     if recurrence == MAMBA:
         return softplus(v)
     kappa = k[0] * k[0]
     for j in range(1, M):
         kappa += k[j] * k[j]
-    return 1 / (1 + key_norm * kappa + exp_minus(v))
+    return 1 / (1 + kappa_scale * kappa + exp_minus(v))
 
 
 @njit
@@ -675,7 +675,7 @@ class Direction(NamedTuple):
     k: tuple
     skip: tuple
     bias: tuple
-    key_norm: float
+    kappa_scale: float
 
 
 @njit
@@ -703,7 +703,7 @@ def scan_direction(recurrence, M, L, backwards, inputs, state, y, add, steps, ch
     for n in range(L):
         t = token(n, L, backwards)
         x, k, q = load(at(inputs.x, t)), at(inputs.k, t), at(inputs.q, t)
-        step = step_size(recurrence, M, load(at(inputs.dt, t)) + bias, k, inputs.key_norm)
+        step = step_size(recurrence, M, load(at(inputs.dt, t)) + bias, k, inputs.kappa_scale)
         if keep:
             store(at(steps, t), step)
             if n % CHUNK == 0:
@@ -726,7 +726,7 @@ def scan_blocks(like):
     recurrence, reverse, blocks = scalar(table, 0), scalar(table, 1), scalar(table, 2)
     directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
     initial, z, y, final = view(table, 8), view(table, 9), view(table, 10), view(table, 11)
-    state, y_sum = rows_after(scratch, 0), rows_after(scratch, M)
+    state, y_pre_gate = rows_after(scratch, 0), rows_after(scratch, M)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
@@ -736,15 +736,25 @@ def scan_blocks(like):
             inputs = direction_of(table, like, i, b, c)
             backwards = reverse == 1 or i == 1
             scan_direction(
-                recurrence, M, L, backwards, inputs, state, y_sum, i == 1, y_sum, state, False
+                recurrence,
+                M,
+                L,
+                backwards,
+                inputs,
+                state,
+                y_pre_gate,
+                i == 1,
+                y_pre_gate,
+                state,
+                False,
             )
         if directions == 1:
             copy(state, rows_of(final, wide(like), 0, b, c), M)
-            copy(y_sum, y_rows, L)
+            copy(y_pre_gate, y_rows, L)
         else:
             for t in range(L):
                 gate = silu(load(at(z_rows, t))) * 0.5
-                store(at(y_rows, t), load(at(y_sum, t)) * gate)
+                store(at(y_rows, t), load(at(y_pre_gate, t)) * gate)
         task = take(counter)
     restore(before)
 
@@ -800,7 +810,7 @@ def scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoin
             store(at(ddt, t), dv)
             store(dskip[0], load(dskip[0]) + g_t * x)
             store(dbias[0], load(dbias[0]) + dv)
-            minus_dkappa = inputs.key_norm * (step * step * dstep)
+            minus_dkappa = inputs.kappa_scale * (step * step * dstep)
             add_sums_over_channels(recurrence, M, sums, minus_dkappa, k, dqk, t)
 
 

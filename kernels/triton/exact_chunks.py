@@ -17,7 +17,7 @@ from vil.kernels.triton.tiles import (
 # What differs from call to call and is not worth a compilation of its own: sizes, strides, and whether
 # tensors of the caller are aligned, which their loads of one channel per lane do not make use of.
 RUN_TIME = (
-    *("B", "L", "segments", "segment_chunks", "blocks", "key_norm"),
+    *("B", "L", "segments", "segment_chunks", "blocks", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b")),
     *("q_stride_l", "k_stride_l"),
     *(

@@ -13,7 +13,7 @@ from vil.kernels.triton.tiles import for_product
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def gram_kernel(
-    q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L, key_norm,
+    q_ptr, k_ptr, keys_ptr, gram_ptr, kappa_ptr, B, L, kappa_scale,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
@@ -25,7 +25,7 @@ def gram_kernel(
 
     keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero if dead and beyond M.
     gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0, for products.
-    kappa (N, B, chunks, 2, 16): 1 + key_norm |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
+    kappa (N, B, chunks, 2, 16): 1 + kappa_scale |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
     dead, so large that the quotient is nothing.
     """
     T: tl.constexpr = 16
@@ -44,7 +44,7 @@ def gram_kernel(
     tl.store(keys, k)
     tl.store(keys + BLOCK_M, q)
     kappa = kappa_ptr + chunk * (2 * T) + t
-    tl.store(kappa, tl.where(alive, 1.0 + key_norm * tl.sum(k * k, 1), float("inf")))
+    tl.store(kappa, tl.where(alive, 1.0 + kappa_scale * tl.sum(k * k, 1), float("inf")))
     tl.store(kappa + T, tl.where(alive, 2.0, 1e30))
     gram = gram_ptr + chunk * (2 * T * T) + t[:, None] * T + t[None, :]
     tl.store(gram, tl.dot(k, tl.trans(k), input_precision=PRECISION))
@@ -55,7 +55,7 @@ def gram_kernel(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def keys_kernel(
-    keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks, key_norm,
+    keys_ptr, sums_ptr, dq_ptr, dk_ptr, B, L, blocks, kappa_scale,
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def keys_kernel(
     causal = t[:, None] >= t[None, :]  # rows are queries, columns keys
     dread = for_product(tl.where(causal, dread, 0.0), PRECISION, FAST)
     dgram = tl.where(causal, dgram, 0.0)
-    dgram = tl.where(t[:, None] == t[None, :], key_norm * dgram, dgram)
+    dgram = tl.where(t[:, None] == t[None, :], kappa_scale * dgram, dgram)
     dgram = for_product(dgram + tl.trans(dgram), PRECISION, FAST)
     keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t[:, None] * (2 * BLOCK_M) + m[None, :]
     k, q = tl.load(keys), tl.load(keys + BLOCK_M)

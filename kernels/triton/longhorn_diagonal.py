@@ -1,6 +1,6 @@
 """The diagonal Longhorn recurrence by the token, in Triton; ``sequential.py`` scans with it.
 
-Per channel and state j, with eps = 1 / (1 + n |k|^2 + exp(-(dt + bias))), n = key_norm:
+Per channel and state j, with eps = 1 / (1 + n |k|^2 + exp(-(dt + bias))), n = kappa_scale:
 
     forward    s_j <- s_j + eps k_j (x - k_j s_j),   y = sum_j q_j s_j + D x
     backward   G_j <- G_j + dy q_j, then with s_j the state before the token and h_j = x - k_j s_j
@@ -33,7 +33,7 @@ def fade(weights, eps, k, M: tl.constexpr):
 
 
 @triton.jit
-def retreat(grad, state, x, eps, k, q, dy, key_norm, M: tl.constexpr):
+def retreat(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr):
     """Take one token back.
 
     Args:
@@ -44,7 +44,7 @@ def retreat(grad, state, x, eps, k, q, dy, key_norm, M: tl.constexpr):
         k: Key of the token.
         q: Query of the token.
         dy: Gradient of y.
-        key_norm: What |k|^2 is multiplied by in eps.
+        kappa_scale: What |k|^2 is multiplied by in eps.
         M: State size.
 
     Returns:
@@ -62,7 +62,7 @@ def retreat(grad, state, x, eps, k, q, dy, key_norm, M: tl.constexpr):
         deps += kg * error
         # dk_j but for its term in deps, which only the last state completes
         scaled += ((eps * g) * (2.0 * error - x),)
-    slope = 2.0 * key_norm * eps * eps * deps
+    slope = 2.0 * kappa_scale * eps * eps * deps
     for j in tl.static_range(M):
         dk += (scaled[j] - slope * k[j],)
     return before, recalled, deps, dk, dq

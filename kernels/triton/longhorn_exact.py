@@ -413,7 +413,10 @@ class ExactPlan(ScanPlan):
             _backward_kernel, self.N * self.B * back.blocks * back.segments, back.num_warps,
             **shared_back, **_segments(back, back.block_d),
         )  # fmt: skip
-        sequences, keys = self.N * self.B * self.chunks, {"M": key.states, "key_norm": key.key_norm}
+        sequences, keys = (
+            self.N * self.B * self.chunks,
+            {"M": key.states, "kappa_scale": key.kappa_scale},
+        )
         self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
         self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
         self._between = [

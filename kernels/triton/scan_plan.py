@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vil.kernels.args import ScanArgs
 from vil.kernels.plan import ScanKey
-from vil.kernels.reference import full_steps
+from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
 
@@ -84,7 +84,7 @@ class ScanPlan:
 
     def forward_inputs(self, args: ScanArgs) -> tuple[ScanArgs, dict[str, Tensor | None]]:
         """Return the arguments, step sizes as the forward kernel takes them, and what it alone takes."""
-        dt = full_steps(args.dt, args.dt_weight)
+        dt = dt_proj(args.dt, args.dt_weight)
         return args._replace(dt=dt, dt_weight=None), {}
 
     def entries(
@@ -194,16 +194,16 @@ class ScanPlan:
         entry = self.entries(inputs, self.to_kernel(args.initial_state), None)
         rows = (self.B, self.L, self.D)
         out = self.empty(*rows, dtype=self.key.dtype)
-        y_sum = self.empty(*rows, dtype=self.sum_dtype) if self.N == 2 else None
+        y_pre_gate = self.empty(*rows, dtype=self.sum_dtype) if self.N == 2 else None
         final = self.empty_states(1, self.B) if self.N == 1 else None
         states = self.empty_states(self.N, self.B, self.chunks) if save else None
         self.forward_kernel(
-            out, **inputs, **more, skip_ptr=args.D.contiguous(), entry_ptr=entry, y_ptr=y_sum,
+            out, **inputs, **more, skip_ptr=args.D.contiguous(), entry_ptr=entry, y_ptr=y_pre_gate,
             out_ptr=out, states_ptr=states, final_ptr=final,
         )  # fmt: skip
         final = None if final is None else self.from_kernel(final)
-        out, y_sum = self._cut(out), self._cut(y_sum) if save else None
-        return out, final, y_sum, states
+        out, y_pre_gate = self._cut(out), self._cut(y_pre_gate) if save else None
+        return out, final, y_pre_gate, states
 
     def backward(
         self,
@@ -218,8 +218,8 @@ class ScanPlan:
         That for z goes to dz, if that is given.
         """
         args = self.prepared(given)
-        y_sum, states = self.forward(given, True)[2:] if saved is None else saved
-        y_sum = None if y_sum is None else _padded(y_sum, self.missing)
+        y_pre_gate, states = self.forward(given, True)[2:] if saved is None else saved
+        y_pre_gate = None if y_pre_gate is None else _padded(y_pre_gate, self.missing)
         if self.N == 2 and not self.writes_dz:
             args = args._replace(z=args.z.contiguous())
         inputs, dout = self.inputs(args), _padded(dout, self.missing).contiguous()
@@ -233,7 +233,7 @@ class ScanPlan:
         dinitial = None if args.initial_state is None else self.empty_states(1, self.B)
         sums = self.sums()
         self.backward_kernel(
-            dout, **inputs, **sums, skip_ptr=args.D.contiguous(), dout_ptr=dout, y_ptr=y_sum,
+            dout, **inputs, **sums, skip_ptr=args.D.contiguous(), dout_ptr=dout, y_ptr=y_pre_gate,
             states_ptr=states, entry_ptr=entry, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, dskip_ptr=dskip,
             dbias_ptr=dbias, dinitial_ptr=dinitial,
         )  # fmt: skip

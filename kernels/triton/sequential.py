@@ -230,7 +230,7 @@ def _load_group(
 @triton.jit
 def _group_backward(
     grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
-    dx_ptr, ddt_ptr, dz_row, back, sign, live, group, own_row, z_stride_l, d, gate_channels, key_norm,
+    dx_ptr, ddt_ptr, dz_row, back, sign, live, group, own_row, z_stride_l, d, gate_channels, kappa_scale,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -248,7 +248,7 @@ def _group_backward(
         row = rows + r * (2 * M + 4)
         k, q = broadcast_row(row, M, BLOCK_D), broadcast_row(row + M, M, BLOCK_D)
         grad, drates, recalled, dstep, dk, dq = retreat(
-            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, key_norm, M,
+            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, kappa_scale, M,
             MAMBA, FAST,
         )  # fmt: skip
         ddt = dstep * slopes[t]
@@ -274,7 +274,7 @@ def _group_backward(
 def _chunk_backward(
     grad, drates, dskip, dbias, bias, skip, rates, scratch,
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
-    drows_ptr, B, L, key_norm, block, direction, b, back, chunk, d,
+    drows_ptr, B, L, kappa_scale, block, direction, b, back, chunk, d,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
@@ -324,7 +324,7 @@ def _chunk_backward(
         grad, drates, dskip, dbias = _group_backward(
             grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
             dx_ptr, ddt_ptr, dz_row, back, sign, live, group, own_row, z_stride_l, d, gate_channels,
-            key_norm,
+            kappa_scale,
             N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
         )  # fmt: skip
     return grad, drates, dskip, dbias
@@ -334,7 +334,7 @@ def _chunk_backward(
 def _backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
     entry_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, drows_ptr, drates_ptr, dskip_ptr, dbias_ptr,
-    dinitial_ptr, B, L, segments, segment_tokens, key_norm,
+    dinitial_ptr, B, L, segments, segment_tokens, kappa_scale,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
@@ -349,7 +349,7 @@ def _backward_kernel(
     dk and dq summed over the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
     entry (N, B, S, M / 4, D, 4): gradients of the states after segments, zeros if not given. Of two directions the
     first one writes dz; of one, dinitial (B, M / 4, D, 4) takes the gradient of its first state.
-    Mamba has no use for key_norm.
+    Mamba has no use for kappa_scale.
     """
     block, segment, direction, b = place_of_program(segments, B, D, BLOCK_D)
     lane = tl.arange(0, BLOCK_D)
@@ -374,7 +374,7 @@ def _backward_kernel(
         grad, drates, dskip, dbias = _chunk_backward(
             grad, drates, dskip, dbias, bias, skip, rates, scratch,
             x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
-            drows_ptr, B, L, key_norm, block, direction, b, back, chunk, d,
+            drows_ptr, B, L, kappa_scale, block, direction, b, back, chunk, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
             N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
@@ -436,13 +436,13 @@ class SequentialPlan(ScanPlan):
         limit = {"maxnreg": MOST_REGISTERS} if fast and not mamba and self.M <= 16 else {}
         self.backward_kernel = Kernel(
             _backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
-            key_norm=key.key_norm, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
+            kappa_scale=key.kappa_scale, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
             PRECISION=tuning.dot_precision(key.dtype), **limit,
         )  # fmt: skip
         # No fusion: of 1 + |k|^2, which is summed across lanes, they would differ in the last place.
         self._pack = Kernel(
             pack_kernel, self.chunks * sequences, 4, False, B=self.B, L=self.L,
-            key_norm=key.key_norm, **self.strides("q", "k"), STATES=key.states, M=self.M,
+            kappa_scale=key.kappa_scale, **self.strides("q", "k"), STATES=key.states, M=self.M,
             BLOCK_M=triton.next_power_of_2(self.M), TOKENS=INTERVAL,
         )  # fmt: skip
         size, block = self.M * self.D, 256

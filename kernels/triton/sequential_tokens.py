@@ -24,11 +24,11 @@ from vil.kernels.triton.tiles import (
 # Tokens from one saved state to the next. The backward pass keeps a scratch of 2 KB per token of it
 # and program: with 16, that of all programs that an H200 runs at a time, 26 MB, stays in its L2.
 INTERVAL = tuning.CHUNK
-ROW_TAIL = 4  # floats of a packed row after k and q: 1 + key_norm |k|^2, and padding to 128 bits
+ROW_TAIL = 4  # floats of a packed row after k and q: 1 + kappa_scale |k|^2, and padding to 128 bits
 
 # What differs from call to call and is not worth a compilation of its own.
 RUN_TIME = (
-    *("B", "L", "segments", "segment_tokens", "key_norm"),
+    *("B", "L", "segments", "segment_tokens", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b", "l")),
     *(
         f"{name}_ptr"
@@ -179,13 +179,13 @@ def fade(weights, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl
 
 @triton.jit
 def retreat(
-    grad, drates, state, x, step, k, q, dy, rates, key_norm,
+    grad, drates, state, x, step, k, q, dy, rates, kappa_scale,
     M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     if MAMBA:
         return mamba.retreat(grad, drates, state, x, step, k, q, dy, rates, M, FAST)
     before, recalled, dstep, dk, dq = longhorn_diagonal.retreat(
-        grad, state, x, step, k, q, dy, key_norm, M
+        grad, state, x, step, k, q, dy, kappa_scale, M
     )
     return before, drates, recalled, dstep, dk, dq
 
@@ -199,11 +199,11 @@ def gate_backward(dout, z, y, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def pack_kernel(
-    q_ptr, k_ptr, rows_ptr, B, L, key_norm,
+    q_ptr, k_ptr, rows_ptr, B, L, kappa_scale,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
     STATES: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Pack keys and queries of TOKENS tokens into rows, float32: k, q, 1 + key_norm |k|^2.
+    """Pack keys and queries of TOKENS tokens into rows, float32: k, q, 1 + kappa_scale |k|^2.
 
     rows (N, B, L rounded up, 2 M + 4), zero beyond L and STATES.
     """
@@ -222,7 +222,7 @@ def pack_kernel(
     inside = (m < M)[None, :]
     tl.store(row[:, None] + m[None, :], k, mask=inside)
     tl.store(row[:, None] + M + m[None, :], q, mask=inside)
-    tl.store(row + 2 * M, 1.0 + key_norm * tl.sum(k * k, 1))
+    tl.store(row + 2 * M, 1.0 + kappa_scale * tl.sum(k * k, 1))
 
 
 @triton.jit

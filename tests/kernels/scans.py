@@ -62,9 +62,9 @@ def plan_of(
     args: ScanArgs,
     recurrence: str,
     reverse: bool = False,
-    key_norm: float = 1.0,
+    kappa_scale: float = 1.0,
 ) -> Any:
-    return backend.scan_plan(scan_key(args, recurrence, reverse, key_norm))
+    return backend.scan_plan(scan_key(args, recurrence, reverse, kappa_scale))
 
 
 def results_of(
@@ -72,12 +72,12 @@ def results_of(
     args: ScanArgs,
     recurrence: str,
     reverse: bool = False,
-    key_norm: float = 1.0,
+    kappa_scale: float = 1.0,
     save: bool = True,
     grads: tuple[Tensor, Tensor | None] | None = None,
 ) -> Results:
     """Return output, last state and gradients by their names."""
-    plan = plan_of(backend, args, recurrence, reverse, key_norm)
+    plan = plan_of(backend, args, recurrence, reverse, kappa_scale)
     out, final, *saved = plan.forward(args, save)
     saved = None if saved[1] is None else tuple(saved)
     grads = random_gradients(args) if grads is None else grads
@@ -87,12 +87,12 @@ def results_of(
 
 
 def truth_of(
-    args: ScanArgs, recurrence: str, reverse: bool = False, key_norm: float = 1.0
+    args: ScanArgs, recurrence: str, reverse: bool = False, kappa_scale: float = 1.0
 ) -> Results:
     """Return what the reference makes of the same numbers in float64."""
     grads = tuple(None if g is None else g.double() for g in random_gradients(args))
     exact = args.to(torch.float64)
-    return results_of(reference, exact, recurrence, reverse, key_norm, grads=grads)
+    return results_of(reference, exact, recurrence, reverse, kappa_scale, grads=grads)
 
 
 def assert_near(found: Results, expected: Results, tolerance: float, floor: float = 1e-24) -> None:
@@ -111,13 +111,13 @@ def assert_right(
     recurrence: str,
     tolerance: float,
     reverse: bool = False,
-    key_norm: float = 1.0,
+    kappa_scale: float = 1.0,
     save: bool = True,
     floor: float = 1e-24,
 ) -> None:
     """Compare a backend with the reference: values, gradients, and their dtypes."""
-    found = results_of(backend, args, recurrence, reverse, key_norm, save)
-    assert_near(found, truth_of(args, recurrence, reverse, key_norm), tolerance, floor)
+    found = results_of(backend, args, recurrence, reverse, kappa_scale, save)
+    assert_near(found, truth_of(args, recurrence, reverse, kappa_scale), tolerance, floor)
     assert found["out"].dtype == args.x.dtype
     for name, argument in args._asdict().items():
         assert argument is None or found[name].dtype == argument.dtype, name

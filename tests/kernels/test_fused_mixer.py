@@ -12,7 +12,7 @@ from vil.block import BidirectionalMixer, Recurrence
 from vil.kernels import layout as layouts
 from vil.kernels import mixer as fused
 from vil.kernels import ops, reference
-from vil.kernels.layout import Grid, Layout, layout_of
+from vil.kernels.layout import GridSpec, TokenLayout, layout_of
 
 B, L, C, M, K = 2, 6, 4, 4, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,29 +52,30 @@ def arguments(recurrence: Recurrence, dtype: torch.dtype) -> tuple[Tensor | None
 # Tokens on grids of which 2 x 2 was trained, as many as can be without taking long.
 GRIDS = {
     "the trained grid": None,
-    "2.25 times the tokens": Grid(3, 3, 2, 2, 4, 4, 4, 4, 1),
-    "half the tokens": Grid(1, 2, 2, 2, 4, 4, 4, 4, 1),
-    "step sizes alone": Grid(3, 3, 2, 2, 4, 4, 4, 4, 1, measured_taps=0),
-    "twice, no class token": Grid(2, 4, 2, 2, 4, 4, 4, 4, 0),
+    "2.25 times the tokens": GridSpec(3, 3, 2, 2, 4, 4, 4, 4, 1),
+    "half the tokens": GridSpec(1, 2, 2, 2, 4, 4, 4, 4, 1),
+    "step sizes alone": GridSpec(3, 3, 2, 2, 4, 4, 4, 4, 1, scale_conv=0),
+    "twice, no class token": GridSpec(2, 4, 2, 2, 4, 4, 4, 4, 0),
 }
 
 
-def layout_on(grid: Grid | None) -> Layout | None:
+def layout_on(grid: GridSpec | None) -> TokenLayout | None:
     return None if grid is None else layout_of(grid, K, torch.device(DEVICE))
 
 
-def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: Grid | None = None) -> Tensor:
+def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: GridSpec | None = None) -> Tensor:
     """Mix by the reference's functions and autograd, every step divided by the area as it is."""
     rank, states = mixer.dt_rank, mixer.d_state
-    layout, area = layout_on(grid), 1.0 if grid is None else grid.area
+    layout, tokens_per_ref = layout_on(grid), 1.0 if grid is None else grid.tokens_per_ref
     x, z = mixer.in_proj(x).chunk(2, dim=-1)
     x = layouts.conv_forward(reference.ConvPlan(), x, mixer.conv_weight, mixer.conv_bias, layout)
-    projected = torch.einsum("nble,nce->nblc", x, mixer.x_proj_weight)
-    dt, k, q = projected.split([rank, states, states], dim=-1)
+    x_dbl = torch.einsum("nble,nce->nblc", x, mixer.x_proj_weight)
+    dt, k, q = x_dbl.split([rank, states, states], dim=-1)
     dt = torch.einsum("nblr,ner->nble", dt, mixer.dt_weight)
     A = None if mixer.A_log is None else -mixer.A_log.exp()
     y = sum(
-        _scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], area, i) for i in (0, 1)
+        _scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], tokens_per_ref, i)
+        for i in (0, 1)
     )
     return mixer.out_proj(torch.nn.functional.silu(z) * y / 2)
 
@@ -86,18 +87,20 @@ def _scan(
     A: Tensor | None,
     q: Tensor,
     k: Tensor,
-    area: float,
+    tokens_per_ref: float,
     i: int,
 ) -> Tensor:
     step = reference.step_size(dt, k, mixer.dt_bias[i], mixer.recurrence)
-    if mixer.recurrence != "mamba" and area < 1:  # where beta is divided
-        beta = torch.sigmoid(dt + mixer.dt_bias[i]) / area
+    if mixer.recurrence != "mamba" and tokens_per_ref < 1:  # where beta is divided
+        beta = torch.sigmoid(dt + mixer.dt_bias[i]) / tokens_per_ref
         step = beta / (1 + beta * k.square().sum(-1, keepdim=True))
     elif mixer.recurrence == "longhorn_exact":
         beta = torch.sigmoid(dt + mixer.dt_bias[i])
-        step = beta / (area + area**0.5 * beta * k.square().sum(-1, keepdim=True))
+        step = beta / (
+            tokens_per_ref + tokens_per_ref**0.5 * beta * k.square().sum(-1, keepdim=True)
+        )
     else:
-        step = step / area
+        step = step / tokens_per_ref
     state, outputs = x.new_zeros(len(x), x.shape[2], k.shape[2]), [None] * x.shape[1]
     for t in range(x.shape[1]) if i == 0 else reversed(range(x.shape[1])):
         state, outputs[t] = reference.advance(

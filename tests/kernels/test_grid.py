@@ -9,7 +9,7 @@ from torch import Tensor
 from vil.kernels import layout as layouts
 from vil.kernels import ops, reference
 from vil.kernels.args import ScanArgs
-from vil.kernels.layout import Grid, Steps, layout_of
+from vil.kernels.layout import DtScale, GridSpec, layout_of
 
 CPU = torch.device("cpu")
 K, D = 4, 3
@@ -17,8 +17,8 @@ K, D = 4, 3
 
 def grid_of(
     H: int, W: int, trained: tuple[int, int], patch: int = 4, stride: int = 4, class_token: int = 1
-) -> Grid:
-    return Grid(H, W, *trained, patch, patch, stride, stride, class_token)
+) -> GridSpec:
+    return GridSpec(H, W, *trained, patch, patch, stride, stride, class_token)
 
 
 def parameters(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -27,12 +27,12 @@ def parameters(seed: int = 0) -> tuple[Tensor, Tensor]:
     return weight, torch.randn(2, D, dtype=torch.float64, generator=generator)
 
 
-def tokens(grid: Grid, batch: int = 2) -> Tensor:
+def tokens(grid: GridSpec, batch: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(batch, grid.length, D, dtype=torch.float64, generator=generator)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: Grid) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: GridSpec) -> Tensor:
     return layouts.conv_forward(
         reference.ConvPlan(), x, weight, bias, layout_of(grid, weight.shape[2], CPU)
     )
@@ -74,7 +74,7 @@ def test_a_parabola_of_values_is_met_where_it_says(eighths: int) -> None:
     layout = layout_of(grid, K, CPU)
     if eighths > 8:
         gaps = (layout.order == -1).sum()
-        assert gaps == (eighths // 8 - 1) * (layout.taps.shape[1] - 1)
+        assert gaps == (eighths // 8 - 1) * (layout.kernel_resample.shape[1] - 1)
     column = torch.arange(W, dtype=torch.float64) + 100  # far from where SiLU is no line
     x = (column**2)[None, :, None].expand(1, W, D).contiguous()
     weight, bias = torch.zeros(2, D, K, dtype=torch.float64), torch.zeros(2, D).double()
@@ -104,8 +104,8 @@ def test_patches_at_half_the_stride_are_the_trained_ones_every_second() -> None:
     """Overlapping patches: 7 x 7 of the size of 4 x 4 are at twice the distance, not 7 / 4 times it."""
     grid = grid_of(7, 7, (4, 4), patch=4, stride=2)
     layout = layout_of(grid, K, CPU)
-    assert grid.area == 4.0
-    assert torch.equal(layout.taps, torch.eye(K))
+    assert grid.tokens_per_ref == 4.0
+    assert torch.equal(layout.kernel_resample, torch.eye(K))
     maps = tokens(grid)[:, :49].unflatten(1, (7, 7))
     coarse, class_token = maps[:, ::2, ::2].flatten(1, 2), tokens(grid)[:, 49:]
     own = torch.cat([coarse[:, :8], class_token, coarse[:, 8:]], 1)
@@ -128,13 +128,13 @@ def test_every_patch_has_one_position_and_shares_add_up(size: tuple[int, int]) -
         named = layout.order[layout.order != -1].sort().values.tolist()
         middle = [size[0] * size[1] // 2] * class_token
         assert named == [t for t in range(grid.length) if t not in middle]
-        torch.testing.assert_close(layout.taps.sum(1), torch.ones(K))
+        torch.testing.assert_close(layout.kernel_resample.sum(1), torch.ones(K))
         if class_token:
-            assert len(set(layout.class_reads.tolist())) == len(layout.class_reads)
-            torch.testing.assert_close(layout.class_shares.sum(-1), torch.ones(1, 2, K))
+            assert len(set(layout.cls_index.tolist())) == len(layout.cls_index)
+            torch.testing.assert_close(layout.cls_weight.sum(-1), torch.ones(1, 2, K))
 
 
-def scanned(recurrence: str, area: float, repeats: int, scale: float) -> Tensor:
+def scanned(recurrence: str, tokens_per_ref: float, repeats: int, scale: float) -> Tensor:
     """Return the state after a token that was split into equal ones, read by all queries."""
     generator = torch.Generator().manual_seed(2)
     x, dt = torch.randn(2, 1, 1, 1, D, dtype=torch.float64, generator=generator)
@@ -147,23 +147,23 @@ def scanned(recurrence: str, area: float, repeats: int, scale: float) -> Tensor:
     )
     dt = dt - 4 if recurrence == "mamba" else dt
     weight = torch.ones(1, 9, 1, dtype=torch.float64)  # of steps of rank 1, keys and queries
-    steps = Steps(weight, torch.empty(1, D, 1), A, recurrence, area)
+    steps = DtScale(weight, torch.empty(1, D, 1), A, recurrence, tokens_per_ref)
     k_factor, q_factor = steps.x_proj_weight[0, 1, 0], steps.x_proj_weight[0, 5, 0]
     k = (k * k_factor).expand(1, 1, repeats, 4)
     x, dt = x.expand(1, 1, repeats, D), dt.expand(1, 1, repeats, D)
     state = (start / q_factor)[None]
     args = ScanArgs(x, dt, steps.A, k, k, D=None, bias=None, z=None, initial_state=state)
-    _, state, *_ = reference.scan(args, recurrence, key_norm=steps.key_norm)
+    _, state, *_ = reference.scan(args, recurrence, kappa_scale=steps.kappa_scale)
     return state[0] * q_factor
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-@pytest.mark.parametrize("area", [4, 9])
-def test_equal_tokens_together_do_what_one_did(recurrence: str, area: int) -> None:
+@pytest.mark.parametrize("tokens_per_ref", [4, 9])
+def test_equal_tokens_together_do_what_one_did(recurrence: str, tokens_per_ref: int) -> None:
     """To first order in the step: a step a tenth as long leaves a hundredth of the difference."""
     errors = []
     for scale in (0.3, 0.3 / 10**0.5):  # of the key; |k|^2 a tenth
-        one, split = (scanned(recurrence, a, int(a), scale) for a in (1.0, float(area)))
+        one, split = (scanned(recurrence, a, int(a), scale) for a in (1.0, float(tokens_per_ref)))
         still = scanned(recurrence, 1.0, 1, 0.0) if recurrence != "mamba" else one.new_zeros(())
         errors.append((split - one).abs().max().item() / (one - still).abs().max().item())
     if recurrence == "mamba":  # its step does not depend on the key: dt is what is small
@@ -204,7 +204,7 @@ def test_what_the_operator_makes_is_the_layout_and_its_own(size: tuple[int, int]
 
 
 @pytest.mark.parametrize("grid", [grid_of(5, 6, (2, 3)), grid_of(2, 2, (4, 3))])
-def test_gradients_of_the_class_token_and_the_resampled_taps(grid: Grid) -> None:
+def test_gradients_of_the_class_token_and_the_resampled_taps(grid: GridSpec) -> None:
     x, (weight, bias) = tokens(grid), parameters()
     layout = layout_of(grid, K, CPU)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vil.kernels import ops
-from vil.kernels.layout import Grid, layout_of
+from vil.kernels.layout import GridSpec, layout_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.
@@ -65,7 +65,7 @@ def drawn(
     if operator == "mixer":
         H, W = rng.randint(1, 4), rng.randint(1, max(tokens // 4, 1))
         class_token, rank = rng.randint(0, 1), rng.randint(1, 3)
-        grid = rng.choice([None, Grid(H, W, 2, 2, 4, 4, 4, 4, class_token)])
+        grid = rng.choice([None, GridSpec(H, W, 2, 2, 4, 4, 4, 4, class_token)])
         layout = () if grid is None else layout_of(grid, 4, torch.device(DEVICE))
         weights = parameter(rank + 2 * states, channels), parameter(channels, rank)
         return [

@@ -115,7 +115,7 @@ def test_gradients_where_parts_of_one_result_are_contiguous(
 @pytest.mark.usefixtures("backend")
 def test_public_functions_reach_their_recurrence() -> None:
     x, beta, _, q, k, skip, bias, state = scan_arguments("longhorn")
-    for form, recurrence in (("diagonal", "longhorn"), ("exact", "longhorn_exact")):
+    for recurrence in ("longhorn", "longhorn_exact"):
         y, final = ops.longhorn_scan(
             x,
             beta,
@@ -123,7 +123,7 @@ def test_public_functions_reach_their_recurrence() -> None:
             k,
             skip,
             bias,
-            form=form,
+            recurrence=recurrence,
             reverse=True,
             initial_state=state,
             return_final_state=True,
@@ -133,6 +133,9 @@ def test_public_functions_reach_their_recurrence() -> None:
         )
         expected = reference.scan(one, recurrence, True)
         torch.testing.assert_close((y, final[None]), expected[:2], rtol=1e-10, atol=1e-12)
+    with pytest.warns(DeprecationWarning, match="form is now recurrence"):
+        old = ops.longhorn_scan(x, beta, q, k, form="exact")
+    assert torch.equal(old, ops.longhorn_scan(x, beta, q, k, recurrence="longhorn_exact"))
     x, dt, A, q, k, skip, bias, state = scan_arguments("mamba")
     y = ops.mamba_scan(x, dt, A, q, k)
     one = ScanArgs(x[None], dt[None], A[None], q[None], k[None], None, None, None)
@@ -179,7 +182,7 @@ def test_bidirectional_scan_names_the_wrong_argument(arguments: tuple, message: 
         ("D", randn(D + 1), r"D must have shape \(D\) = \(3,\), got \(4,\)"),
         ("initial_state", randn(B, D, M + 1), r"\(B, D, M\) = \(2, 3, 4\), got \(2, 3, 5\)"),
         ("initial_state", randn(B, D, M).float(), "initial_state must be torch.float64"),
-        ("form", "closed", 'form must be "diagonal" or "exact"'),
+        ("recurrence", "closed", 'recurrence must be "longhorn" or "longhorn_exact"'),
     ],
 )
 def test_a_scan_of_one_direction_names_the_wrong_argument(

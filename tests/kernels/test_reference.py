@@ -63,11 +63,11 @@ def test_diagonal_is_the_loop_of_the_paper(reverse: bool) -> None:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("key_norm", [1.0, 1e-2, 1e2])
-def test_exact_solves_the_recall_problem_of_the_paper(reverse: bool, key_norm: float) -> None:
+@pytest.mark.parametrize("kappa_scale", [1.0, 1e-2, 1e2])
+def test_exact_solves_the_recall_problem_of_the_paper(reverse: bool, kappa_scale: float) -> None:
     """Eq. 5: minimise |S - S_prev|^2 + sum_i beta_i (S_i.k - x_i)^2 by solving for each row."""
     a = make("longhorn_exact")
-    a["k"] *= key_norm
+    a["k"] *= kappa_scale
     y, final = scan(a, "longhorn_exact", reverse)
     beta = torch.sigmoid(a["dt"] + a["bias"])
     state = torch.zeros(B, D, M, dtype=torch.float64)

@@ -108,8 +108,8 @@ def test_decay_is_what_a_scan_forgets(name: str) -> None:
                         *tensors, scan.args.A[direction], *last, initial_state=state
                     )
                 else:
-                    form = "exact" if name.endswith("exact") else "diagonal"
-                    read = ops.longhorn_scan(*tensors, *last, form=form, initial_state=state)
+                    exact = "longhorn_exact" if name.endswith("exact") else "longhorn"
+                    read = ops.longhorn_scan(*tensors, *last, recurrence=exact, initial_state=state)
             kept = kept + read.mean((1, 2)) / 32
     torch.testing.assert_close(maps.decay(model, images, 0), (1 - kept)[:, None, None])
 

@@ -36,7 +36,7 @@ class Case:
     quick: bool | int = False  # or only on one architecture
     initial: bool = True
     saved: bool = True
-    key_norm: float = 1.0
+    kappa_scale: float = 1.0
     order: int = 0  # phases of the convolution's tokens; 0 for none
 
     @property
@@ -55,7 +55,7 @@ class Case:
             "no-initial": not self.initial,
             f"weights-{self.parameters}": self.parameters != "f32",
             "unsaved": not self.saved,
-            f"key-norm{self.key_norm:g}": self.key_norm != 1.0,
+            f"key-norm{self.kappa_scale:g}": self.kappa_scale != 1.0,
             f"order{self.order}": self.order > 0,
         }
         return "-".join([*parts, *(text for text, on in special.items() if on)])
@@ -77,8 +77,8 @@ def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
     g = torch.Generator().manual_seed(hash((c.L, c.D, c.M)) % 2**31)
     randn, dtype, N = _randn(g), DTYPES[c.dtype], c.directions
     pad = 3 if c.strides != "aligned" else 0
-    projected = randn(N, c.B, c.L, pad + 2 * c.M).to(dtype)
-    k, q = projected[..., pad : pad + c.M], projected[..., pad + c.M :]
+    x_dbl = randn(N, c.B, c.L, pad + 2 * c.M).to(dtype)
+    k, q = x_dbl[..., pad : pad + c.M], x_dbl[..., pad + c.M :]
     x, dt = randn(N, c.B, c.L, c.D).to(dtype), randn(N, c.B, c.L, c.D).to(dtype)
     z = randn(c.B, c.L, 2 * c.D).to(dtype)[..., c.D :] if N == 2 else None
     if c.extreme in ("beta60", "keys1e3"):
@@ -111,7 +111,7 @@ def scan_reference(
     from vil.kernels import reference
 
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
-    args, options = ScanArgs(*leaves), (_recurrence(c), c.reverse, c.key_norm)
+    args, options = ScanArgs(*leaves), (_recurrence(c), c.reverse, c.kappa_scale)
     outputs = [t for t in reference.scan(args, *options) if t is not None]
     grads = [g.double() for g in (dout, dfinal) if g is not None]
     gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], grads)
@@ -121,7 +121,7 @@ def scan_reference(
             args = args._replace(z=None)
             ways = [ScanArgs(*(None if t is None else t[n : n + 1] for t in args)) for n in (0, 1)]
             sums = [
-                reference.scan(way, _recurrence(c), n == 1, c.key_norm)[0]
+                reference.scan(way, _recurrence(c), n == 1, c.kappa_scale)[0]
                 for n, way in enumerate(ways)
             ]
             outputs.append(sum(sums))
@@ -135,16 +135,16 @@ def scan_run(
     from vil.kernels.plan import scan_key
     from vil.kernels.triton import backend
 
-    plan = backend.scan_plan(scan_key(inputs, _recurrence(c), c.reverse, c.key_norm))
-    out, final, y_sum, states = plan.forward(inputs, True)
+    plan = backend.scan_plan(scan_key(inputs, _recurrence(c), c.reverse, c.kappa_scale))
+    out, final, y_pre_gate, states = plan.forward(inputs, True)
     plain = out
     if c.op != "exact" or c.D >= 200:  # another specialisation, slow to compile
         plain, *_ = plan.forward(inputs, False)
-    saved = (y_sum, states) if c.saved else None
+    saved = (y_pre_gate, states) if c.saved else None
     grads = plan.backward(inputs, dout, dfinal, saved)
     if not torch.equal(out, plain):
         raise AssertionError("the output differs if states are saved")
-    outputs = [out, y_sum] if c.directions == 2 else [out, final]
+    outputs = [out, y_pre_gate] if c.directions == 2 else [out, final]
     return outputs, [g for g in grads if g is not None]
 
 
@@ -407,9 +407,9 @@ def all_cases() -> list[Case]:
     add("conv", 600, 37, 8, order=2)
     # a factor on |k|^2
     for op in ("longhorn", "exact"):
-        add(op, 2, 37, 40, M=4, dtype="f32", key_norm=4.0)
-        add(op, 2, 37, 72, M=4, dtype="bf16", key_norm=4.0, quick=90 if op == "exact" else 80)
-        add(op, 2, 67, 40, M=4, dtype="f32", key_norm=0.25, segments=True)
+        add(op, 2, 37, 40, M=4, dtype="f32", kappa_scale=4.0)
+        add(op, 2, 37, 72, M=4, dtype="bf16", kappa_scale=4.0, quick=90 if op == "exact" else 80)
+        add(op, 2, 67, 40, M=4, dtype="f32", kappa_scale=0.25, segments=True)
     # the mixer and whole models
     for recurrence in ("longhorn", "mamba", "longhorn_exact"):
         add("mixer", 2, 21, 12, M=4, extreme=recurrence, quick=90 * (recurrence == "longhorn"))

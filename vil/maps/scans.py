@@ -22,7 +22,7 @@ from vil.backbone import VisionLonghorn
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
-from vil.kernels.layout import Layout
+from vil.kernels.layout import TokenLayout
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
 from vil.maps.evaluating import check_images, evaluating
@@ -36,9 +36,9 @@ class _Scan(NamedTuple):
 
     args: ScanArgs
     recurrence: str
-    key_norm: float
+    kappa_scale: float
     grid: list[int]
-    """The numbers of ``kernels.layout.Grid``."""
+    """The numbers of ``kernels.layout.GridSpec``."""
 
 
 def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple[Tensor, Tensor]:
@@ -231,16 +231,16 @@ def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) 
         yield _scan_of(mixer, tokens, layout)
 
 
-def _scan_of(mixer: nn.Module, tokens: Tensor, layout: Layout) -> _Scan:
+def _scan_of(mixer: nn.Module, tokens: Tensor, layout: TokenLayout) -> _Scan:
     xz = mixer.in_proj(tokens)
     A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
     with torch.autocast(xz.device.type, enabled=False):
         params = mixer._params(A)
         plan = mixer_plan(xz, params, mixer.recurrence, layout, backend=reference)
         args, _ = scan_args(plan, xz, params, layout)
-        dt = reference.full_steps(args.dt, args.dt_weight)
+        dt = reference.dt_proj(args.dt, args.dt_weight)
     args = args._replace(dt=dt, dt_weight=None).to(compute_dtype(args.x))
-    return _Scan(args, mixer.recurrence, plan.scan.key.key_norm, layout.grid)
+    return _Scan(args, mixer.recurrence, plan.scan.key.kappa_scale, layout.grid)
 
 
 @torch.no_grad()
@@ -263,7 +263,7 @@ def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, T
             for tensor in [getattr(scan.args, name)]
         }
         args = scan.args._replace(x=unit.flatten(1, 2), **repeated)
-        key = scan_key(args, scan.recurrence, False, scan.key_norm)
+        key = scan_key(args, scan.recurrence, False, scan.kappa_scale)
         read, *_ = backend.scan_plan(key).forward(args)
         yield sources, read.unflatten(0, (n, B))
 
@@ -283,7 +283,7 @@ def _class_token_first(backbone: VisionLonghorn, length: int, device: torch.devi
 
 def _steps(scan: _Scan) -> Tensor:
     bias = scan.args.bias[:, None, None]
-    return reference.step_size(scan.args.dt, scan.args.k, bias, scan.recurrence, scan.key_norm)
+    return reference.step_size(scan.args.dt, scan.args.k, bias, scan.recurrence, scan.kappa_scale)
 
 
 def _image_of(scan: _Scan, numbers: Tensor) -> Tensor:

@@ -90,14 +90,14 @@ def test_scan_matches_reference(shape, dtype, recurrence, way):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("key_norm", [0.25, 4.0, 1e3])
+@pytest.mark.parametrize("kappa_scale", [0.25, 4.0, 1e3])
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_factor_on_the_norm_of_keys(dtype, recurrence, key_norm):
+def test_factor_on_the_norm_of_keys(dtype, recurrence, kappa_scale):
     args = random_args(recurrence, (2, 21, 70, 7), dtype=dtype)
-    if recurrence != "mamba" and key_norm < 1:
+    if recurrence != "mamba" and kappa_scale < 1:
         args = args._replace(k=args.k / 2)  # states may grow where k.k eps is beyond 2
-    assert_scan_matches(args, recurrence, key_norm=key_norm)
+    assert_scan_matches(args, recurrence, kappa_scale=kappa_scale)
 
 
 @pytest.mark.pairs

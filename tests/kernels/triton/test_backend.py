@@ -41,4 +41,4 @@ def test_more_states_than_a_program_holds_are_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"up to 64 states of longhorn, k has 256"):
             ops.longhorn_scan(x, x, q, q)
         with pytest.raises(NotImplementedError, match=r"up to 128 states of longhorn_exact, k has"):
-            ops.longhorn_scan(x, x, q, q, form="exact")
+            ops.longhorn_scan(x, x, q, q, recurrence="longhorn_exact")

@@ -18,7 +18,7 @@ from tests.kernels.scans import (
     random_args,
     results_of,
 )
-from vil.kernels import operators
+from vil.kernels import registration
 from vil.kernels.args import ScanArgs
 from vil.kernels.ops import RECURRENCES
 from vil.kernels.plan import forget_plans
@@ -105,7 +105,9 @@ def test_one_direction(recurrence: str, shape: Shape, reverse: bool, save: bool)
 @each
 def test_both_directions_in_segments(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_segments(monkeypatch, 1)
-    assert_right(backend, args_of(recurrence, (1, 35, 8, 4)), recurrence, TOLERANCE, key_norm=4.0)
+    assert_right(
+        backend, args_of(recurrence, (1, 35, 8, 4)), recurrence, TOLERANCE, kappa_scale=4.0
+    )
 
 
 @pytest.mark.pairs
@@ -133,7 +135,7 @@ def test_arguments_that_may_be_absent(recurrence: str) -> None:
 def test_a_factor_on_the_norm_of_keys(recurrence: str) -> None:
     """Which Mamba does not heed."""
     args = args_of(recurrence, (1, 18, 8, 4))
-    assert_right(backend, args, recurrence, TOLERANCE, key_norm=4.0)
+    assert_right(backend, args, recurrence, TOLERANCE, kappa_scale=4.0)
 
 
 @each
@@ -154,11 +156,11 @@ def test_low_precision_is_rounded_once(recurrence: str, N: int, dtype: torch.dty
 
 
 @each
-@pytest.mark.parametrize("key_norm", [0.0, 1e3])
-def test_extreme_inputs_stay_finite_and_right(recurrence: str, key_norm: float) -> None:
+@pytest.mark.parametrize("kappa_scale", [0.0, 1e3])
+def test_extreme_inputs_stay_finite_and_right(recurrence: str, kappa_scale: float) -> None:
     args = args_of(recurrence, (1, 18, 32, 4))
     dt = torch.where(args.dt < -0.4, -60.0, torch.where(args.dt > 0.4, 60.0, args.dt))
-    k = args.k * (key_norm / args.k.norm(dim=-1, keepdim=True))
+    k = args.k * (kappa_scale / args.k.norm(dim=-1, keepdim=True))
     # Of nothing but what float32's products cannot hold, nothing must come.
     assert_right(backend, args._replace(dt=dt, k=k), recurrence, TOLERANCE, floor=1e-18)
 
@@ -185,7 +187,7 @@ def test_step_sizes_of_low_rank_are_their_products(
     assert torch.equal(made[0], plain)
     args = args._replace(dt=full)
     given = plan_of(backend, args, EXACT).forward(args, True)
-    names = ("out", "y_sum", "states")
+    names = ("out", "y_pre_gate", "states")
     # In bfloat16, a product on the verge of two numbers may be rounded to the other.
     assert_near(
         *(dict(zip(names, (r[0], *r[2:]), strict=True)) for r in (made, given)),
@@ -200,8 +202,8 @@ def test_operators_know_what_is_saved(
     recurrence: str, dtype: torch.dtype, N: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = args_of(recurrence, (1, 1, 4, 4), N, dtype)
-    _, _, y_sum, states = plan_of(backend, args, recurrence).forward(args, True)
-    y_sum = args.x.new_empty(0, dtype=torch.float32) if y_sum is None else y_sum
-    monkeypatch.setattr(operators, "_are_kept", lambda device: True)
-    shapes = operators.saved_shapes(args.x, args.k, recurrence)
-    assert shapes == tuple((t.shape, t.dtype) for t in (y_sum, states))
+    _, _, y_pre_gate, states = plan_of(backend, args, recurrence).forward(args, True)
+    y_pre_gate = args.x.new_empty(0, dtype=torch.float32) if y_pre_gate is None else y_pre_gate
+    monkeypatch.setattr(registration, "_are_kept", lambda device: True)
+    shapes = registration.saved_shapes(args.x, args.k, recurrence)
+    assert shapes == tuple((t.shape, t.dtype) for t in (y_pre_gate, states))

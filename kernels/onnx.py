@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import layout as layouts
 from vil.kernels import reference
-from vil.kernels.layout import Grid, Layout, Steps, layout_of
+from vil.kernels.layout import DtScale, GridSpec, TokenLayout, layout_of
 
 CHUNK = 4  # of 2, 4, 8 and 16 the fastest in ONNX Runtime, and sums of products stay small
 
@@ -45,8 +45,8 @@ def mixer(
     """
     dtype, compute = xz.dtype, torch.float64 if xz.dtype == torch.float64 else torch.float32
     layout = _layout(grid, conv_weight.shape[2], xz.device)
-    area = 1.0 if layout is None else Grid(*layout.grid).area
-    steps = Steps(x_proj_weight, dt_weight, A, recurrence, area)
+    tokens_per_ref = 1.0 if layout is None else GridSpec(*layout.grid).tokens_per_ref
+    steps = DtScale(x_proj_weight, dt_weight, A, recurrence, tokens_per_ref)
     tensors = (xz, conv_weight, conv_bias, steps.x_proj_weight, dt_weight, dt_bias, D)
     tensors = (tensor.detach().to(compute) for tensor in tensors)
     xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, D = tensors
@@ -55,19 +55,19 @@ def mixer(
     rank = dt_weight.shape[2]
     states = (x_proj_weight.shape[1] - rank) // 2
     # No reshape right before this: with one after it, too, ONNX's optimiser (onnxscript 0.7) errs.
-    low, k, q = (x @ x_proj_weight.mT).split([rank, states, states], dim=-1)
-    v = low @ dt_weight.mT + dt_bias[:, None]
+    dt_low, k, q = (x @ x_proj_weight.mT).split([rank, states, states], dim=-1)
+    v = dt_low @ dt_weight.mT + dt_bias[:, None]
     if recurrence == "mamba":
         y = _mamba(x, _softplus(v), q, k, steps.A.detach().to(compute))
     else:
-        step = 1 / (torch.exp(-v) + (1 + steps.key_norm * k.square().sum(-1, keepdim=True)))
+        step = 1 / (torch.exp(-v) + (1 + steps.kappa_scale * k.square().sum(-1, keepdim=True)))
         read = {"longhorn": _longhorn, "longhorn_exact": _longhorn_exact}[recurrence]
         y = read(x, step, q, k)
     y = y + D[:, None] * x
     return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
 
-def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layout | None:
+def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> TokenLayout | None:
     """Return ``layout_of``, which asks for numbers: a size of any value would be taken for the example's."""
     if grid is None:
         return None
@@ -82,7 +82,7 @@ def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Layo
     return None
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout | None) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout | None) -> Tensor:
     """Return ``layouts.conv_forward`` of (B, L, E) as (B, 2, L, E), each direction in scan order."""
     if layout is not None and layout.order.numel():
         ahead, back = layouts.conv_forward(reference.ConvPlan(), x, weight, bias, layout)

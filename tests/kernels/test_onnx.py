@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vil.kernels import exportable, ops, reference
+from vil.kernels import onnx, ops, reference
 from vil.kernels.layout import layout_of
 
 E, M, R, K = 6, 4, 3, 4
@@ -45,7 +45,7 @@ def to(arguments: list, dtype: torch.dtype) -> list:
 @pytest.mark.parametrize("length", [1, 3, 8, 17])
 def test_agrees_with_the_operator(recurrence: str, length: int) -> None:
     given = arguments(recurrence, length)
-    made, expected = exportable.mixer(*given), by_reference(*given)
+    made, expected = onnx.mixer(*given), by_reference(*given)
     torch.testing.assert_close(made, expected, rtol=0, atol=ROUNDING[recurrence])
 
 
@@ -54,7 +54,7 @@ def test_agrees_with_the_operator(recurrence: str, length: int) -> None:
 @pytest.mark.parametrize("trained", [(2, 3), (8, 9)])  # the first with a factor of |k|^2
 def test_agrees_at_another_grid(recurrence: str, trained: tuple[int, int]) -> None:
     given, grid = arguments(recurrence, 4 * 5 + 1), [4, 5, *trained, 8, 8, 8, 8, 1]
-    made, expected = exportable.mixer(*given, grid), by_reference(*given, grid)
+    made, expected = onnx.mixer(*given, grid), by_reference(*given, grid)
     torch.testing.assert_close(made, expected, rtol=0, atol=ROUNDING[recurrence])
     assert (expected - by_reference(*given)).abs().max() > 1e-3
 
@@ -69,6 +69,6 @@ def test_is_accurate_for_extreme_keys_and_steps(recurrence: str, bias: float, ke
     expected = by_reference(*to(given, torch.float64))
     errors = [
         (mixer(*given) - expected).abs().max() / expected.abs().max()
-        for mixer in (exportable.mixer, by_reference)
+        for mixer in (onnx.mixer, by_reference)
     ]
     assert errors[0] < max(2 * errors[1], 2e-6)

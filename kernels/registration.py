@@ -19,12 +19,12 @@ from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
     check_conv,
     check_mixer,
+    check_no_tangents,
+    check_not_onnx,
     check_scan,
     in_forward_mode,
-    refuse_onnx,
-    refuse_tangents,
 )
-from vil.kernels.layout import Layout, layout_of, layout_sizes
+from vil.kernels.layout import TokenLayout, layout_of, layout_sizes
 from vil.kernels.mixer import MixerParams, mixer_plan
 from vil.kernels.plan import conv_key, scan_key
 
@@ -34,11 +34,11 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], Custo
 
     def register(function: Callable[..., object]) -> CustomOpDef:
         @functools.wraps(function)
-        def refusing(*arguments: object) -> object:
-            refuse_tangents(name, arguments)
+        def checked(*arguments: object) -> object:
+            check_no_tangents(name, arguments)
             return function(*arguments)
 
-        return torch.library.custom_op(f"vil::{name}", refusing, mutates_args=(), schema=schema)
+        return torch.library.custom_op(f"vil::{name}", checked, mutates_args=(), schema=schema)
 
     return register
 
@@ -52,8 +52,8 @@ _MIXED = (
     "Tensor dt_bias, Tensor? A, Tensor D"
 )
 _GRID = (
-    "SymInt[]? grid=None, Tensor? order=None, Tensor? taps=None, Tensor? class_reads=None, "
-    "Tensor? class_shares=None"
+    "SymInt[]? grid=None, Tensor? order=None, Tensor? kernel_resample=None, Tensor? cls_index=None, "
+    "Tensor? cls_weight=None"
 )
 
 
@@ -70,15 +70,15 @@ def _empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     return tuple(inputs[0].new_empty(0) if t is None else _empty(t) for t in inputs)
 
 
-def _to_operator(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+def _pack_grads(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """Replace None, which an operator cannot return, by an empty tensor, and part by a copy.
 
     Two outputs must not share memory, as dq and dk of one token of one sequence would.
     """
-    return tuple(like.new_empty(0) if g is None else _of_its_own(g) for g in grads)
+    return tuple(like.new_empty(0) if g is None else _own_memory(g) for g in grads)
 
 
-def _of_its_own(tensor: Tensor) -> Tensor:
+def _own_memory(tensor: Tensor) -> Tensor:
     """Return the tensor if it is contiguous and all that is in its memory, else a copy that is."""
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes > 0
     if whole and tensor.is_contiguous():
@@ -86,10 +86,10 @@ def _of_its_own(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _from_operator(
+def _unpack_grads(
     grads: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Undo ``_to_operator`` for the gradients of ``inputs``."""
+    """Undo ``_pack_grads`` for the gradients of ``inputs``."""
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
 
 
@@ -109,8 +109,8 @@ def saved_shapes(
     lead = (N, B, -(-L // 16))  # chunks
     states = (*lead, D, max(16, 1 << (M - 1).bit_length())) if exact else (*lead, -(-M // 4), D, 4)
     low = exact and x.dtype == torch.bfloat16
-    y_sum = ((B, L, D), torch.bfloat16 if low else compute) if N == 2 else ((0,), compute)
-    return y_sum, (states, compute)
+    y_pre_gate = ((B, L, D), torch.bfloat16 if low else compute) if N == 2 else ((0,), compute)
+    return y_pre_gate, (states, compute)
 
 
 def _are_kept(device: torch.device) -> bool:
@@ -125,20 +125,25 @@ def _empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Ten
 
 
 def _as_saved(
-    y_sum: Tensor | None, states: Tensor | None, x: Tensor, k: Tensor, recurrence: str, save: bool
+    y_pre_gate: Tensor | None,
+    states: Tensor | None,
+    x: Tensor,
+    k: Tensor,
+    recurrence: str,
+    save: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return what an operator saves, given what a backend did; of one that saves nothing, NaN."""
     empty = _empty_saved(x, k, recurrence, save)
     if states is None:
         return tuple(t.fill_(torch.nan) for t in empty)
-    return empty[0] if y_sum is None else y_sum, states
+    return empty[0] if y_pre_gate is None else y_pre_gate, states
 
 
-def _as_kept(y_sum: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor] | None:
+def _as_kept(y_pre_gate: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor] | None:
     """Return what a backend's backward pass is given of what an operator saved."""
     if not states.numel():
         return None
-    return y_sum if y_sum.numel() else None, states
+    return y_pre_gate if y_pre_gate.numel() else None, states
 
 
 @_operator("scan", f"({_SCANNED}, str recurrence, bool reverse, bool save) -> {_tensors(4)}")
@@ -170,16 +175,16 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @_operator(
     "scan_backward",
-    f"(Tensor grad, Tensor grad_final, {_SCANNED}, Tensor y_sum, Tensor states, str recurrence, "
+    f"(Tensor grad, Tensor grad_final, {_SCANNED}, Tensor y_pre_gate, Tensor states, str recurrence, "
     f"bool reverse) -> {_tensors(9)}",
 )
 def _scan_backward(grad: Tensor, grad_final: Tensor, *inputs) -> tuple[Tensor, ...]:
-    args, (y_sum, states, recurrence, reverse) = ScanArgs(*inputs[:9]), inputs[9:]
+    args, (y_pre_gate, states, recurrence, reverse) = ScanArgs(*inputs[:9]), inputs[9:]
     x = args.x
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
     of_final = grad_final if args.z is None else None
-    grads = plan.backward(args, grad, of_final, _as_kept(y_sum, states))
-    return _to_operator(grads[:9], x)
+    grads = plan.backward(args, grad, of_final, _as_kept(y_pre_gate, states))
+    return _pack_grads(grads[:9], x)
 
 
 @_scan_backward.register_fake
@@ -191,19 +196,19 @@ def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.recurrence, ctx.reverse, _ = inputs
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.of_final = output[1].new_empty(()).expand(output[1].shape)
-    ctx.set_materialize_grads(False)  # or zeros were made for y_sum and states
+    ctx.set_materialize_grads(False)  # or zeros were made for y_pre_gate and states
 
 
 def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None) -> tuple:
     if grad is None and grad_final is None:
         return (None,) * 12
-    *inputs, y_sum, states = ctx.saved_tensors
+    *inputs, y_pre_gate, states = ctx.saved_tensors
     grad = inputs[0].new_zeros(inputs[0].shape[1:]) if grad is None else grad
     grad_final = torch.zeros_like(ctx.of_final) if grad_final is None else grad_final
     grads = torch.ops.vil.scan_backward(
-        grad, grad_final, *inputs, y_sum, states, ctx.recurrence, ctx.reverse
+        grad, grad_final, *inputs, y_pre_gate, states, ctx.recurrence, ctx.reverse
     )
-    return (*_from_operator(grads, tuple(inputs)), None, None, None)
+    return (*_unpack_grads(grads, tuple(inputs)), None, None, None)
 
 
 _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
@@ -228,7 +233,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 )
 def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
-    return _to_operator(plan.backward(grad, x, weight, bias, None), x)
+    return _pack_grads(plan.backward(grad, x, weight, bias, None), x)
 
 
 @_conv_backward.register_fake
@@ -255,13 +260,13 @@ def _mixer(*inputs) -> tuple[Tensor, ...]:
     layout = _layout_from(layout)
     plan = mixer_plan(xz, params, recurrence, layout)
     x, k = _scanned(xz, params.x_proj_weight, params.dt_weight)
-    out, projected, *saved = mixer.forward(plan, xz, params, layout, save and _are_kept(xz.device))
+    out, x_dbl, *saved = mixer.forward(plan, xz, params, layout, save and _are_kept(xz.device))
     saved = _as_saved(*saved, x, k, recurrence, save)
-    return out, projected if save else xz.new_empty(0), *saved
+    return out, x_dbl if save else xz.new_empty(0), *saved
 
 
-def _layout_from(arguments: Sequence) -> Layout | None:
-    return Layout(*arguments) if arguments and arguments[0] is not None else None
+def _layout_from(arguments: Sequence) -> TokenLayout | None:
+    return TokenLayout(*arguments) if arguments and arguments[0] is not None else None
 
 
 def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,27 +280,27 @@ def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tens
 @_mixer.register_fake
 def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_mixer(*inputs[:9], *inputs[10:11])
-    refuse_onnx()
+    check_not_onnx()
     xz, _, _, x_proj_weight, dt_weight = inputs[:5]
     recurrence, save = inputs[8:10]
     x, k = _scanned(xz, x_proj_weight, dt_weight)
     _, B, L, E = x.shape
-    projected = xz.new_empty((2, B * L, x_proj_weight.shape[1]) if save else 0)
-    return xz.new_empty(B, L, E), projected, *_empty_saved(x, k, recurrence, save)
+    x_dbl = xz.new_empty((2, B * L, x_proj_weight.shape[1]) if save else 0)
+    return xz.new_empty(B, L, E), x_dbl, *_empty_saved(x, k, recurrence, save)
 
 
 @_operator(
     "mixer_backward",
-    f"(Tensor grad, {_MIXED}, Tensor projected, Tensor y_sum, Tensor states, str recurrence, "
+    f"(Tensor grad, {_MIXED}, Tensor x_dbl, Tensor y_pre_gate, Tensor states, str recurrence, "
     f"{_GRID.replace('=None', '')}) -> {_tensors(8)}",
 )
 def _mixer_backward(grad: Tensor, xz: Tensor, *inputs) -> tuple[Tensor, ...]:
-    params, (projected, y_sum, states, recurrence, *layout) = MixerParams(*inputs[:7]), inputs[7:]
+    params, (x_dbl, y_pre_gate, states, recurrence, *layout) = MixerParams(*inputs[:7]), inputs[7:]
     layout = _layout_from(layout)
     plan = mixer_plan(xz, params, recurrence, layout)
-    kept = _as_kept(y_sum, states) or (None, None)
-    saved = (projected, *kept) if projected.numel() else None
-    return _to_operator(mixer.backward(plan, grad, xz, params, layout, saved), xz)
+    kept = _as_kept(y_pre_gate, states) or (None, None)
+    saved = (x_dbl, *kept) if x_dbl.numel() else None
+    return _pack_grads(mixer.backward(plan, grad, xz, params, layout, saved), xz)
 
 
 @_mixer_backward.register_fake
@@ -315,7 +320,7 @@ def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     saved = ctx.saved_tensors  # once: checkpointing counts
     inputs, layout = saved[:11], saved[11:]
     grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid, *layout)
-    return (*_from_operator(grads, inputs[:8]), *(None,) * 7)
+    return (*_unpack_grads(grads, inputs[:8]), *(None,) * 7)
 
 
 _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
@@ -324,9 +329,9 @@ _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
 
 
 @functools.cache  # for good: a recorded CUDA graph copies from it
-def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> Layout:
+def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> TokenLayout:
     layout = layout_of(grid, taps, torch.device("cpu"))
-    return Layout(layout.grid, *(t.pin_memory() if pinned else t for t in layout[1:]))
+    return TokenLayout(layout.grid, *(t.pin_memory() if pinned else t for t in layout[1:]))
 
 
 @_operator("token_layout", f"(SymInt[] grid, SymInt taps, Tensor like) -> {_tensors(4)}")
@@ -350,11 +355,11 @@ def _(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
 
 
-def token_layout(grid: list[int], taps: int, like: Tensor) -> Layout:
+def token_layout(grid: list[int], taps: int, like: Tensor) -> TokenLayout:
     """Return the layout of tokens, once for all blocks of a model.
 
     Args:
-        grid: The numbers of a ``Grid``.
+        grid: The numbers of a ``GridSpec``.
         taps: Of the convolution.
         like: On the device of the tokens.
     """
@@ -365,10 +370,10 @@ def token_layout(grid: list[int], taps: int, like: Tensor) -> Layout:
     ):
         return layout_of(grid, taps, like.device)
     made = torch.ops.vil.token_layout(grid, taps, like.detach())
-    return Layout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over it
+    return TokenLayout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over it
 
 
 @functools.cache  # for good: a recorded CUDA graph reads these tensors
-def _layout_on(grid: tuple[int, ...], taps: int, device: torch.device) -> Layout:
+def _layout_on(grid: tuple[int, ...], taps: int, device: torch.device) -> TokenLayout:
     with torch.inference_mode(False):  # or training could not save what evaluation made
         return layout_of(grid, taps, device)

@@ -20,7 +20,7 @@ from vil.kernels import autocast, reference
 from vil.kernels import mixer as mixer_parts
 from vil.kernels.args import ScanArgs
 from vil.kernels.checks import check_conv, check_scan
-from vil.kernels.layout import Layout
+from vil.kernels.layout import TokenLayout
 from vil.kernels.mixer import MixerParams, mixer_plan
 
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch.func is
@@ -48,7 +48,7 @@ def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what ``vil::mixer`` does."""
     arguments = autocast.cast("mixer", arguments)
     xz, params, (recurrence, _, *layout) = arguments[0], MixerParams(*arguments[1:8]), arguments[8:]
-    layout = Layout(*layout) if layout and layout[0] is not None else None
+    layout = TokenLayout(*layout) if layout and layout[0] is not None else None
     plan = mixer_plan(xz, params, recurrence, layout, backend=reference)
     out, *_ = mixer_parts.forward(plan, xz, params, layout, False)
     return out, *(out.new_empty(0) for _ in range(3))
@@ -93,7 +93,7 @@ _FORWARD = {
 }
 _BACKWARD = {
     "scan_backward": _Backward(
-        scan, 2, 9, lambda y_sum, states, recurrence, reverse: (recurrence, reverse, False)
+        scan, 2, 9, lambda y_pre_gate, states, recurrence, reverse: (recurrence, reverse, False)
     ),
     "causal_conv1d_bidirectional_backward": _Backward(
         causal_conv1d_bidirectional, 1, 3, lambda: ()
@@ -102,7 +102,7 @@ _BACKWARD = {
         mixer,
         1,
         8,
-        lambda projected, y_sum, states, recurrence, *layout: (recurrence, False, *layout),
+        lambda x_dbl, y_pre_gate, states, recurrence, *layout: (recurrence, False, *layout),
     ),
 }
 
