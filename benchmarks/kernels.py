@@ -83,7 +83,7 @@ def compiled_kernels(arch: str, models: Sequence[str]) -> Iterator[tuple[str, An
     tuning.architecture = lambda device: arch if amd else f"sm_{arch}"
     tuning.compiles_for_nvidia = lambda: not amd
     backends._check_serves = lambda name, device, asked_by: None
-    tuning.segments = lambda warps, chunks, device, overhead: tuning.segments_for(
+    tuning.num_splits = lambda warps, chunks, device, overhead: tuning.splits_for(
         PROCESSORS, warps, chunks, overhead
     )
     seen: set[str] = set()

@@ -50,25 +50,25 @@ MULTIPROCESSORS = 132
 # Kernel -> argument -> how often it is read and written, each element of it. What is None at a launch is
 # not; of `y`, that a scan which saves writes twice, see `touches`. Parameters are read once.
 _SCAN = dict.fromkeys(("x", "dt", "z", "bias", "skip"), (1, 0))
-_SEQUENTIAL = _SCAN | {"rows": (1, 0), "rates": (1, 0)}
+_RECURRENT = _SCAN | {"kq": (1, 0), "rates": (1, 0)}
 _EXACT = _SCAN | {"keys": (1, 0), "gram": (1, 0), "kappa": (1, 0)}
-_FORWARD = {"y": (1, 1), "out": (0, 1), "states": (0, 1), "final": (0, 1), "entry": (1, 0)}
+_FORWARD = {"y": (1, 1), "out": (0, 1), "states": (0, 1), "final": (0, 1), "split_states": (1, 0)}
 _BACKWARD = dict.fromkeys(("dx", "ddt", "dz", "dskip", "dbias", "dinitial"), (0, 1))
 _BACKWARD |= {"dout": (1, 0), "y": (1, 0), "states": (1, 0)}
 _CONV = {"x": (1, 0), "weight": (1, 0), "bias": (1, 0), "order": (1, 0)}
 TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
-    "sequential_tokens._pack_kernel": {"q": (1, 0), "k": (1, 0), "rows": (0, 1)},
-    "sequential._forward_kernel": _SEQUENTIAL | _FORWARD,
+    "recurrent_parts.pack_kernel": {"q": (1, 0), "k": (1, 0), "kq": (0, 1)},
+    "recurrent._forward_kernel": _RECURRENT | _FORWARD,
     # The scratch of all programs that run at a time stays in L2.
-    "sequential._backward_kernel": _SEQUENTIAL
+    "recurrent._backward_kernel": _RECURRENT
     | _BACKWARD
-    | {"dentry": (1, 0), "scratch": (0, 0), "drows": (0, 1), "drates": (0, 1)},
-    "exact_keys._gram_kernel": {
+    | {"split_states": (1, 0), "scratch": (0, 0), "dkq": (0, 1), "drates": (0, 1)},
+    "chunk_parts.gram_kernel": {
         "q": (1, 0), "k": (1, 0), "keys": (0, 1), "gram": (0, 1), "kappa": (0, 1),
     },
-    "longhorn_exact._forward_kernel": _EXACT | _FORWARD | {"dt_weight": (1, 0)},
-    "longhorn_exact._backward_kernel": _EXACT | _BACKWARD | {"entry": (1, 0), "sums": (0, 1)},
-    "exact_keys._keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
+    "chunk._forward_kernel": _EXACT | _FORWARD | {"dt_weight": (1, 0)},
+    "chunk._backward_kernel": _EXACT | _BACKWARD | {"split_states": (1, 0), "sums": (0, 1)},
+    "chunk_parts.keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
     "conv._forward_kernel": _CONV | {"out": (0, 1)},
     "conv._backward_kernel": _CONV
     | {"grad": (1, 0), "dx": (0, 1), "dweight": (0, 1), "dbias": (0, 1)},
@@ -206,13 +206,13 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | N
 def _as_on_a_gpu() -> Iterator[list[Launch]]:
     """Let our kernels serve tensors on a CPU, as an H200's; note launches in the list returned."""
 
-    def segments(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
-        return tuning.segments_for(MULTIPROCESSORS, warps, chunks, overhead)
+    def splits(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
+        return tuning.splits_for(MULTIPROCESSORS, warps, chunks, overhead)
 
     with (
         mock.patch.object(backends, "_check_serves"),
         mock.patch.object(tuning, "architecture", return_value="sm_90"),
-        mock.patch.object(tuning, "segments", segments),
+        mock.patch.object(tuning, "num_splits", splits),
         use_backend("triton"),
         recording() as launches,
         mock.patch.object(torch, "rms_norm", _rms_norm),

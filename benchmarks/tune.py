@@ -36,8 +36,8 @@ _CANDIDATES = {
     "exact_forward": _SCAN,
     "exact_backward": _SCAN,
     "exact_backward_float32": _SCAN,
-    "sequential_forward": _SCAN,
-    "sequential_backward": _SCAN,
+    "recurrent_forward": _SCAN,
+    "recurrent_backward": _SCAN,
     "conv": ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)),
 }
 _D_STATE = 16
@@ -91,8 +91,8 @@ def steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callab
         "exact_forward": lambda: forward("longhorn_exact"),
         "exact_backward": lambda: both("longhorn_exact"),
         "exact_backward_float32": lambda: both("longhorn_exact", torch.float32),
-        "sequential_forward": lambda: forward("longhorn"),
-        "sequential_backward": lambda: both("longhorn"),
+        "recurrent_forward": lambda: forward("longhorn"),
+        "recurrent_backward": lambda: both("longhorn"),
         "conv": conv,
     }
 

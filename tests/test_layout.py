@@ -129,7 +129,7 @@ def test_a_backend_knows_no_other_and_is_chosen_by_name(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kernels"), [("vil_tiny", "sequential"), ("vil_tiny_exact", "longhorn_exact")]
+    ("model", "kernels"), [("vil_tiny", "recurrent"), ("vil_tiny_exact", "chunk")]
 )
 def test_a_call_passes_few_files_from_the_model_to_the_kernel(
     model: str, kernels: str, monkeypatch: pytest.MonkeyPatch

@@ -268,14 +268,14 @@ MUTATIONS = [
     # ---- kernels/triton
     # Reads token r = live, one past the end, in a reverse scan whose last chunk is ragged.
     (
-        "kernels/triton/sequential.py",
-        "mask = alive_row(r, live, d, D, BLOCK_D)\n            x = load_row(",
-        "mask = alive_row(r, live + 1, d, D, BLOCK_D)\n            x = load_row(",
+        "kernels/triton/recurrent.py",
+        "mask = token_mask(r, num_valid, d, D, BLOCK_D)\n            x = load_row(",
+        "mask = token_mask(r, num_valid + 1, d, D, BLOCK_D)\n            x = load_row(",
         "tests/kernels/triton",
     ),
     # The load that is a token ahead goes on behind the last token of the segment.
     (
-        "kernels/triton/sequential.py",
+        "kernels/triton/recurrent.py",
         "tl.where(i + 1 < count, sign, 0)",
         "tl.where(i < count, sign, 0)",
         "tests/kernels/triton",
@@ -283,14 +283,14 @@ MUTATIONS = [
     # A token that does not exist fades Mamba's state where a backward pass scans again: wrong
     # gradients of one reverse direction with an initial state and a ragged last chunk.
     (
-        "kernels/triton/sequential_tokens.py",
+        "kernels/triton/recurrent_parts.py",
         "return tl.where(mask, mamba.softplus(v), 0.0)\n    return",
         "return mamba.softplus(v)\n    return",
         "tests/kernels/triton",
     ),
-    # Gradients of states are carried over segments in the direction of the scan, not against it.
+    # Gradients of states are carried over splits in the direction of the scan, not against it.
     (
-        "kernels/triton/sequential_segments.py",
+        "kernels/triton/recurrent_splits.py",
         "back = (sequence // B if N == 2 else REVERSE) ^ ADJOINT",
         "back = sequence // B if N == 2 else REVERSE",
         "tests/kernels/triton",
@@ -304,14 +304,14 @@ MUTATIONS = [
     ),
     # Derivative of SiLU: s is half a sigmoid here.
     (
-        "kernels/triton/longhorn_exact.py",
+        "kernels/triton/chunk.py",
         "(1.0 + z * (1.0 - 2.0 * s))",
         "(1.0 + z * (1.0 - s))",
         "tests/kernels/triton",
     ),
     # kappa_scale on the products of two keys rather than on |k|^2: wrong where kappa_scale is not 1.
     (
-        "kernels/triton/exact_keys.py",
+        "kernels/triton/chunk_parts.py",
         "kappa_scale * dgram, dgram)",
         "dgram, kappa_scale * dgram)",
         "tests/kernels/triton",

@@ -48,6 +48,7 @@ import vil
 from vil.block import BidirectionalMixer
 from vil.messages import first_line
 from vil.weights.build import create
+from vil.weights.files import is_own
 
 PASSES = ("inference", "training")
 STEPS = 2  # counted steps of each model in a round
@@ -138,7 +139,7 @@ def table_of_models() -> str:
     A pyramid is counted as ``features_only`` returns it, without a head.
     """
     rows = []
-    for name in timm.list_models(("vil_*", "vim_*"), exclude_filters=list(_ALIKE)):
+    for name in filter(is_own, timm.list_models(("vil_*", "vim_*"), exclude_filters=list(_ALIKE))):
         only = {"features_only": True} if name.endswith("_pyramid") else {}
         model = timm.create_model(name, device="meta", **only)
         backbone = model.model if only else model

@@ -4,16 +4,16 @@ In float32. Asking for what no kernel serves is an error.
 """
 
 from vil.kernels.plan import ScanKey, plans
+from vil.kernels.triton.chunk import ChunkPlan
 from vil.kernels.triton.conv import ConvPlan
-from vil.kernels.triton.longhorn_exact import ExactPlan
+from vil.kernels.triton.recurrent import RecurrentPlan
 from vil.kernels.triton.scan_plan import ScanPlan
-from vil.kernels.triton.sequential import SequentialPlan
 
 # Of a recurrence its plan, and the largest d_state: beyond, programs outgrow registers or shared memory.
 _FAMILIES: dict[str, tuple[type[ScanPlan], int]] = {
-    "longhorn_exact": (ExactPlan, 128),
-    "longhorn": (SequentialPlan, 64),
-    "mamba": (SequentialPlan, 64),
+    "longhorn_exact": (ChunkPlan, 128),
+    "longhorn": (RecurrentPlan, 64),
+    "mamba": (RecurrentPlan, 64),
 }
 
 

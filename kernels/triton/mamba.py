@@ -1,4 +1,4 @@
-"""Mamba's selective recurrence by the token, in Triton; ``sequential.py`` scans with it.
+"""Mamba's selective recurrence by the token, in Triton; ``recurrent.py`` scans with it.
 
 Per channel and state j, with delta = softplus(dt + bias) and a_j = exp(delta A_j):
 

@@ -1,8 +1,8 @@
 """How the kernels of a scan are launched, forth and back, whatever the recurrence is.
 
 A plan is made once for arguments of the same shapes, strides and dtype, and serves every call with such ones: it has
-blocks, segments, strides and options; a call adds its tensors. What the chunked and the sequential kernels differ in
-is in ``longhorn_exact.py`` and ``sequential.py``, whose plans derive from the one here.
+blocks, splits, strides and options; a call adds its tensors. What the chunked and the recurrent kernels differ in
+is in ``chunk.py`` and ``recurrent.py``, whose plans derive from the one here.
 """
 
 from typing import ClassVar, NamedTuple
@@ -30,12 +30,12 @@ class Spread(NamedTuple):
     num_warps: int
     blocks: int
     """Of channels."""
-    segments: int
-    segment_chunks: int
+    num_splits: int
+    split_chunks: int
 
 
 class ScanPlan:
-    """The launches of a scan in N directions; letters as in ``kernels.args``, S segments.
+    """The launches of a scan in N directions; letters as in ``kernels.args``, S splits.
 
     Args:
         key: What the arguments are.
@@ -61,7 +61,7 @@ class ScanPlan:
 
     forward_kernel: Kernel
     backward_kernel: Kernel
-    segments: int
+    num_splits: int
     """Of the backward pass."""
     sum_dtype: torch.dtype
     """Of the sum of both directions before the gate."""
@@ -87,15 +87,15 @@ class ScanPlan:
         dt = dt_proj(args.dt, args.dt_weight)
         return args._replace(dt=dt, dt_weight=None), {}
 
-    def entries(
+    def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
     ) -> Tensor | None:
-        """Return the states that segments start from, (N, B, S, *state), None if all are zero.
+        """Return the states that splits start from, (N, B, S, *state), None if all are zero.
 
         Args:
             inputs: What the kernels are given.
-            start: State before the first segment on the way, (1, B, *state).
-            dout: Gradient of the output, (B, L, D); what is returned is then gradients of the states after segments.
+            start: State before the first split on the way, (1, B, *state).
+            dout: Gradient of the output, (B, L, D); what is returned is then gradients of the states after splits.
         """
         raise NotImplementedError
 
@@ -119,13 +119,13 @@ class ScanPlan:
         Args:
             kernel: Its name in ``tuning``.
             sequences: Whose channels, in blocks, are programs of their own.
-            overhead: How many times the work a scan in segments takes.
-            cut: Segments and their chunks, if they are given.
+            overhead: How many times the work a scan in splits takes.
+            cut: Splits and their chunks, if they are given.
         """
         block_d, warps = tuning.blocks(kernel, self.D, self.key.device)
         blocks = triton.cdiv(self.D, block_d)
         if cut is None:
-            cut = tuning.segments(
+            cut = tuning.num_splits(
                 sequences * blocks * warps, self.chunks, self.key.device, overhead
             )
         return Spread(block_d, warps, blocks, *cut)
@@ -191,14 +191,14 @@ class ScanPlan:
         """Return out, the last state, the sum of both directions and states, as ``backend.scan``."""
         args, more = self.forward_inputs(self.prepared(args))
         inputs = self.inputs(args)
-        entry = self.entries(inputs, self.to_kernel(args.initial_state), None)
+        split_states = self.split_states(inputs, self.to_kernel(args.initial_state), None)
         rows = (self.B, self.L, self.D)
         out = self.empty(*rows, dtype=self.key.dtype)
         y_pre_gate = self.empty(*rows, dtype=self.sum_dtype) if self.N == 2 else None
         final = self.empty_states(1, self.B) if self.N == 1 else None
         states = self.empty_states(self.N, self.B, self.chunks) if save else None
         self.forward_kernel(
-            out, **inputs, **more, skip_ptr=args.D.contiguous(), entry_ptr=entry, y_ptr=y_pre_gate,
+            out, **inputs, **more, skip_ptr=args.D.contiguous(), split_states_ptr=split_states, y_ptr=y_pre_gate,
             out_ptr=out, states_ptr=states, final_ptr=final,
         )  # fmt: skip
         final = None if final is None else self.from_kernel(final)
@@ -223,18 +223,18 @@ class ScanPlan:
         if self.N == 2 and not self.writes_dz:
             args = args._replace(z=args.z.contiguous())
         inputs, dout = self.inputs(args), _padded(dout, self.missing).contiguous()
-        entry = self.entries(inputs, self.to_kernel(dfinal), dout)
+        split_states = self.split_states(inputs, self.to_kernel(dfinal), dout)
         rows = (self.B, self.L, self.D)
         dx, ddt = (self.empty(self.N, *rows, dtype=self.key.dtype) for _ in range(2))
         wanted = dz
         if not self.writes_dz:
             dz = None if args.z is None else self.empty(*rows, dtype=self.key.dtype)
-        dskip, dbias = self.empty(2, self.N, self.B, self.segments, self.D)
+        dskip, dbias = self.empty(2, self.N, self.B, self.num_splits, self.D)
         dinitial = None if args.initial_state is None else self.empty_states(1, self.B)
         sums = self.sums()
         self.backward_kernel(
             dout, **inputs, **sums, skip_ptr=args.D.contiguous(), dout_ptr=dout, y_ptr=y_pre_gate,
-            states_ptr=states, entry_ptr=entry, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, dskip_ptr=dskip,
+            states_ptr=states, split_states_ptr=split_states, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, dskip_ptr=dskip,
             dbias_ptr=dbias, dinitial_ptr=dinitial,
         )  # fmt: skip
         dA, dq, dk = self.finish(args, inputs, sums)

@@ -139,22 +139,22 @@ def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def alive_row(t, live, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mask [BLOCK_D] of the t-th token of a chunk of which ``live`` tokens exist."""
+def token_mask(t, num_valid, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask [BLOCK_D] of the t-th token of a chunk of which ``num_valid`` tokens exist."""
     if D % BLOCK_D == 0:
-        return tl.zeros((BLOCK_D,), tl.int32) + t < live
-    return d < tl.where(t < live, D, 0)
+        return tl.zeros((BLOCK_D,), tl.int32) + t < num_valid
+    return d < tl.where(t < num_valid, D, 0)
 
 
 @triton.jit
-def alive_rows(live, d, REVERSE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mask [16, BLOCK_D] of a chunk of which the first ``live`` tokens exist.
+def row_mask(num_valid, d, REVERSE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask [16, BLOCK_D] of a chunk of which the first ``num_valid`` tokens exist.
 
     Rows are tokens or, with REVERSE, tokens from the last to the first.
     """
     t = tl.arange(0, 16)
     token = (15 - t) if REVERSE else t
-    alive = tl.zeros((1, BLOCK_D), tl.int32) + token[:, None] < live
+    alive = tl.zeros((1, BLOCK_D), tl.int32) + token[:, None] < num_valid
     if D % BLOCK_D == 0:
         return alive
     return alive & (d < D)[None, :]
@@ -321,7 +321,7 @@ def gate_sigmoid(z, divisor, FAST: tl.constexpr):
 
 
 @triton.jit
-def for_product(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
+def round_tf32(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
     """Round a float32 operand to TF32, of which tensor cores cut what TF32 does not hold.
 
     Cut operands would make every product too small, by 0.03 % each in the mean. From sm_90 on one
@@ -351,7 +351,7 @@ def for_product(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def opaque(tile, FAST: tl.constexpr):
+def asm_identity(tile, FAST: tl.constexpr):
     """Return the tile through a move, which hides from the compiler how it was put together.
 
     Triton 3.9 aborts on a joined and reshaped tile as second operand of a product ("Illegal shared

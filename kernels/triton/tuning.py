@@ -1,4 +1,4 @@
-"""Block sizes, warps and segments of the Triton kernels: the only home of such numbers.
+"""Block sizes, warps and splits of the Triton kernels: the only home of such numbers.
 
 Chosen by counting machine instructions ahead of time, not by timing at run time: the same on every
 rank and in every run.
@@ -19,8 +19,8 @@ _DEFAULT = {
     "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
     "exact_backward_float32": (32, 1),  # products in three parts: more would spill
     "exact_summary": (128, 4),
-    "sequential_forward": (128, 4),
-    "sequential_backward": (64, 2),
+    "recurrent_forward": (128, 4),
+    "recurrent_backward": (64, 2),
     # Two channels per lane: their loads are vectors, and even with 8 taps the backward pass still
     # fits in the registers.
     "conv": (64, 1),
@@ -40,8 +40,8 @@ BLOCKS = {
         "exact_backward": (64, 1),
         "exact_backward_float32": (64, 1),
         "exact_summary": (128, 2),
-        "sequential_forward": (128, 2),
-        "sequential_backward": (64, 1),
+        "recurrent_forward": (128, 2),
+        "recurrent_backward": (64, 1),
         "conv": (128, 1),
     },
 }
@@ -79,26 +79,26 @@ def blocks_for(arch: str, kernel: str, channels: int) -> tuple[int, int]:
     return block, warps
 
 
-def segments(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
-    """Return into how many segments to cut a sequence, and how many chunks are in each.
+def num_splits(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
+    """Return into how many splits to cut a sequence, and how many chunks are in each.
 
     Args:
         warps: Warps of the scan in one piece.
         chunks: Chunks of the sequence.
         device: Where it runs.
-        overhead: How many times the work a scan in segments takes.
+        overhead: How many times the work a scan in splits takes.
     """
     if device.type != "cuda":
         return 1, chunks
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return segments_for(processors, warps, chunks, overhead)
+    return splits_for(processors, warps, chunks, overhead)
 
 
-def segments_for(processors: int, warps: int, chunks: int, overhead: float) -> tuple[int, int]:
-    """Return what ``segments`` does for a GPU of so many multiprocessors.
+def splits_for(processors: int, warps: int, chunks: int, overhead: float) -> tuple[int, int]:
+    """Return what ``num_splits`` does for a GPU of so many multiprocessors.
 
     A scan in one piece takes the same time however few its warps are, up to what fills the GPU. In
-    segments it takes ``overhead`` times the work, which pays if at least twice that would fit.
+    splits it takes ``overhead`` times the work, which pays if at least twice that would fit.
     """
     fitting = _WARPS_PER_PROCESSOR * processors / max(warps, 1)  # an empty batch has none
     count = min(int(fitting), chunks // SHORTEST_SEGMENT)

@@ -28,7 +28,7 @@ class Case:
     dtype: str = "f32"
     directions: int = 2
     reverse: bool = False
-    segments: bool = False
+    splits: bool = False
     extreme: str = ""  # what is extreme; which mixer or model
     K: int = 4  # taps; blocks of a model
     parameters: str = "f32"
@@ -49,7 +49,7 @@ class Case:
             one = "reverse" if self.reverse else "one"
             parts.append("both" if self.directions == 2 else one)
         special = {
-            "segments": self.segments,
+            "splits": self.splits,
             self.extreme: self.extreme,
             self.strides: self.strides != "backbone",
             "no-initial": not self.initial,
@@ -178,22 +178,22 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @contextmanager
-def in_segments(on: bool) -> Iterator[None]:
-    """Cut scans into segments of two chunks, which no small input would otherwise be."""
+def in_splits(on: bool) -> Iterator[None]:
+    """Cut scans into splits of two chunks, which no small input would otherwise be."""
     from vil.kernels.plan import forget_plans
     from vil.kernels.triton import tuning
 
-    def segments(warps, chunks, device, overhead):
+    def splits(warps, chunks, device, overhead):
         return (chunks, 1) if chunks < 4 else (-(-chunks // 2), 2)
 
-    old = tuning.segments
+    old = tuning.num_splits
     if on:
-        tuning.segments = segments
+        tuning.num_splits = splits
         forget_plans()
     try:
         yield
     finally:
-        tuning.segments = old
+        tuning.num_splits = old
         forget_plans()
 
 
@@ -202,7 +202,7 @@ def errors(c: Case) -> dict[str, float]:
     others = {"conv": conv_errors, "mixer": mixer_errors, "model": model_errors}
     if c.op in others:
         return others[c.op](c)
-    with in_segments(c.segments):
+    with in_splits(c.splits):
         return {n: relative(a, b) for n, (a, b) in scan_results(c).items()}
 
 
@@ -350,10 +350,10 @@ def all_cases() -> list[Case]:
             quick = 80 if reverse and not longhorn else False
             add(op, 2, 19, 40, M=5, directions=1, reverse=reverse, quick=quick)
         add(op, 2, 5, 8, M=4, directions=1, initial=False)
-        add(op, 2, 67, 40, M=4, segments=True, quick=80 if longhorn else 90)
-        add(op, 2, 67, 40, M=4, directions=1, segments=True)
-        add(op, 2, 67, 40, M=4, directions=1, reverse=True, segments=True)
-        add(op, 2, 67, 136, M=16, dtype="bf16", segments=True)
+        add(op, 2, 67, 40, M=4, splits=True, quick=80 if longhorn else 90)
+        add(op, 2, 67, 40, M=4, directions=1, splits=True)
+        add(op, 2, 67, 40, M=4, directions=1, reverse=True, splits=True)
+        add(op, 2, 67, 136, M=16, dtype="bf16", splits=True)
         add(op, 1, 18, 32, M=4, extreme="keys1e3")
         add(op, 1, 18, 32, M=4, extreme="beta60")
         add(op, 1, 18, 32, M=4, extreme="keys0")
@@ -370,7 +370,7 @@ def all_cases() -> list[Case]:
     for L in (37, 197):
         add("exact", 2, L, 72, M=4, dtype="f32")
     add("exact", 2, 37, 72, M=4, dtype="f32", extreme="keys1e3")
-    add("exact", 2, 67, 24, M=4, dtype="bf16", segments=True)
+    add("exact", 2, 67, 24, M=4, dtype="bf16", splits=True)
     for reverse in (False, True):
         add("exact", 2, 37, 24, M=16, dtype="f32", directions=1, reverse=reverse)
     add("exact", 2, 37, 200, M=16, dtype="bf16")
@@ -382,8 +382,8 @@ def all_cases() -> list[Case]:
     add("exact", 2, 50, 384, M=16, dtype="bf16")
     add("exact", 1, 21, 37, M=4, dtype="bf16", strides="odd")
     add("exact", 1, 20, 40, M=32, dtype="bf16")
-    for L in (67, 197):  # 3 and 7 segments: the loop over them is a pipeline of copies
-        add("exact", 2, L, 24, M=4, dtype="bf16", directions=1, segments=True)
+    for L in (67, 197):  # 3 and 7 splits: the loop over them is a pipeline of copies
+        add("exact", 2, L, 24, M=4, dtype="bf16", directions=1, splits=True)
     add("exact", 2, 1, 72, M=4, dtype="f32")
     add("exact", 2, 5, 72, M=4, dtype="f32")
     # convolution
@@ -409,7 +409,7 @@ def all_cases() -> list[Case]:
     for op in ("longhorn", "exact"):
         add(op, 2, 37, 40, M=4, dtype="f32", kappa_scale=4.0)
         add(op, 2, 37, 72, M=4, dtype="bf16", kappa_scale=4.0, quick=90 if op == "exact" else 80)
-        add(op, 2, 67, 40, M=4, dtype="f32", kappa_scale=0.25, segments=True)
+        add(op, 2, 67, 40, M=4, dtype="f32", kappa_scale=0.25, splits=True)
     # the mixer and whole models
     for recurrence in ("longhorn", "mamba", "longhorn_exact"):
         add("mixer", 2, 21, 12, M=4, extreme=recurrence, quick=90 * (recurrence == "longhorn"))
@@ -418,8 +418,8 @@ def all_cases() -> list[Case]:
         add("model", 1, 17, 16, extreme=model, K=1)
         add("model", 2, 17, 16, extreme=model, K=2, quick=80 * (model == "vil_tiny"))
     for dtype in ("f32", "bf16"):
-        add("exact", 2, 67, 72, M=4, dtype=dtype, segments=True)  # both directions
-        add("exact", 2, 67, 24, M=4, dtype=dtype, directions=1, reverse=True, segments=True)
+        add("exact", 2, 67, 72, M=4, dtype=dtype, splits=True)  # both directions
+        add("exact", 2, 67, 24, M=4, dtype=dtype, directions=1, reverse=True, splits=True)
     add("exact", 1, 37, 24, M=128, dtype="bf16")
     add("exact", 1, 37, 24, M=64, dtype="f32")
     add("exact", 2, 5, 72, M=4, dtype="bf16")

@@ -36,14 +36,14 @@ for name in sys.argv[1:]:
 PACK = """
 import os
 from triton import knobs
-from vil.kernels.triton import launch, sequential_tokens
+from vil.kernels.triton import launch, recurrent_parts
 
 told = {False: b"compiled\\n", True: b"hit\\n"}
 knobs.compilation.listener = lambda *, cache_hit, **_: os.write(1, told[cache_hit])
 noted = warmup.launches(
     warmup._create("vil_tiny", 224, None, torch.device("cpu")), 2, 224, torch.float32, torch.device("cpu")
 )
-pack = next(l for l in noted["eval"] if l.kernel is sequential_tokens.pack_kernel)
+pack = next(l for l in noted["eval"] if l.kernel is recurrent_parts.pack_kernel)
 
 
 class WithoutGPU:

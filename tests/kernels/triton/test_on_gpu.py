@@ -48,17 +48,17 @@ def test_a_long_sequence_is_cut_and_gives_the_same(
     recurrence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, counts = tensors(1, 6085, 192, recurrence), []
-    segments = tuning.segments
+    splits = tuning.num_splits
 
     def counted(*arguments: object) -> tuple[int, int]:
-        result = segments(*arguments)
+        result = splits(*arguments)
         counts.append(result[0])
         return result
 
-    monkeypatch.setattr(tuning, "segments", counted)
+    monkeypatch.setattr(tuning, "num_splits", counted)
     cut = outcomes(given, recurrence)
     assert max(counts) > 1
-    monkeypatch.setattr(tuning, "segments", lambda warps, chunks, device, overhead: (1, chunks))
+    monkeypatch.setattr(tuning, "num_splits", lambda warps, chunks, device, overhead: (1, chunks))
     for result, expected in zip(cut, outcomes(given, recurrence), strict=True):
         error = (result - expected).float().abs().max() / expected.float().abs().max()
         assert error < 0.02  # rounded to bfloat16, products in TF32

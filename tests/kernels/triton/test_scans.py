@@ -64,9 +64,11 @@ def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    """Cut every sequence into segments of so many chunks."""
-    monkeypatch.setattr(tuning, "segments", lambda warps, count, *_: (-(-count // chunks), chunks))
+def in_splits(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    """Cut every sequence into splits of so many chunks."""
+    monkeypatch.setattr(
+        tuning, "num_splits", lambda warps, count, *_: (-(-count // chunks), chunks)
+    )
     forget_plans()
 
 
@@ -103,8 +105,8 @@ def test_one_direction(recurrence: str, shape: Shape, reverse: bool, save: bool)
 
 
 @each
-def test_both_directions_in_segments(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_segments(monkeypatch, 1)
+def test_both_directions_in_splits(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_splits(monkeypatch, 1)
     assert_right(
         backend, args_of(recurrence, (1, 35, 8, 4)), recurrence, TOLERANCE, kappa_scale=4.0
     )
@@ -115,10 +117,10 @@ def test_both_directions_in_segments(recurrence: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_one_direction_in_segments(
+def test_one_direction_in_splits(
     recurrence: str, reverse: bool, started: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_segments(monkeypatch, chunks)
+    in_splits(monkeypatch, chunks)
     args = args_of(recurrence, (1, 66 if chunks == 2 else 35, 7, 2), N=1)
     args = args if started else args._replace(initial_state=None)
     assert_right(backend, args, recurrence, TOLERANCE, reverse)
@@ -169,13 +171,13 @@ def test_extreme_inputs_stay_finite_and_right(recurrence: str, kappa_scale: floa
 @pytest.mark.ci
 @pytest.mark.parametrize(("B", "L", "D", "R"), [(2, 19, 40, 3), (1, 5, 8, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("splits", [False, True])
 def test_step_sizes_of_low_rank_are_their_products(
-    B: int, L: int, D: int, R: int, dtype: torch.dtype, segments: bool,
+    B: int, L: int, D: int, R: int, dtype: torch.dtype, splits: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if segments:
-        in_segments(monkeypatch, 1)
+    if splits:
+        in_splits(monkeypatch, 1)
     args = args_of(EXACT, (B, L, D, 4), dtype=dtype)
     generator = torch.Generator().manual_seed(2)
     projected = torch.randn(2, B, L, R + 2, generator=generator).to(DEVICE, dtype)

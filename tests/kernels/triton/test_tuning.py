@@ -1,4 +1,4 @@
-"""When sequences are cut in segments."""
+"""When sequences are cut in splits."""
 
 import pytest
 
@@ -14,21 +14,21 @@ def warps(B: int, D: int) -> int:
 
 
 def test_large_batches_are_not_cut() -> None:
-    assert tuning.segments_for(H200, warps(128, 384), 13, OVERHEAD) == (1, 13)
-    assert tuning.segments_for(H200, warps(8, 384), 381, OVERHEAD) == (1, 381)
+    assert tuning.splits_for(H200, warps(128, 384), 13, OVERHEAD) == (1, 13)
+    assert tuning.splits_for(H200, warps(8, 384), 381, OVERHEAD) == (1, 381)
 
 
 def test_one_long_sequence_is_cut() -> None:
-    count, length = tuning.segments_for(H200, warps(1, 384), 381, OVERHEAD)
+    count, length = tuning.splits_for(H200, warps(1, 384), 381, OVERHEAD)
     assert count > 4 * OVERHEAD
     assert length >= tuning.SHORTEST_SEGMENT
 
 
 @pytest.mark.parametrize("overhead", [1.0, 11.0])
 @pytest.mark.parametrize("parallel", [0, 1, 12, 100, 10_000])
-def test_segments_cover_every_chunk_once(parallel: int, overhead: float) -> None:
+def test_splits_cover_every_chunk_once(parallel: int, overhead: float) -> None:
     for chunks in range(1, 400):
-        count, length = tuning.segments_for(H200, parallel, chunks, overhead)
+        count, length = tuning.splits_for(H200, parallel, chunks, overhead)
         assert 1 <= count <= chunks
         assert (count - 1) * length < chunks <= count * length
         assert count == 1 or length >= tuning.SHORTEST_SEGMENT

@@ -1,15 +1,15 @@
-"""The exact Longhorn scan in chunks, cut in segments: the states that they start from.
+"""The exact Longhorn scan in chunks, cut in splits: the states that they start from.
 
-Sequences too few to fill the device are cut in segments of whole chunks that run side by side: the
-scan is linear in its state, so a summary of every segment gives the states that the segments start
+Sequences too few to fill the device are cut in splits of whole chunks that run side by side: the
+scan is linear in its state, so a summary of every split gives the states that the splits start
 from. Triton kernels, then how a call is spread over the device. What is computed, and the letters,
-are in ``longhorn_exact.py``.
+are in ``chunk.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vil.kernels.triton.exact_chunks import (
+from vil.kernels.triton.chunk_parts import (
     RUN_TIME,
     backward_substitution,
     forward_substitution,
@@ -17,30 +17,30 @@ from vil.kernels.triton.exact_chunks import (
     store_states,
 )
 from vil.kernels.triton.tiles import (
-    alive_row,
-    alive_rows,
     broadcast_rows,
     columns,
-    for_product,
     from_columns,
     half_silu,
     load_row,
     load_rows,
     longhorn_eps,
+    round_tf32,
+    row_mask,
     to_rows,
+    token_mask,
 )
 
 
 @triton.jit
 def _summary_direction(
     x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
-    B, L, b, segment, segments, segment_chunks, d, j,
+    B, L, b, split, num_splits, split_chunks, d, j,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, REVERSE: tl.constexpr, OWN: tl.constexpr, x_stride_l: tl.constexpr,
     dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take unit state j, or if OWN zeros under the inputs given, through one segment.
+    """Take unit state j, or if OWN zeros under the inputs given, through one split.
 
     With dout given, what is taken through is the gradient of the state, against the scan.
     """
@@ -51,15 +51,15 @@ def _summary_direction(
     state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
     if not OWN:
         state += tl.where(m == j, 1.0, 0.0)[None, :]
-    segment += 1 if DESCENDING else 0  # the last one on the way needs no summary
-    chunks, begin = tl.cdiv(L, T), segment * segment_chunks
-    end = tl.minimum(begin + segment_chunks, chunks)
-    mask = alive_row(0, 1, d, D, BLOCK_D)
+    split += 1 if DESCENDING else 0  # the last one on the way needs no summary
+    chunks, begin = tl.cdiv(L, T), split * split_chunks
+    end = tl.minimum(begin + split_chunks, chunks)
+    mask = token_mask(0, 1, d, D, BLOCK_D)
     channel = mask[None, :]
     bias = load_row(bias_ptr + direction * D + d, mask)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
-    rounded = for_product(state, PRECISION, FAST)
+    rounded = round_tf32(state, PRECISION, FAST)
     for i in range(begin, end):
         n = (begin + end - 1 - i) if DESCENDING else i
         chunk = (direction * B + b) * chunks + n
@@ -78,13 +78,13 @@ def _summary_direction(
             taken = forward_substitution(rest, eps, gram, BLOCK_D, PRECISION, FAST)
         else:
             if OWN:
-                alive = alive_rows(L - n * T, d, not REVERSE, D, BLOCK_D)
+                alive = row_mask(L - n * T, d, not REVERSE, D, BLOCK_D)
                 dy = load_rows(dout_ptr + (b * L + first) * D + d, sign * D, alive)
                 if z_ptr is not None:
                     z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
                     dy *= half_silu(load_rows(z_row, sign * z_stride_l, channel), FAST)
                 read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
-                dy = for_product(dy, PRECISION, FAST)
+                dy = round_tf32(dy, PRECISION, FAST)
                 dy = from_columns(columns(tl.trans(dy), 16), BLOCK_D)
                 recalled = tl.dot(dy, tl.trans(read), recalled, input_precision=PRECISION)
                 state = tl.dot(dy, tl.load(keys + BLOCK_M), state, input_precision=PRECISION)
@@ -93,27 +93,27 @@ def _summary_direction(
             )
             k = -k
         state = tl.dot(taken, k, state, input_precision=PRECISION)
-        rounded = for_product(state, PRECISION, FAST)
-    lane = (((direction * B + b) * segments + segment) * (M + 1) + j) * D + d
+        rounded = round_tf32(state, PRECISION, FAST)
+    lane = (((direction * B + b) * num_splits + split) * (M + 1) + j) * D + d
     store_states(summary_ptr, lane, state, d, D, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
-    B, L, segments, segment_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
+    B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
     z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
     z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
     BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Summarise what a segment does to a state, or against the scan to a gradient of one.
+    """Summarise what a split does to a state, or against the scan to a gradient of one.
 
     summary (N, B, S, M + 1, D, BLOCK_M): j < M is where unit state j ends if nothing is given, M
     where zeros end under what is given: x, or the gradient of y.
     """
     DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    b, segment, place, block = place_of_program(segments - 1, DIRECTIONS, (M + 1) * BLOCKS)
+    b, split, place, block = place_of_program(num_splits - 1, DIRECTIONS, (M + 1) * BLOCKS)
     j = block // BLOCKS
     d = (block - j * BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
     for direction in tl.static_range(DIRECTIONS):
@@ -121,7 +121,7 @@ def summary_kernel(
             if place == direction and (j == M) == (own == 1):
                 _summary_direction(
                     x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr,
-                    summary_ptr, B, L, b, segment, segments, segment_chunks, d, j,
+                    summary_ptr, B, L, b, split, num_splits, split_chunks, d, j,
                     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
                     direction, REVERSE or direction == 1, own == 1, x_stride_l, dt_stride_l,
                     z_stride_l, D, BLOCK_D, M, BLOCK_M, FAST, PRECISION,
@@ -130,10 +130,10 @@ def summary_kernel(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def carry_kernel(
-    summary_ptr, start_ptr, entry_ptr, B, segments,
+    summary_ptr, start_ptr, split_states_ptr, B, num_splits,
     DESCENDING: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Carry the state of one channel over the segments: entry (N, B, S, D, BLOCK_M).
+    """Carry the state of one channel over the splits: entry (N, B, S, D, BLOCK_M).
 
     DESCENDING is the way of direction 0; direction 1 goes the other way.
     """
@@ -145,14 +145,14 @@ def carry_kernel(
     else:
         state = tl.load(start_ptr + (b * D + d) * BLOCK_M + j)
     descending = direction == (0 if DESCENDING else 1)
-    # A step is short: load three segments ahead, as far as shared memory holds them.
-    for i in tl.range(segments - 1, num_stages=4 if BLOCK_M <= 32 else 1):
-        place = rest * segments + tl.where(descending, segments - 1 - i, i)
+    # A step is short: load three splits ahead, as far as shared memory holds them.
+    for i in tl.range(num_splits - 1, num_stages=4 if BLOCK_M <= 32 else 1):
+        place = rest * num_splits + tl.where(descending, num_splits - 1 - i, i)
         summary = summary_ptr + (place * ((M + 1) * D) + d) * BLOCK_M + j
         unit = summary[None, :] + j[:, None] * (D * BLOCK_M)
         transition = tl.load(unit, mask=(j < M)[:, None], other=0.0)
         own = tl.load(summary + M * D * BLOCK_M)
-        tl.store(entry_ptr + (place * D + d) * BLOCK_M + j, state)
+        tl.store(split_states_ptr + (place * D + d) * BLOCK_M + j, state)
         state = own + tl.sum(transition * state[:, None], 0)
-    place = rest * segments + tl.where(descending, 0, segments - 1)
-    tl.store(entry_ptr + (place * D + d) * BLOCK_M + j, state)
+    place = rest * num_splits + tl.where(descending, 0, num_splits - 1)
+    tl.store(split_states_ptr + (place * D + d) * BLOCK_M + j, state)

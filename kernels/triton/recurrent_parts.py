@@ -1,24 +1,24 @@
 """Scans token by token, their building blocks: places, states, what a token does, packed rows.
 
 Triton functions, then the launcher of the kernel that packs and the layout of states. What either
-recurrence makes of a token is in ``longhorn_diagonal.py`` and ``mamba.py``; letters are as in
-``sequential.py``.
+recurrence makes of a token is in ``longhorn.py`` and ``mamba.py``; letters are as in
+``recurrent.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vil.kernels.triton import longhorn_diagonal, mamba, tuning
+from vil.kernels.triton import longhorn, mamba, tuning
 from vil.kernels.triton.tiles import (
     LANES_NEXT,
     columns,
     decay_and_eps,
-    for_product,
     half_sigmoid,
     join_columns,
     load_quads,
     longhorn_eps,
     no_lane,
+    round_tf32,
 )
 
 # Tokens from one saved state to the next. The backward pass keeps a scratch of 2 KB per token of it
@@ -28,7 +28,7 @@ ROW_TAIL = 4  # floats of a packed row after k and q: 1 + kappa_scale |k|^2, and
 
 # What differs from call to call and is not worth a compilation of its own.
 RUN_TIME = (
-    *("B", "L", "segments", "segment_tokens", "kappa_scale"),
+    *("B", "L", "num_splits", "split_tokens", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b", "l")),
     *(
         f"{name}_ptr"
@@ -103,13 +103,13 @@ def full_states(value, M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def first_states(
-    entry_ptr, lane, channel, mask, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr
+    split_states_ptr, lane, channel, mask, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Return the tuple of M states that a segment starts from, zeros if none are given."""
-    if entry_ptr is None:
+    """Return the tuple of M states that a split starts from, zeros if none are given."""
+    if split_states_ptr is None:
         return full_states(0.0, M, BLOCK_D)
     else:
-        return load_states(entry_ptr + lane * (M * D), channel, mask, D, M)
+        return load_states(split_states_ptr + lane * (M * D), channel, mask, D, M)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def sums_over_channels(
     """
     for _ in tl.static_range(N, 2**BITS):
         values += (tl.zeros((BLOCK_D,), tl.float32),)
-    tile = for_product(join_columns(values, 2**BITS), PRECISION, FAST)
+    tile = round_tf32(join_columns(values, 2**BITS), PRECISION, FAST)
     ones = tl.full((16, BLOCK_D), 1.0, tl.float32)
     return tl.dot(ones, tile, input_precision=PRECISION)
 
@@ -167,14 +167,14 @@ def step_size_and_slope(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.cons
 def advance(state, x, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr):
     if MAMBA:
         return mamba.advance(state, x, step, k, rates, M, FAST)
-    return longhorn_diagonal.advance(state, x, step, k, M)
+    return longhorn.advance(state, x, step, k, M)
 
 
 @triton.jit
 def fade(weights, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr):
     if MAMBA:
         return mamba.fade(weights, step, rates, M, FAST)
-    return longhorn_diagonal.fade(weights, step, k, M)
+    return longhorn.fade(weights, step, k, M)
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def retreat(
 ):  # fmt: skip
     if MAMBA:
         return mamba.retreat(grad, drates, state, x, step, k, q, dy, rates, M, FAST)
-    before, recalled, dstep, dk, dq = longhorn_diagonal.retreat(
+    before, recalled, dstep, dk, dq = longhorn.retreat(
         grad, state, x, step, k, q, dy, kappa_scale, M
     )
     return before, drates, recalled, dstep, dk, dq
@@ -199,7 +199,7 @@ def gate_backward(dout, z, y, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def pack_kernel(
-    q_ptr, k_ptr, rows_ptr, B, L, kappa_scale,
+    q_ptr, k_ptr, kq_ptr, B, L, kappa_scale,
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
     STATES: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +218,7 @@ def pack_kernel(
     k_tile = k_base + token[:, None] * k_stride_l + m[None, :]
     q = tl.load(q_tile, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(k_tile, mask=mask, other=0.0).to(tl.float32)
-    row = rows_ptr + (sequence * (blocks * TOKENS) + token) * (2 * M + 4)
+    row = kq_ptr + (sequence * (blocks * TOKENS) + token) * (2 * M + 4)
     inside = (m < M)[None, :]
     tl.store(row[:, None] + m[None, :], k, mask=inside)
     tl.store(row[:, None] + M + m[None, :], q, mask=inside)
@@ -226,17 +226,17 @@ def pack_kernel(
 
 
 @triton.jit
-def place_of_program(segments, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return which block, segment, direction and batch element a program has.
+def place_of_program(num_splits, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return which block, split, direction and batch element a program has.
 
     All in one dimension of the grid: the others end at 65,535.
     """
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     rest = tl.program_id(0) // blocks
-    sequence = rest // segments
+    sequence = rest // num_splits
     direction = sequence // B
-    block, segment = tl.program_id(0) - rest * blocks, rest - sequence * segments
-    return block, segment, direction, (sequence - direction * B).to(tl.int64)
+    block, split = tl.program_id(0) - rest * blocks, rest - sequence * num_splits
+    return block, split, direction, (sequence - direction * B).to(tl.int64)
 
 
 def padded_states(states: int) -> int:

@@ -12,8 +12,8 @@ atomics and gradients are the same bits from run to run. Derivation: kernels/REA
 Chunk n holds tokens 16 n to 16 n + 15 in either direction; within it rows are in the order of the
 scan, so that in reverse a ragged chunk comes first and begins with its dead rows, whose keys are
 zero and leave the state alone. Here are the scan and its way back; the matrices that all channels
-share are made in ``exact_keys.py``, the states that segments start from in ``exact_segments.py``.
-Letters: N directions, B batch, L tokens, S segments, D channels, M state size.
+share are made in ``chunk_parts.py``, the states that splits start from in ``chunk_splits.py``.
+Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 """
 
 from typing import Any
@@ -27,26 +27,25 @@ from torch import Tensor
 from vil.kernels.args import ScanArgs
 from vil.kernels.plan import ScanKey
 from vil.kernels.triton import tuning
-from vil.kernels.triton.exact_chunks import (
+from vil.kernels.triton.chunk_parts import (
     RUN_TIME,
     backward_substitution,
-    entry_state,
     forward_substitution,
+    gram_kernel,
+    keys_kernel,
     padded_states,
     place_of_program,
+    split_state,
     store_states,
 )
-from vil.kernels.triton.exact_keys import gram_kernel, keys_kernel
-from vil.kernels.triton.exact_segments import carry_kernel, summary_kernel
+from vil.kernels.triton.chunk_splits import carry_kernel, summary_kernel
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import ScanPlan, Spread
 from vil.kernels.triton.tiles import (
-    alive_row,
-    alive_rows,
+    asm_identity,
     broadcast_rows,
     columns,
     decay_and_eps,
-    for_product,
     from_columns,
     gate_sigmoid,
     half_silu,
@@ -55,22 +54,24 @@ from vil.kernels.triton.tiles import (
     load_rows,
     load_states,
     longhorn_eps,
-    opaque,
+    round_tf32,
+    row_mask,
     store_rows,
     to_rows,
+    token_mask,
 )
 
 
 @triton.jit
 def _forward_direction(
     x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    y_ptr, out_ptr, states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
+    y_ptr, out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
     dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan one direction of one segment of one batch element and block of channels.
+    """Scan one direction of one split of one batch element and block of channels.
 
     A single direction (no z) stores y. Of two, direction 0 leaves y as a partial sum; direction 1
     adds its own to that, gates and stores the result, and the sum too if states are saved.
@@ -78,11 +79,11 @@ def _forward_direction(
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
-    chunks, begin = tl.cdiv(L, T), segment * segment_chunks
-    end = tl.minimum(begin + segment_chunks, chunks)
-    lane = ((direction * B + b) * segments + segment) * D + d
-    state = entry_state(entry_ptr, lane, d, D, BLOCK_D, BLOCK_M)
-    mask = alive_row(0, 1, d, D, BLOCK_D)
+    chunks, begin = tl.cdiv(L, T), split * split_chunks
+    end = tl.minimum(begin + split_chunks, chunks)
+    lane = ((direction * B + b) * num_splits + split) * D + d
+    state = split_state(split_states_ptr, lane, d, D, BLOCK_D, BLOCK_M)
+    mask = token_mask(0, 1, d, D, BLOCK_D)
     channel = mask[None, :]
     bias = load_row(bias_ptr + direction * D + d, mask)
     skip = load_row(skip_ptr + direction * D + d, mask)
@@ -90,7 +91,7 @@ def _forward_direction(
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b
     if dt_weight_ptr is not None:
         weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
-    rounded = for_product(state, PRECISION, FAST)
+    rounded = round_tf32(state, PRECISION, FAST)
     for i in range(begin, end):
         n = (begin + end - 1 - i) if REVERSE else i
         chunk = (direction * B + b) * chunks + n
@@ -99,7 +100,7 @@ def _forward_direction(
         gram = gram_ptr + chunk * (2 * T * T)
         if states_ptr is not None:
             store_states(states_ptr, chunk * D + d, rounded, d, D, BLOCK_M)
-        start, live = tl.minimum(n * T, L - T), L - n * T
+        start, num_valid = tl.minimum(n * T, L - T), L - n * T
         first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
         # Before anything else is loaded: 28 registers fewer on sm_90 than after, if states are saved.
         if dt_weight_ptr is None:
@@ -117,9 +118,9 @@ def _forward_direction(
         y = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
         y = to_rows(tl.dot(c, read, y, input_precision=PRECISION), BLOCK_D) + skip[None, :] * x
         state = tl.dot(c, k, state, input_precision=PRECISION)
-        rounded = for_product(state, PRECISION, FAST)
+        rounded = round_tf32(state, PRECISION, FAST)
         token = (b * L + first) * D
-        alive = alive_rows(live, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
+        alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
         if z_ptr is None:
             store_rows(out_ptr + token + d, sign * D, y, alive)
         elif direction == 0:
@@ -139,7 +140,7 @@ def _forward_direction(
 @triton.jit(do_not_specialize=RUN_TIME)
 def _forward_kernel(
     x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
-    out_ptr, states_ptr, entry_ptr, final_ptr, B, L, segments, segment_chunks,
+    out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, num_splits, split_chunks,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
     z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -149,11 +150,11 @@ def _forward_kernel(
 
     Given dt_weight (N, D, RANK), dt has RANK numbers for a token, whose products with it are the step sizes.
     """
-    b, segment, _, block = place_of_program(segments, 1, (D + BLOCK_D - 1) // BLOCK_D)
+    b, split, _, block = place_of_program(num_splits, 1, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     _forward_direction(
         x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
-        out_ptr, states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
+        out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
         x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
         0, REVERSE, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
     )  # fmt: skip
@@ -162,7 +163,7 @@ def _forward_kernel(
         tl.debug_barrier()
         _forward_direction(
             x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-            y_ptr, out_ptr, states_ptr, entry_ptr, final_ptr, B, L, b, segment, segments, segment_chunks, d,
+            y_ptr, out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
             x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
             1, True, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
@@ -210,11 +211,11 @@ def _store_sums(
     both = part + row * (BLOCK_M + T)
     if BLOCK_M == T:  # side by side in one product
         by = tl.reshape(tl.permute(tl.join(state, c_tile), (0, 2, 1)), (BLOCK_D, 2 * T))
-        by = tl.dot(rows, opaque(by, FAST), input_precision=PRECISION)
+        by = tl.dot(rows, asm_identity(by, FAST), input_precision=PRECISION)
         tl.store(both + tl.arange(0, 2 * T)[None, :], by, mask=row < 2 * T)
     else:
         by_state = tl.dot(rows, state, input_precision=PRECISION)
-        by_c = tl.dot(rows, opaque(c_tile, FAST), input_precision=PRECISION)
+        by_c = tl.dot(rows, asm_identity(c_tile, FAST), input_precision=PRECISION)
         tl.store(both + m[None, :], by_state, mask=row < 2 * T)
         tl.store(both + BLOCK_M + t16[None, :], by_c, mask=row < 2 * T)
     by_dstate = tl.dot(rows, later, input_precision=PRECISION)
@@ -245,7 +246,7 @@ def _chunk_backward(
     read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
     state_row = states_ptr + chunk * (D * BLOCK_M) + (d[:, None] * BLOCK_M + m[None, :])
     state = load_states(state_row, d, D, BLOCK_D)
-    start, live = tl.minimum(n * T, L - T), L - n * T
+    start, num_valid = tl.minimum(n * T, L - T), L - n * T
     first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
     token = (b * L + first) * D
     x_row, dt_row = x_ptr + first * x_stride_l + d, dt_ptr + first * dt_stride_l + d
@@ -253,7 +254,7 @@ def _chunk_backward(
     if z_ptr is not None:
         gate = b * z_stride_b + first * z_stride_l + d
         z_row, dz_row, y_row = z_ptr + gate, dz_ptr + gate, y_ptr + token + d
-    alive = alive_rows(live, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
+    alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
     if z_ptr is None:
         dy = load_rows(dout_row, sign * D, alive)
     else:
@@ -266,7 +267,7 @@ def _chunk_backward(
     x = load_rows(x_row, sign * x_stride_l, channel)
     dt = load_rows(dt_row, sign * dt_stride_l, channel)
     decay, eps = decay_and_eps(dt, bias[None, :], kappa, FAST)
-    dy = for_product(dy, PRECISION, FAST)
+    dy = round_tf32(dy, PRECISION, FAST)
     dys, xs = columns(tl.trans(dy), 16), columns(tl.trans(x), 16)
     for t in tl.static_range(T):
         dskip += dys[t] * xs[t]
@@ -287,31 +288,31 @@ def _chunk_backward(
         sums_ptr, dy_tile, w_tile, c_tile, state_row, later, B, b, n, chunks, d, block,
         direction, DIRECTIONS, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
     )  # fmt: skip
-    later = for_product(dstate, PRECISION, FAST)
+    later = round_tf32(dstate, PRECISION, FAST)
     return dstate, later, dskip, dbias
 
 
 @triton.jit
 def _backward_direction(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
-    B, L, b, segment, segments, segment_chunks, d, block,
+    states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    B, L, b, split, num_splits, split_chunks, d, block,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr,
     x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one direction of one segment of one batch element and block of channels back.
+    """Take one direction of one split of one batch element and block of channels back.
 
     Of two directions, direction 0 also writes the gradient of the gate.
     """
-    chunks, begin = tl.cdiv(L, 16), segment * segment_chunks
-    end = tl.minimum(begin + segment_chunks, chunks)
-    lane = ((direction * B + b) * segments + segment) * D + d
-    mask = alive_row(0, 1, d, D, BLOCK_D)
+    chunks, begin = tl.cdiv(L, 16), split * split_chunks
+    end = tl.minimum(begin + split_chunks, chunks)
+    lane = ((direction * B + b) * num_splits + split) * D + d
+    mask = token_mask(0, 1, d, D, BLOCK_D)
     channel = mask[None, :]
-    dstate = entry_state(entry_ptr, lane, d, D, BLOCK_D, BLOCK_M)
+    dstate = split_state(split_states_ptr, lane, d, D, BLOCK_D, BLOCK_M)
     bias = load_row(bias_ptr + direction * D + d, mask)
     if FAST:
         bias *= -1.4426950408889634
@@ -319,7 +320,7 @@ def _backward_direction(
     dbias, dskip = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     x_ptr += direction * x_stride_dir + b * x_stride_b
     dt_ptr += direction * dt_stride_dir + b * dt_stride_b
-    later = for_product(dstate, PRECISION, FAST)
+    later = round_tf32(dstate, PRECISION, FAST)
     for i in range(begin, end):
         n = i if REVERSE else (begin + end - 1 - i)
         dstate, later, dskip, dbias = _chunk_backward(
@@ -338,22 +339,22 @@ def _backward_direction(
 @triton.jit(do_not_specialize=RUN_TIME)
 def _backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
-    B, L, segments, segment_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
+    states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
     z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
     z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one of the directions back."""
     DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
-    b, segment, own, block = place_of_program(segments, DIRECTIONS, (D + BLOCK_D - 1) // BLOCK_D)
+    b, split, own, block = place_of_program(num_splits, DIRECTIONS, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     for direction in tl.static_range(DIRECTIONS):
         if direction == own:
             _backward_direction(
                 x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr,
-                bias_ptr, states_ptr, entry_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr,
-                dbias_ptr, dinitial_ptr, B, L, b, segment, segments, segment_chunks, d, block,
+                bias_ptr, states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr,
+                dbias_ptr, dinitial_ptr, B, L, b, split, num_splits, split_chunks, d, block,
                 x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b, direction,
                 DIRECTIONS, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l,
                 D, BLOCK_D, BLOCK_M, FAST, PRECISION,
@@ -377,12 +378,12 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def _segments(spread: Spread, block_d: int) -> dict[str, int]:
-    segments, length = spread.segments, spread.segment_chunks
-    return {"segments": segments, "segment_chunks": length, "BLOCK_D": block_d}
+def _splits(spread: Spread, block_d: int) -> dict[str, int]:
+    num_splits, length = spread.num_splits, spread.split_chunks
+    return {"num_splits": num_splits, "split_chunks": length, "BLOCK_D": block_d}
 
 
-class ExactPlan(ScanPlan):
+class ChunkPlan(ScanPlan):
     """The launches of a scan in chunks; states are (*lead, D, BLOCK_M)."""
 
     least_tokens = tuning.CHUNK
@@ -396,9 +397,9 @@ class ExactPlan(ScanPlan):
             self.spread(kernel, sequences, 1 + _SUMMARY_SHARE[kernel] * (key.states + 1))
             for kernel, sequences in (("exact_forward", self.B), (backward, self.N * self.B))
         )
-        self.segments, self.blocks = back.segments, back.blocks
-        # In segments they are made before: a summary would make them once for every state.
-        self.makes_steps = ahead.segments == 1 and 0 < (key.rank or 0) <= _MOST_RANK
+        self.num_splits, self.blocks = back.num_splits, back.blocks
+        # In splits they are made before: a summary would make them once for every state.
+        self.makes_steps = ahead.num_splits == 1 and 0 < (key.rank or 0) <= _MOST_RANK
         of_keys = {
             "B": self.B, "L": self.L, "REVERSE": self.reverse, "BLOCK_M": self.block_m,
             "PRECISION": precision, "FAST": tuning.fast(key.device),
@@ -406,12 +407,12 @@ class ExactPlan(ScanPlan):
         shared = of_keys | self.strides("x", "dt", "z") | {"D": self.D}
         shared_back = shared | self.strides("z", back=True)
         self.forward_kernel = Kernel(
-            _forward_kernel, self.B * ahead.blocks * ahead.segments, ahead.num_warps, **shared,
-            **_segments(ahead, ahead.block_d), RANK=key.rank if self.makes_steps else 0,
+            _forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
+            **_splits(ahead, ahead.block_d), RANK=key.rank if self.makes_steps else 0,
         )  # fmt: skip
         self.backward_kernel = Kernel(
-            _backward_kernel, self.N * self.B * back.blocks * back.segments, back.num_warps,
-            **shared_back, **_segments(back, back.block_d),
+            _backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,
+            **shared_back, **_splits(back, back.block_d),
         )  # fmt: skip
         sequences, keys = (
             self.N * self.B * self.chunks,
@@ -420,26 +421,26 @@ class ExactPlan(ScanPlan):
         self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
         self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
         self._between = [
-            self._between_segments(spread, adjoint, (shared, shared_back)[adjoint])
+            self._between_splits(spread, adjoint, (shared, shared_back)[adjoint])
             for adjoint, spread in enumerate((ahead, back))
         ]
 
-    def _between_segments(
+    def _between_splits(
         self, spread: Spread, adjoint: bool, shared: dict[str, Any]
     ) -> tuple[int, Kernel, Kernel]:
-        """Return how many segments there are, and what finds the states that they start from."""
+        """Return how many splits there are, and what finds the states that they start from."""
         M, sequences = self.key.states, self.N * self.B
         block, num_warps = tuning.blocks("exact_summary", self.D, self.key.device)
-        programs = sequences * (spread.segments - 1) * (M + 1) * triton.cdiv(self.D, block)
+        programs = sequences * (spread.num_splits - 1) * (M + 1) * triton.cdiv(self.D, block)
         summary = Kernel(
-            summary_kernel, programs, num_warps, M=M, **shared, **_segments(spread, block)
+            summary_kernel, programs, num_warps, M=M, **shared, **_splits(spread, block)
         )
         carry = Kernel(
             carry_kernel, sequences * self.D, self.block_m // 16, B=self.B,
-            segments=spread.segments, D=self.D, M=M, BLOCK_M=self.block_m,
+            num_splits=spread.num_splits, D=self.D, M=M, BLOCK_M=self.block_m,
             DESCENDING=self.reverse != adjoint,
         )  # fmt: skip
-        return spread.segments, summary, carry
+        return spread.num_splits, summary, carry
 
     def state_shape(self, *lead: int) -> tuple[int, ...]:
         return (*lead, self.D, self.block_m)
@@ -468,18 +469,18 @@ class ExactPlan(ScanPlan):
             return super().forward_inputs(args)[0], {"dt_weight_ptr": None}
         return args, {"dt_weight_ptr": args.dt_weight.to(args.dt.dtype).contiguous()}
 
-    def entries(
+    def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
     ) -> Tensor | None:
-        segments, summarise, carry = self._between[dout is not None]
-        if segments == 1:
+        num_splits, summarise, carry = self._between[dout is not None]
+        if num_splits == 1:
             return start
-        lead = (self.N, self.B, segments)
+        lead = (self.N, self.B, num_splits)
         summary = self.empty_states(*lead, self.key.states + 1)
         summarise(summary, **inputs, dout_ptr=dout, summary_ptr=summary)
-        entry = self.empty_states(*lead)
-        carry(summary, summary_ptr=summary, start_ptr=start, entry_ptr=entry)
-        return entry
+        states_of_splits = self.empty_states(*lead)
+        carry(summary, summary_ptr=summary, start_ptr=start, split_states_ptr=states_of_splits)
+        return states_of_splits
 
     def sums(self) -> dict[str, Tensor | None]:
         T, lead = tuning.CHUNK, (self.blocks, self.N, self.B, self.chunks)

@@ -1,15 +1,15 @@
-"""Scans token by token, cut in segments: what one call's kernels have in common.
+"""Scans token by token, cut in splits: what one call's kernels have in common.
 
-A segment is some chunks of INTERVAL tokens: all of them, unless there are too few channels to fill
-the GPU. Then the segments run side by side, from states that the kernels here have found before: a
-scan is linear in its state, and what a segment makes of one is a product and a sum per channel and
-state. Triton kernels, then how a call is spread over the device. Letters are as in ``sequential.py``.
+A split is some chunks of INTERVAL tokens: all of them, unless there are too few channels to fill
+the GPU. Then the splits run side by side, from states that the kernels here have found before: a
+scan is linear in its state, and what a split makes of one is a product and a sum per channel and
+state. Triton kernels, then how a call is spread over the device. Letters are as in ``recurrent.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vil.kernels.triton.sequential_tokens import (
+from vil.kernels.triton.recurrent_parts import (
     RUN_TIME,
     advance,
     broadcast_row,
@@ -20,34 +20,34 @@ from vil.kernels.triton.sequential_tokens import (
     step_size,
     store_states,
 )
-from vil.kernels.triton.tiles import alive_row, half_silu, load_row
+from vil.kernels.triton.tiles import half_silu, load_row, token_mask
 
-# How many times the work a scan in segments takes: the summary costs about as much as the scan.
-_SEGMENTS_OVERHEAD = 2.0
+# How many times the work a scan in splits takes: the summary costs about as much as the scan.
+_SPLITS_OVERHEAD = 2.0
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def summary_kernel(
-    x_ptr, dt_ptr, z_ptr, dout_ptr, rows_ptr, rates_ptr, bias_ptr, ends_ptr, products_ptr,
-    B, L, segments, segment_tokens,
+    x_ptr, dt_ptr, z_ptr, dout_ptr, kq_ptr, rates_ptr, bias_ptr, split_end_ptr, split_decay_ptr,
+    B, L, num_splits, split_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, MAMBA: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Find what a segment makes of a state: products s + ends, both (N, B, S, M / 4, D, 4).
+    """Find what a split makes of a state: decay s + end, both (N, B, S, M / 4, D, 4).
 
-    With ADJOINT, of the gradient of the state after the segment, on the way back.
+    With ADJOINT, of the gradient of the state after the split, on the way back.
     """
-    block, segment, direction, b = place_of_program(segments, B, D, BLOCK_D)
+    block, split, direction, b = place_of_program(num_splits, B, D, BLOCK_D)
     sequence = direction * B + b
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = alive_row(0, 1, d, D, BLOCK_D)
+    mask = token_mask(0, 1, d, D, BLOCK_D)
     bias = load_row(bias_ptr + direction * D + d, mask)
     rates = load_rates(rates_ptr, direction, d, mask, D, M, MAMBA)
-    start = segment * segment_tokens
-    count = tl.minimum(L - start, segment_tokens)
+    start = split * split_tokens
+    count = tl.minimum(L - start, split_tokens)
     back = (direction if N == 2 else REVERSE) ^ ADJOINT
     sign = 1 - 2 * back
     first = (start + back * (count - 1)).to(tl.int64)
@@ -58,7 +58,7 @@ def summary_kernel(
             z_row = z_ptr + b * z_stride_b + first * z_stride_l
     else:
         x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l
-    row = rows_ptr + (sequence * tl.cdiv(L, INTERVAL) * INTERVAL + first) * (2 * M + 4)
+    row = kq_ptr + (sequence * tl.cdiv(L, INTERVAL) * INTERVAL + first) * (2 * M + 4)
     end = full_states(0.0, M, BLOCK_D)
     product = full_states(1.0, M, BLOCK_D)
     for _ in range(count):
@@ -83,20 +83,20 @@ def summary_kernel(
         product = fade(product, step, k, rates, M, MAMBA, FAST)
         dt_row += sign * dt_stride_l
         row += sign * (2 * M + 4)
-    offset = (sequence * segments + segment) * (M * D)
-    store_states(ends_ptr + offset, end, d, mask, D, M)
-    store_states(products_ptr + offset, product, d, mask, D, M)
+    offset = (sequence * num_splits + split) * (M * D)
+    store_states(split_end_ptr + offset, end, d, mask, D, M)
+    store_states(split_decay_ptr + offset, product, d, mask, D, M)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def carry_kernel(
-    ends_ptr, products_ptr, initial_ptr, B, segments,
+    split_end_ptr, split_decay_ptr, initial_ptr, B, num_splits,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace the ends of segments by the states that they start from, in place.
+    """Replace the ends of splits by the states that they start from, in place.
 
-    ends, products (N, B, S, SIZE), initial (N, B, SIZE): of the first segment, zero if not given.
+    split_end, split_decay (N, B, S, SIZE), initial (N, B, SIZE): of the first split, zero if not given.
     """
     blocks = tl.cdiv(SIZE, BLOCK)
     sequence = tl.program_id(0) // blocks
@@ -106,10 +106,10 @@ def carry_kernel(
     state = tl.zeros((BLOCK,), tl.float32)
     if initial_ptr is not None:
         state = tl.load(initial_ptr + sequence * SIZE + i, mask=i < SIZE, other=0.0)
-    for s in range(segments):
-        segment = tl.where(back == 1, segments - 1 - s, s)
-        offset = (sequence * segments + segment) * SIZE + i
-        end = tl.load(ends_ptr + offset, mask=i < SIZE, other=0.0)
-        product = tl.load(products_ptr + offset, mask=i < SIZE, other=0.0)
-        tl.store(ends_ptr + offset, state, mask=i < SIZE)
+    for s in range(num_splits):
+        split = tl.where(back == 1, num_splits - 1 - s, s)
+        offset = (sequence * num_splits + split) * SIZE + i
+        end = tl.load(split_end_ptr + offset, mask=i < SIZE, other=0.0)
+        product = tl.load(split_decay_ptr + offset, mask=i < SIZE, other=0.0)
+        tl.store(split_end_ptr + offset, state, mask=i < SIZE)
         state = product * state + end

@@ -1,16 +1,16 @@
 """Scans token by token, diagonal Longhorn and Mamba: Triton kernels, then their plan.
 
-What a token does is in ``longhorn_diagonal.py`` and ``mamba.py``, behind ``sequential_tokens.py``; the
-states that segments start from are found in ``sequential_segments.py``. This file is everything around
-them: both directions, the gate, saved states. A program owns one segment of one batch element
+What a token does is in ``longhorn.py`` and ``mamba.py``, behind ``recurrent_parts.py``; the
+states that splits start from are found in ``recurrent_splits.py``. This file is everything around
+them: both directions, the gate, saved states. A program owns one split of one batch element
 and BLOCK_D channels, one per lane, whose states stay in registers as a tuple over j; keys and
 queries are broadcast loads of packed float32 rows. The sums over channels are products with a matrix
 of ones, so there are no atomics and gradients are the same bits from run to run.
 
-Everything is in the order of the tokens. A chunk is INTERVAL tokens, a segment some chunks.
+Everything is in the order of the tokens. A chunk is INTERVAL tokens, a split some chunks.
 
 Letters: N directions, B batch, L tokens, D channels, M state size (padded to a multiple of 4 in the
-kernels), S segments. Of N = 2 directions, index 1 runs from the last token to the first.
+kernels), S splits. Of N = 2 directions, index 1 runs from the last token to the first.
 """
 
 import math
@@ -25,9 +25,7 @@ from vil.kernels.args import ScanArgs
 from vil.kernels.plan import ScanKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.scan_plan import ScanPlan
-from vil.kernels.triton.sequential_segments import carry_kernel, summary_kernel
-from vil.kernels.triton.sequential_tokens import (
+from vil.kernels.triton.recurrent_parts import (
     INTERVAL,
     ROW_TAIL,
     RUN_TIME,
@@ -48,7 +46,9 @@ from vil.kernels.triton.sequential_tokens import (
     store_sums,
     sums_over_channels,
 )
-from vil.kernels.triton.tiles import alive_row, half_silu, load_row
+from vil.kernels.triton.recurrent_splits import carry_kernel, summary_kernel
+from vil.kernels.triton.scan_plan import ScanPlan
+from vil.kernels.triton.tiles import half_silu, load_row, token_mask
 
 # Registers of the Longhorn backward pass at M <= 16: three warps on every scheduler of an NVIDIA GPU
 # rather than two, for 5 % more instructions.
@@ -57,25 +57,25 @@ MOST_REGISTERS = 168
 
 @triton.jit
 def _forward_direction(
-    x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
-    y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
+    x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
+    y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     direction: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr,
     D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Scan a segment in one direction.
+    """Scan a split in one direction.
 
     Of two, index 0 leaves its y and index 1 adds its own, gates and stores the result.
     """
     sign: tl.constexpr = 1 - 2 * REVERSE
-    mask = alive_row(0, 1, d, D, BLOCK_D)
+    mask = token_mask(0, 1, d, D, BLOCK_D)
     bias = load_row(bias_ptr + direction * D + d, mask)
     skip = load_row(skip_ptr + direction * D + d, mask)
     rates = load_rates(rates_ptr, direction, d, mask, D, M, MAMBA)
-    sequence, start = direction * B + b, segment * segment_tokens
-    count = tl.minimum(L - start, segment_tokens)
+    sequence, start = direction * B + b, split * split_tokens
+    count = tl.minimum(L - start, split_tokens)
     chunks, first_chunk = tl.cdiv(count, INTERVAL), start // INTERVAL
     first = (start + REVERSE * (count - 1)).to(tl.int64)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l
@@ -85,8 +85,8 @@ def _forward_direction(
         y_row = y_ptr + (b * L + first) * D
         z_row = z_ptr + b * z_stride_b + first * z_stride_l
     all_chunks = tl.cdiv(L, INTERVAL)
-    row = rows_ptr + (sequence * all_chunks * INTERVAL + first) * (2 * M + 4)
-    state = first_states(entry_ptr, sequence * segments + segment, d, mask, D, M, BLOCK_D)
+    row = kq_ptr + (sequence * all_chunks * INTERVAL + first) * (2 * M + 4)
+    state = first_states(split_states_ptr, sequence * num_splits + split, d, mask, D, M, BLOCK_D)
     # x and dt are loaded one token ahead: a step is shorter than a round trip to memory.
     next_x, next_dt = load_row(x_row + d, mask), load_row(dt_row + d, mask)
     done = 0
@@ -128,30 +128,30 @@ def _forward_direction(
                 y_row += sign * D
         done = end
     if N == 1:
-        stored = d < tl.where(segment == (segments - 1) * (1 - REVERSE), D, 0)
+        stored = d < tl.where(split == (num_splits - 1) * (1 - REVERSE), D, 0)
         store_states(final_ptr + b * (M * D), state, d, stored, D, M)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def _forward_kernel(
-    x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
-    y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens,
+    x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
+    y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Scan a segment of one batch element and BLOCK_D channels.
+    """Scan a split of one batch element and BLOCK_D channels.
 
     N = 2: both directions, averaged and gated; y (B, L, D) takes their sum. N = 1: one, as REVERSE
     says; final (B, M / 4, D, 4) takes its last state. states (N, B, chunks, M / 4, D, 4) take the state before
-    every chunk, if given. entry (N, B, S, M / 4, D, 4): the states that segments start from, zeros if not given.
+    every chunk, if given. entry (N, B, S, M / 4, D, 4): the states that splits start from, zeros if not given.
     """
-    block, segment, _, b = place_of_program(segments, B, D, BLOCK_D)
+    block, split, _, b = place_of_program(num_splits, B, D, BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     _forward_direction(
-        x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
-        y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
+        x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
+        y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
         x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
         z_stride_b, z_stride_l,
         0, N, REVERSE, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
@@ -160,8 +160,8 @@ def _forward_kernel(
         # A lane reads the y that it wrote itself; this makes it so for any layout.
         tl.debug_barrier()
         _forward_direction(
-            x_ptr, dt_ptr, z_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, entry_ptr,
-            y_ptr, out_ptr, states_ptr, final_ptr, B, L, segments, segment_tokens, segment, b, d,
+            x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
+            y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
             1, N, 1, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
@@ -173,8 +173,8 @@ def _forward_kernel(
 
 @triton.jit
 def _scan_again(
-    state, scratch, x_row, dt_row, rows, bias, rates, x_stride_l, dt_stride_l,
-    back, sign, live, first_group, end_group, d, channel,
+    state, scratch, x_row, dt_row, kq, bias, rates, x_stride_l, dt_stride_l,
+    back, sign, num_valid, first_group, end_group, d, channel,
     MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -184,10 +184,10 @@ def _scan_again(
     for group in range(first_group + 1, end_group):
         for t in tl.static_range(GROUP):
             r = (INTERVAL - 1) * back + sign * ((group - 1) * GROUP + t)
-            mask = alive_row(r, live, d, D, BLOCK_D)
+            mask = token_mask(r, num_valid, d, D, BLOCK_D)
             x = load_row(x_row + r * x_stride_l, mask)
             v = load_row(dt_row + r * dt_stride_l, mask) + bias
-            row = rows + r * (2 * M + 4)
+            row = kq + r * (2 * M + 4)
             step = step_size(v, row + 2 * M, mask, MAMBA, FAST)
             k = broadcast_row(row, M, BLOCK_D)
             state = advance(state, x, step, k, rates, M, MAMBA, FAST)
@@ -197,8 +197,8 @@ def _scan_again(
 
 @triton.jit
 def _load_group(
-    x_row, dt_row, z_row, dout_ptr, y_ptr, rows, bias, x_stride_l, dt_stride_l, z_stride_l,
-    back, sign, live, group, row, d, gate_channels,
+    x_row, dt_row, z_row, dout_ptr, y_ptr, kq, bias, x_stride_l, dt_stride_l, z_stride_l,
+    back, sign, num_valid, group, row, d, gate_channels,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +209,7 @@ def _load_group(
     xs, steps, slopes, dys, dzs = (), (), (), (), ()
     for t in tl.static_range(GROUP):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
-        mask = alive_row(r, live, d, D, BLOCK_D)
+        mask = token_mask(r, num_valid, d, D, BLOCK_D)
         offset = row + r * D
         dy = load_row(dout_ptr + offset, mask)
         if N == 2:
@@ -219,7 +219,7 @@ def _load_group(
             dzs += (dz,)
         x = load_row(x_row + r * x_stride_l, mask)
         v = load_row(dt_row + r * dt_stride_l, mask) + bias
-        step, slope = step_size_and_slope(v, rows + r * (2 * M + 4) + 2 * M, mask, MAMBA, FAST)
+        step, slope = step_size_and_slope(v, kq + r * (2 * M + 4) + 2 * M, mask, MAMBA, FAST)
         xs += (x,)
         steps += (step,)
         slopes += (slope,)
@@ -229,8 +229,8 @@ def _load_group(
 
 @triton.jit
 def _group_backward(
-    grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
-    dx_ptr, ddt_ptr, dz_row, back, sign, live, group, own_row, z_stride_l, d, gate_channels, kappa_scale,
+    grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, kq, partial,
+    dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d, gate_channels, kappa_scale,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -239,13 +239,13 @@ def _group_backward(
     history = state
     for t in tl.static_range(GROUP - 1):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
-        k = broadcast_row(rows + r * (2 * M + 4), M, BLOCK_D)
+        k = broadcast_row(kq + r * (2 * M + 4), M, BLOCK_D)
         state = advance(state, xs[t], steps[t], k, rates, M, MAMBA, FAST)
         history += state
     for t in tl.static_range(GROUP - 1, -1, -1):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
         x, step, dy = xs[t], steps[t], dys[t]
-        row = rows + r * (2 * M + 4)
+        row = kq + r * (2 * M + 4)
         k, q = broadcast_row(row, M, BLOCK_D), broadcast_row(row + M, M, BLOCK_D)
         grad, drates, recalled, dstep, dk, dq = retreat(
             grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, kappa_scale, M,
@@ -255,7 +255,7 @@ def _group_backward(
         dx = step * recalled + skip * dy
         dskip += dy * x
         dbias += ddt
-        mask = alive_row(r, live, d, D, BLOCK_D)
+        mask = token_mask(r, num_valid, d, D, BLOCK_D)
         offset = r * D
         tl.store(dx_ptr + own_row + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         tl.store(ddt_ptr + own_row + offset, ddt.to(ddt_ptr.dtype.element_ty), mask=mask)
@@ -266,15 +266,15 @@ def _group_backward(
                 mask=mask & (d < gate_channels),
             )
         summed = sums_over_channels(dk + dq, 2 * M, BITS, BLOCK_D, PRECISION, FAST)
-        store_sums(partial + r * (2 * M), summed, tl.where(r < live, 2 * M, 0), BITS)
+        store_sums(partial + r * (2 * M), summed, tl.where(r < num_valid, 2 * M, 0), BITS)
     return grad, drates, dskip, dbias
 
 
 @triton.jit
 def _chunk_backward(
     grad, drates, dskip, dbias, bias, skip, rates, scratch,
-    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
-    drows_ptr, B, L, kappa_scale, block, direction, b, back, chunk, d,
+    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, kq_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
+    dkq_ptr, B, L, kappa_scale, block, direction, b, back, chunk, d,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
@@ -286,12 +286,12 @@ def _chunk_backward(
     Token r of the chunk is the i-th of the scan, which has the dead ones of a short chunk last or,
     in reverse, first. Their keys are zero.
     """
-    lane, channel = tl.arange(0, BLOCK_D), alive_row(0, 1, d, D, BLOCK_D)
+    lane, channel = tl.arange(0, BLOCK_D), token_mask(0, 1, d, D, BLOCK_D)
     sign = 1 - 2 * back
     gate_channels = tl.where(direction == 0, D, 0)  # of which this program writes dz
-    live = tl.minimum(L - chunk * INTERVAL, INTERVAL)
-    first_group = back * ((INTERVAL - live) // GROUP)
-    end_group = tl.where(back == 1, INTERVAL // GROUP, tl.cdiv(live, GROUP))
+    num_valid = tl.minimum(L - chunk * INTERVAL, INTERVAL)
+    first_group = back * ((INTERVAL - num_valid) // GROUP)
+    end_group = tl.where(back == 1, INTERVAL // GROUP, tl.cdiv(num_valid, GROUP))
     first = (chunk * INTERVAL).to(tl.int64)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + first * dt_stride_l + d
@@ -303,12 +303,12 @@ def _chunk_backward(
     shared_row = (b * L + first) * D + d  # of what both directions have in common
     own_row = (sequence * L + first) * D + d
     saved = sequence * tl.cdiv(L, INTERVAL) + chunk
-    rows = rows_ptr + saved * (INTERVAL * (2 * M + 4))
-    partial = drows_ptr + (((block * N + direction) * B + b) * L + first) * (2 * M)
+    kq = kq_ptr + saved * (INTERVAL * (2 * M + 4))
+    partial = dkq_ptr + (((block * N + direction) * B + b) * L + first) * (2 * M)
     state = load_states(states_ptr + saved * (M * D), d, channel, D, M)
     _scan_again(
-        state, scratch, x_row, dt_row, rows, bias, rates, x_stride_l, dt_stride_l,
-        back, sign, live, first_group, end_group, d, channel,
+        state, scratch, x_row, dt_row, kq, bias, rates, x_stride_l, dt_stride_l,
+        back, sign, num_valid, first_group, end_group, d, channel,
         MAMBA, D, M, INTERVAL, GROUP, BLOCK_D, FAST,
     )  # fmt: skip
     for group_back in range(end_group - first_group):
@@ -316,14 +316,14 @@ def _chunk_backward(
         # Nothing is stored before everything from far memory is asked for: a load cannot pass a
         # store that might be to the same address.
         xs, steps, slopes, dys, dzs = _load_group(
-            x_row, dt_row, z_row, dout_ptr, y_ptr, rows, bias, x_stride_l, dt_stride_l, z_stride_l,
-            back, sign, live, group, shared_row, d, gate_channels,
+            x_row, dt_row, z_row, dout_ptr, y_ptr, kq, bias, x_stride_l, dt_stride_l, z_stride_l,
+            back, sign, num_valid, group, shared_row, d, gate_channels,
             N, MAMBA, D, M, INTERVAL, GROUP, BLOCK_D, FAST,
         )  # fmt: skip
         state = load_states(scratch + group * (M * BLOCK_D), lane, channel, BLOCK_D, M)
         grad, drates, dskip, dbias = _group_backward(
-            grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, rows, partial,
-            dx_ptr, ddt_ptr, dz_row, back, sign, live, group, own_row, z_stride_l, d, gate_channels,
+            grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, kq, partial,
+            dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d, gate_channels,
             kappa_scale,
             N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
         )  # fmt: skip
@@ -332,49 +332,49 @@ def _chunk_backward(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def _backward_kernel(
-    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
-    entry_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, drows_ptr, drates_ptr, dskip_ptr, dbias_ptr,
-    dinitial_ptr, B, L, segments, segment_tokens, kappa_scale,
+    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
+    split_states_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, dkq_ptr, drates_ptr, dskip_ptr, dbias_ptr,
+    dinitial_ptr, B, L, num_splits, split_tokens, kappa_scale,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr, BITS: tl.constexpr, INTERVAL: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take a segment of one direction, batch element and BLOCK_D channels back.
+    """Take a split of one direction, batch element and BLOCK_D channels back.
 
     From every saved state the scan is repeated, leaving the states before each GROUP of tokens in
     ``scratch``, (programs, INTERVAL / GROUP, M, BLOCK_D); then the groups are taken back from the
-    last to the first, with the states inside a group in registers. drows (blocks, N, B, L, 2 M):
+    last to the first, with the states inside a group in registers. dkq (blocks, N, B, L, 2 M):
     dk and dq summed over the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
-    entry (N, B, S, M / 4, D, 4): gradients of the states after segments, zeros if not given. Of two directions the
+    entry (N, B, S, M / 4, D, 4): gradients of the states after splits, zeros if not given. Of two directions the
     first one writes dz; of one, dinitial (B, M / 4, D, 4) takes the gradient of its first state.
     Mamba has no use for kappa_scale.
     """
-    block, segment, direction, b = place_of_program(segments, B, D, BLOCK_D)
+    block, split, direction, b = place_of_program(num_splits, B, D, BLOCK_D)
     lane = tl.arange(0, BLOCK_D)
     d = block * BLOCK_D + lane
-    channel = alive_row(0, 1, d, D, BLOCK_D)
+    channel = token_mask(0, 1, d, D, BLOCK_D)
     bias = load_row(bias_ptr + direction * D + d, channel)
     skip = load_row(skip_ptr + direction * D + d, channel)
     sequence = direction * B + b
     scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (INTERVAL // GROUP * M * BLOCK_D)
     back = direction if N == 2 else REVERSE
-    start = segment * segment_tokens
-    chunks = tl.cdiv(tl.minimum(L - start, segment_tokens), INTERVAL)
-    place = sequence * segments + segment
+    start = split * split_tokens
+    chunks = tl.cdiv(tl.minimum(L - start, split_tokens), INTERVAL)
+    place = sequence * num_splits + split
     sums = place * D + d
     rates, drates = load_rates(rates_ptr, direction, d, channel, D, M, MAMBA), ()
     if MAMBA:
         drates = full_states(0.0, M, BLOCK_D)
-    grad = first_states(entry_ptr, place, d, channel, D, M, BLOCK_D)
+    grad = first_states(split_states_ptr, place, d, channel, D, M, BLOCK_D)
     dskip, dbias = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     for c in range(chunks):
         chunk = start // INTERVAL + tl.where(back == 1, c, chunks - 1 - c)
         grad, drates, dskip, dbias = _chunk_backward(
             grad, drates, dskip, dbias, bias, skip, rates, scratch,
-            x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, rows_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
-            drows_ptr, B, L, kappa_scale, block, direction, b, back, chunk, d,
+            x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, kq_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
+            dkq_ptr, B, L, kappa_scale, block, direction, b, back, chunk, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
             N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
@@ -384,15 +384,15 @@ def _backward_kernel(
     tl.store(dskip_ptr + sums, dskip, mask=channel)
     tl.store(dbias_ptr + sums, dbias, mask=channel)
     if dinitial_ptr is not None:
-        stored = d < tl.where(segment == (segments - 1) * REVERSE, D, 0)
+        stored = d < tl.where(split == (num_splits - 1) * REVERSE, D, 0)
         store_states(dinitial_ptr + b * (M * D), grad, d, stored, D, M)
 
 
 # -------------------------------------------------------------------------------------- plan
 
 
-# How many times the work a scan in segments takes: the summary costs about as much as the scan.
-_SEGMENTS_OVERHEAD = 2.0
+# How many times the work a scan in splits takes: the summary costs about as much as the scan.
+_SPLITS_OVERHEAD = 2.0
 
 
 def _group_size(padded: int) -> int:
@@ -405,7 +405,7 @@ def _group_size(padded: int) -> int:
     return 2 if padded <= 16 else 1
 
 
-class SequentialPlan(ScanPlan):
+class RecurrentPlan(ScanPlan):
     """The launches of a scan token by token; states are (*lead, M' / 4, D, 4)."""
 
     sum_dtype = torch.float32
@@ -414,22 +414,22 @@ class SequentialPlan(ScanPlan):
         super().__init__(key)
         self.M, self.group = padded_states(key.states), _group_size(padded_states(key.states))
         sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
-        ahead = self.spread("sequential_forward", self.B, _SEGMENTS_OVERHEAD)
-        back = self.spread("sequential_backward", sequences, 0, ahead[3:])
-        self.segments, self.blocks, programs = (
-            back.segments,
+        ahead = self.spread("recurrent_forward", self.B, _SPLITS_OVERHEAD)
+        back = self.spread("recurrent_backward", sequences, 0, ahead[3:])
+        self.num_splits, self.blocks, programs = (
+            back.num_splits,
             back.blocks,
-            back.blocks * back.segments,
+            back.blocks * back.num_splits,
         )
         self._scratch = programs * sequences * INTERVAL // self.group * self.M * back.block_d
         shared = {
-            **self.strides("x", "dt", "z"), "B": self.B, "L": self.L, "segments": self.segments,
-            "segment_tokens": ahead.segment_chunks * INTERVAL, "N": self.N,
+            **self.strides("x", "dt", "z"), "B": self.B, "L": self.L, "num_splits": self.num_splits,
+            "split_tokens": ahead.split_chunks * INTERVAL, "N": self.N,
             "REVERSE": int(self.reverse), "MAMBA": mamba, "D": self.D, "M": self.M,
             "INTERVAL": INTERVAL, "FAST": fast,
         }  # fmt: skip
         shared_back = shared | self.strides("z", back=True)
-        wide = ahead.blocks * self.segments
+        wide = ahead.blocks * self.num_splits
         self.forward_kernel = Kernel(
             _forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d, **shared
         )
@@ -456,7 +456,7 @@ class SequentialPlan(ScanPlan):
         self._carries = [
             Kernel(
                 carry_kernel, triton.cdiv(size, block) * sequences, 4, B=self.B, N=self.N,
-                segments=self.segments, REVERSE=int(self.reverse), ADJOINT=adjoint, SIZE=size,
+                num_splits=self.num_splits, REVERSE=int(self.reverse), ADJOINT=adjoint, SIZE=size,
                 BLOCK=block,
             )
             for adjoint in (0, 1)
@@ -475,40 +475,44 @@ class SequentialPlan(ScanPlan):
         return state.transpose(-3, -2).flatten(-2)[..., : self.key.states]
 
     def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
-        rows = self.empty(self.N, self.B, self.chunks * INTERVAL, 2 * self.M + ROW_TAIL)
-        self._pack(args.k, q_ptr=args.q, k_ptr=args.k, rows_ptr=rows)
+        kq = self.empty(self.N, self.B, self.chunks * INTERVAL, 2 * self.M + ROW_TAIL)
+        self._pack(args.k, q_ptr=args.q, k_ptr=args.k, kq_ptr=kq)
         # The kernels take powers of 2.
         rates = None if args.A is None else self.to_kernel(args.A.float() / math.log(2.0))
         return {
             "x_ptr": args.x, "dt_ptr": args.dt, "z_ptr": args.z,
-            "bias_ptr": args.bias.contiguous(), "rows_ptr": rows, "rates_ptr": rates,
+            "bias_ptr": args.bias.contiguous(), "kq_ptr": kq, "rates_ptr": rates,
         }  # fmt: skip
 
-    def entries(
+    def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
     ) -> Tensor | None:
-        if self.segments == 1:
+        if self.num_splits == 1:
             return start
         adjoint = dout is not None
-        ends, products = (self.empty_states(self.N, self.B, self.segments) for _ in range(2))
-        self._summaries[adjoint](
-            ends, **inputs, dout_ptr=dout, ends_ptr=ends, products_ptr=products
+        split_end, split_decay = (
+            self.empty_states(self.N, self.B, self.num_splits) for _ in range(2)
         )
-        self._carries[adjoint](ends, ends_ptr=ends, products_ptr=products, initial_ptr=start)
-        return ends
+        self._summaries[adjoint](
+            split_end, **inputs, dout_ptr=dout, split_end_ptr=split_end, split_decay_ptr=split_decay
+        )
+        self._carries[adjoint](
+            split_end, split_end_ptr=split_end, split_decay_ptr=split_decay, initial_ptr=start
+        )
+        return split_end
 
     def sums(self) -> dict[str, Tensor | None]:
         mamba = self.key.recurrence == "mamba"
         return {
             "scratch_ptr": self.empty(self._scratch),
-            "drows_ptr": self.empty(self.blocks, self.N, self.B, self.L, 2 * self.M),
-            "drates_ptr": self.empty_states(self.N, self.B, self.segments) if mamba else None,
+            "dkq_ptr": self.empty(self.blocks, self.N, self.B, self.L, 2 * self.M),
+            "drates_ptr": self.empty_states(self.N, self.B, self.num_splits) if mamba else None,
         }
 
     def finish(
         self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        drows, drates, M = sums["drows_ptr"].sum(0), sums["drates_ptr"], self.key.states
+        dkq, drates, M = sums["dkq_ptr"].sum(0), sums["drates_ptr"], self.key.states
         dA = None if drates is None else self.from_kernel(drates.sum((1, 2))).to(args.A.dtype)
-        dq, dk = drows[..., self.M : self.M + M], drows[..., :M]
+        dq, dk = dkq[..., self.M : self.M + M], dkq[..., :M]
         return dA, dq.to(args.q.dtype), dk.to(args.k.dtype)
