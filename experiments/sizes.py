@@ -71,7 +71,7 @@ def evaluate_grids(net: nn.Module, config: TrainConfig, far: tuple[float, ...]) 
         size = (rows * patch, columns * patch)
         batches = images_at(config, size)
         other = copy.deepcopy(net)
-        if not hasattr(net, "trained_grid"):  # a model of timm takes one size at a time
+        if not hasattr(net, "ref_feat_shape"):  # a model of timm takes one size at a time
             other.set_input_size(img_size=size)
         resized = [(_resize(images, (side, side)), targets) for images, targets in batches]
         found[f"{rows}x{columns}"] = [top1(other, batches), top1(net, resized)]

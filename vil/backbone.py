@@ -73,8 +73,8 @@ def _norm_layer(norm_layer: str | type[nn.Module] | None) -> type[nn.Module] | p
 def _check_ranges(
     in_chans: int,
     grid_aware: bool | str,
-    resize_below: float,
-    recompute_above: int | None,
+    resize_below_scale: float,
+    checkpoint_min_tokens: int | None,
     patch_drop_rate: float,
     weight_init: str,
 ) -> None:
@@ -82,12 +82,16 @@ def _check_ranges(
         raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
     if in_chans < 1:
         raise ValueError(f"in_chans must be at least 1, got {in_chans}")
-    if recompute_above is not None and operator.index(recompute_above) < 0:
-        raise ValueError(f"recompute_above must be None or at least 0, got {recompute_above}")
-    if not 0 <= resize_below < math.inf:
-        raise ValueError(f"resize_below must be a number of at least 0, got {resize_below}")
-    if grid_aware not in (True, False, "steps"):
-        raise ValueError(f'grid_aware must be True, False or "steps", got {grid_aware!r}')
+    if checkpoint_min_tokens is not None and operator.index(checkpoint_min_tokens) < 0:
+        raise ValueError(
+            f"checkpoint_min_tokens must be None or at least 0, got {checkpoint_min_tokens}"
+        )
+    if not 0 <= resize_below_scale < math.inf:
+        raise ValueError(
+            f"resize_below_scale must be a number of at least 0, got {resize_below_scale}"
+        )
+    if grid_aware not in (True, False, "dt"):
+        raise ValueError(f'grid_aware must be True, False or "dt", got {grid_aware!r}')
     if not 0 <= patch_drop_rate < 1:
         raise ValueError(f"patch_drop_rate must be at least 0 and below 1, got {patch_drop_rate}")
 
@@ -123,10 +127,10 @@ class VisionLonghorn(nn.Module):
         fc_norm: bool | None = None,
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
-        trained_grid: tuple[int, int] | None = None,
-        grid_aware: bool | Literal["steps"] = True,
-        resize_below: float = 1.3,
-        recompute_above: int | None = 2048,
+        ref_feat_shape: tuple[int, int] | None = None,
+        grid_aware: bool | Literal["dt"] = True,
+        resize_below_scale: float = 1.3,
+        checkpoint_min_tokens: int | None = 2048,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
         patch_drop_rate: float = 0.0,
@@ -157,17 +161,17 @@ class VisionLonghorn(nn.Module):
             dynamic_img_size: Take images of any size of whole patches, and resample the position
                 embedding for other sizes than ``img_size``; False refuses other sizes.
             dynamic_img_pad: Pad images to whole patches.
-            trained_grid: Rows and columns of patches that are the unit of the convolution's taps and of
+            ref_feat_shape: Rows and columns of patches that are the unit of the convolution's taps and of
                 the step sizes; if None, those of ``img_size`` with patches that do not overlap. Loaded
                 weights bring their own.
-            grid_aware: At another grid than ``trained_grid``, measure the distance of the taps and
+            grid_aware: At another grid than ``ref_feat_shape``, measure the distance of the taps and
                 the step sizes in patches of that grid, for images that show the same things enlarged.
-                "steps" measures only the step sizes, and resizes nothing, for images that show more at
+                "dt" measures only the step sizes, and resizes nothing, for images that show more at
                 the same scale. False measures neither.
-            resize_below: With ``grid_aware``, resize images inside the model along each side that has
+            resize_below_scale: With ``grid_aware``, resize images inside the model along each side that has
                 fewer than this many times the trained patches, and the tokens back to the image's own
                 grid. 0 never resizes, which is for training at such sizes.
-            recompute_above: With more tokens than this, blocks keep only their input and their mixer's
+            checkpoint_min_tokens: With more tokens than this, blocks keep only their input and their mixer's
                 output for the backward pass and compute the rest again; None never does.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
@@ -186,7 +190,12 @@ class VisionLonghorn(nn.Module):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         _check_ranges(
-            in_chans, grid_aware, resize_below, recompute_above, patch_drop_rate, weight_init
+            in_chans,
+            grid_aware,
+            resize_below_scale,
+            checkpoint_min_tokens,
+            patch_drop_rate,
+            weight_init,
         )
         norm_layer = _norm_layer(norm_layer)
         self.num_classes = num_classes
@@ -200,9 +209,9 @@ class VisionLonghorn(nn.Module):
         self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
         self.grid_aware = bool(grid_aware)
-        self.scale_conv = self.grid_aware and grid_aware != "steps"
-        self.resize_below = float(resize_below) if self.scale_conv else 0.0
-        self.recompute_above = recompute_above
+        self.scale_conv = self.grid_aware and grid_aware != "dt"
+        self.resize_below_scale = float(resize_below_scale) if self.scale_conv else 0.0
+        self.checkpoint_min_tokens = checkpoint_min_tokens
         self.grad_checkpointing = False
 
         self.patch_embed = OverlapPatchEmbed(
@@ -215,7 +224,7 @@ class VisionLonghorn(nn.Module):
             strict_img_size=not dynamic_img_size,
             **dd,
         )
-        self.trained_grid = self._checked_grid(trained_grid)
+        self.ref_feat_shape = self._checked_grid(ref_feat_shape)
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
@@ -232,7 +241,7 @@ class VisionLonghorn(nn.Module):
                     embed_dim,
                     norm_layer,
                     drop_path=rate,
-                    recompute_above=recompute_above,
+                    checkpoint_min_tokens=checkpoint_min_tokens,
                     recurrence=recurrence,
                     d_state=d_state,
                     d_conv=d_conv,
@@ -264,15 +273,15 @@ class VisionLonghorn(nn.Module):
             raise AssertionError('global_pool="token" needs class_token=True')
         return global_pool
 
-    def _checked_grid(self, trained_grid: tuple[int, int] | None) -> tuple[int, int]:
-        if trained_grid is None:
+    def _checked_grid(self, ref_feat_shape: tuple[int, int] | None) -> tuple[int, int]:
+        if ref_feat_shape is None:
             sizes = zip(self.patch_embed.img_size, self.patch_embed.patch_size, strict=True)
-            trained_grid = tuple(-(size // -patch) for size, patch in sizes)
-        if len(trained_grid) != 2 or any(operator.index(size) < 1 for size in trained_grid):
+            ref_feat_shape = tuple(-(size // -patch) for size, patch in sizes)
+        if len(ref_feat_shape) != 2 or any(operator.index(size) < 1 for size in ref_feat_shape):
             raise ValueError(
-                f"trained_grid must be (rows, columns), each at least 1, got {trained_grid}"
+                f"ref_feat_shape must be (rows, columns), each at least 1, got {ref_feat_shape}"
             )
-        return (trained_grid[0], trained_grid[1])
+        return (ref_feat_shape[0], ref_feat_shape[1])
 
     @torch.jit.ignore
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
@@ -326,7 +335,7 @@ class VisionLonghorn(nn.Module):
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
         for block in self.blocks:  # which is computed again as a whole, and once
-            block.recompute_above = None if enable else self.recompute_above
+            block.checkpoint_min_tokens = None if enable else self.checkpoint_min_tokens
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
@@ -384,7 +393,7 @@ class VisionLonghorn(nn.Module):
             self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
         # Construction would derive it from the new size.
-        update_model_args(self, trained_grid=self.trained_grid)
+        update_model_args(self, ref_feat_shape=self.ref_feat_shape)
 
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
@@ -393,8 +402,8 @@ class VisionLonghorn(nn.Module):
         if hasattr(destination, "_metadata"):  # not where the caller gave a dict of its own
             destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
         # A tensor, which no format of files leaves out; weights without one are of their own grid.
-        if self.grid_aware and self.trained_grid != tuple(self.patch_embed.grid_size):
-            destination[prefix + "trained_grid"] = torch.tensor(self.trained_grid)
+        if self.grid_aware and self.ref_feat_shape != tuple(self.patch_embed.grid_size):
+            destination[prefix + "ref_feat_shape"] = torch.tensor(self.ref_feat_shape)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
@@ -409,7 +418,7 @@ class VisionLonghorn(nn.Module):
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
         )
         height, width = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
-        x = self.patch_embed(x, self.trained_grid, self.resize_below)
+        x = self.patch_embed(x, self.ref_feat_shape, self.resize_below_scale)
         grid, feat_shape = [x.shape[1], x.shape[2]], [height, width]
         if torch.jit.is_tracing():  # sizes are tensors, which lists of an operator cannot contain
             grid = [int(grid[0]), int(grid[1])]
@@ -421,13 +430,13 @@ class VisionLonghorn(nn.Module):
     def grid_inside(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """Return the grid (H, W) that images of (height, width) pixels have inside the blocks.
 
-        Along sides that ``resize_below`` resizes it is the trained grid's.
+        Along sides that ``resize_below_scale`` resizes it is the trained grid's.
         """
         H, W = self.patch_embed.dynamic_feat_size(img_size)
-        trained_H, trained_W = self.trained_grid
+        trained_H, trained_W = self.ref_feat_shape
         return (
-            trained_H if self.resize_below * trained_H > H else H,
-            trained_W if self.resize_below * trained_W > W else W,
+            trained_H if self.resize_below_scale * trained_H > H else H,
+            trained_W if self.resize_below_scale * trained_W > W else W,
         )
 
     def _sequence(
@@ -441,7 +450,7 @@ class VisionLonghorn(nn.Module):
             The tokens, and their layout; None if patches are missing.
         """
         pos_embed = self.pos_embed
-        if self.dynamic_img_size or self.resize_below > 0:
+        if self.dynamic_img_size or self.resize_below_scale > 0:
             own_grid = self.patch_embed.grid_size
             pos_embed = resample_pos_embed(
                 pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
@@ -462,7 +471,7 @@ class VisionLonghorn(nn.Module):
         The kernels find neighbours of another grid than the trained one by rows and columns, which only
         whole grids have.
         """
-        trained = self.trained_grid
+        trained = self.ref_feat_shape
         if self.grid_aware and (grid[0] != trained[0] or grid[1] != trained[1]):
             raise ValueError(
                 f"patches can be left out (patch_drop_rate, keep) at the trained grid, "
@@ -472,7 +481,7 @@ class VisionLonghorn(nn.Module):
 
     def _layout(self, grid: list[int], x: Tensor) -> TokenLayout:
         """Return the layout of the tokens of a grid (H, W), for patches (B, N, C)."""
-        trained = [self.trained_grid[0], self.trained_grid[1]] if self.grid_aware else grid
+        trained = [self.ref_feat_shape[0], self.ref_feat_shape[1]] if self.grid_aware else grid
         patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
         stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
         numbers = grid + trained + patch + stride + [self.num_prefix_tokens, int(self.scale_conv)]
@@ -568,7 +577,7 @@ class VisionLonghorn(nn.Module):
         """Return the normalised tokens of patches, class token first.
 
         ``forward_features(images)`` is ``forward_patches(patch_embed(images))``, except for images that
-        ``resize_below`` resizes. Training without labels can change the patches in between: replace some
+        ``resize_below_scale`` resizes. Training without labels can change the patches in between: replace some
         by a mask token, or leave some out.
 
         Args:

@@ -204,7 +204,7 @@ class Block(nn.Module):
         dim: int,
         norm_layer: type[nn.Module] | partial,
         drop_path: float = 0.0,
-        recompute_above: int | None = None,
+        checkpoint_min_tokens: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **mixer_args: Any,
@@ -215,7 +215,7 @@ class Block(nn.Module):
             dim: Channels C.
             norm_layer: Makes the normalisation from the number of channels.
             drop_path: Probability to drop the mixer's output for a sample while training.
-            recompute_above: Same as in ``VisionLonghorn``.
+            checkpoint_min_tokens: Same as in ``VisionLonghorn``.
             device: Device of the parameters.
             dtype: Dtype of the parameters.
             **mixer_args: Arguments of ``BidirectionalMixer``.
@@ -225,7 +225,7 @@ class Block(nn.Module):
         self.norm = norm_layer(dim, **dd)
         self.mixer = BidirectionalMixer(dim, **mixer_args, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.recompute_above = recompute_above
+        self.checkpoint_min_tokens = checkpoint_min_tokens
 
     def forward(self, x: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Add the mixer's output to tokens (B, L, C); ``layout`` is the same as in the mixer."""
@@ -235,7 +235,7 @@ class Block(nn.Module):
 
     @torch.jit.unused
     def _recomputes(self, x: Tensor) -> bool:
-        above = self.recompute_above
+        above = self.checkpoint_min_tokens
         if above is None or isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
             return False
         # Tracers have no backward pass, and torch.func has no hooks for saved tensors.

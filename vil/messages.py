@@ -8,8 +8,8 @@ _MOST = 500  # characters; what a hub or an unpickler says can be pages
 
 def one_line(error: BaseException) -> str:
     """Return all that an error says, or as much of it as a line should have; else its type."""
-    said = textwrap.shorten(str(error), _MOST, placeholder=" ...")
-    return f"it lacks {said}" if isinstance(error, KeyError) else said or type(error).__name__
+    text = textwrap.shorten(str(error), _MOST, placeholder=" ...")
+    return f"it lacks {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
 
 def printable(name: str) -> str:
@@ -24,7 +24,7 @@ def first_line(error: BaseException) -> str:
     return textwrap.shorten(telling[0], _MOST, placeholder=" ...")
 
 
-def said(value: Any) -> str:
+def brief(value: Any) -> str:
     """Show a value that somebody gave if it is short for certain, and of anything else its kind.
 
     A list can hold another many times, which holds another many times, and so on.

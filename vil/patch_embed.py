@@ -105,22 +105,25 @@ class OverlapPatchEmbed(PatchEmbed):
         )
 
     def forward(
-        self, x: Tensor, trained_grid: tuple[int, int] | None = None, resize_below: float = 0.0
+        self,
+        x: Tensor,
+        ref_feat_shape: tuple[int, int] | None = None,
+        resize_below_scale: float = 0.0,
     ) -> Tensor:
         """Embed images (B, in_chans, height, width) as patches (B, H, W, C) of the weights' dtype.
 
         Args:
             x: The images.
-            trained_grid: Rows and columns that images near that size are resized to; None resizes none.
-            resize_below: As of ``VisionLonghorn``.
+            ref_feat_shape: Rows and columns that images near that size are resized to; None resizes none.
+            resize_below_scale: As of ``VisionLonghorn``.
 
         Raises:
             AssertionError: The images are not of ``img_size``, if ``strict_img_size``, or are not
                 covered by whole patches and not padded either.
         """
         x = self.covered(x)
-        if trained_grid is not None:
-            x = resize_images(x, trained_grid, self.patch_size, self.stride, resize_below)
+        if ref_feat_shape is not None:
+            x = resize_images(x, ref_feat_shape, self.patch_size, self.stride, resize_below_scale)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
     def covered(self, x: Tensor) -> Tensor:

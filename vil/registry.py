@@ -1,5 +1,6 @@
 """The registered models: ``timm.create_model`` finds these names once ``vil`` is imported."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from timm.models._features import FeatureGetterNet
 
 from vil.backbone import VisionLonghorn
 from vil.pyramid import STRIDES, VisionLonghornPyramid
+from vil.timm_arguments import FORMER, with_current_names
 from vil.weights.adapt import checkpoint_filter_fn
 
 
@@ -72,6 +74,11 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
     A pyramid that classifies has no levels: no logit depends on them, and DistributedDataParallel refuses
     parameters without a gradient.
     """
+    if (current := with_current_names(kwargs)) != kwargs:
+        names = {**FORMER, 'grid_aware="steps"': 'grid_aware="dt"'}
+        told = ", ".join(f"{former} is now {name}" for former, name in names.items())
+        warnings.warn(f"arguments have former names: {told}", DeprecationWarning, stacklevel=3)
+        kwargs = current
     model_cls, indices = VisionLonghorn, dense_indices(depth)
     if variant.endswith(_PYRAMID) and (
         kwargs.get("features_only") or kwargs.get("num_classes") == 0

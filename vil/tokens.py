@@ -48,7 +48,7 @@ def _equal(size: list[int], other: list[int]) -> bool:
 @register_notrace_function
 def resize_images(
     images: Tensor,
-    trained_grid: tuple[int, int],
+    ref_feat_shape: tuple[int, int],
     patch_size: tuple[int, int],
     stride: tuple[int, int],
     below: float,
@@ -60,8 +60,8 @@ def resize_images(
     """
     own = [images.shape[-2], images.shape[-1]]
     size = [
-        inside_pixels(own[0], trained_grid[0], patch_size[0], stride[0], below),
-        inside_pixels(own[1], trained_grid[1], patch_size[1], stride[1], below),
+        inside_pixels(own[0], ref_feat_shape[0], patch_size[0], stride[0], below),
+        inside_pixels(own[1], ref_feat_shape[1], patch_size[1], stride[1], below),
     ]
     if _equal(size, own):
         return images

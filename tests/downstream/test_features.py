@@ -86,7 +86,7 @@ def test_weights_of_the_plain_model_are_taken(tmp_path: Path) -> None:
     assert own["pos_embed"].shape != theirs["pos_embed"].shape
     for name in (name for name in own if name.startswith(("blocks", "patch_embed", "cls_token"))):
         assert torch.equal(own[name], theirs[name]), name
-    assert features.model.trained_grid == (4, 4)
+    assert features.model.ref_feat_shape == (4, 4)
 
 
 def test_blocks_are_computed_again_if_asked_for() -> None:

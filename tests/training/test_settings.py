@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 import train_imagenet
-from vil.messages import said
+from vil.messages import brief
 from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError, run_script
 from vil.training.evaluation import EvalConfig
@@ -102,7 +102,7 @@ def test_values_at_and_beyond_the_ends_of_a_range(key) -> None:
             assert f"{key}[0]" not in line if many else not line.startswith(key), line
         else:
             assert line.startswith(f"{key}[0] must be" if many else f"{key} must be"), line
-            assert f"got {said(value)}" in line, line
+            assert f"got {brief(value)}" in line, line
     for value in (-(10**30), math.inf, math.nan, {"a": 1}, [[1]], "\0"):
         line = told(key, value)
         assert line.startswith(key), f"{key} takes {value}"

@@ -269,7 +269,7 @@ def test_structure_of_config_json(kind: str, content: dict[str, Any], tmp_path: 
     [
         *(
             (("model_args", key), doubled(60), "10000 values")
-            for key in ("trained_grid", "recurrence")
+            for key in ("ref_feat_shape", "recurrence")
         ),
         (("model_args", "weight_init"), doubled(60), "10000 values"),
         (("pretrained_cfg", "label_offset"), doubled(60), "label_offset must be a whole number"),

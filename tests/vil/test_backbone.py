@@ -218,7 +218,7 @@ def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("class_token", [True, False])
 def test_reshape_transform_puts_patches_in_place(class_token: bool) -> None:
-    model = small(class_token=class_token, global_pool="avg", resize_below=0)
+    model = small(class_token=class_token, global_pool="avg", resize_below_scale=0)
     kept = []
     model.blocks[1].register_forward_hook(lambda module, args, output: kept.append(output))
     for size in ((32, 32), (24, 40)):

@@ -78,7 +78,7 @@ def test_rollout_is_the_product_over_blocks() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_patches_are_in_their_places(name: str) -> None:
     """In the first block, without a convolution, a patch writes and forgets by what is in it alone."""
-    model = small(name, d_conv=1, resize_below=0)
+    model = small(name, d_conv=1, resize_below_scale=0)
     with torch.no_grad():
         model.pos_embed.zero_()
     images = pictures(24, 40)[:1].repeat(2, 1, 1, 1)

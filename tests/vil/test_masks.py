@@ -38,7 +38,7 @@ def padded() -> tuple[Tensor, Tensor, list[Tensor]]:
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pool", ["token", "avg", "max", "avgmax"])
-@pytest.mark.parametrize("grid_aware", [True, "steps"])
+@pytest.mark.parametrize("grid_aware", [True, "dt"])
 def test_padded_images_give_what_they_give_alone(
     name: str, pool: str, grid_aware: bool | str
 ) -> None:
@@ -94,7 +94,7 @@ def drawn_model(rng: random.Random) -> nn.Module:
         num_classes=5 if plain else 0,
         class_token=class_token,
         global_pool=rng.choice(["token", "avg", "max"] if class_token else ["avg", "max"]),
-        grid_aware=rng.choice([True, "steps", False]),
+        grid_aware=rng.choice([True, "dt", False]),
         patch_stride=rng.choice([None, 4]) if plain else None,
     ).train(rng.random() < 0.5)
 

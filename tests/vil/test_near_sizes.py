@@ -48,7 +48,7 @@ def test_sides_near_the_trained_one_are_resized(
         back = F.interpolate(of_resized, tuple(own.shape[-2:]), mode="bilinear", antialias=True)
         same_mean = of_resized.mean((2, 3), keepdim=True) - back.mean((2, 3), keepdim=True)
         torch.testing.assert_close(own, back + same_mean)
-        model.resize_below = 0.0
+        model.resize_below_scale = 0.0
         assert not torch.allclose(model(x), model(resized), atol=1e-3)
     x.requires_grad_()
     model(x).sum().backward()

@@ -17,7 +17,9 @@ TOKENS = 17  # of the images below
 def small(name: str = "vil_tiny", above: int | None = TOKENS - 1, **options: object) -> nn.Module:
     torch.manual_seed(0)
     options = {"depth": 2, "embed_dim": 32, "num_classes": 5, "drop_path_rate": 0.3} | options
-    model = timm.create_model(name, img_size=32, patch_size=8, recompute_above=above, **options)
+    model = timm.create_model(
+        name, img_size=32, patch_size=8, checkpoint_min_tokens=above, **options
+    )
     return model.train()
 
 

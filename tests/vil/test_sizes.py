@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import vil
 from vil.backbone import checkpoint_filter_fn
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
@@ -37,7 +39,7 @@ def images(height: int = 32, width: int = 32, batch: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_at_the_trained_grid_nothing_changes(name: str) -> None:
-    ways = [small(name, grid_aware=way) for way in (True, "steps", False)]
+    ways = [small(name, grid_aware=way) for way in (True, "dt", False)]
     assert all(torch.equal(model(images()), ways[0](images())) for model in ways[1:])
     for size in SIZES:
         for one, other in itertools.combinations([model(images(*size)) for model in ways], 2):
@@ -68,9 +70,9 @@ def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) ->
     expected = model(x)
     resized = copy.deepcopy(model)
     resized.set_input_size((64, 48))
-    assert resized.trained_grid == (4, 4)
+    assert resized.ref_feat_shape == (4, 4)
     built = small(name, img_size=(64, 48))
-    assert built.trained_grid == (8, 6)
+    assert built.ref_feat_shape == (8, 6)
     built.load_state_dict(model.state_dict())
     save_file(resized.state_dict(), tmp_path / "resized.safetensors")
     again = small(name, img_size=(64, 48))
@@ -83,7 +85,7 @@ def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) ->
         pretrained_cfg_overlay={"file": str(tmp_path / "own.safetensors"), "num_classes": 5},
     ).eval()  # fmt: skip
     for other in (resized, built, again, filtered, by_timm):
-        assert other.trained_grid == (4, 4)
+        assert other.ref_feat_shape == (4, 4)
         assert torch.allclose(other(x), expected, atol=1e-5)
         assert torch.equal(other(images()), built(images()))
 
@@ -91,16 +93,40 @@ def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) ->
 def test_weights_of_a_grid_are_plain_at_it() -> None:
     """As those of Vision Mamba that were fine-tuned at half the stride."""
     trained = small(patch_stride=4, grid_aware=False)
-    assert "trained_grid" not in trained.state_dict()
+    assert "ref_feat_shape" not in trained.state_dict()
     model = small(patch_stride=4)
     model.load_state_dict(trained.state_dict())
-    assert model.trained_grid == (7, 7)
+    assert model.ref_feat_shape == (7, 7)
     assert torch.equal(model(images()), trained(images()))
     coarse = small()
     finer = small(patch_stride=4)
     finer.load_state_dict(coarse.state_dict())
-    assert finer.trained_grid == (4, 4)
+    assert finer.ref_feat_shape == (4, 4)
     assert not torch.allclose(finer(images()), trained(images()), atol=1e-3)
+
+
+def test_former_names_are_read(tmp_path: Path) -> None:
+    """For good in files, and for a release as arguments."""
+    former = {
+        "trained_grid": (2, 2),
+        "resize_below": 0,
+        "recompute_above": 9,
+        "grid_aware": "steps",
+    }
+    model = small(ref_feat_shape=(2, 2), checkpoint_min_tokens=9, grid_aware="dt")
+    with pytest.warns(DeprecationWarning, match="trained_grid is now ref_feat_shape"):
+        old = small(**former)
+    state = model.state_dict()
+    state["trained_grid"] = state.pop("ref_feat_shape")
+    old.load_state_dict(state)
+    about = {"arch": "vil_tiny", "model_args": SMALL | former, "pretrained_cfg": {}, "epoch": 1}
+    torch.save(about | {"config": {}, "run": {}, "state_dict": state}, tmp_path / "old.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = vil.load(tmp_path / "old.pt").eval()
+    for other in (old, loaded):
+        assert (other.ref_feat_shape, other.checkpoint_min_tokens) == ((2, 2), 9)
+        assert torch.equal(other(images()), model(images()))
 
 
 def test_fine_tuning_goes_on_from_what_was_loaded() -> None:
@@ -165,7 +191,7 @@ def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> 
 @pytest.mark.parametrize("above", [20, None], ids=["recomputed", "second derivatives"])
 def test_trains_at_a_grid_that_was_first_evaluated(above: int | None) -> None:
     """What evaluation in inference mode leaves for the next call serves training, too."""
-    model, x = small(recompute_above=above), images(72, 64)  # a grid of this test alone
+    model, x = small(checkpoint_min_tokens=above), images(72, 64)  # a grid of this test alone
     with torch.inference_mode():
         expected = model(x)
     x.requires_grad_()

@@ -15,7 +15,7 @@ import tyro
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from vil.messages import one_line, said
+from vil.messages import brief, one_line
 from vil.training.errors import ConfigError
 from vil.training.settings import TrainConfig
 
@@ -123,7 +123,7 @@ def _described(problem: Any) -> str:
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{name} is no setting"
     value = problem["input"]
-    shown = " ".join(map(said, value[:8])) if isinstance(value, list | tuple) else said(value)
+    shown = " ".join(map(brief, value[:8])) if isinstance(value, list | tuple) else brief(value)
     return f"{name or 'it'} {words}, got {shown or 'none'}"
 
 

@@ -83,7 +83,7 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
         config.data.img_sizes or (weights and model.img_size not in (None, height))
     ):
         # Sizes that a run trains at are not to be resized to that of the weights inside the model.
-        others["resize_below"] = 0
+        others["resize_below_scale"] = 0
     others = {k: v for k, v in others.items() if k not in sizes and k not in stated}
     model = replace(
         model,

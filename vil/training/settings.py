@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from vil.messages import said
+from vil.messages import brief
 from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 
@@ -368,7 +368,7 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
     for key in parsed:
         if key in NOT_OF_A_MODEL:
             raise ConfigError(
-                f"model.args takes arguments that say which model it is, got {key}={said(parsed[key])}"
+                f"model.args takes arguments that say which model it is, got {key}={brief(parsed[key])}"
             )
         if key in ("name", "drop_path_rate", *MODEL_ARGUMENTS):
             raise ConfigError(f"model.args: {key} is a setting, model.{key}")

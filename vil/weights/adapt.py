@@ -50,13 +50,15 @@ def adapt(
         resample_patches: Resample a patch embedding of another size, which is an error otherwise.
 
     Returns:
-        The weights; with a position embedding also ``trained_grid``, its grid if the weights do not state another.
+        The weights; with a position embedding also ``ref_feat_shape``, its grid if the weights do not state another.
 
     Raises:
         ValueError: The weights have another width or patch size, or a grid that cannot be told. Or they are an official
             Vision Mamba's with rotary position embeddings or only one direction.
     """
     adapted = with_own_names(state_dict, prefix)
+    if prefix + "trained_grid" in adapted:  # as it was called before
+        adapted[prefix + "ref_feat_shape"] = adapted.pop(prefix + "trained_grid")
     patches, own = adapted.get(prefix + _PATCHES), model.patch_embed.proj.weight
     if patches is not None and resample_patches and patches.shape[2:] != own.shape[2:]:
         size = [own.shape[2], own.shape[3]]
@@ -74,14 +76,14 @@ def adapt(
     if prefix + "pos_embed" in adapted:
         pos_embed, grid = _resized_pos_embed(adapted[prefix + "pos_embed"], model, grid)
         adapted[prefix + "pos_embed"] = pos_embed
-        adapted.setdefault(prefix + "trained_grid", torch.tensor(grid))
+        adapted.setdefault(prefix + "ref_feat_shape", torch.tensor(grid))
     return adapted
 
 
 def adapt_inside(
     state_dict: dict[str, Tensor], model: nn.Module, prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Adapt the state dict of ``_load_from_state_dict`` in place, and set the model's ``trained_grid``.
+    """Adapt the state dict of ``_load_from_state_dict`` in place, and set the model's ``ref_feat_shape``.
 
     A filter function would not be enough: timm applies none to ``checkpoint_path``, and other packages load state dicts of
     whole detectors.
@@ -91,12 +93,12 @@ def adapt_inside(
     """
     try:
         adapted = adapt(state_dict, model, prefix, metadata.get("grid_size"))
-        grid = adapted.pop(prefix + "trained_grid", None)
+        grid = adapted.pop(prefix + "ref_feat_shape", None)
         if grid is not None:
-            model.trained_grid = _grid_from(grid)
+            model.ref_feat_shape = _grid_from(grid)
     except ValueError as error:
         raise RuntimeError(str(error)) from error
-    update_model_args(model, trained_grid=model.trained_grid)
+    update_model_args(model, ref_feat_shape=model.ref_feat_shape)
     state_dict.clear()
     state_dict.update(adapted)
 
@@ -189,10 +191,10 @@ def _resized_pos_embed(
 
 
 def _grid_from(recorded: Tensor) -> tuple[int, int]:
-    """Return the ``trained_grid`` of a state dict, which must be two positive integers."""
+    """Return the ``ref_feat_shape`` of a state dict, which must be two positive integers."""
     sizes = recorded.tolist() if recorded.shape == (2,) and not recorded.is_floating_point() else []
     if len(sizes) != 2 or min(sizes) < 1:
-        raise ValueError(f"trained_grid must be two positive integers, got {recorded}")
+        raise ValueError(f"ref_feat_shape must be two positive integers, got {recorded}")
     return (sizes[0], sizes[1])
 
 

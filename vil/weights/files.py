@@ -16,8 +16,8 @@ from timm.models import (
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
-from vil.messages import one_line, said
-from vil.timm_arguments import NOT_OF_A_MODEL
+from vil.messages import brief, one_line
+from vil.timm_arguments import NOT_OF_A_MODEL, with_current_names
 from vil.weights.adapt import is_official_vim
 from vil.weights.archive import check_finite, check_plain, is_dictionary, load_archive
 
@@ -201,7 +201,7 @@ def _weights(
     if is_own(described.get("architecture") or ""):
         # The pooling says so, too, but another one that is asked for must not move the norm.
         place = any(key.startswith("fc_norm.") for key in state_dict)
-        described["model_args"] = {"fc_norm": place} | described["model_args"]
+        described["model_args"] = {"fc_norm": place} | with_current_names(described["model_args"])
         _check_sizes(described, state_dict, origin)
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
 
@@ -214,7 +214,7 @@ _DEEPEST = 8
 def _check_value(value: Any, form: _Form, name: str, origin: str) -> None:
     words, holds = form
     if not holds(value):
-        raise ValueError(f"{origin}: {name} must be {words}, got {said(value)}")
+        raise ValueError(f"{origin}: {name} must be {words}, got {brief(value)}")
 
 
 def _check_sections(value: Any, name: str, origin: str) -> None:
