@@ -161,18 +161,18 @@ class VisionLonghorn(nn.Module):
             dynamic_img_size: Take images of any size of whole patches, and resample the position
                 embedding for other sizes than ``img_size``; False refuses other sizes.
             dynamic_img_pad: Pad images to whole patches.
-            ref_feat_shape: Rows and columns of patches that are the unit of the convolution's taps and of
-                the step sizes; if None, those of ``img_size`` with patches that do not overlap. Loaded
-                weights bring their own.
-            grid_aware: At another grid than ``ref_feat_shape``, measure the distance of the taps and
-                the step sizes in patches of that grid, for images that show the same things enlarged.
-                "dt" measures only the step sizes, and resizes nothing, for images that show more at
-                the same scale. False measures neither.
-            resize_below_scale: With ``grid_aware``, resize images inside the model along each side that has
-                fewer than this many times the trained patches, and the tokens back to the image's own
-                grid. 0 never resizes, which is for training at such sizes.
-            checkpoint_min_tokens: With more tokens than this, blocks keep only their input and their mixer's
-                output for the backward pass and compute the rest again; None never does.
+            ref_feat_shape: Reference grid, (rows, columns): the convolution's taps and the step sizes are
+                measured in its patches. Default: the grid of ``img_size`` without overlap. Loaded weights
+                bring their own.
+            grid_aware: Adapt to other grids. True measures the distance of the taps and the step sizes in
+                patches of ``ref_feat_shape``, for images that show the same things enlarged. "dt"
+                measures only the step sizes and resizes nothing, for images that show more at the same
+                scale. False adapts nothing.
+            resize_below_scale: With ``grid_aware=True``, a side with fewer than this many times the patches of
+                ``ref_feat_shape`` is resized to it inside the model. The tokens are resized back to the
+                image's own grid. 0 never resizes; use it to train at such sizes.
+            checkpoint_min_tokens: Above this many tokens, recompute each block's inner activations in the
+                backward pass to save memory. None disables it.
             drop_rate: Dropout before the head.
             pos_drop_rate: Dropout after the position embedding.
             patch_drop_rate: Part of the patches that each training image is without, different ones every
@@ -399,9 +399,9 @@ class VisionLonghorn(nn.Module):
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # not where the caller gave a dict of its own
+        if hasattr(destination, "_metadata"):  # only present when PyTorch created `destination`
             destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
-        # A tensor, which no format of files leaves out; weights without one are of their own grid.
+        # A tensor, since every file format keeps tensors. Without it, the grid of pos_embed is the reference.
         if self.grid_aware and self.ref_feat_shape != tuple(self.patch_embed.grid_size):
             destination[prefix + "ref_feat_shape"] = torch.tensor(self.ref_feat_shape)
 
@@ -648,11 +648,10 @@ class VisionLonghorn(nn.Module):
 
         Args:
             x: Images, (B, in_chans, height, width).
-            mask: For images that are padded to one size: True, or not 0, where a pixel belongs to its
-                image, (B, height, width) as transformers' pixel_mask, or where a patch does,
-                (B, H, W). The result is the same as for each image alone, cut to the box of its
-                patches. All other pixels are read as zeros, whatever they contain. Not for programs
-                that are scripted, traced or exported.
+            mask: For images that are padded to one size: nonzero where a pixel belongs to its image,
+                (B, height, width) like transformers' pixel_mask, or where a patch does, (B, H, W). The
+                result is the same as for each image alone, cut to the box of its patches. Masked pixels
+                count as zeros and may contain NaN. Not for scripted, traced or exported programs.
 
         Raises:
             ValueError: The mask has another shape, or an image's patches are no box.
@@ -685,7 +684,7 @@ class VisionLonghorn(nn.Module):
             intermediates_only: Return only the intermediates.
             output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
                 asked for) and image_features (unless intermediates_only).
-            mask: Same as in ``forward``; what it leaves out is zeros.
+            mask: Same as in ``forward``; masked patches are zeros.
 
         Returns:
             (final tokens (B, L, C), the same as from ``forward_features``; intermediates), or as asked for.
@@ -806,9 +805,8 @@ class VisionLonghorn(nn.Module):
 
         Args:
             tokens: (B, L, C) of any dtype, out of a block or its norm: class token in the middle.
-            height: Rows H of the grid of patches inside the model (``grid_inside``), that of images of
-                ``img_size`` if None.
-            width: Columns W of it, likewise.
+            height: Rows H of the grid inside the model (``grid_inside``). Default: for ``img_size`` images.
+            width: Columns W of that grid. Default: for ``img_size`` images.
 
         Returns:
             The patches (B, C, H, W) of the same dtype, each in its place.

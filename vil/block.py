@@ -2,8 +2,10 @@
 
 The mixer of Vision Mamba ("bimamba v2" with divided output) around any of the recurrences. The
 parameters of the two directions are stacked on a leading axis of size 2: index 0 scans from the
-first token to the last, index 1 back. Letters: B batch, L tokens, C channels of the block,
-E = expand * C channels of the scan, M state size, R rank of the step size.
+first token to the last, index 1 back.
+
+Letters: B batch, L tokens, C channels of the block, E = expand * C channels of the scan, M state size,
+R rank of the step size.
 """
 
 import math
@@ -126,7 +128,7 @@ class BidirectionalMixer(nn.Module):
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # not where the caller gave a dict of its own
+        if hasattr(destination, "_metadata"):  # only present when PyTorch created `destination`
             destination._metadata[prefix[:-1]]["recurrence"] = self.recurrence
 
     def _load_from_state_dict(
@@ -247,9 +249,9 @@ class Block(nn.Module):
     def _recomputed(self, x: Tensor, layout: TokenLayout | None) -> Tensor:
         """Keep the block's input and the mixer's output for the backward pass, and compute the rest again.
 
-        This saves nearly as much memory as gradient checkpointing and takes less time: the norm and the input projection
-        are computed again, and so is what the operator's backward pass needs, but not its forward pass. It is PyTorch's
-        selective checkpointing, which torch.compile follows.
+        This saves nearly as much memory as gradient checkpointing and takes less time. It recomputes the norm, the input
+        projection and what the operator's backward pass needs, but does not run the operator's forward pass twice. It is
+        PyTorch's selective checkpointing, which torch.compile supports.
         """
 
         def mixed(x: Tensor) -> Tensor:

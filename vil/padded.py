@@ -1,7 +1,7 @@
 """Padded images of several sizes in one batch, with a mask of what belongs to each.
 
-The convolution would read empty patches around an image. Therefore each image is cut to the box of its own patches, and
-images with boxes of one size go through the model together: the result of an image does not depend on its padding.
+The convolution would read empty patches around an image. Therefore each image is cut to the box of its own patches.
+Images with boxes of one size run together. The result of an image does not depend on its padding.
 Masked pixels enter as zeros: a patch may contain pixels that are not its image's, and zero times NaN is NaN.
 
 Letters: B images, H W grid of patches as padded, b images with boxes of h w patches, n = h w.
@@ -34,8 +34,8 @@ def run_padded(
         num_prefix: Tokens that are no patches.
 
     Returns:
-        The sequences for the padded grid, (B, num_prefix + H W, C), with zeros for patches that the mask leaves out; and
-        which tokens are valid, bool (B, num_prefix + H W).
+        Sequences for the padded grid, (B, num_prefix + H W, C), with zeros for masked patches; and which tokens are
+        valid, bool (B, num_prefix + H W).
 
     Raises:
         ValueError: As in ``valid_patches``; or the patches of an image are no box, or a box of a size that the model does
@@ -66,12 +66,12 @@ def run_padded(
 def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) -> Tensor:
     """Return which patches belong to their images, bool (B, H, W).
 
-    Patches that do not overlap belong to an image if any of their pixels does, the same as where an image is padded to
-    whole patches. Patches that overlap must be in the image completely.
+    A patch that does not overlap others belongs to an image if any of its pixels does, as in padding to whole patches.
+    With overlap, all of its pixels must belong to the image.
 
     Args:
-        mask: True, or not 0, where a pixel belongs to its image, (B, height, width) as transformers'
-            pixel_mask; or where a patch does, (B, H, W).
+        mask: Nonzero where a pixel belongs to its image, (B, height, width) like transformers' pixel_mask; or
+            where a patch does, (B, H, W).
         images: As given to the model, (B, in_chans, height, width).
         patch_embed: Of the model.
 
@@ -153,7 +153,7 @@ def _boxes(valid: Tensor) -> Iterator[_Box]:
 
 
 def _pixels(box: _Box, images: Tensor, columns: int, patch_embed: OverlapPatchEmbed) -> Tensor:
-    """Return what is in the boxes, (b, in_chans, height, width), of images with so many columns of patches."""
+    """Cut the boxes out of images with this many columns of patches, (b, in_chans, height, width)."""
     stride, patch = patch_embed.stride, patch_embed.patch_size
     height, width = ((n - 1) * s + p for n, s, p in zip(box.size, stride, patch, strict=True))
     corners = [divmod(first, columns) for first in box.patches[:, 0].tolist()]

@@ -1,4 +1,4 @@
-"""Patch embedding with a stride of its own, for Vision Mamba's finer granularity."""
+"""Patch embedding with a separate stride, for Vision Mamba's finer granularity."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def _lacking(size: int, patch: int, stride: int) -> int:
 
 
 class OverlapPatchEmbed(PatchEmbed):
-    """timm's patch embedding with a stride of its own and no silent cropping of odd image sizes."""
+    """timm's patch embedding with a separate stride and without silent cropping of odd image sizes."""
 
     def __init__(
         self, patch_size: int | tuple[int, int], stride: int | tuple[int, int] | None, **kwargs: Any
@@ -54,7 +54,7 @@ class OverlapPatchEmbed(PatchEmbed):
         Args:
             patch_size: Height and width of a patch in pixels.
             stride: Distance of neighbouring patches in pixels, ``patch_size`` if None.
-            **kwargs: Of ``timm.layers.PatchEmbed``, but for its output format, which is NHWC.
+            **kwargs: Arguments of ``timm.layers.PatchEmbed``, except for the output format, which is NHWC.
 
         Raises:
             ValueError: The image is not covered by whole patches, or the stride leaves gaps.
@@ -115,7 +115,7 @@ class OverlapPatchEmbed(PatchEmbed):
         Args:
             x: The images.
             ref_feat_shape: Rows and columns that images near that size are resized to; None resizes none.
-            resize_below_scale: As of ``VisionLonghorn``.
+            resize_below_scale: Same as in ``VisionLonghorn``.
 
         Raises:
             AssertionError: The images are not of ``img_size``, if ``strict_img_size``, or are not
@@ -127,7 +127,7 @@ class OverlapPatchEmbed(PatchEmbed):
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
     def covered(self, x: Tensor) -> Tensor:
-        """Return images that whole patches cover, padded or as they are; errors as of ``forward``."""
+        """Return images that whole patches cover, padded if necessary; raises the same errors as ``forward``."""
         height, width = x.shape[-2], x.shape[-1]
         if self.strict_img_size:
             _assert(

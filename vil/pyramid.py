@@ -77,7 +77,7 @@ class PyramidLevel(nn.Module):
 
     @torch.jit.ignore
     def masked(self, x: Tensor, valid: Tensor) -> Tensor:
-        """Do what ``forward`` does with valid tokens, bool (B, h, w); zeros where there is none."""
+        """Make a map from valid tokens, bool (B, h, w), with zeros where no token is valid."""
         x = self.up(x)
         valid = valid.repeat_interleave(self.scale, 1).repeat_interleave(self.scale, 2)[:, None]
         x = self.pool(x.masked_fill(~valid, -torch.inf))
@@ -88,10 +88,10 @@ class PyramidLevel(nn.Module):
 class VisionLonghornPyramid(VisionLonghorn):
     """Backbone whose ``features_only`` gives maps at strides 4, 8, 16 and 32, for images of any size.
 
-    A ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses: its indices are numbers of
-    levels, finest first, its maps are (B, C, H, W) with H = ceil(height / stride) and W likewise, and a mask is only for
-    patches that do not overlap. Tokens and logits are the same as in the plain model, whose weights load strictly; the
-    levels are then new.
+    A ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses. Its indices are numbers of
+    levels, finest first. Its maps are (B, C, H, W) with H = ceil(height / stride) and W = ceil(width / stride). Masks need
+    patches that do not overlap. Tokens and logits are the same as in the plain model. Weights of the plain model load
+    strictly, and the levels are then new.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class VisionLonghornPyramid(VisionLonghorn):
         """Create a backbone.
 
         Args:
-            pyramid_blocks: Numbers of the four blocks whose tokens the levels are made of, finest level
-                first, as (5, 11, 17, 23) in the official Vision Mamba's segmentation; negative ones count
-                from the end. The last block for each if None, as in ViTDet.
-            output_stride: Largest stride; levels that would have a larger one have this one.
-            dynamic_img_pad: Pad images to whole patches; maps are then as large as those of a
-                convolutional network, ceil(size / stride).
-            **kwargs: Of ``VisionLonghorn``.
+            pyramid_blocks: Numbers of the four blocks that the levels are made from, finest level first;
+                negative numbers count from the end. The official Vision Mamba's segmentation has
+                (5, 11, 17, 23). Default: the last block for each level, as in ViTDet.
+            output_stride: Largest stride of a level.
+            dynamic_img_pad: Pad images to whole patches. Maps then have the size that a convolutional network
+                gives, ceil(size / stride).
+            **kwargs: Arguments of ``VisionLonghorn``.
 
         Raises:
             AssertionError: ``global_pool`` is unknown, or "token" without a class token.
@@ -168,7 +168,7 @@ class VisionLonghornPyramid(VisionLonghorn):
                 f"mask must be None where patches overlap, here {self.patch_embed.patch_size[0]} px "
                 f"every {self.patch_embed.stride[0]} px"
             )
-        if self._overlap:  # pad, so that each patch has its middle in that of its cell
+        if self._overlap:  # pad, so that the centre of each patch is the centre of its cell
             before, after = self._overlap // 2, self._overlap - self._overlap // 2
             x = F.pad(x, [before, after, before, after])
         return super()._intermediates(x, blocks, num_blocks, norm, mask)

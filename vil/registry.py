@@ -54,8 +54,8 @@ default_cfgs = generate_default_cfgs(
 def dense_indices(depth: int) -> tuple[int, ...]:
     """Return the ends of the four quarters of the blocks, which dense heads take: 5, 11, 17, 23 of 24.
 
-    A quarter that does not end with a block ends with the block that it ends in, so that the last block
-    is always one of them; of fewer than four blocks they are all.
+    If a quarter ends inside a block, that block counts, so the last block is always included. With fewer
+    than four blocks, all are.
     """
     return tuple(sorted({-(-depth * quarter // 4) - 1 for quarter in (1, 2, 3, 4)}))
 
@@ -69,7 +69,7 @@ def _check_feature_cls(feature_cls: Any) -> None:
 
 
 def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> VisionLonghorn:
-    """Build a registered model; the arguments are those of ``timm.create_model``.
+    """Build a registered model; same arguments as ``timm.create_model``.
 
     A pyramid that classifies has no levels: no logit depends on them, and DistributedDataParallel refuses
     parameters without a gradient.

@@ -55,8 +55,8 @@ def resize_images(
 ) -> Tensor:
     """Resize images (B, C, height, width) along the sides that are near the trained one.
 
-    Each side is treated by itself, because the tokens are measured by row and by column, too. The arguments are those of
-    ``inside_pixels`` for (height, width). Images of other sizes are returned as they are.
+    Each side is treated separately, because tokens are also measured by row and by column. The arguments are the same as
+    in ``inside_pixels``, for (height, width). Images of other sizes are returned unchanged.
     """
     own = [images.shape[-2], images.shape[-1]]
     size = [
@@ -95,7 +95,7 @@ def resize_tokens(x: Tensor, grid: list[int], feat_shape: list[int], num_prefix:
 def resample_pos_embed(
     pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix: int
 ) -> Tensor:
-    """Resample a position embedding (1, L, C) from its own grid to another one.
+    """Resample a position embedding (1, L, C) to another grid.
 
     timm's function resamples even to the same grid while a program is exported, to keep the program independent of the
     example's size. Sizes that are constants of the program do not need that: the same tensor is returned.

@@ -165,8 +165,16 @@ def test_what_does_not_fit_is_refused(
     capsys.readouterr()
     for arguments, code, message in (
         ((str(checkpoint), "--model.name", "vil_tiny_exact"), 2, "(longhorn), and vil_tiny_exact"),
-        ((str(released), "--model.name", "vim_tiny"), 2, "vim_tiny is another function (mamba)"),
-        ((str(released), "--model.name", "test_vit"), 2, "test_vit is another function (no scan)"),
+        (
+            (str(released), "--model.name", "vim_tiny"),
+            2,
+            "vim_tiny computes another function (mamba)",
+        ),
+        (
+            (str(released), "--model.name", "test_vit"),
+            2,
+            "test_vit computes another function (no scan)",
+        ),
         ((str(checkpoint), "--model.embed-dim", "32"), 2, "patch_embed.proj.weight"),
         ((str(checkpoint), "--model.depth", "3"), 2, "blocks.2.norm.weight is missing"),
         ((str(released), "--model.pretrained-ema"), 2, "has no averaged weights"),
@@ -176,9 +184,9 @@ def test_what_does_not_fit_is_refused(
             "model.args patch_drop_rate=0.5 at 24 px: patches can be left out",
         ),
         ((str(bare),), 2, "model.name is missing: "),
-        ((str(tmp_path / "none.pt"),), 2, "none.pt is no file, no folder, no hf-hub:NAME"),
+        ((str(tmp_path / "none.pt"),), 2, "none.pt is not a file, a folder, hf-hub:NAME"),
         ((str(checkpoint.parent),), 5, "is the folder of a run; name its checkpoint"),
-        ((str(tmp_path / "text.pt"),), 5, "text.pt is no file of torch.save"),
+        ((str(tmp_path / "text.pt"),), 5, "text.pt is not a torch.save file"),
         (("vil_tiny",), 5, "vil_tiny has no trained weights"),
     ):
         folder = ("--run.output", str(tmp_path / "new"))

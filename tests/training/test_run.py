@@ -296,7 +296,7 @@ def test_evaluation_gives_the_number_of_the_run(
         (["train_imagenet.py", "--config", "none.yaml"], 2, "error: --config none.yaml: No such"),
         # Imports PyTorch before it knows, for seconds.
         pytest.param(
-            *(["eval.py", "none.pt"], 2, "error: none.pt is no file, no folder, no hf-hub:NAME"),
+            *(["eval.py", "none.pt"], 2, "error: none.pt is not a file, a folder, hf-hub:NAME"),
             marks=pytest.mark.ci,
         ),
     ],

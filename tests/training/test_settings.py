@@ -169,7 +169,7 @@ def test_command_line_says_it_and_ends_with_2(start, monkeypatch, capsys, tmp_pa
         (["--model.patch-stride", "9"], "patch_stride must be 1 to patch_size = 4, got 9"),
         (["--model.name", "local-dir:x"], "got local-dir:x; pass --model.pretrained local-dir:x"),
         (["--model.pretrained-ema"], "model.pretrained_ema has no use without model.pretrained"),
-        (["--model.pretrained", "none.pt"], "none.pt is no file, no folder, no hf-hub:NAME and no"),
+        (["--model.pretrained", "none.pt"], "none.pt is not a file, a folder, hf-hub:NAME or a"),
         (["--model.num-classes", "5"], "the training data has 10 classes, model.num_classes is 5"),
         (
             ["--schedule.epochs", "1"],

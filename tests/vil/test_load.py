@@ -422,10 +422,10 @@ def test_what_is_no_source_is_refused(
     )
     text = tmp_path / "notes.txt"
     text.write_text("These are my notes.")
-    refused(lambda: vil.load(text), f"{text} is no file of torch.save")
+    refused(lambda: vil.load(text), f"{text} is not a torch.save file")
     refused(
         lambda: vil.load(tmp_path),
-        f"{tmp_path} is no folder with a config.json and weights",
+        f"{tmp_path} is not a folder with config.json and weights",
         kind=FileNotFoundError,
     )
     for content in ("[]", "{", "{}", '{"architecture": "vil_tiny"}', '{"model_type": "bert"}'):

@@ -1,8 +1,8 @@
 """State dicts that are not quite a backbone's own: official Vision Mamba names, another grid, levels of a pyramid.
 
-The official names and shapes are those of hustvl/Vim (``models_mamba.py``, ``mamba_simple.py``): the two directions have
-separate parameters there, which are stacked here, and the position embedding there is in the order of the sequence, with
-the class token in the middle, where it is first here.
+hustvl/Vim (``models_mamba.py``, ``mamba_simple.py``) defines the official names and shapes. It has separate parameters for
+the two directions, which are stacked here. Its position embedding has the order of the sequence, with the class token in
+the middle; here the class token is first.
 """
 
 import logging
@@ -44,7 +44,7 @@ def adapt(
 
     Args:
         state_dict: Names and tensors; names without the prefix stay as they are.
-        model: ``VisionLonghorn`` that is to load them.
+        model: ``VisionLonghorn`` that will load the weights.
         prefix: Of the model's names, if it is inside another module.
         grid: Rows and columns of the position embedding's patches; None if unknown.
         resample_patches: Resample a patch embedding of another size, which is an error otherwise.
@@ -53,7 +53,7 @@ def adapt(
         The weights; with a position embedding also ``ref_feat_shape``, its grid if the weights do not state another.
 
     Raises:
-        ValueError: The weights have another width or patch size, or a grid that cannot be told. Or they are an official
+        ValueError: If the weights have another width or patch size, or an unknown grid; or if they are an official
             Vision Mamba's with rotary position embeddings or only one direction.
     """
     adapted = with_own_names(state_dict, prefix)
@@ -108,7 +108,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
 
     Args:
         state_dict: Of a model, or a checkpoint that has it as "model" or "state_dict".
-        model: That is to load it.
+        model: Model that will load it.
 
     Returns:
         What ``adapt`` returns, with the record of its grid.
@@ -157,7 +157,7 @@ def _resized_pos_embed(
         The position embedding, and the grid that it was for.
 
     Raises:
-        ValueError: The grid is None and the number of patches does not tell it, or it does not have so many.
+        ValueError: If the grid is None and ambiguous, or contradicts the number of patches.
     """
     prefix, own_grid = model.num_prefix_tokens, model.patch_embed.grid_size
     patches = pos_embed.shape[1] - prefix
@@ -201,10 +201,10 @@ def _grid_from(recorded: Tensor) -> tuple[int, int]:
 def _grid_of_arguments(
     model: nn.Module, weight: Tensor | None, patches: int
 ) -> tuple[int, int] | None:
-    """Return a checkpoint's grid by the arguments of its model; None if it has another number of patches.
+    """Compute a checkpoint's grid from the arguments of its model; None if the number of patches differs.
 
     Args:
-        model: That is to load it; timm has put the arguments of the checkpoint's model there.
+        model: Model that will load it; timm stores the arguments of the checkpoint's model in it.
         weight: Of the patch embedding; None if the checkpoint has none.
         patches: Of the checkpoint's position embedding.
     """

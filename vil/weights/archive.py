@@ -55,10 +55,10 @@ def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
     """
     for name, value in tensors.items():
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise ValueError(f"{origin}: {name} is no plain tensor")
+            raise ValueError(f"{origin}: {name} is not a dense tensor")
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(
-                f"{origin}: {name} has not the numbers for its shape {(*value.shape,)}"
+                f"{origin}: {name} has fewer numbers than its shape needs: {(*value.shape,)}"
             )
 
 
@@ -67,7 +67,7 @@ def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
 
     A tensor without dimensions may be infinite: some models clip to such limits.
     """
-    # Those of a byte, which lack functions, are widened; the answers are fetched from a GPU at once.
+    # One-byte floats lack isfinite, so widen them. Fetch all answers from a GPU at once.
     floats = {
         name: value.float() if value.element_size() == 1 else value
         for name, value in tensors.items()
@@ -83,11 +83,11 @@ def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
 
 
 class _FaultError(Exception):
-    """What is wrong with a file, to stand after its name."""
+    """What is wrong with a file; the message follows the file's name."""
 
 
 class _Reader(io.FileIO):
-    """A file that remembers that the disk failed, whatever the program that reads makes of it."""
+    """A file that records a disk error, even if the reading library hides it."""
 
     failure: OSError | None = None
 
@@ -109,11 +109,11 @@ class _Reader(io.FileIO):
 
 @contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, and tell errors of the disk and the memory from those of the content.
+    """Open a file, and separate errors of the disk and the memory from errors in the content.
 
     Raises:
-        OSError, MemoryError: of the disk and of the memory.
-        ValueError: any other, which is the content's.
+        OSError, MemoryError: If the disk or the memory fails.
+        ValueError: If the content is wrong.
     """
     raw = _Reader(path)
     try:
@@ -123,7 +123,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{path} {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is no file of torch.save, or holds more than tensors and plain values; what could "
+            f"{path} is not a torch.save file, or contains more than tensors and plain values; what could "
             f"execute code is not read"
         ) from error
     except Exception as error:  # zipfile and torch.load raise many things for a damaged file
@@ -141,8 +141,8 @@ def _check_members(file: BinaryIO) -> None:
     """Compare a zip archive with its checksums and with what torch.save writes.
 
     Raises:
-        _FaultError: it differs.
-        Exception: anything that zipfile does, of what is no archive.
+        _FaultError: If it differs.
+        Exception: Any error of zipfile, if the file is no archive.
     """
     size = file.seek(0, io.SEEK_END)
     with zipfile.ZipFile(file) as archive:

@@ -32,34 +32,33 @@ def load(
 ) -> nn.Module:
     """Build a model with the weights of a source, or put them into one that another package built.
 
-    What the source says about its model (name, sizes, classes, preprocessing) holds where no argument
-    says otherwise. A head for another number of classes is new, position and patch embeddings of other
-    sizes are resampled, images of other channels adapted; everything else must fit. The logger "vil"
-    tells in one line what was taken, resampled and new, as a warning if anything is new.
+    Your arguments override the source's description of its model (name, sizes, classes, preprocessing).
+    The head is new if the number of classes differs. Position and patch embeddings of other sizes are
+    resampled, and the patch embedding is adapted to other channels; everything else must fit. The logger
+    "vil" reports in one line what was taken, resampled and new, as a warning if anything is new.
 
     Args:
-        source: A checkpoint of train_imagenet.py; a folder of release.py, also as ``local-dir:FOLDER``;
-            a ``.safetensors`` file; a file with a state dict, or with one as "state_dict" or "model",
-            the official Vision Mamba's among them; ``hf-hub:NAME``; the name of a timm model.
-        model: timm's name of the model, where the source does not say it. Or a module that has one of
-            this package's backbones somewhere in it, as a detector has, which takes the weights; what
-            timm removed from a backbone that gives features is left out.
+        source: A checkpoint of train_imagenet.py; a folder from release.py, also as ``local-dir:FOLDER``;
+            a ``.safetensors`` file; a file with a state dict (possibly as "state_dict" or "model"), such as
+            official Vision Mamba's; ``hf-hub:NAME``; or the name of a timm model.
+        model: timm's name of the model, if the source does not name it. Or a module that contains one of
+            this package's backbones, such as a detector; the backbone takes the weights, except for parts
+            that timm removed from it for features.
         ema: Take the averaged weights of a training run instead of the last ones.
         **timm_arguments: Of ``timm.create_model``: num_classes, img_size, features_only, ...
 
     Returns:
-        The model, in training mode as timm's are; or the module that was given. Where the source knows
-        them and the head is its own, ``model.pretrained_cfg["label_names"]`` names the classes.
+        The model, in training mode like timm's; or the given module. If the source names its classes and
+        the head is not new, ``model.pretrained_cfg["label_names"]`` has the names.
 
     Raises:
-        FileNotFoundError: there is no such source.
-        OSError, MemoryError: it cannot be read.
-        LookupError: it has no averaged weights.
-        ValueError: the source holds no weights, or some that are not finite. Or it does not say which
-            model they are of, or says it in another form. Or a weight does not fit the model by its
-            name, its shape, its kind of number (float, int, bool, complex), or by a number too large for
-            the model's dtype; the first such weight is named. Or a module has not one backbone of this
-            package in it, or comes with timm's arguments.
+        FileNotFoundError: If there is no such source.
+        OSError, MemoryError: If it cannot be read.
+        LookupError: If it has no averaged weights.
+        ValueError: If the source has no weights or some that are not finite, or does not describe its
+            model in a known form. If a weight does not fit the model by name, shape, kind of number (float,
+            int, bool, complex) or range of the dtype; the message names the first such weight. If a module
+            does not contain exactly one backbone of this package, or comes with timm's arguments.
     """
     if isinstance(model, nn.Module):
         if timm_arguments:
@@ -80,9 +79,9 @@ def model_with(
 
     Args:
         weights: The weights.
-        name: timm's name of the model; that of the source if None.
-        keep_head: Take the head, too, if it has as many classes.
-        **arguments: Of ``timm.create_model``; those of the source where they are left out.
+        name: timm's name of the model; the source's name if None.
+        keep_head: Also take the head, if it has the same number of classes.
+        **arguments: Arguments of ``timm.create_model``; by default the source's.
 
     Returns:
         The model, and a line that says what was taken, resampled and new.
@@ -96,7 +95,7 @@ def model_with(
         raise ValueError(f"{weights.origin} does not say which model its weights are of; name it")
     if not _is_known(name):
         raise ValueError(
-            f"{weights.origin} is of {printable(name[:50])}, which is no model of timm"
+            f"{weights.origin} is of {printable(name[:50])}, which is not a timm model"
         )
     if weights.architecture is not None:
         arguments = weights.model_args | arguments
@@ -128,7 +127,7 @@ def model_with(
 
 
 def _is_known(name: str) -> bool:
-    """Tell whether timm has a model of that name, and the tag if it has one."""
+    """Return whether timm has a model with this name and tag."""
     try:
         timm.get_pretrained_cfg(name)
     except RuntimeError:  # the tag is another
@@ -145,7 +144,7 @@ def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
 
 
 def _own_cfg(model: nn.Module) -> dict[str, Any]:
-    """Describe a model to timm as the pretrained one that another is built from as it is."""
+    """Describe a model to timm as pretrained, so that another one takes its weights unchanged."""
     return model.pretrained_cfg | {
         "num_classes": model.num_classes,
         "label_offset": None,
@@ -155,7 +154,7 @@ def _own_cfg(model: nn.Module) -> dict[str, Any]:
 
 
 def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
-    """Count the classes of weights that come without a word on them by the rows of their head."""
+    """Count classes by the rows of the head, if the source does not state them."""
     if "num_classes" in weights.model_args or "num_classes" in weights.pretrained_cfg:
         return {}
     cfg = timm.get_pretrained_cfg(name)
@@ -175,32 +174,32 @@ def create(name: str, **arguments: Any) -> nn.Module:
     """
     try:
         return timm.create_model(name, **arguments)
-    except Exception as error:  # a model raises whatever it meets
+    except Exception as error:  # models raise various errors
         if "img_size" not in arguments or "'img_size'" not in str(error):
             raise ValueError(f"cannot create model {name}: {one_line(error)}") from error
     return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
 
 
 def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:
-    """Refuse weights of one recurrence for another, whose names and shapes may all agree."""
+    """Refuse weights of another recurrence, whose names and shapes may all agree."""
     theirs = _recurrence(weights.architecture, weights.model_args)
     if mine != theirs:
         first = next((key for key in weights.state_dict if ".mixer." in key), "its first")
         raise ValueError(
             f"{weights.origin} has weights of {weights.architecture} ({theirs or 'no scan'}), and "
-            f"{name} is another function ({mine or 'no scan'}) from {first} on"
+            f"{name} computes another function ({mine or 'no scan'}) from {first} on"
         )
 
 
 def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
-    """Name the recurrence of a model of ours, None for another model."""
+    """Return the recurrence of one of our models, or None for other models."""
     if not is_own(name):
         return None
     return str(arguments.get("recurrence", RECURRENCES[name.partition(".")[0]]))
 
 
 def _put_inside(module: nn.Module, weights: Weights) -> str:
-    """Load the weights into the backbone that a module has somewhere in it; return what was taken."""
+    """Load the weights into the backbone inside a module; return what was taken."""
     found = [part for part in module.modules() if isinstance(part, VisionLonghorn)]
     if len(found) != 1:
         raise ValueError(
@@ -214,7 +213,7 @@ def _put_inside(module: nn.Module, weights: Weights) -> str:
 
 
 def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
-    """Return what the names of parts begin with that ``prune_intermediate_layers`` removed."""
+    """Return prefixes of the names that ``prune_intermediate_layers`` removed."""
     modules = backbone.named_modules()
     names = [name for name, module in modules if isinstance(module, nn.Identity)]
     names += [f"blocks.{i}" for i in range(len(backbone.blocks), backbone.depth)]
@@ -227,7 +226,7 @@ def _put_in(
     """Load the weights, adapted as timm does.
 
     Returns:
-        The names of what is not among the weights; and of what was left out, since its name begins with one of ``removed``.
+        Names of parameters that the weights lack, and of weights left out because they begin with one of ``removed``.
     """
     # The copy keeps the record of grid and recurrence that PyTorch adds to a state dict.
     adapted = copy.copy(weights.state_dict)
@@ -248,7 +247,7 @@ def _put_in(
             in_chans=get_model_input_config(model)["input_size"][0],
             strict=False,
         )
-    except Exception as error:  # a model's own filter raises whatever it meets
+    except Exception as error:  # filters of other models raise various errors
         raise _misfit(weights, model, first_line(error)) from error
     finally:
         hook.remove()
@@ -263,7 +262,7 @@ def _put_in(
 
 
 def _check_dtypes(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Refuse weights whose numbers the model cannot hold: of another kind, or too large.
+    """Refuse weights that the model cannot represent: another kind of number, or too large.
 
     Raises:
         ValueError: a weight is one of these, or the model holds no numbers at all.
@@ -289,7 +288,7 @@ def _kind(value: Tensor) -> str:
 def _cfg_of_weights(
     model: nn.Module, source: dict[str, Tensor], weights: Weights, keep_head: bool
 ) -> dict[str, Any]:
-    """Describe the weights to timm by their tensors, which cannot be wrong about them."""
+    """Describe the weights to timm by their tensors, which are always right."""
     cfg = model.pretrained_cfg
     rows = [len(source[f"{h}weight"]) for h in _heads(cfg) if f"{h}weight" in source]
     offset = weights.pretrained_cfg.get("label_offset", 0)
@@ -312,7 +311,7 @@ def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
 
 
 def _account(model: nn.Module, weights: Weights, missing: list[str], left_out: list[str]) -> str:
-    """Say what became of the weights."""
+    """Report what was done with the weights."""
     source = with_own_names(weights.state_dict)
     taken, resampled, new = 0, [], []
     levels = [key for key in missing if key.startswith("pyramid.")]
@@ -343,6 +342,6 @@ def _same(source: Tensor, value: Tensor) -> bool:
 
 
 def _heads(cfg: dict[str, Any]) -> list[str]:
-    """Return what the names of the head's parameters begin with."""
+    """Return prefixes of the names of the head's parameters."""
     heads = cfg.get("classifier") or ()
     return [f"{head}." for head in ((heads,) if isinstance(heads, str) else heads)]

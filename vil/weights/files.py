@@ -31,7 +31,7 @@ _FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 p
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Weights, and what their source says about the model they belong to."""
+    """Weights, and their source's description of the model."""
 
     state_dict: dict[str, Tensor]
     origin: str
@@ -39,14 +39,14 @@ class Weights:
     averaged: bool = False
     """Whether these are averages over the steps of a training run."""
     architecture: str | None = None
-    """timm's name of the model; None where the source does not say."""
+    """timm's name of the model; None if the source does not state it."""
     model_args: dict[str, Any] = field(default_factory=dict)
     """Arguments with which timm's entry point makes that model, the number of classes too."""
     pretrained_cfg: dict[str, Any] = field(default_factory=dict)
-    """Classes and preprocessing in timm's terms: num_classes, input_size, mean, std, interpolation,
-    crop_pct, label_names, label_offset; what the source does not say is left out."""
+    """Classes and preprocessing in timm's terms, as far as the source states them: num_classes, input_size,
+    mean, std, interpolation, crop_pct, label_names, label_offset."""
     epoch: int | None = None
-    """Epochs that they were trained for; this and the next two only of train_imagenet.py."""
+    """Epochs of training; this and the next two fields exist only for checkpoints of train_imagenet.py."""
     config: dict[str, Any] | None = None
     """All settings of the run that trained them."""
     history: list[dict[str, Any]] | None = None
@@ -66,20 +66,23 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
     """Read weights from any of the places they are kept in.
 
     Args:
-        source: A checkpoint of train_imagenet.py; a folder of release.py, also as ``local-dir:FOLDER``;
-            a ``.safetensors`` file, which takes its description from a config.json beside it; a file
-            of another training program with a state dict or with one as "state_dict" or "model", the
-            official Vision Mamba's among them; ``hf-hub:NAME``; or the name of a timm model, which
-            stands for the weights that timm has of it.
+        source: One of the following.
+
+            - A checkpoint of train_imagenet.py.
+            - A folder from release.py, also as ``local-dir:FOLDER``.
+            - A ``.safetensors`` file, described by a config.json beside it.
+            - A file with a state dict, possibly as "state_dict" or "model", such as official Vision Mamba's.
+            - ``hf-hub:NAME``.
+            - The name of a timm model that has weights.
         ema: Read the averaged weights of a training program instead of the last ones.
 
     Raises:
-        FileNotFoundError: there is no such file, folder or model.
-        OSError, MemoryError: it cannot be read, which says nothing of what it holds.
-        LookupError: it has no averaged weights.
-        ValueError: it holds no weights, or some that are not finite, is damaged, or would execute code.
-            Or what it says of its model is nested, too large, contradicts its weights, or has arguments
-            that do not say which model it is.
+        FileNotFoundError: If there is no such file, folder or model.
+        OSError, MemoryError: If it cannot be read, which says nothing about its content.
+        LookupError: If it has no averaged weights.
+        ValueError: If it has no weights or some that are not finite, is damaged, or would execute code. If its
+            description of the model is nested or too large, contradicts the weights, or has arguments that do
+            not identify a model.
     """
     name = str(source)
     scheme, _, place = name.partition(":")
@@ -96,20 +99,20 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
         return _from_safetensors(path)
     if is_model_name(name):
         return _from_timm(name)
-    raise FileNotFoundError(f"{name} is no file, no folder, no hf-hub:NAME and no model of timm")
+    raise FileNotFoundError(f"{name} is not a file, a folder, hf-hub:NAME or a timm model")
 
 
 def is_model_name(source: str) -> bool:
-    """Tell whether a source is the name of a timm model, with one of its tags or none.
+    """Return whether a source is the name of a timm model, with one of its tags or without.
 
-    timm takes vil_tiny.pt for a model with the tag pt: a file that is missing is no name.
+    timm reads vil_tiny.pt as a model with the tag pt, so the name of a missing file is no model name.
     """
     known = timm.is_model_pretrained(source) or ("." not in source and timm.is_model(source))
     return known and not Path(source).exists()
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a timm model's name is of this package."""
+    """Return whether a timm model is registered by this package."""
     return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("vil.")
 
 
@@ -127,7 +130,7 @@ def _from_file(path: Path, ema: bool) -> Weights:
     """Read what torch.save wrote, by train_imagenet.py or another program."""
     content = load_archive(path, foreign=True)
     if not is_dictionary(content):
-        raise ValueError(f"{path} holds a {type(content).__name__} and no state dict")
+        raise ValueError(f"{path} contains a {type(content).__name__} instead of a state dict")
     keys = _AVERAGED if ema else _RAW
     found = next((key for key in keys if isinstance(content.get(key), dict)), None)
     if ema and found is None:
@@ -136,7 +139,7 @@ def _from_file(path: Path, ema: bool) -> Weights:
     if not _is_state_dict(state_dict):
         names = [key for key in content if isinstance(key, str)]
         raise ValueError(
-            f"{path} holds no state dict, neither itself nor as {' or '.join(keys)}: "
+            f"{path} has no state dict, neither at its top level nor as {' or '.join(keys)}: "
             f"it has {', '.join(key[:50] for key in names[:5]) or 'nothing'}"
         )
     described: dict[str, Any] = {}
@@ -163,19 +166,19 @@ def _is_state_dict(value: Any) -> bool:
 def _weights(
     state_dict: dict[str, Tensor], origin: str, described: dict[str, Any], averaged: bool = False
 ) -> Weights:
-    """Check weights and what their source says of the model, and complete it.
+    """Check weights and their description, and complete the description.
 
     Args:
         state_dict: As it was read.
         origin: Its source.
-        described: What the source says: fields of ``Weights``.
+        described: Fields of ``Weights`` that the source states.
         averaged: Whether it is an average.
 
     Raises:
-        ValueError: A weight is not finite, or what the source says cannot be so.
+        ValueError: If a weight is not finite, or the description is wrong.
     """
     if not _is_state_dict(state_dict):
-        raise ValueError(f"{origin} holds no state dict")
+        raise ValueError(f"{origin} has no state dict")
     _check_sections(getattr(state_dict, "_metadata", {}), "the state dict's _metadata", origin)
     check_plain(state_dict, origin)
     check_finite(state_dict, origin)
@@ -199,7 +202,7 @@ def _weights(
         described = described or _describe_official_vim(state_dict)
     described = {"model_args": {}} | described | {"pretrained_cfg": cfg}
     if is_own(described.get("architecture") or ""):
-        # The pooling says so, too, but another one that is asked for must not move the norm.
+        # The pooling implies it, too, but another pooling must not move the norm.
         place = any(key.startswith("fc_norm.") for key in state_dict)
         described["model_args"] = {"fc_norm": place} | with_current_names(described["model_args"])
         _check_sizes(described, state_dict, origin)
@@ -233,8 +236,8 @@ def _check_sections(value: Any, name: str, origin: str) -> None:
 def _is_plain(value: Any) -> bool:
     """Return whether a value is of numbers, texts, None, lists and dictionaries, few enough to print.
 
-    A list can contain another twice, which contains another twice, and so on: a file of a few kilobytes would take for
-    ever to print, compare or copy.
+    A list can contain another one twice, which contains another one twice, and so on. A file of a few kilobytes would
+    then take forever to print, compare or copy.
     """
     left, pending = _MOST, [(value, 0)]
     while pending:
@@ -315,12 +318,12 @@ _CFG_FORMS: dict[str, _Form] = {
 
 
 def _check_sizes(described: dict[str, Any], state_dict: dict[str, Tensor], origin: str) -> None:
-    """Compare the sizes that a source says its model has with those of its weights.
+    """Compare the sizes that a source states with the sizes of its weights.
 
-    A model of other sizes could take all of the memory, or for ever to build, before that is found.
+    Building a model of a wrong size could take all memory, or forever.
 
     Raises:
-        ValueError: they differ.
+        ValueError: If they differ.
     """
     for name, size in _sizes_of(state_dict).items():
         stated = described["model_args"].get(name)
@@ -331,7 +334,7 @@ def _check_sizes(described: dict[str, Any], state_dict: dict[str, Tensor], origi
 
 
 def _sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the arguments of a backbone that the shapes of its weights tell."""
+    """Derive arguments of a backbone from the shapes of its weights."""
     blocks = {name.split(".")[1] for name in state_dict if name.startswith("blocks.")}
     sizes = {"depth": len(blocks)} if blocks else {}
     proj, conv, steps, states, head = (
@@ -354,7 +357,7 @@ def _sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _describe_official_vim(state_dict: dict[str, Tensor]) -> dict[str, Any]:
-    """Tell the official Vision Mamba's models from each other by their shapes."""
+    """Identify an official Vision Mamba model by the shapes of its weights."""
     shape = state_dict["pos_embed"].shape if "pos_embed" in state_dict else ()
     args = {"patch_stride": 8} if tuple(shape[1:2]) == (_FINER_PATCHES + 1,) else {}
     return {"architecture": _OFFICIAL_VIM.get(shape[-1]) if shape else None, "model_args": args}
@@ -366,13 +369,13 @@ def _from_folder(folder: Path, name: str) -> Weights:
         if checkpoint.is_file():
             raise ValueError(f"{name} is the folder of a run; name its checkpoint, {checkpoint}")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name} is no folder with a config.json and weights")
+        raise FileNotFoundError(f"{name} is not a folder with config.json and weights")
     what = "as a released model: "
     return _released(name, what, load_model_config_from_path, load_state_dict_from_path, folder)
 
 
 def _from_safetensors(path: Path) -> Weights:
-    """Read one file; config.json beside it says what it is of."""
+    """Read one file; a config.json beside it describes the model."""
     about = path.parent / "config.json"
     read_config = load_model_config_from_path if about.is_file() else None
     return _released(str(path), "as weights: ", read_config, lambda _: load_file(path), path.parent)
@@ -394,7 +397,7 @@ def _released(
             described = {"architecture": architecture, "pretrained_cfg": cfg}
             described["model_args"] = dict(model_args or {}) | classes
         state_dict = read_weights(place)
-    except Exception as error:  # of JSON, safetensors, the unpickler, or whatever a download raises
+    except Exception as error:  # errors of JSON, safetensors, the unpickler or a download
         raise ValueError(f"{name} cannot be read {what}{one_line(error)}") from error
     return _weights(state_dict, name, described)
 
@@ -405,8 +408,8 @@ def _from_timm(name: str) -> Weights:
         raise ValueError(f"{name} has no trained weights; name a file or a folder that has")
     try:
         model = timm.create_model(name, pretrained=True)
-    except Exception as error:  # also whatever a download raises
-        raise ValueError(f"the weights of {name} cannot be had: {one_line(error)}") from error
+    except Exception as error:  # also errors of a download
+        raise ValueError(f"the weights of {name} cannot be loaded: {one_line(error)}") from error
     cfg = model.pretrained_cfg | {"label_offset": None}  # timm has applied it
     return _weights(model.state_dict(), name, {"architecture": name, "pretrained_cfg": cfg})
 
