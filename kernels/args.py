@@ -1,4 +1,4 @@
-"""What a scan is given, and what it computes in: one description for every backend."""
+"""Arguments and compute dtype of a scan, shared by all backends."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class ScanArgs(NamedTuple):
-    """The tensors of a scan in N directions, 1 or 2, in the order of the operator's arguments.
+    """Tensors of a scan in N directions, 1 or 2, in the order of the operator's arguments.
 
-    Of two directions, index 0 goes from the first token to the last and index 1 back; their outputs are
-    averaged and gated by ``z``. Of one direction the output is its own. Gradients of a scan are of this type,
-    too, None where there is no argument.
+    With two directions, index 0 scans from the first token to the last and index 1 from the last to the first.
+    Their outputs are averaged and gated by ``z``. With one direction the output is returned as it is. Gradients of
+    a scan have this type too, with None for absent arguments.
 
     Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), R rank of the step size.
     """
@@ -19,8 +19,8 @@ class ScanArgs(NamedTuple):
     x: Tensor
     """Values in the order of the tokens, (N, B, L, D)."""
     dt: Tensor
-    """Raw step sizes, before bias and sigmoid (Longhorn's beta) or softplus (Mamba), (N, B, L, D); of rank R,
-    (N, B, L, R), if ``dt_weight`` is given."""
+    """Raw step sizes, before bias and sigmoid (Longhorn's beta) or softplus (Mamba), (N, B, L, D). With
+    ``dt_weight``, they are of rank R, (N, B, L, R)."""
     A: Tensor | None
     """Decay rates of Mamba, (N, D, M), all negative."""
     q: Tensor
@@ -32,17 +32,17 @@ class ScanArgs(NamedTuple):
     bias: Tensor | None
     """Added to dt, (N, D)."""
     z: Tensor | None
-    """Gate of two directions before its SiLU, (B, L, D)."""
+    """Gate before its SiLU, for two directions, (B, L, D)."""
     initial_state: Tensor | None = None
-    """Of one direction, (1, B, D, M) in ``compute_dtype``; zeros if None."""
+    """Initial state for one direction, (1, B, D, M), in ``compute_dtype``; zeros if None."""
     dt_weight: Tensor | None = None
-    """Makes step sizes of those of rank R, (N, D, R)."""
+    """Projection of step sizes from rank R to D channels, (N, D, R)."""
 
     def to(self, dtype: torch.dtype) -> "ScanArgs":
-        """Return the same in a dtype."""
+        """Return the tensors converted to a dtype."""
         return ScanArgs(*(None if t is None else t.to(dtype) for t in self))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of states and sums for activations of the dtype of x."""
+    """Return the dtype of states and sums: float64 if x is float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

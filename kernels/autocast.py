@@ -1,7 +1,7 @@
-"""What automatic mixed precision does with the operators: activations are cast, parameters are not.
+"""Automatic mixed precision for the operators: activations are cast, parameters are not.
 
-Rates, biases, skips and taps stay as they are: the kernels compute in float32 and read few of them.
-torch.library.register_autocast would cast every tensor, to one dtype chosen in advance.
+Rates, biases, skips and taps keep their dtype: the kernels compute in float32 and read few of them.
+By contrast, torch.library.register_autocast would cast every tensor, to one dtype chosen in advance.
 """
 
 import torch
@@ -21,7 +21,7 @@ _library = torch.library.Library("vil", "FRAGMENT")
 
 
 def cast(name: str, arguments: tuple[object, ...]) -> tuple[object, ...]:
-    """Return the arguments of an operator as automatic mixed precision has them, if it is on."""
+    """Return the arguments of an operator, with activations cast if automatic mixed precision is on."""
     device = arguments[0].device.type
     if device not in _DEVICES or not torch.is_autocast_enabled(device):
         return arguments

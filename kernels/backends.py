@@ -1,4 +1,4 @@
-"""Which implementation serves an operation: the only place where a backend is chosen."""
+"""Selection of the backend for an operation; no other module chooses one."""
 
 import contextlib
 import functools
@@ -24,15 +24,15 @@ _override: str | None = None
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Serve every operation of this process by the named backend within a ``with`` block.
+    """Use the named backend for every operation of this process within a ``with`` block.
 
-    Process-wide, not per thread: autograd runs backward passes in threads of its own.
+    The setting is process-wide, not per thread, because autograd runs backward passes in separate threads.
 
     Args:
-        name: "auto", "reference", "cpu" or "triton". Comes before the environment variable VIL_BACKEND.
+        name: "auto", "reference", "cpu" or "triton". Overrides the environment variable VIL_BACKEND.
 
     Raises:
-        ValueError: No backend has that name.
+        ValueError: If no backend has that name.
     """
     global _override
     _checked(name, "use_backend(name)")
@@ -47,13 +47,13 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """Return the module that implements the operations for tensors on a device.
 
     Args:
-        device: Where the tensors are.
-        dtype: Of the activations.
+        device: Device of the tensors.
+        dtype: Dtype of the activations.
 
     Raises:
-        ValueError: VIL_BACKEND holds an unknown name.
-        RuntimeError: The backend asked for by name cannot serve the device, is not installed or is
-            too old.
+        ValueError: If VIL_BACKEND holds an unknown name.
+        RuntimeError: If a backend requested by name does not support the device. Also if its package is
+            not installed, cannot be imported or is too old.
     """
     if _override is not None:
         name, asked_by = _override, "use_backend"
@@ -98,19 +98,19 @@ def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
 
 @functools.cache
 def _missing(package: str) -> str | None:
-    """Return why a package cannot be used; one that is installed may not fit others that are."""
+    """Return why a package cannot be used; an installed package may not fit other installed ones."""
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     try:
         importlib.import_module(package)
-    except Exception as error:  # numba and triton raise what the libraries below them do
+    except Exception as error:  # numba and triton pass on the errors of their dependencies
         reason = " ".join(str(error).split()) or type(error).__name__
         return f"{package} is installed but cannot be imported: {reason}"
     return None
 
 
 def _old_triton() -> str | None:
-    """Return the version of the installed Triton if it is older than the kernels were tried with."""
+    """Return the version of the installed Triton if it is older than the kernels were tested with."""
     version = importlib.import_module("triton").__version__
     major, minor = (int(part) for part in version.split(".")[:2])
     return version if (major, minor) < OLDEST_TRITON else None
@@ -118,7 +118,7 @@ def _old_triton() -> str | None:
 
 @functools.cache
 def automatic_backend(device_type: str, double: bool) -> str:
-    """Return the name of the fastest backend for a type of device, warning once if that is slow."""
+    """Return the name of the fastest backend for a device type, and warn once if it is slow."""
     if device_type == "cpu":
         why = _missing("numba")
         if why is None:

@@ -1,4 +1,4 @@
-"""Argument checks of the operators: every error names the argument, what it was and must be."""
+"""Argument checks of the operators. Every error names the argument, its value and the requirement."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,15 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_forward_mode() -> bool:
-    """Tell whether a level of torch.autograd.forward_ad is entered, where tensors may be dual ones."""
+    """Return whether a level of torch.autograd.forward_ad is active, where tensors may be dual."""
     return forward_ad._current_level >= 0
 
 
 def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
-    """Check that no derivative would be lost: an operator's implementation has no tangents.
+    """Check that no argument has a tangent, which an operator's implementation would lose.
 
     Raises:
-        NotImplementedError: An argument has one.
+        NotImplementedError: If an argument has a tangent.
     """
     if in_forward_mode() and any(
         isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
@@ -34,12 +34,12 @@ def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
 
 
 def check_not_onnx() -> None:
-    """Check that no ONNX model is being made, which could not have an operator of this library.
+    """Check that no ONNX export is running, because ONNX has none of this library's operators.
 
-    For fake implementations, which every way of making one calls.
+    Fake implementations call this, and every kind of export calls them.
 
     Raises:
-        RuntimeError: One is.
+        RuntimeError: If an ONNX export is running.
     """
     if torch.onnx.is_in_onnx_export():
         raise RuntimeError(
@@ -72,7 +72,7 @@ def _parameter_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def check_recurrence(recurrence: str, A: Tensor | None) -> None:
-    """Check that the recurrence is known and that it alone that needs A has it."""
+    """Check that the recurrence is known, and that A is given for Mamba only."""
     if recurrence not in RECURRENCES:
         raise ValueError(f"recurrence must be one of {RECURRENCES}, got {recurrence!r}")
     if (A is not None) != (recurrence == "mamba"):
@@ -91,7 +91,7 @@ def _check_taps(
 
 
 def check_scan(args: ScanArgs, recurrence: str) -> None:
-    """Check the arguments of a scan; of one direction messages are without its axis, as ``ops.py`` is."""
+    """Check the arguments of a scan. For one direction, messages omit its axis, as in ``ops.py``."""
     check_recurrence(recurrence, args.A)
     both = args.z is not None
     lead, N = ("2, ", (2,)) if both else ("", ())
@@ -171,7 +171,7 @@ def check_mixer(
 
 
 def _check_grid(xz: Tensor, grid: Sequence[int]) -> None:
-    # Not min(), which would bind a compiled program to which of the numbers is least.
+    # Not min(), which would specialise a compiled program on which number is smallest.
     optional = len(GridSpec._field_defaults)
     counts = 0 <= len(GridSpec._fields) - len(grid) <= optional and all(n >= 1 for n in grid[:8])
     if not counts or any(number not in (0, 1) for number in grid[8:]):

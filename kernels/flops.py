@@ -1,10 +1,10 @@
 """FLOP counts of the operators for torch.utils.flop_counter, two per multiply-add.
 
-Per token, channel and state, the diagonal and the Mamba scan take 4 multiply-adds (decay times
-state, the write and its product, the read by q), the exact scan 3 (recall k.S, write, read).
+Per token, channel and state, the diagonal and the Mamba scan take 4 multiply-adds: decay times
+state, the write and its product, the read by q. The exact scan takes 3: recall k.S, write, read.
 Exponentials and divisions, one per state for Mamba and one per channel for Longhorn, are not counted.
-A backward pass takes twice its forward pass, as torch counts matrix products, and the forward pass
-again where it is computed again: scans, convolution and step sizes.
+A backward pass takes twice its forward pass, as torch counts matrix products. Scans, convolution and step
+sizes are recomputed there, which adds their forward pass.
 """
 
 import math
@@ -27,7 +27,7 @@ def _scan_macs(x: Shape, states: int, skip: bool, gate: bool, recurrence: str) -
 
 
 def _mixer_macs(xz: Shape, params: MixerParams, recurrence: str) -> tuple[int, int]:
-    """Return the multiply-adds that the backward pass takes again, and those that it does not."""
+    """Return the multiply-adds that the backward pass recomputes, and the remaining ones."""
     B, L, _ = xz
     _, columns, inner = params.x_proj_weight
     rank = params.dt_weight[-1]
@@ -71,4 +71,4 @@ def _mixer_backward(grad, xz, *shapes, **_) -> int:
 
 @register_flop_formula(torch.ops.vil.token_layout)
 def _token_layout(*args, **kwargs) -> int:
-    return 0  # tables of the numbers of a grid
+    return 0  # only tables of integers

@@ -1,13 +1,13 @@
-"""The operators where PyTorch transforms functions: torch.func, forward-mode and second derivatives.
+"""The operators under PyTorch's function transforms: torch.func, forward-mode and second derivatives.
 
-There each operator is composed of what ``reference.py`` defines, in operations that PyTorch transforms
-by itself: right for any nesting of grad, vjp, jvp, jacrev, jacfwd, hessian and vmap, and slow, one token
-after the other. Three ways lead here:
+Here each operator is composed from ``reference.py``, in operations that PyTorch can transform. This is
+correct for any nesting of grad, vjp, jvp, jacrev, jacfwd, hessian and vmap, but slow, token by token.
+Three routes lead here:
 
-    torch.func          A kernel at functorch's dispatch key, whoever calls the operator.
-    dual tensors        of torch.autograd.forward_ad have no such key: the model and the functions of
-                        ``ops.py`` ask for them, and an operator that another way gave one raises.
-    second derivatives  The operators of backward passes have them from the plain ones.
+    torch.func          A kernel at functorch's dispatch key, for any caller of the operator.
+    dual tensors        torch.autograd.forward_ad has no such key. The model and the functions of ``ops.py``
+                        check for dual tensors. An operator that gets one by another route raises.
+    second derivatives  Backward operators take their derivatives from these plain operators.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from vil.kernels.checks import check_conv, check_scan
 from vil.kernels.layout import TokenLayout
 from vil.kernels.mixer import MixerParams, mixer_plan
 
-_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # on while any transform of torch.func is
+_FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # active during any torch.func transform
 
 _library = torch.library.Library("vil", "FRAGMENT")
 
 
 def scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``vil::scan`` does."""
+    """Return the result of ``vil::scan``."""
     arguments = autocast.cast("scan", arguments)
     args, (recurrence, reverse, _) = ScanArgs(*arguments[:9]), arguments[9:]
     check_scan(args, recurrence)
@@ -38,14 +38,14 @@ def scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
-    """Return what ``vil::causal_conv1d_bidirectional`` does."""
+    """Return the result of ``vil::causal_conv1d_bidirectional``."""
     arguments = autocast.cast("causal_conv1d_bidirectional", arguments)
     check_conv(*arguments)
     return reference.causal_conv1d_bidirectional(*arguments)
 
 
 def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``vil::mixer`` does."""
+    """Return the outputs of ``vil::mixer``; those for the backward pass are empty."""
     arguments = autocast.cast("mixer", arguments)
     xz, params, (recurrence, _, *layout) = arguments[0], MixerParams(*arguments[1:8]), arguments[8:]
     layout = TokenLayout(*layout) if layout and layout[0] is not None else None
@@ -55,19 +55,19 @@ def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _Backward(NamedTuple):
-    """A backward operator in plain PyTorch, which is differentiable."""
+    """A backward operator in plain, differentiable PyTorch."""
 
     forward: Callable[..., Any]
-    """The plain operator."""
+    """The plain forward operator."""
     given: int
-    """Gradients of its outputs: the first arguments."""
+    """Number of output gradients, the first arguments."""
     inputs: int
-    """Of the operator, those that have gradients: the next arguments."""
+    """Number of differentiable inputs of the operator, the next arguments."""
     rest: Callable[..., tuple]
-    """Returns the operator's other arguments, given the other ones here."""
+    """Maps the remaining arguments here to those of the operator."""
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return the gradients, as the operator does."""
+        """Return the gradients in the form of the operator."""
         count = self.given + self.inputs
         tensors, others = arguments[self.given : count], self.rest(*arguments[count:])
 
@@ -79,7 +79,7 @@ class _Backward(NamedTuple):
         return tuple(tensors[0].new_empty(0) if g is None else g for g in found)
 
     def gradients(self, grads: tuple[Tensor, ...], arguments: list[Any]) -> tuple:
-        """Return second derivatives: for each argument the gradient, or None."""
+        """Return second derivatives: the gradient for each argument, or None."""
         count = self.given + self.inputs
         tensors, others = tuple(arguments[:count]), arguments[count:]
         found = reference.gradients(lambda *tensors: self(*tensors, *others), tensors, grads)

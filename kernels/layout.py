@@ -1,24 +1,24 @@
-"""Tokens on another grid than the trained one: how they are convolved and how far they step.
+"""Tokens on a grid other than the trained one: convolution and step sizes.
 
-The taps of the convolution have learnt what is one, two and three patches before a token, and the step size how much a
-patch writes. On a finer grid, of larger images or a smaller stride, both must be measured in patches of the trained
-grid. With r tokens of the grid for each of the trained one, along a side:
+The taps of the convolution have learnt the patches one, two and three before a token, and the step size how much a
+patch writes. On a finer grid, from larger images or a smaller stride, both must be measured in patches of the trained
+grid. Let r be the number of tokens per trained token, along a side:
 
-    distance    Tap j of a token in column c meets column c - j r of its row; beyond the row's end, that of the row r
-                away. Every n-th column of every n-th row is a sequence of its own, n = floor(r), in which the distance
-                is j r / n. If that is no integer, the value between tokens is interpolated by Keys' cubic: linear
-                interpolation blurs, the taps of two layers add up to a row, and the blur of all layers adds up, too.
+    distance    Tap j of a token in column c meets column c - j r of its row. Beyond the row's end, it meets that column
+                of the row r away. Every n-th column of every n-th row forms a separate sequence, n = floor(r), with
+                distance j r / n. If this is no integer, Keys' cubic interpolates between tokens. Linear interpolation
+                blurs: the taps of two layers add up to a row, and the blur accumulates over all layers.
                 The backend gets ``weight @ taps`` and an order (``reference.causal_conv1d_bidirectional``).
-    class token Patches pass over it, and its own taps meet the centres of those patches of the trained grid that are
-                before and after it there, interpolated alike by row and by column. It has no position in the order and
-                is convolved here: K U products for B tokens of B L.
-    step        Divided by ``tokens_per_ref``, the number of tokens for each of the trained grid, which together should write and
-                forget what that one did (``DtScale``).
+    class token Patches skip the class token. Its own taps meet the centres of the patches before and after it on the
+                trained grid, with the same interpolation by row and by column. It has no position in the order and
+                is convolved here: K U products for B of the B L tokens.
+    step        Divided by ``tokens_per_ref``, the number of tokens per trained token. Together these tokens should
+                write and forget as much as the trained one did (``DtScale``).
 
-At the trained grid there is nothing to do.
+On the trained grid nothing changes.
 
-Letters: B batch, L tokens, D channels, H W the grid, n = H W patches, K taps, T taps once resampled, P positions in the
-order, U tokens that the class token reads, the first of them itself, all different.
+Letters: B batch, L tokens, D channels, H W the grid, n = H W patches, K taps, T resampled taps, P positions in the
+order, U distinct tokens that the class token reads, itself first.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from vil.kernels.args import compute_dtype
 
 
 class GridSpec(NamedTuple):
-    """A grid of patches and the trained one; an operator takes its numbers as a list."""
+    """A patch grid and the trained grid. Operators take the numbers as a list."""
 
     H: int
     W: int
@@ -46,20 +46,19 @@ class GridSpec(NamedTuple):
     stride_height: int
     stride_width: int
     class_token: int
-    """1 if one stands in the middle of the sequence, else 0."""
+    """1 if a class token stands in the middle of the sequence, else 0."""
     scale_conv: int = 1
-    """1 if the distance of the taps is in patches of the trained grid, 0 if only the step sizes are."""
+    """1 to measure tap distances in patches of the trained grid; 0 to rescale only the step sizes."""
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
+        """Number of tokens in the sequence."""
         return self.H * self.W + self.class_token
 
     def quotients(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return how many tokens there are for each of the trained grid, by rows and by columns.
+        """Return tokens per trained token, for rows and for columns, as (numerator, denominator).
 
-        As numerator and denominator. Patches that overlap end before the last stride does, so their
-        number alone would be too small.
+        Overlapping patches extend beyond the last stride, so their number alone would be too small.
         """
         rows = self.H * self.stride_height + self.patch_height - self.stride_height
         columns = self.W * self.stride_width + self.patch_width - self.stride_width
@@ -70,7 +69,7 @@ class GridSpec(NamedTuple):
 
     @property
     def tokens_per_ref(self) -> float:
-        """Tokens for each of the trained grid."""
+        """Tokens per token of the trained grid."""
         if self[:2] == self[2:4]:
             return 1.0
         rows, columns = self.quotients()
@@ -78,32 +77,32 @@ class GridSpec(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are convolved as they stand, behind one another."""
+        """Whether tokens are convolved in sequence order."""
         return self[:2] == self[2:4] or not self.scale_conv
 
 
 class TokenLayout(NamedTuple):
-    """Where tokens stand: made once for all blocks, outside of the operators. What is not needed is empty."""
+    """Layout of the tokens, made once for all blocks, outside of the operators. Unused tensors are empty."""
 
     grid: list[int]
-    """The numbers of a ``GridSpec``."""
+    """Numbers of a ``GridSpec``."""
     order: Tensor
-    """Of the patches, int32 (P,), as of ``reference.causal_conv1d_bidirectional``."""
+    """Token at each position, int32 (P,); see ``reference.causal_conv1d_bidirectional``."""
     kernel_resample: Tensor
-    """Shares of the K taps in the T that the convolution has, float32 (K, T)."""
+    """Weights of the K learnt taps in the T resampled taps, float32 (K, T)."""
     cls_index: Tensor
-    """Tokens that the class token reads, first itself, int64 (U,)."""
+    """Tokens that the class token reads, itself first, int64 (U,)."""
     cls_weight: Tensor
-    """Their shares in its taps, float32 (1, 2, K, U)."""
+    """Weights of these tokens in the taps of the class token, float32 (1, 2, K, U)."""
 
 
 def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> TokenLayout:
-    """Return how the tokens of a whole grid are convolved.
+    """Return the layout for the tokens of a whole grid.
 
     Args:
-        grid: The numbers of a ``GridSpec``.
-        taps: Taps K of the convolution.
-        device: Of the tokens.
+        grid: Numbers of a ``GridSpec``.
+        taps: Number of taps K of the convolution.
+        device: Device of the tokens.
     """
     grid = GridSpec(*map(operator.index, grid))
     order, resampling, reads, shares = _tables(grid, taps)
@@ -137,11 +136,11 @@ def _tables(grid: GridSpec, taps: int) -> tuple[list, list, list, list]:
 
 
 def _resampling(taps: int, numerator: int, denominator: int) -> list[list[float]]:
-    """Return the (K, T) shares by which K taps at multiples of a quotient are T neighbouring ones."""
+    """Return the (K, T) weights that turn K taps at multiples of a quotient into T neighbouring taps."""
     reads = []
     for distance in range(taps):
         nearer, rest = divmod(distance * numerator, denominator)
-        # Nobody is nearer than the token itself, which stands in for what would be.
+        # No place is nearer than the token itself, so clamp to it.
         reads.append(_merged((max(n, 0), s) for n, s in _between(nearer, rest / denominator)))
     width = max(max(read) for read in reads) + 1
     shares = [[0.0] * width for _ in range(taps)]
@@ -152,9 +151,9 @@ def _resampling(taps: int, numerator: int, denominator: int) -> list[list[float]
 
 
 def _between(first: int, rest: float) -> list[tuple[int, float]]:
-    """Return the places around ``first + rest``, 0 <= rest < 1, and their shares in the value there.
+    """Return the places around ``first + rest``, 0 <= rest < 1, and their interpolation weights.
 
-    Keys' cubic convolution with a = -1/2, which has straight lines and parabolas as they are.
+    Keys' cubic convolution with a = -1/2, which reproduces straight lines and parabolas.
     """
     if rest < 1e-6:
         return [(first, 1.0)]
@@ -168,7 +167,7 @@ def _between(first: int, rest: float) -> list[tuple[int, float]]:
 
 
 def _merged(shares: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """Return the sum of the shares of every place."""
+    """Return the sum of the weights of every place."""
     merged: dict[int, float] = {}
     for place, share in shares:
         merged[place] = merged.get(place, 0.0) + share
@@ -176,7 +175,7 @@ def _merged(shares: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _by_phases(grid: GridSpec, phases: tuple[int, int], gap: int) -> list[int]:
-    """Return the order of patches, those of a phase behind one another, ``gap`` apart from others."""
+    """Return the order of patches, phase by phase, with ``gap`` empty positions between phases."""
     H, W, order = grid.H, grid.W, []
     for row, column in itertools.product(range(phases[0]), range(phases[1])):
         order += [-1] * gap if order else []
@@ -188,7 +187,7 @@ def _by_phases(grid: GridSpec, phases: tuple[int, int], gap: int) -> list[int]:
 
 
 def _around(center: float, size: int) -> list[tuple[int, float]]:
-    """Return the places of a side that a point is at or between, and their shares."""
+    """Return the places along a side at or around a point, and their weights."""
     center = min(max(center, 0.0), size - 1.0)
     first = math.floor(center)
     inside = ((min(max(n, 0), size - 1), share) for n, share in _between(first, center - first))
@@ -196,7 +195,7 @@ def _around(center: float, size: int) -> list[tuple[int, float]]:
 
 
 def _class_token_reads(grid: GridSpec, taps: int) -> tuple[list[int], list[list[list[float]]]]:
-    """Return which U tokens the class token's taps read, and their shares (2, K, U)."""
+    """Return the U tokens that the class token's taps read, and their weights, (2, K, U)."""
     (rows, per_row), (columns, per_column) = grid.quotients()
     middle, trained_middle = grid.H * grid.W // 2, grid.ref_H * grid.ref_W // 2
     tokens, reads = [middle], [(0, taps - 1, 0, 1.0), (1, taps - 1, 0, 1.0)]
@@ -222,10 +221,10 @@ def _class_token_reads(grid: GridSpec, taps: int) -> tuple[list[int], list[list[
 
 
 class _Conv(Protocol):
-    """A backend's convolution, ``reference.causal_conv1d_bidirectional``, and its gradients."""
+    """``reference.causal_conv1d_bidirectional`` of a backend, and its gradients."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
-        """Convolve both ways, then SiLU."""
+        """Convolve in both directions, then apply SiLU."""
 
     def backward(
         self,
@@ -236,7 +235,7 @@ class _Conv(Protocol):
         order: Tensor | None,
         dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients for x, weight and bias; dx is given if the backend ``writes_halves``."""
+        """Return the gradients for x, weight and bias. ``dx`` is given if the backend has ``writes_halves``."""
 
 
 def conv_forward(
@@ -246,14 +245,14 @@ def conv_forward(
     bias: Tensor,
     layout: TokenLayout | None,
 ) -> Tensor:
-    """Convolve both ways, then SiLU.
+    """Convolve in both directions, then apply SiLU.
 
     Args:
-        conv: A backend's convolution; the result is differentiable if its is.
-        x: (B, L, D).
-        weight: Taps as they were learnt, (2, D, K).
-        bias: (2, D).
-        layout: Of the tokens; None if they are neighbours in sequence.
+        conv: Convolution of a backend. The result is differentiable if the backend's is.
+        x: Input, (B, L, D).
+        weight: Learnt taps, (2, D, K).
+        bias: Bias, (2, D).
+        layout: Layout of the tokens; None for sequence order.
 
     Returns:
         (2, B, L, D) in the dtype of x.
@@ -280,7 +279,7 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``conv_forward`` for x, weight and bias, the same in every run.
 
-    ``grad`` is the gradient of the output, (2, B, L, D); the gradient for x is written to ``dx``, if given.
+    ``grad`` is the gradient of the output, (2, B, L, D). The gradient for x is written to ``dx``, if given.
     """
     if layout is None or not layout.order.numel():
         return conv.backward(grad, x, weight, bias, None, dx)
@@ -310,7 +309,7 @@ def _resampled(weight: Tensor, taps: Tensor) -> Tensor:
 def _class_token(
     x: Tensor, weight: Tensor, bias: Tensor, reads: Tensor, shares: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what the class token's taps read, (2, B, K, D), and its values before SiLU, (2, B, D)."""
+    """Return the inputs of the class token's taps, (2, B, K, D), and its values before SiLU, (2, B, D)."""
     dtype = compute_dtype(x)
     tokens = x[:, reads].to(dtype)  # (B, U, D)
     read = (shares.to(dtype).flatten(1, 2) @ tokens).unflatten(1, (2, -1)).transpose(0, 1)
@@ -319,22 +318,21 @@ def _class_token(
 
 
 class DtScale:
-    """The parameters that divide every step size by ``tokens_per_ref``, and the way back for their gradients.
+    """Parameters that divide every step size by ``tokens_per_ref`` (area, m), and the inverse for their gradients.
 
-        Longhorn  eps / area = 1 / (area (1 + |k|^2 + exp(-v))), with v = dt + bias, stands before products of
-                  a key with a key or of a key with a query: keys and queries times area^(-1/2) do the same,
-                  if |k|^2 in eps stays that of the key as it was: area times what the scan sees (``kappa_scale``).
+        Longhorn  eps / area = 1 / (area (1 + |k|^2 + exp(-v))), with v = dt + bias, multiplies products of two keys
+                  or of a key and a query. Scaling keys and queries by area^(-1/2) does the same if eps keeps
+                  the original |k|^2, which is area times the |k|^2 that the scan sees (``kappa_scale``).
                   With fewer tokens than were trained, eps / area could exceed 1 / |k|^2, beyond which the
-                  recurrence grows: there beta is divided in place of eps, which is the same without that
-                  factor.
-        exact     forgets 1 - eps |k|^2 = 1 / (1 + u) along a key, u = beta |k|^2, so that m tokens together should
-                  forget (1 + u)^(-1/m) each. With ``kappa_scale`` sqrt(m) in place of m it is
+                  recurrence grows. There beta is divided instead of eps, by leaving out ``kappa_scale``.
+        exact     One token retains 1 - eps |k|^2 = 1 / (1 + u) along a key, u = beta |k|^2, so each of m tokens should
+                  retain (1 + u)^(-1/m). With ``kappa_scale`` sqrt(m) instead of m, each retains
                   1 - (u / m) / (1 + u / sqrt(m)), whose m-th power is within 0.09 of 1 / (1 + u) for any u up to 100
-                  and m up to 9. Division by m itself would leave a third where nine tenths are to be forgotten.
-        Mamba     dt / area stands beside A and beside k: A / area and k / area.
+                  and m up to 9. Division by m itself would retain a third where nine tenths should be forgotten.
+        Mamba     dt / area multiplies A and k, so the scan gets A / area and k / area.
 
-    m equal tokens behind one another then do what one did: exactly in what Mamba forgets, and in all else to
-    first order in the step. In a diagonal state each k_j^2 is small, and no step meets the exact relation for all j.
+    m equal tokens in a row then act as one did: exactly in what Mamba forgets, and otherwise to first order in
+    the step. In a diagonal state each k_j^2 is small, and no step meets the exact relation for all j.
     """
 
     def __init__(
@@ -356,7 +354,7 @@ class DtScale:
             if recurrence == "mamba"
             else (tokens_per_ref**-0.5, tokens_per_ref**-0.5)
         )
-        self.rows = x_proj_weight.new_ones(x_proj_weight.shape[1])  # filled there: no copy waits
+        self.rows = x_proj_weight.new_ones(x_proj_weight.shape[1])  # no blocking copy
         self.rows[rank : rank + states] = k
         self.rows[rank + states :] = q
         self.x_proj_weight = x_proj_weight * self.rows[:, None]
@@ -365,17 +363,17 @@ class DtScale:
 
     @staticmethod
     def kappa_scale_of(recurrence: str, tokens_per_ref: float) -> float:
-        """Return what |k|^2 is multiplied by in a step size."""
+        """Return the factor of |k|^2 in a step size."""
         if recurrence == "mamba":
             return 1.0
         return max(tokens_per_ref, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
 
     def undo_x_proj(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of x_proj_weight as given, from that of the one made of it."""
+        """Return the gradient of the given x_proj_weight, from the gradient of the scaled one."""
         return gradient if self.tokens_per_ref == 1.0 else gradient * self.rows[:, None]
 
     def undo_A(self, gradient: Tensor | None) -> Tensor | None:
-        """Return the gradient of A as given, from that of the one made of it."""
+        """Return the gradient of the given A, from the gradient of the scaled one."""
         return (
             gradient
             if self.tokens_per_ref == 1.0 or gradient is None

@@ -1,9 +1,9 @@
-"""The token mixer between its two outer projections: the one composition of its parts, for every route.
+"""The token mixer between its two outer projections, shared by the operator, eager calls and torch.func.
 
-Convolution, projections to step sizes, keys and queries, scan and gate. What the backward pass needs is more than what
-it is cheapest to keep: the input, the small projections and the states of the scan are saved; the convolution and the
-step sizes, each as large as the input, are computed again, as in Mamba's fused block. Of tokens on another grid than the
-trained one, ``layout.py`` says what changes. Letters as in ``args.py``, E channels of the scan, K taps.
+The mixer is a convolution, projections to step sizes, keys and queries, a scan and a gate. It saves the input, the
+small projections and the states of the scan for the backward pass. The convolution and the step sizes, each as large
+as the input, are recomputed, as in Mamba's fused block. ``layout.py`` handles grids that differ from the trained one.
+Letters as in ``args.py``; E channels of the scan, K taps.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from vil.kernels.plan import ConvKey, ScanKey, plans
 from vil.kernels.reference import dt_proj
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
-"""The small projections, (2, B L, R + 2 M); the sum of both directions and states, if the backend keeps them."""
+"""The small projections, (2, B L, R + 2 M), and, if the backend keeps them, the sum of both directions and states."""
 
 
 class MixerParams(NamedTuple):
-    """The parameters, in the order of the operator's arguments."""
+    """Parameters of the mixer, in the order of the operator's arguments."""
 
     conv_weight: Tensor
     """(2, E, K)."""
@@ -46,30 +46,30 @@ class MixerParams(NamedTuple):
 
 
 class MixerKey(NamedTuple):
-    """What a plan is made for."""
+    """Everything that a ``MixerPlan`` depends on."""
 
     backend: ModuleType
     recurrence: str
     shape: tuple[int, ...]
-    """Of xz, (B, L, 2 E)."""
+    """Shape of xz, (B, L, 2 E)."""
     strides: tuple[int, ...]
     aligned: bool
     dtype: torch.dtype
     device: torch.device
     params: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
     grid: tuple[int, ...] | None
-    """Of the layout, None without one."""
+    """Grid of the layout; None without a layout."""
     positions: int
-    """Of its order."""
+    """Positions in the order of the layout."""
     taps: int
-    """Once resampled, 0 if they are not."""
+    """Number of resampled taps; 0 without a layout."""
 
 
 class MixerPlan:
-    """The mixer, prepared for arguments of the same shapes, strides, dtypes and grid.
+    """Mixer prepared for arguments of given shapes, strides, dtypes and grid.
 
     Args:
-        key: What the arguments are.
+        key: Description of the arguments.
     """
 
     def __init__(self, key: MixerKey) -> None:
@@ -90,7 +90,7 @@ class MixerPlan:
         x, full = self.conv.out_strides, (B * L * E, L * E, E, 1)
         kappa_scale = DtScale.kappa_scale_of(key.recurrence, self.tokens_per_ref)
         strides, last = (x_dbl, x_dbl, half), (False, key.dtype, key.device, one)
-        # The step sizes are of low rank for the forward pass and in full for the backward pass.
+        # The forward scan takes low-rank step sizes, the backward scan full ones.
         self.scan, self.scan_back = (
             key.backend.scan_plan(
                 ScanKey(
@@ -110,7 +110,7 @@ class MixerPlan:
 
 
 class _Described(NamedTuple):
-    """Of a tensor what checks look at."""
+    """Stand-in for a tensor, with the attributes that the checks read."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -131,14 +131,14 @@ def mixer_plan(
     layout: TokenLayout | None = None,
     backend: ModuleType | None = None,
 ) -> MixerPlan:
-    """Return the plan for arguments, which are checked where there is none yet.
+    """Return the plan for the arguments. Arguments without a cached plan are checked first.
 
     Args:
-        xz: (B, L, 2 E).
-        params: The parameters.
+        xz: Input, (B, L, 2 E).
+        params: Parameters of the mixer.
         recurrence: One of ``RECURRENCES``.
-        layout: Of the tokens, None if they stand behind one another.
-        backend: What serves it; if None, what is chosen for the device.
+        layout: Layout of the tokens; None to convolve them in sequence order.
+        backend: Backend module; if None, chosen by device and dtype.
     """
     chosen, aligned = backend, True
     if backend is None:
@@ -156,13 +156,13 @@ def _sizes(layout: TokenLayout) -> tuple[tuple[int, ...], int, int]:
     return tuple(layout.grid), layout.order.shape[0], layout.kernel_resample.shape[1]
 
 
-# ------------------------------------------------------------------------------- both directions of time
+# -------------------------------------------------------------------------- forward and backward pass
 
 
 def scan_args(
     plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None
 ) -> tuple[ScanArgs, Tensor]:
-    """Return what is scanned, step sizes of low rank, and the small projections."""
+    """Return the arguments of the scan, with low-rank step sizes, and the small projections."""
     x, z = xz.chunk(2, dim=-1)
     convolved = layouts.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
     steps = _steps(plan, params)
@@ -175,7 +175,7 @@ def scan_args(
 def forward(
     plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Mix; return (B, L, E), and what the backward pass needs, of the scan only with ``save``."""
+    """Return the output, (B, L, E), and tensors for the backward pass, from the scan only with ``save``."""
     with _as_given(xz), plan.arena():
         args, x_dbl = scan_args(plan, xz, params, layout)
         out, _, y_pre_gate, states = plan.scan.forward(args, save)
@@ -190,15 +190,15 @@ def backward(
     layout: TokenLayout | None,
     saved: Saved | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients for xz and the parameters, given that of the output.
+    """Return the gradients for xz and the parameters.
 
     Args:
-        plan: As of ``forward``.
+        plan: Same as in ``forward``.
         grad: Gradient of the output, (B, L, E).
-        xz: As of ``forward``.
-        params: As of ``forward``.
-        layout: As of ``forward``.
-        saved: What it returned besides the output; the scan is done again where it saved nothing.
+        xz: Same as in ``forward``.
+        params: Same as in ``forward``.
+        layout: Same as in ``forward``.
+        saved: Tensors that ``forward`` returned after the output. The scan runs again if it saved nothing.
     """
     conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, _, D = params
     steps, dxz, dx, dz = _steps(plan, params), None, None, None
@@ -244,14 +244,14 @@ def _steps(plan: MixerPlan, params: MixerParams) -> DtScale:
 
 
 def _parts(plan: MixerPlan, x_dbl: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return step sizes of rank R, (2, B, L, R), queries and keys, (2, B, L, M)."""
+    """Return low-rank step sizes, (2, B, L, R), queries and keys, (2, B, L, M)."""
     B, L, R, M = plan.sizes
     parts = x_dbl.view(2, B, L, R + 2 * M)
     return parts.narrow(3, 0, R), parts.narrow(3, R + M, M), parts.narrow(3, R, M)
 
 
 def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which products are in the dtype of what is multiplied."""
+    """Return a context without autocast, in which products keep the dtype of their operands."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return _NOTHING
@@ -259,14 +259,14 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 _NOTHING = contextlib.nullcontext()
 
-# -------------------------------------------------------------------------------- the way of eager calls
+# ---------------------------------------------------------------------------------------- eager calls
 #
-# Registration of an operator with PyTorch makes it known to compilers, exporters and transforms, and costs more than all
-# that Python does here. A call that none of them sees goes around it.
+# A registered operator is visible to compilers, exporters and transforms, but calling it costs more than all the
+# Python code here. Calls that none of these tools sees bypass the operator.
 
 
 def is_eager(xz: Tensor, params: MixerParams) -> bool:
-    """Tell whether a call is seen by nothing but autograd, and by profilers: plain tensors on a CPU or GPU."""
+    """Return whether only autograd and profilers see a call: plain tensors on a CPU or GPU."""
     return (
         type(xz) is Tensor
         and not torch.compiler.is_compiling()
@@ -285,7 +285,7 @@ _PLAIN = {torch.nn.Parameter, Tensor, type(None)}
 def run(
     xz: Tensor, params: MixerParams, recurrence: str, save: bool, layout: TokenLayout | None
 ) -> Tensor:
-    """Return the first output of ``vil::mixer``, for a call that ``is_eager``."""
+    """Return the first output of ``vil::mixer``, for a call that ``is_eager`` accepts."""
     if torch.is_autocast_enabled(xz.device.type) and xz.dtype != torch.float64:
         xz = xz.to(torch.get_autocast_dtype(xz.device.type))
     plan = mixer_plan(xz, params, recurrence, layout)
@@ -324,7 +324,7 @@ class _Mixer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, x_dbl, y_pre_gate, states = ctx.saved_tensors
         xz, params = inputs[0], MixerParams(*inputs[1:])
-        # With gradients of the gradients, or for what is_eager does not know, by the operator.
+        # Use the operator for second derivatives, batched gradients and calls that is_eager rejects.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched
         if torch.is_grad_enabled() or batched or not is_eager(grad, params):
             nothing = grad.new_empty(0)

@@ -1,12 +1,12 @@
-"""The mixer for exporters that do not know custom operators, such as ONNX, and for inference only.
+"""The mixer for exporters without custom operators, such as ONNX, and for inference only.
 
-The same function as the operator's, for runtimes that execute node by node: what counts is how many nodes
-a token takes, and how often a whole sequence goes through memory. From the convolution on both directions
-are in scan order, the second flipped, and share one loop over time: the higher-order op ``scan``, which an
-exporter keeps as one node. States are (M, E), so that what is done to all channels is done to consecutive
-ones. Diagonal Longhorn and Mamba take a token a turn: two of diagonal Longhorn by one product, since its
-decays are bilinear, were no faster in ONNX Runtime. Exact Longhorn takes ``CHUNK`` tokens in matrix
-products (kernels/README.md, "The exact form in chunks").
+Computes the same function as the operator, for runtimes that execute node by node. There the cost depends on
+the nodes per token and on how often a whole sequence goes through memory. From the convolution on, both
+directions are in scan order, the second flipped, and share one loop over time. The loop is the higher-order op
+``scan``, which an exporter keeps as one node. States are (M, E), so operations on all channels access
+consecutive memory. Diagonal Longhorn and Mamba take one token per step. Two tokens of diagonal Longhorn in one
+product, possible because its decays are bilinear, were no faster in ONNX Runtime. Exact Longhorn takes
+``CHUNK`` tokens per step in matrix products (kernels/README.md, "The exact form in chunks").
 
 Letters: B batch, L tokens, E channels of the scan, K taps, R rank of the step size, M states, T = CHUNK.
 """
@@ -23,7 +23,7 @@ from vil.kernels import layout as layouts
 from vil.kernels import reference
 from vil.kernels.layout import DtScale, GridSpec, TokenLayout, layout_of
 
-CHUNK = 4  # of 2, 4, 8 and 16 the fastest in ONNX Runtime, and sums of products stay small
+CHUNK = 4  # fastest of 2, 4, 8 and 16 in ONNX Runtime, and keeps sums of products small
 
 
 def mixer(
@@ -38,10 +38,10 @@ def mixer(
     recurrence: str,
     grid: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the first output of ``vil::mixer``, given its arguments, without a gradient.
+    """Return the first output of ``vil::mixer`` for the same arguments, without a gradient.
 
     Raises:
-        ValueError: The program is to take images of any size, and the grid is another than the trained one.
+        ValueError: If the exported program takes images of any size and the grid may not be the trained one.
     """
     dtype, compute = xz.dtype, torch.float64 if xz.dtype == torch.float64 else torch.float32
     layout = _layout(grid, conv_weight.shape[2], xz.device)
@@ -54,7 +54,7 @@ def mixer(
     x = _convolve(x, conv_weight, conv_bias, layout)  # (B, 2, L, E)
     rank = dt_weight.shape[2]
     states = (x_proj_weight.shape[1] - rank) // 2
-    # No reshape right before this: with one after it, too, ONNX's optimiser (onnxscript 0.7) errs.
+    # No reshape right before this: with another right after it, ONNX's optimiser (onnxscript 0.7) fails.
     dt_low, k, q = (x @ x_proj_weight.mT).split([rank, states, states], dim=-1)
     v = dt_low @ dt_weight.mT + dt_bias[:, None]
     if recurrence == "mamba":
@@ -68,7 +68,7 @@ def mixer(
 
 
 def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> TokenLayout | None:
-    """Return ``layout_of``, which asks for numbers: a size of any value would be taken for the example's."""
+    """Return ``layout_of``, which needs integers: it would fix a dynamic size to the example's."""
     if grid is None:
         return None
     if not any(isinstance(size, torch.SymInt) for size in grid):
@@ -83,7 +83,7 @@ def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Toke
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout | None) -> Tensor:
-    """Return ``layouts.conv_forward`` of (B, L, E) as (B, 2, L, E), each direction in scan order."""
+    """Return ``layouts.conv_forward`` of x, (B, L, E), as (B, 2, L, E), each direction in scan order."""
     if layout is not None and layout.order.numel():
         ahead, back = layouts.conv_forward(reference.ConvPlan(), x, weight, bias, layout)
         return torch.stack((ahead, back.flip(1)), 1)
@@ -95,7 +95,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout | Non
 
 
 def _softplus(v: Tensor) -> Tensor:
-    """Return log(1 + exp(v)) as Kahan computes log(1 + e), since that of ONNX Runtime is slow."""
+    """Return log(1 + exp(v)) by Kahan's method for log(1 + e), because ONNX Runtime's softplus is slow."""
     e = torch.exp(-v.abs())
     rounded = 1 + e
     log = torch.where(rounded == 1, e, torch.log(rounded) * (e / (rounded - 1)))
@@ -105,26 +105,26 @@ def _softplus(v: Tensor) -> Tensor:
 def _scan(
     advance: Callable[..., list[Tensor]], tokens: tuple[Tensor, ...], M: int, *constants: Tensor
 ) -> Tensor:
-    """Return what ``advance`` makes of each token, or chunk, along axis 2: (B, 2, L, T, E).
+    """Return the outputs of ``advance`` for each token, or chunk, along axis 2: (B, 2, L, T, E).
 
     Args:
-        advance: Takes a state (B, 2, M, E), a token of each of ``tokens`` and the constants, and
-            returns the next state and an output (B, 2, T, E).
-        tokens: (B, 2, L, rows, columns), of the first E columns.
-        M: States of a channel, zero before the first token.
-        *constants: What every token needs.
+        advance: Takes a state (B, 2, M, E), one token of each of ``tokens`` and the constants. Returns the
+            next state and an output (B, 2, T, E).
+        tokens: Tensors (B, 2, L, rows, columns); the first has E columns.
+        M: States per channel, zero before the first token.
+        *constants: Tensors passed with every token.
     """
     B, E = tokens[0].shape[0], tokens[0].shape[4]
     state = tokens[0].new_zeros(B, 2, M, E)
     tokens = [tensor.permute(2, 0, 1, 3, 4) for tensor in tokens]
-    # Not ``scan``: it calls the compiler for each block, and strict exports take it, which PyTorch tries
-    # for ONNX where another raised, and in which sizes of any value pass for numbers.
+    # Not ``scan``: it calls the compiler for each block, and strict exports accept it. PyTorch tries a strict
+    # export for ONNX after another export raised, and it treats dynamic sizes as fixed numbers.
     y = scan_op(advance, [state], tokens, constants)[1]
     return y.permute(1, 2, 0, 3, 4)
 
 
 def _longhorn(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return what queries read, (B, 2, L, E), of x and step (B, 2, L, E), q and k (B, 2, L, M)."""
+    """Return the values that queries read, (B, 2, L, E); x and step are (B, 2, L, E), q and k (B, 2, L, M)."""
 
     def advance(state, step, value, square, key, query):
         state = (1 - square * step) * state + key * value
@@ -135,7 +135,7 @@ def _longhorn(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _mamba(x: Tensor, step: Tensor, q: Tensor, k: Tensor, A: Tensor) -> Tensor:
-    """Return the same for Mamba; A is (2, E, M)."""
+    """Return the result of ``_longhorn`` for Mamba; A is (2, E, M)."""
 
     def advance(state, step, value, key, query, rates):
         state = torch.exp(rates * step) * state + key * value
@@ -146,13 +146,13 @@ def _mamba(x: Tensor, step: Tensor, q: Tensor, k: Tensor, A: Tensor) -> Tensor:
 
 
 def _longhorn_exact(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return the same for the exact form.
+    """Return the result of ``_longhorn`` for the exact form.
 
-    What the tokens of a chunk write, C = step (x - k.S0 - before C), is found by putting the right hand
-    side in for C again and again: a token needs those before it, and so is right after as many turns.
+    The writes of a chunk, C = step (x - k.S0 - before C), are found by repeated substitution for C. Each
+    token depends only on earlier ones, so it is exact after as many substitutions as tokens precede it.
     """
     L = x.shape[2]
-    x, step, q, k = (  # tokens that fill the last chunk have no step and no key
+    x, step, q, k = (  # padding tokens have zero step and key
         F.pad(tensor, (0, 0, 0, -L % CHUNK)).unflatten(2, (-1, CHUNK)) for tensor in (x, step, q, k)
     )
     before, until = (k @ k.mT).tril(-1), (q @ k.mT).tril()

@@ -70,7 +70,7 @@ def longhorn_scan(
         if x is float64, else in float32.
 
     Raises:
-        ValueError: A shape, dtype or device disagrees, or ``recurrence`` is unknown.
+        ValueError: If a shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
     if form is not None:
         warnings.warn(
@@ -118,7 +118,7 @@ def mamba_scan(
         if x is float64, else in float32.
 
     Raises:
-        ValueError: A shape, dtype or device disagrees.
+        ValueError: If a shape, dtype or device disagrees.
     """
     tensors = (x, dt, A, q, k, D, bias, initial_state)
     y, state = _scan_one_direction(tensors, "mamba", reverse)
@@ -140,7 +140,7 @@ def bidirectional_scan(
 
     The mixer of Vision Mamba ("bimamba v2" with divided output), for any recurrence. Index 0 of
     the leading axis is scanned from the first token to the last, index 1 from the last to the
-    first; both are given, and summed, in the order of the tokens.
+    first. Both are given, and summed, in token order.
 
     Args:
         x: Values, (2, B, L, D), float64, float32, bfloat16 or float16, any strides.
@@ -155,29 +155,29 @@ def bidirectional_scan(
         recurrence: "longhorn" (paper, Eq. 7), "longhorn_exact" (Eq. 6) or "mamba".
 
     Returns:
-        (B, L, D) in the dtype of x; everything before is accumulated in float32 (float64 if x is).
+        (B, L, D) in the dtype of x, accumulated in float32 (float64 if x is).
 
     Raises:
-        ValueError: A shape, dtype or device disagrees, or ``recurrence`` is unknown.
+        ValueError: If a shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
     tensors = (x, dt, A, q, k, D, bias, z)
     return _operator("scan")(*tensors, None, recurrence, False, _has_gradients(tensors))[0]
 
 
 def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Convolve every channel causally (index 0) and anti-causally (index 1), then SiLU.
+    """Convolve every channel causally (index 0) and anti-causally (index 1), then apply SiLU.
 
     Args:
         x: (B, L, D), float64, float32, bfloat16 or float16, any strides.
-        weight: (2, D, K), dtype of x or float32. Tap K - 1 meets the token itself and tap 0 the
-            one K - 1 tokens before (index 0) or after (index 1) it.
+        weight: (2, D, K), dtype of x or float32. Tap K - 1 meets the token itself. Tap 0 meets the
+            token K - 1 places before (index 0) or after (index 1) it.
         bias: (2, D), dtype of x or float32.
 
     Returns:
         (2, B, L, D) in the dtype of x.
 
     Raises:
-        ValueError: A shape, dtype or device disagrees.
+        ValueError: If a shape, dtype or device disagrees.
     """
     return _operator("causal_conv1d_bidirectional")(x, weight, bias)
 

@@ -1,7 +1,7 @@
-"""Plans: what a backend prepares once for calls with arguments of the same shapes, strides and dtype.
+"""Plans: a backend's one-time preparation for calls with arguments of the same shapes, strides and dtype.
 
-A plan has everything of a call that no value in a tensor changes. It holds no tensor of a call, and serves calls of
-several threads at the same time. Letters as in ``args.py``, K taps.
+A plan contains everything about a call that does not depend on tensor values. It holds no tensor of a call, so several
+threads can use it at the same time. Letters as in ``args.py``; K taps.
 """
 
 import functools
@@ -14,51 +14,51 @@ from torch import Tensor
 from vil.kernels.args import ScanArgs
 
 _T = TypeVar("_T")
-# Of a process and a kind. One takes about 3 kB, and one that is gone is made anew.
+# Per process and kind of plan. A plan takes about 3 kB; an evicted plan is made again when needed.
 _MOST_PLANS = 4096
 _caches: list[Callable[[], None]] = []
 
 
 class ScanKey(NamedTuple):
-    """What the plan of a scan is made for."""
+    """Everything that the plan of a scan depends on."""
 
     recurrence: str
     reverse: bool
     kappa_scale: float
     shape: tuple[int, int, int, int]
-    """Of x, (N, B, L, D)."""
+    """Shape of x, (N, B, L, D)."""
     states: int
     rank: int | None
-    """Of the step sizes, None if they are in full."""
+    """Rank of the step sizes; None if they are in full."""
     strides: tuple[tuple[int, ...] | None, ...]
-    """Of x, dt, q, k and z."""
+    """Strides of x, dt, q, k and z."""
     started: bool
-    """Whether there is an initial state."""
+    """Whether an initial state is given."""
     dtype: torch.dtype
     device: torch.device
     dz: tuple[int, ...] | None = None
-    """Strides of the tensor that the gradient for z is written to, None for one of its own."""
+    """Strides of the tensor that receives the gradient for z; None to allocate a new one."""
 
 
 class ConvKey(NamedTuple):
-    """What the plan of a convolution is made for."""
+    """Everything that the plan of a convolution depends on."""
 
     shape: tuple[int, int, int]
-    """Of x, (B, L, D)."""
+    """Shape of x, (B, L, D)."""
     strides: tuple[int, int, int]
     taps: int
     positions: int | None
-    """Of an order, None without one."""
+    """Positions in the order; None without an order."""
     aligned: bool
     """Whether x begins at a multiple of two elements."""
     dtype: torch.dtype
     device: torch.device
     dx: tuple[int, ...] | None = None
-    """Strides of the tensor that the gradient for x is written to, None for one of its own."""
+    """Strides of the tensor that receives the gradient for x; None to allocate a new one."""
 
 
 def scan_key(args: ScanArgs, recurrence: str, reverse: bool, kappa_scale: float) -> ScanKey:
-    """Return what a plan for such arguments is made for."""
+    """Return the key of the plan for the arguments."""
     x, dt, _, q, k, _, _, z, state, dt_weight = args
     strides = (x.stride(), dt.stride(), q.stride(), k.stride(), None if z is None else z.stride())
     rank = None if dt_weight is None else dt_weight.shape[2]
@@ -69,7 +69,7 @@ def scan_key(args: ScanArgs, recurrence: str, reverse: bool, kappa_scale: float)
 
 
 def conv_key(x: Tensor, weight: Tensor, order: Tensor | None) -> ConvKey:
-    """Return what a plan for such arguments is made for."""
+    """Return the key of the plan for the arguments."""
     positions = None if order is None else len(order)
     aligned = x.data_ptr() % (2 * x.element_size()) == 0
     return ConvKey(
@@ -78,13 +78,13 @@ def conv_key(x: Tensor, weight: Tensor, order: Tensor | None) -> ConvKey:
 
 
 def plans(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Let a function that makes a plan for a key do so once for each key."""
+    """Cache a function that makes a plan for a key."""
     cached = functools.lru_cache(_MOST_PLANS)(make)
     _caches.append(cached.cache_clear)
     return cached
 
 
 def forget_plans() -> None:
-    """Make every plan anew, as after a change of what they are made from."""
+    """Clear all cached plans, for use after a change in their inputs."""
     for clear in _caches:
         clear()

@@ -37,7 +37,7 @@ def step_size(
         k: Keys, (..., M).
         bias: Added to dt, (D,) or broadcastable to it.
         recurrence: One of ``RECURRENCES``.
-        kappa_scale: What stands for |k|^2 in eps is ``kappa_scale`` |k|^2; Mamba's step has no such term.
+        kappa_scale: Factor of |k|^2 in eps. Mamba's step size has no such term.
 
     Returns:
         (..., D); for Longhorn in [0, 1).
@@ -58,7 +58,7 @@ def advance(
     k: Tensor,
     recurrence: str,
 ) -> tuple[Tensor, Tensor]:
-    """Take one token into the state and read it: the three recurrences at the top of this file.
+    """Update the state with one token and read it: the three recurrences at the top of this file.
 
     Args:
         state: (..., D, M).
@@ -70,7 +70,7 @@ def advance(
         recurrence: One of ``RECURRENCES``.
 
     Returns:
-        The new state (..., D, M) and what the query reads from it (..., D).
+        The new state, (..., D, M), and the values that the query reads from it, (..., D).
     """
     q, k, x, step = q.unsqueeze(-2), k.unsqueeze(-2), x.unsqueeze(-1), step.unsqueeze(-1)
     if recurrence == "longhorn":
@@ -89,20 +89,20 @@ def scan(
     kappa_scale: float = 1.0,
     save: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Scan one direction; or both, average the two and gate: silu(z) (y0 + y1) / 2.
+    """Scan one direction, or scan both, average and gate: silu(z) (y0 + y1) / 2.
 
-    The latter is Vision Mamba's bidirectional composition ("v2" with divided output), any recurrence.
+    The second form is Vision Mamba's bidirectional composition ("v2" with divided output), for any recurrence.
 
     Args:
-        args: What is scanned.
+        args: Tensors of the scan.
         recurrence: One of ``RECURRENCES``.
-        reverse: Scan the one direction from the last token to the first.
-        kappa_scale: As of ``step_size``.
-        save: Return what the backward pass can use, if this backend saves anything.
+        reverse: Scan a single direction from the last token to the first.
+        kappa_scale: Same as in ``step_size``.
+        save: Also return tensors for the backward pass, if the backend saves any.
 
     Returns:
-        The output, (B, L, D), in the dtype of x; of one direction its last state, (1, B, D, M), in the dtype
-        computed in; and the two tensors that ``saved`` describes, or None.
+        The output, (B, L, D), in the dtype of x. For one direction, the last state, (1, B, D, M), in
+        ``compute_dtype``, else None. The two tensors of ``registration.saved_shapes``, or None.
     """
     args = args._replace(dt=dt_proj(args.dt, args.dt_weight), dt_weight=None)
     raised = args.to(compute_dtype(args.x))
@@ -148,13 +148,13 @@ def scan_backward(
     """Return the gradients of ``scan``.
 
     Args:
-        args: As of ``scan``, the step sizes in full.
+        args: Same as in ``scan``, with step sizes in full.
         grad: Gradient of the output, (B, L, D).
-        grad_final: Of one direction, the gradient of its last state, (1, B, D, M).
-        recurrence: As of ``scan``.
-        reverse: As of ``scan``.
-        kappa_scale: As of ``scan``.
-        saved: What ``scan`` has saved; without it a backend scans again.
+        grad_final: Gradient of the last state, (1, B, D, M), for one direction.
+        recurrence: Same as in ``scan``.
+        reverse: Same as in ``scan``.
+        kappa_scale: Same as in ``scan``.
+        saved: Tensors that ``scan`` saved; without them a backend scans again.
     """
     grads = (grad,) if args.z is not None else (grad, grad_final)
 
@@ -165,14 +165,14 @@ def scan_backward(
 
 
 class ScanPlan(NamedTuple):
-    """A scan for a ``plan.ScanKey``, as every backend has it; here there is nothing to prepare."""
+    """Scan for a ``plan.ScanKey``, with the interface of every backend. Prepares nothing."""
 
     key: ScanKey
 
     def forward(
         self, args: ScanArgs, save: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return what ``scan`` does."""
+        """Return the result of ``scan``."""
         key = self.key
         return scan(args, key.recurrence, key.reverse, key.kappa_scale, save)
 
@@ -184,7 +184,7 @@ class ScanPlan(NamedTuple):
         saved: tuple[Tensor | None, Tensor] | None = None,
         dz: None = None,
     ) -> ScanArgs:
-        """Return what ``scan_backward`` does."""
+        """Return the result of ``scan_backward``."""
         key = self.key
         return scan_backward(args, grad, grad_final, key.recurrence, key.reverse, key.kappa_scale)
 
@@ -200,9 +200,9 @@ def dt_proj(
     """Return raw step sizes (N, B, L, D), rounded to the dtype of ``dt_low``.
 
     Args:
-        dt_low: Of rank R, (N, B, L, R), or in full.
-        dt_weight: (N, D, R); None if they are in full.
-        bmm: Makes the product.
+        dt_low: Step sizes of rank R, (N, B, L, R), or in full, (N, B, L, D).
+        dt_weight: Projection, (N, D, R); None if ``dt_low`` is in full.
+        bmm: Batched matrix product.
     """
     if dt_weight is None:
         return dt_low
@@ -213,21 +213,21 @@ def dt_proj(
 def causal_conv1d_bidirectional(
     x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> Tensor:
-    """Convolve every channel over time, causally (index 0) and anti-causally (index 1), then SiLU.
+    """Convolve every channel over time, causally (index 0) and anti-causally (index 1), then apply SiLU.
 
     Index 1 is the causal convolution of the reversed sequence, reversed back: its tap K - 1 meets
     token t and tap 0 meets token t + K - 1 (Vision Mamba's ``conv1d`` and ``conv1d_b``).
 
-    With an ``order`` time is its positions, and a token's result is that of where it stands. Of P
-    positions each holds a token t >= 0, or nothing (-1), which is zeros. A token has one position, or none:
-    then a backend leaves its result and its gradient as they were, here zeros. Sequences that must not see
-    each other stand K - 1 empty positions apart.
+    An ``order`` replaces time by P positions. Each position holds a token t >= 0 or is empty (-1), which
+    counts as zeros. A token has at most one position. For a token without one, a backend leaves the result
+    and the gradient unchanged; here they are zeros. K - 1 empty positions separate sequences that must not
+    see each other.
 
     Args:
-        x: (B, L, D).
+        x: Input, (B, L, D).
         weight: Taps of the two directions, (2, D, K).
-        bias: (2, D).
-        order: int32 (P,); the tokens as they are if None.
+        bias: Bias, (2, D).
+        order: Token at each position, int32 (P,); None for sequence order.
 
     Returns:
         (2, B, L, D) in the dtype of x.
@@ -247,7 +247,7 @@ def causal_conv1d_bidirectional(
 
 
 def _convolve_in_order(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
-    nobody = x.shape[1]  # where empty positions read zeros from and write to
+    nobody = x.shape[1]  # row that empty positions read as zeros and write to
     order = order.to(torch.int64)
     token = torch.where(order < 0, nobody, order)
     read = F.pad(x, (0, 0, 0, 1))[:, token]
@@ -271,13 +271,11 @@ def gradients(
             filled[i] = tensor
         return function(*filled)
 
-    # torch.func, since torch.autograd.grad is off inside the implementation of a custom operator.
+    # Use torch.func: torch.autograd.grad is disabled inside the implementation of a custom operator.
     _, pull_back = torch.func.vjp(of_given, *(inputs[i] for i in given))
     grads: list[Tensor | None] = [None] * len(inputs)
     for i, g in zip(given, pull_back(grad), strict=True):
-        grads[i] = (
-            g.clone()
-        )  # may be the incoming gradient itself, which an operator must not return
+        grads[i] = g.clone()  # g may be the incoming gradient, which an operator must not return
     return tuple(grads)
 
 
@@ -291,16 +289,16 @@ def causal_conv1d_bidirectional_backward(
 
 
 class ConvPlan(NamedTuple):
-    """The convolution for a ``plan.ConvKey``, as every backend has it; here there is nothing to prepare."""
+    """Convolution for a ``plan.ConvKey``, with the interface of every backend. Prepares nothing."""
 
     key: ConvKey | None = None
     out_strides = ()
-    """Of its results: whoever asks is told nothing."""
+    """Strides of the result; empty, because this backend does not fix them."""
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
     ) -> Tensor:
-        """Return what ``causal_conv1d_bidirectional`` does."""
+        """Return the result of ``causal_conv1d_bidirectional``."""
         return causal_conv1d_bidirectional(x, weight, bias, order)
 
     def backward(
@@ -312,7 +310,7 @@ class ConvPlan(NamedTuple):
         order: Tensor | None = None,
         dx: None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return what ``causal_conv1d_bidirectional_backward`` does."""
+        """Return the result of ``causal_conv1d_bidirectional_backward``."""
         return causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
 
 

@@ -1,9 +1,8 @@
 """The operations as torch.library operators: registration, autograd, dispatch to a backend.
 
-FX, TorchScript, torch.export and torch.compile see one opaque node instead of a loop over tokens. The
-checks run inside the operator and its fake implementation alike: whoever calls it, by whatever route,
-gets them. What the backward pass needs of the forward pass are further outputs of the operator.
-Letters as in ``ops.py``.
+FX, TorchScript, torch.export and torch.compile see one opaque node instead of a loop over tokens. Checks
+run inside both the operator and its fake implementation, so every call is checked. Tensors that the
+backward pass needs are additional outputs of the operator. Letters as in ``ops.py``.
 """
 
 import functools
@@ -30,7 +29,7 @@ from vil.kernels.plan import conv_key, scan_key
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Register an operator, which refuses tensors whose derivatives it would lose."""
+    """Register an operator that rejects dual tensors, whose tangents it would lose."""
 
     def register(function: Callable[..., object]) -> CustomOpDef:
         @functools.wraps(function)
@@ -66,20 +65,21 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Return tensors of the shapes of gradients, empty for None."""
+    """Return uninitialised gradients for ``inputs``, empty for None."""
     return tuple(inputs[0].new_empty(0) if t is None else _empty(t) for t in inputs)
 
 
 def _pack_grads(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
-    """Replace None, which an operator cannot return, by an empty tensor, and part by a copy.
+    """Replace None by an empty tensor and views by copies.
 
-    Two outputs must not share memory, as dq and dk of one token of one sequence would.
+    Operators cannot return None, and two outputs must not share memory. For one token of one sequence, dq
+    and dk would.
     """
     return tuple(like.new_empty(0) if g is None else _own_memory(g) for g in grads)
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor if it is contiguous and all that is in its memory, else a copy that is."""
+    """Return the tensor if it is contiguous and fills its storage, else a contiguous copy."""
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes > 0
     if whole and tensor.is_contiguous():
         return tensor
@@ -96,10 +96,10 @@ def _unpack_grads(
 def saved_shapes(
     x: Tensor, k: Tensor, recurrence: str
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of what an operator saves: the sum of both directions, and states.
+    """Return shapes and dtypes of the tensors that an operator saves: the sum of both directions, and states.
 
-    They are those of the Triton kernels wherever these may serve, and empty elsewhere: a compiled program has the
-    shapes before it is known which backend will serve it.
+    The shapes match the Triton kernels wherever these may run, and are empty elsewhere. A compiled program needs
+    the shapes before its backend is known.
     """
     N, B, L, D = x.shape
     M, exact = k.shape[3], recurrence == "longhorn_exact"
@@ -118,7 +118,7 @@ def _are_kept(device: torch.device) -> bool:
 
 
 def _empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes of what is saved, without their values; empty unless ``save``."""
+    """Return uninitialised tensors of ``saved_shapes``; empty unless ``save``."""
     none = ((0,), compute_dtype(x))
     shapes = saved_shapes(x, k, recurrence) if save else (none, none)
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
@@ -132,7 +132,7 @@ def _as_saved(
     recurrence: str,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what an operator saves, given what a backend did; of one that saves nothing, NaN."""
+    """Return the saved outputs of an operator, given a backend's; NaN if the backend saves nothing."""
     empty = _empty_saved(x, k, recurrence, save)
     if states is None:
         return tuple(t.fill_(torch.nan) for t in empty)
@@ -140,7 +140,7 @@ def _as_saved(
 
 
 def _as_kept(y_pre_gate: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor] | None:
-    """Return what a backend's backward pass is given of what an operator saved."""
+    """Convert the saved outputs of an operator to the argument ``saved`` of a backend."""
     if not states.numel():
         return None
     return y_pre_gate if y_pre_gate.numel() else None, states
@@ -153,7 +153,7 @@ def _scan(*inputs) -> tuple[Tensor, ...]:
     x = args.x
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
     out, final, *saved = plan.forward(args, save and _are_kept(x.device))
-    # An empty tensor for what is not there, since two outputs of an operator must not be the same.
+    # Make a new empty tensor if there is no final state: outputs of an operator must not be the same tensor.
     final = x.new_empty(0, dtype=compute_dtype(x)) if final is None else final
     saved = _as_saved(*saved, x, args.k, recurrence, save)
     return out.contiguous(), final.contiguous(), *saved
@@ -196,7 +196,7 @@ def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.recurrence, ctx.reverse, _ = inputs
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.of_final = output[1].new_empty(()).expand(output[1].shape)
-    ctx.set_materialize_grads(False)  # or zeros were made for y_pre_gate and states
+    ctx.set_materialize_grads(False)  # no zeros for y_pre_gate and states
 
 
 def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None) -> tuple:
@@ -270,7 +270,7 @@ def _layout_from(arguments: Sequence) -> TokenLayout | None:
 
 
 def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes of what is scanned within: x (2, B, L, E), and keys (2, B, L, M)."""
+    """Return tensors with the shapes of the scan's x, (2, B, L, E), and keys, (2, B, L, M)."""
     B, L, width = xz.shape
     M = (x_proj_weight.shape[1] - dt_weight.shape[2]) // 2
     one = xz.new_empty(1)
@@ -317,7 +317,7 @@ def _mixer_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
 def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     if grad is None:
         return (None,) * 15
-    saved = ctx.saved_tensors  # once: checkpointing counts
+    saved = ctx.saved_tensors  # read once: checkpointing counts accesses
     inputs, layout = saved[:11], saved[11:]
     grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid, *layout)
     return (*_unpack_grads(grads, inputs[:8]), *(None,) * 7)
@@ -328,7 +328,7 @@ _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
 # --------------------------------------------------------------------------------- tokens of a grid
 
 
-@functools.cache  # for good: a recorded CUDA graph copies from it
+@functools.cache  # never evicted: a recorded CUDA graph copies from it
 def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> TokenLayout:
     layout = layout_of(grid, taps, torch.device("cpu"))
     return TokenLayout(layout.grid, *(t.pin_memory() if pinned else t for t in layout[1:]))
@@ -336,9 +336,10 @@ def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> TokenLa
 
 @_operator("token_layout", f"(SymInt[] grid, SymInt taps, Tensor like) -> {_tensors(4)}")
 def _token_layout(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors of ``grid.layout_of``: copies, since what an operator makes must not outlive its call.
+    """Return new copies of the tensors of ``layout_of``.
 
-    Those are in the memory of a program's CUDA graph. Copies from pinned memory may be recorded in one.
+    Tensors that an operator makes lie in the memory of a program's CUDA graph and must not outlive the call. Copies
+    from pinned memory can be recorded in a CUDA graph.
     """
     layout = _layout_in_memory(tuple(grid), taps, like.device.type == "cuda")
     return tuple(t.to(like.device, non_blocking=True, copy=True) for t in layout[1:])
@@ -356,12 +357,12 @@ def _(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def token_layout(grid: list[int], taps: int, like: Tensor) -> TokenLayout:
-    """Return the layout of tokens, once for all blocks of a model.
+    """Return the layout of the tokens, for all blocks of a model.
 
     Args:
-        grid: The numbers of a ``GridSpec``.
-        taps: Of the convolution.
-        like: On the device of the tokens.
+        grid: Numbers of a ``GridSpec``.
+        taps: Number of taps of the convolution.
+        like: Any tensor on the device of the tokens.
     """
     if mixer.is_eager(like, ()):
         return _layout_on(tuple(grid), taps, like.device)
@@ -370,10 +371,10 @@ def token_layout(grid: list[int], taps: int, like: Tensor) -> TokenLayout:
     ):
         return layout_of(grid, taps, like.device)
     made = torch.ops.vil.token_layout(grid, taps, like.detach())
-    return TokenLayout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over it
+    return TokenLayout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over ``made``
 
 
-@functools.cache  # for good: a recorded CUDA graph reads these tensors
+@functools.cache  # never evicted: a recorded CUDA graph reads these tensors
 def _layout_on(grid: tuple[int, ...], taps: int, device: torch.device) -> TokenLayout:
-    with torch.inference_mode(False):  # or training could not save what evaluation made
+    with torch.inference_mode(False):  # else training could not save tensors made in evaluation
         return layout_of(grid, taps, device)

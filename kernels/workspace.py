@@ -1,8 +1,8 @@
-"""Memory on the CPU for tensors that an operator needs only while it runs, kept for the next call.
+"""CPU memory for tensors that an operator needs only while it runs, kept for the next call.
 
-These tensors are as large as those that a training step keeps, and lie between them. glibc's malloc fills
-the gaps badly that they leave: a block of tensors for 1024 px took twice what was alive in it. Memory
-that is kept is also not faulted in anew, page by page, in every call.
+These tensors are as large as those that a training step keeps, and lie between them. Malloc in glibc fills
+the gaps that they leave badly: a block of tensors for 1024 px took twice the memory of its live tensors.
+Keeping the memory also avoids page faults in every call.
 """
 
 import math
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-_MOST = 256 << 20  # bytes kept for each thread; calls that need more take theirs and give it back
+_MOST = 256 << 20  # bytes kept per thread; calls that need more allocate the rest and free it
 _MOST_VIEWS = 1024
 _ALIGNMENT = 64
 
-_View = tuple[int, tuple[int, ...], torch.dtype]  # where it starts, and what it is
+_View = tuple[int, tuple[int, ...], torch.dtype]  # start, shape, dtype
 
 
 class _Memory(threading.local):
     taken: int | None = None
-    """Bytes asked for since ``arena`` began; None outside of it."""
+    """Bytes requested since ``arena`` was entered; None outside of it."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
         self.capacity = 0
         self.views: dict[_View, tuple[Tensor, int]] = {}
-        """Tensors handed out before, each with where the next one starts: making one takes longer than to find it."""
+        """Tensors returned before, each with the start of the next: a lookup is faster than making a tensor."""
 
 
 _memory = _Memory()
@@ -40,9 +40,9 @@ class _Arena:
     def __exit__(self, *_: object) -> None:
         needed, _memory.taken = _memory.taken, None
         if _memory.capacity < needed <= _MOST:
-            _memory.views.clear()  # or the memory before would stay, too
+            _memory.views.clear()  # views keep the old buffer alive
             _memory.buffer = None
-            with torch.inference_mode(False):  # or nothing else could write to it
+            with torch.inference_mode(False):  # else other code could not write to it
                 _memory.buffer = torch.empty(needed, dtype=torch.uint8, device="cpu")
             _memory.capacity = needed
 
@@ -51,14 +51,14 @@ _arena = _Arena()
 
 
 def arena() -> _Arena:
-    """Let ``empty`` and ``bmm`` hand out this thread's memory, which is the next call's after the block."""
+    """Let ``empty`` and ``bmm`` use this thread's memory within a block; the next block reuses it."""
     return _arena
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor on the CPU; within ``arena`` it must not outlive the block."""
+    """Return an uninitialised CPU tensor; within ``arena`` it must not outlive the block."""
     start = _memory.taken
-    # Tensors that are made under a mode are the mode's: fake ones have no memory.
+    # Under a dispatch mode, tensors belong to the mode; fake tensors have no memory.
     if start is None or _get_current_dispatch_mode() is not None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     known = _memory.views.get((start, shape, dtype))
@@ -78,7 +78,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``torch.bmm``; within ``arena`` in what ``empty`` returns."""
+    """Return ``torch.bmm``, within ``arena`` in memory from ``empty``."""
     if _memory.taken is None:
         return torch.bmm(a, b)
     return torch.bmm(a, b, out=empty((*a.shape[:2], b.shape[2]), a.dtype))

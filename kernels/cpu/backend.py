@@ -1,9 +1,10 @@
 """The operations of ``reference.py`` in compiled, vectorised, multi-threaded loops for CPUs.
 
-Same functions, same arguments, same meaning; computed in float64 for float64 inputs and in float32
-otherwise. Where all that is large is bfloat16, the loops read and write it as it is. Work is cut into tasks, one per batch element and vector of channels, which threads take
-in turn. Every task writes only what is its own and sums over tasks are taken in a fixed order, so
-results are the same bits for any number of threads.
+Functions and arguments are the same as there. Computes in float64 for float64 inputs and in float32
+otherwise. The loops read and write large bfloat16 tensors directly. Work is cut into tasks, one per batch
+element and vector (or group of vectors) of channels, and threads take one task after another. A task
+writes only its own results, and sums over tasks have a fixed order, so results are bit-identical for any
+number of threads.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
 
@@ -38,18 +39,18 @@ _RECURRENCES = {
     "longhorn_exact": loops.LONGHORN_EXACT,
     "mamba": loops.MAMBA,
 }
-# A second thread pays from about 0.1 ms of work on.
+# A second thread pays off from about 0.1 ms of work.
 _UPDATES_PER_THREAD = 500_000
-# Partial sums for dq and dk, over groups of channels: more are more parallel and take more memory.
+# Partial sums for dq and dk, over groups of channels: more groups are more parallel and take more memory.
 _MOST_GROUPS = 8
 
 
 def _set_malloc() -> None:
-    """Have glibc keep freed memory, but for large blocks, unless the environment says what it is to do.
+    """Make glibc keep freed memory, except large blocks, unless the environment configures malloc.
 
-    By default every layer gives its memory back and faults it in anew: 44 ms per image instead of 23
-    for vil_tiny (batch 8, 224 px, 2 cores of a Zen 5). Large blocks that are kept leave gaps that
-    others do not fit into: at 1024 px a training step took twice what was alive in it.
+    By default every layer frees its memory and faults it in again: 44 ms per image instead of 23 for
+    vil_tiny (batch 8, 224 px, 2 cores of a Zen 5). Large blocks that are kept leave gaps that other blocks
+    do not fit into: at 1024 px a training step took twice the memory of its live tensors.
     """
     told = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     mallopt = None if any(name in os.environ for name in told) else _libc_function("mallopt")
@@ -59,14 +60,14 @@ def _set_malloc() -> None:
 
 
 def _libc_function(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library, or of a library beside it, if there is one."""
+    """Return a function of the C library or another loaded library, or None."""
     try:
         return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _set_malloc()
 
 
@@ -77,7 +78,7 @@ _forked = False
 
 @functools.cache
 def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    # Starts a thread only when there is work for it; idle ones sleep.
+    # Starts a thread only when there is work for it; idle threads sleep.
     return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="vil")
 
 
@@ -93,7 +94,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _openmp() -> Callable[[object, object, int, int], None] | None:
-    """Return the function that runs another on all threads of torch's OpenMP, if there is one."""
+    """Return the function that runs another one on threads of torch's OpenMP, or None."""
     parallel = _libc_function("GOMP_parallel")
     if parallel is None:
         return None
@@ -104,23 +105,23 @@ def _openmp() -> Callable[[object, object, int, int], None] | None:
 
 @functools.cache
 def _compiled(kernel: Callable[..., None], dtype: torch.dtype) -> tuple[CFunc, Callable]:
-    """Return a kernel compiled for a dtype, and how to call it without holding the GIL."""
+    """Return a kernel compiled for a dtype, and a function that calls it without holding the GIL."""
     function = loops.compiled(kernel, _TYPES[dtype])
     return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
 
 
 class _Loop:
-    """A kernel, prepared for tensors of given shapes: its table of integers but for their addresses.
+    """A kernel prepared for tensors of given shapes: its table of integers without their addresses.
 
     Args:
-        kernel: One of those in ``loops``.
-        dtype: One of ``_TYPES``: of tensors with tokens and channels, the others having what it is
-            computed in.
-        tasks: How many tasks there are.
-        updates: Multiply-adds or so of all tasks together, to leave small work to this thread.
-        scratch: Values of scratch memory per thread.
-        scalars: As the kernel takes them.
-        views: Of every tensor the strides of three axes, as ``_view`` returns them.
+        kernel: Kernel in ``loops``.
+        dtype: Dtype of tensors with tokens and channels, one of ``_TYPES``. Other tensors have the
+            compute dtype.
+        tasks: Number of tasks.
+        updates: Approximate multiply-adds of all tasks together, to keep small work on this thread.
+        scratch: Number of scratch values per thread.
+        scalars: Scalars of the kernel, in its order.
+        views: Strides of three axes for every tensor, as returned by ``_view``.
     """
 
     def __init__(
@@ -144,14 +145,14 @@ class _Loop:
     def __call__(self, *tensors: Tensor | None) -> None:
         """Run all tasks on torch's number of threads.
 
-        These are torch's own OpenMP threads where possible, since after every operation of torch they
-        keep their cores busy for milliseconds, waiting for the next, and threads of ours would wait for
-        them. Not so in a forked process, where OpenMP hangs. Numba's threads are not used: its layers
-        abort on concurrent calls or after a fork.
+        These are torch's own OpenMP threads where possible. After every torch operation, they keep their
+        cores busy for milliseconds while they wait for the next, so other threads would wait for them.
+        In a forked process OpenMP hangs and is not used. Numba's threads are not used: its threading
+        layers abort on concurrent calls or after a fork.
         """
         threads = min(torch.get_num_threads(), self.tasks, self.updates // _UPDATES_PER_THREAD) or 1
         scratch = workspace.empty((threads * self.scratch,), self.dtype)
-        table = self.table[:]  # calls are concurrent
+        table = self.table[:]  # calls can be concurrent
         table[3] = scratch.data_ptr()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         table[loops.HEADER + loops.SCALARS :: 4] = array.array("q", addresses)
@@ -164,7 +165,7 @@ class _Loop:
 
 
 def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
-    """Run a compiled kernel on several threads, each of which takes tasks until none is left."""
+    """Run a compiled kernel on several threads, which take tasks until none is left."""
     openmp = None if _forked else _openmp()
     if threads == 1:
         call(address)
@@ -173,7 +174,7 @@ def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
     else:
         helpers = [_pool().submit(call, address) for _ in range(threads - 1)]
         call(address)
-        # Those at work write to memory that this call owns; those that never started need not.
+        # Wait for running helpers, which write to memory of this call. Cancel those that have not started.
         concurrent.futures.wait([helper for helper in helpers if not helper.cancel()])
 
 
@@ -181,7 +182,7 @@ def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the loops take tensors with tokens and channels: at least float32, or bfloat16."""
+    """Return the loops' dtype of tensors with tokens and channels: bfloat16, or at least float32."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -194,7 +195,7 @@ def _padded(channels: int) -> int:
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-    """Return the tensor in a dtype and contiguous, filled up with zeros to so many columns."""
+    """Return the tensor in a dtype, contiguous and zero-padded to a number of columns."""
     tensor = tensor.to(dtype)
     if columns > tensor.shape[-1]:
         tensor = F.pad(tensor, (0, columns - tensor.shape[-1]))
@@ -202,9 +203,9 @@ def _rows(tensor: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
 
 
 def _view(*shape: int, strides: Sequence[int] | None = None) -> tuple[int, int, int]:
-    """Return what the loops take of a tensor of four axes but its address: strides, contiguous if not given.
+    """Return the strides that the loops take for a tensor of four axes, contiguous by default.
 
-    An axis of size 1 gets stride 0: it serves any index.
+    An axis of size 1 gets stride 0, so that it is valid for any index.
     """
     _, b, c, d = shape
     strides = (b * c * d, c * d, d) if strides is None else strides
@@ -212,14 +213,14 @@ def _view(*shape: int, strides: Sequence[int] | None = None) -> tuple[int, int, 
 
 
 class _Form:
-    """How the loops take an argument of four axes: as it is, or as a copy.
+    """Form in which the loops take an argument of four axes: the tensor itself or a copy.
 
     Args:
-        shape: Of the argument.
-        strides: Of it.
-        given: Its dtype.
-        wanted: The dtype that the loops take.
-        columns: That they take of the last axis.
+        shape: Shape of the argument.
+        strides: Strides of the argument.
+        given: Dtype of the argument.
+        wanted: Dtype that the loops take.
+        columns: Size that the loops take for the last axis.
     """
 
     def __init__(
@@ -236,12 +237,12 @@ class _Form:
         self.view = _view(*shape[:3], columns, strides=None if self.copies else strides)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the argument as the loops take it."""
+        """Return the argument in the form that the loops take."""
         return _rows(tensor, self.wanted, self.columns) if self.copies else tensor
 
 
 def _sum(partial: Tensor, axis: int) -> Tensor:
-    # NumPy: its order of summation does not depend on the number of torch's threads.
+    # Use NumPy: its summation order does not depend on the number of torch threads.
     return torch.from_numpy(partial.numpy().sum(axis))
 
 
@@ -255,7 +256,7 @@ def _in_dtypes_of(
 
 
 def _cut(tensor: Tensor, channels: int) -> Tensor:
-    """Return the channels that are no padding."""
+    """Return the tensor without padding channels."""
     return tensor if tensor.shape[-1] == channels else tensor[..., :channels]
 
 
@@ -263,10 +264,10 @@ def _cut(tensor: Tensor, channels: int) -> Tensor:
 
 
 class ScanPlan:
-    """A scan, prepared: channels are padded to whole vectors.
+    """Scan prepared for given arguments; channels are padded to whole vectors.
 
     Args:
-        key: What the arguments are.
+        key: Description of the arguments.
     """
 
     def __init__(self, key: ScanKey) -> None:
@@ -296,7 +297,7 @@ class ScanPlan:
             none if z is None else z.view,
         )
         out, both, sums = _view(1, B, L, P), _view(N, B, L, P), _view(N, B, 1, P)
-        # The gradient for z is written where it is to be, if the loops can.
+        # Write the gradient for z directly to its destination, if the loops can.
         self.dz = None
         if key.dz is not None:
             self.dz = _Form((1, B, L, D), (0, *key.dz), key.dtype, self.stored, P)
@@ -318,10 +319,10 @@ class ScanPlan:
         )  # fmt: skip
 
     def _inputs(self, args: ScanArgs) -> tuple[Tensor | None, ...]:
-        """Return the tensors that both kernels begin with."""
+        """Return the first tensors of both kernels."""
         P = self.shape[3]
         A, z, state = args.A, args.z, args.initial_state
-        # The loops take powers of 2.
+        # The loops compute powers of 2.
         A = None if A is None else _rows(A.mT, self.dtype, P) * math.log2(math.e)
         skip, bias = (
             self.zeros if t is None else _rows(t, self.dtype, P) for t in (args.D, args.bias)
@@ -333,13 +334,13 @@ class ScanPlan:
         )  # fmt: skip
 
     def _states(self, state: Tensor) -> Tensor:
-        """Return (N, B, D, M) as (N, B, M, padded D)."""
+        """Return a state (N, B, D, M) as (N, B, M, padded D)."""
         return _rows(state.mT, self.dtype, self.shape[3])
 
     def forward(
         self, args: ScanArgs, save: bool = False
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """Return what ``reference.scan`` does."""
+        """Return the result of ``reference.scan``."""
         if args.dt_weight is not None:
             dt = dt_proj(args.dt, args.dt_weight, workspace.bmm)
             args = args._replace(dt=dt, dt_weight=None)
@@ -360,7 +361,7 @@ class ScanPlan:
         saved: None = None,
         dz: Tensor | None = None,
     ) -> ScanArgs:
-        """Return the gradients of ``forward``; that for z in dz if that is given."""
+        """Return the gradients of ``forward``; the one for z is written to ``dz`` if given."""
         N, B, L, P, M = self.shape
         D = self.key.shape[3]
         dx, ddt = (workspace.empty((N, B, L, P), self.stored) for _ in range(2))
@@ -404,10 +405,10 @@ scan_plan = plans(ScanPlan)
 
 
 class ConvPlan:
-    """The convolution, prepared: channels are padded to whole vectors.
+    """Convolution prepared for given arguments; channels are padded to whole vectors.
 
     Args:
-        key: What the arguments are.
+        key: Description of the arguments.
     """
 
     def __init__(self, key: ConvKey) -> None:
@@ -420,10 +421,10 @@ class ConvPlan:
         inputs = (self.x.view, _view(2, 1, K, P), _view(2, 1, 1, P), _view(2, B, L, P))
         width = P if self.stored == key.dtype else D
         self.out_strides = (B * L * width, L * width, width, 1)
-        # The gradient for x is written where it is to be, if the loops can.
+        # Write the gradient for x directly to its destination, if the loops can.
         dx = key.dx or (L * D, D, 1)
         self.dx = _Form((1, B, L, D), (0, *dx), key.dtype, self.stored, P)
-        sums = _view(2, B, K + 1, P)  # the last one that of the bias
+        sums = _view(2, B, K + 1, P)  # the last row is the bias
         blocks, values = P // loops.WIDTH, B * L * P
         scalars = (blocks, L, K, positions)
         scratch = loops.conv_rows(L, K, positions) * loops.WIDTH
@@ -441,7 +442,7 @@ class ConvPlan:
         return self.x(x), taps, offset
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
-        """Return what ``reference.causal_conv1d_bidirectional`` does."""
+        """Return the result of ``reference.causal_conv1d_bidirectional``."""
         B, L, D = self.key.shape
         y = workspace.empty((2, B, L, self.padded), self.stored)
         self._forward(*self._inputs(x, weight, bias), y, _positions(order))
@@ -458,7 +459,7 @@ class ConvPlan:
         order: Tensor | None,
         dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``forward`` for x, in dx if that is given, weight and bias."""
+        """Return the gradients for x, weight and bias; the one for x is written to ``dx`` if given."""
         (B, L, D), K, P = self.key.shape, self.key.taps, self.padded
         grad, given = _rows(grad, self.stored, P), dx
         if dx is None or self.dx.copies:
@@ -474,9 +475,9 @@ class ConvPlan:
 
 
 def _positions(order: Tensor | None) -> Tensor | None:
-    """Return an order (P,) as the loops take it."""
+    """Return an order (P,) in the form that the loops take."""
     return None if order is None else order.to(torch.int64).contiguous()
 
 
 conv_plan = plans(ConvPlan)
-writes_halves = True  # gradients for x and z where they are to be
+writes_halves = True  # gradients for x and z go directly to their destination

@@ -1,25 +1,26 @@
 """The compiled loops of the CPU backend: explicit vectors over channels, in numba.
 
-A value of type ``Vector`` holds WIDTH neighbouring channels. LLVM splits it into whatever registers
-the machine has (4 of AVX-512, 8 of AVX2, 16 of NEON for WIDTH 64 in float32), so the loops below
-are the formulas of ``reference.py`` with no loop over channels. Letters as there, and i for the
-direction, b for the batch element, c for the first channel of a block, t for the token.
+A value of type ``Vector`` holds WIDTH neighbouring channels. LLVM splits it into the registers of the
+machine (4 of AVX-512, 8 of AVX2, 16 of NEON for WIDTH 64 in float32). The loops below are thus the
+formulas of ``reference.py`` with no loop over channels. Letters as there; i direction, b batch element,
+c first channel of a block, t token.
 
-A kernel is a C function of one pointer, to a table of integers: HEADER (``_begin`` tells what), SCALARS
-scalars, and the views of all tensors. A ``view`` is the address and three strides of a tensor's four
-axes, the last axis being contiguous. Several threads call a kernel with the same table; each takes
-the next task until there is none. The pointer's type only says what type values have, ``like``: those
-with tokens and channels for axes and their gradients. All others, and those computed with, have that
-of ``wide``, which is another one for bfloat16 alone: float32. Bfloat16 is BFLOAT16 here, since numba
-knows it as little as numpy does.
-Inside, ``rows`` are a pair: pointer to the first row, distance between two of them.
+A kernel is a C function of one pointer, to a table of integers. The table holds HEADER entries (see
+``_begin``), SCALARS scalars, and the views of all tensors. A ``view`` is the address of a tensor with four
+axes and the strides of the first three; the last axis is contiguous. Several threads call a kernel with
+the same table, and each takes tasks until none is left.
 
-Products and sums may be contracted into fused multiply-adds and are otherwise taken in the order
-written, subnormal numbers are zeros: results do not depend on the number of threads, nor on how a thread
-was set up, and NaN stays NaN.
+The pointer's type only gives the type of values, ``like``, for tensors with tokens and channels and for
+their gradients. All other tensors and all computations use the type of ``wide``, which differs only for
+bfloat16: float32. Bfloat16 is BFLOAT16 here, because neither numba nor numpy supports it.
+``rows`` are a pair: pointer to the first row, distance between two rows.
 
-All compiled code stands in this one file since numba's disk cache compares only the time stamp of
-the file that a compiled function is in.
+Products and sums may be contracted into fused multiply-adds. Otherwise they are taken in the order
+written, and subnormal numbers are zeros. Results do not depend on the number of threads or on a
+thread's floating-point settings, and NaN stays NaN.
+
+All compiled code is in this one file: numba's disk cache compares only the time stamp of the file
+that a compiled function is in.
 """
 
 import operator
@@ -42,18 +43,18 @@ from numba.extending import (
     register_model,
 )
 
-WIDTH = 64  # channels per vector; the launchers pad channels to a multiple of it
+WIDTH = 64  # channels per vector; channels are padded to a multiple of WIDTH
 LANES = 16  # rows and columns of the transposing sum, divides WIDTH
 CHUNK = 16  # tokens between two states kept for the backward pass
 HEADER, SCALARS = 5, 8  # entries of a kernel's table before its views
 LONGHORN, LONGHORN_EXACT, MAMBA = 0, 1, 2
-BFLOAT16 = types.uint16  # what its bits are in; they are the upper half of a float32's
+BFLOAT16 = types.uint16  # holds the bits, which are the upper half of a float32
 
 # ----------------------------------------------------------------------------------------- vectors
 
 
 class Vector(types.Type):
-    """The numba type of ``lanes`` floats that are computed with at once."""
+    """Numba type of ``lanes`` floats that are processed at once."""
 
     def __init__(self, dtype: types.Float, lanes: int):
         self.dtype, self.lanes = dtype, lanes
@@ -114,13 +115,13 @@ def pointer(typingctx, address, like):
 
 
 def _wide(dtype):
-    """Return the type that values of a type are computed with."""
+    """Return the compute type for values of a type."""
     return types.float32 if dtype == BFLOAT16 else dtype
 
 
 @intrinsic
 def wide(typingctx, like):
-    """Return a pointer as one to the type that is computed with."""
+    """Return a pointer, cast to the compute type."""
     result = types.CPointer(_wide(like.dtype))
 
     def codegen(context, builder, signature, args):
@@ -131,7 +132,7 @@ def wide(typingctx, like):
 
 @intrinsic
 def integers(typingctx, like):
-    """Return a pointer as one to integers."""
+    """Return a pointer, cast to int64."""
     result = types.CPointer(types.int64)
 
     def codegen(context, builder, signature, args):
@@ -142,7 +143,7 @@ def integers(typingctx, like):
 
 @intrinsic
 def take(typingctx, counter):
-    """Return ``counter[0]`` and count on, as one step that no other thread can come between."""
+    """Return ``counter[0]`` and increment it atomically."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
@@ -151,7 +152,7 @@ def take(typingctx, counter):
 
 
 _IS_X86 = binding.get_process_triple().startswith(("x86_64", "i386", "i686", "amd64"))
-_FLUSHED = 0x8040  # of the x86 control register: results and operands that are subnormal are zero
+_FLUSHED = 0x8040  # x86 control bits: subnormal results and operands are zero
 
 
 def _control(builder, action: str, slot) -> None:
@@ -163,10 +164,11 @@ def _control(builder, action: str, slot) -> None:
 
 @intrinsic
 def flush_subnormals(typingctx):
-    """Let this thread take subnormal numbers for zeros, and return what it did before.
+    """Let this thread treat subnormal numbers as zeros, and return its previous setting.
 
-    Intel's processors take a hundred times as long for each; others do not, and nothing is changed on
-    those that are not x86. Gradients of Mamba's states, which decay over many tokens, are full of them.
+    Each subnormal takes a hundred times as long on Intel's processors only. Nothing changes on processors
+    that are not x86. Gradients of Mamba's states decay over many tokens and contain many
+    subnormals.
     """
 
     def codegen(context, builder, signature, args):
@@ -185,7 +187,7 @@ def flush_subnormals(typingctx):
 
 @intrinsic
 def restore(typingctx, before):
-    """Let this thread compute as it did before ``flush_subnormals``, which returned that."""
+    """Restore the setting that ``flush_subnormals`` returned."""
 
     def codegen(context, builder, signature, args):
         if _IS_X86:
@@ -225,7 +227,7 @@ def load(typingctx, pointer):
 
 @intrinsic
 def store(typingctx, pointer, vector):
-    """Write a vector to where a pointer points, rounded to the nearest there is."""
+    """Write a vector to a pointer, rounded to the nearest value of its type."""
 
     def codegen(context, builder, signature, args):
         values = _upper_halves(builder, args[1]) if pointer.dtype == BFLOAT16 else args[1]
@@ -237,7 +239,7 @@ def store(typingctx, pointer, vector):
 
 
 def _upper_halves(builder, values):
-    """Return a vector of float32 as bfloat16: the nearest, the even one of two, and NaN for NaN."""
+    """Return a float32 vector as bfloat16: round to nearest, ties to even; NaN stays NaN."""
     lanes = values.type.count
     integers, halves = (ir.VectorType(ir.IntType(bits), lanes) for bits in (32, 16))
 
@@ -254,7 +256,7 @@ def _upper_halves(builder, values):
 
 @intrinsic
 def zeros(typingctx, like):
-    """Return the vector of WIDTH zeros of the type that a pointer's values are computed with."""
+    """Return a vector of WIDTH zeros of the compute type for a pointer."""
     vector = Vector(_wide(like.dtype), WIDTH)
 
     def codegen(context, builder, signature, args):
@@ -275,13 +277,13 @@ def _selector(comparison: str):
     return select
 
 
-# Where a is NaN so is the result.
+# Where a is NaN, the result is NaN.
 lesser = _selector("<")
 greater = _selector(">")
 
 
 def _pick(builder, a, b, lanes):
-    """Return the given lanes of two vectors laid end to end."""
+    """Return the given lanes of two concatenated vectors."""
     mask = ir.Constant(
         ir.VectorType(ir.IntType(32), len(lanes)), [ir.IntType(32)(n) for n in lanes]
     )
@@ -323,8 +325,8 @@ def total(typingctx, vector):
 def add_row_sums(typingctx, rows, sums):
     """Add the sums of LANES rows of LANES values to ``sums[0]`` ... ``sums[LANES - 1]``.
 
-    Transposes while it adds: each step halves what is left of every row and puts two rows into one
-    vector, in about a third of the instructions that one sum after the other takes.
+    Transposes while it adds: each step halves every row and puts two rows into one vector. This takes
+    about a third of the instructions of separate sums.
     """
     align = rows.dtype.bitwidth // 8
 
@@ -381,11 +383,11 @@ def _polynomial(coefficients: dict):
 def _exp2_coefficients(degree: int) -> list[float]:
     """Return a polynomial of even degree for 2^f on [-1/2, 1/2].
 
-    It is exact at 0, so that the decays close to 1 of slow channels are as exact as floats can be.
+    It is exact at 0, so decays close to 1, in slow channels, are as exact as floats can be.
     """
 
     def quotient(f: np.ndarray) -> np.ndarray:
-        return np.expm1(f * _LN_2) / f  # an even number of nodes, none of which is 0
+        return np.expm1(f * _LN_2) / f  # an even number of nodes, so none is 0
 
     fit = np.polynomial.Chebyshev.interpolate(quotient, degree - 1, domain=[-0.5, 0.5])
     return [1.0, *fit.convert(kind=np.polynomial.Polynomial).coef.tolist()]
@@ -421,7 +423,7 @@ def _power_of_2(typingctx, shifted):
 
 
 def exp2(t):
-    """Return 2^t, with t clamped so that the result is a normal number, to 1 ulp or so."""
+    """Return 2^t to about 1 ulp, with t clamped so that the result is a normal number."""
 
 
 @overload(exp2)
@@ -438,7 +440,7 @@ def _exp2(t):
 
 @njit
 def exp_minus(v):
-    """Return exp(-v), finite for any v but NaN."""
+    """Return exp(-v), finite unless v is NaN."""
     return exp2(v * -_LOG2_E)
 
 
@@ -470,26 +472,26 @@ def silu_gradient(v):
 
 
 def compiled(kernel: Callable[..., None], dtype: types.Number) -> CFunc:
-    """Compile a kernel for values of a type, or find it on disk, and return it.
+    """Return a kernel compiled for values of a type, from the disk cache if possible.
 
     Args:
-        kernel: One of those below.
+        kernel: Kernel in this file.
         dtype: float32, float64 or BFLOAT16.
     """
     signature = types.void(types.CPointer(dtype))
     try:
         function = cfunc(signature, cache=True, error_model="numpy")(kernel)
-    except RuntimeError:  # neither this folder nor the user's cache can be written to
+    except RuntimeError:  # neither this folder nor the user's cache is writable
         function = cfunc(signature, error_model="numpy")(kernel)
     return function
 
 
 @njit
 def _begin(like):
-    """Return the table, the next task's counter, the number of tasks and this thread's scratch memory.
+    """Return the table, the counter of tasks, the number of tasks and this thread's scratch memory.
 
-    Counters of threads and tasks, number of tasks, scratch memory and its bytes per thread are what
-    a table starts with.
+    A table starts with the counters of threads and tasks, the number of tasks, the address of the scratch
+    memory and its bytes per thread.
     """
     table = integers(like)
     thread = take(table)
@@ -520,7 +522,7 @@ def at(rows, n):
 
 @njit
 def rows_after(start, n):
-    """Return the rows of WIDTH values that begin n such rows after a pointer."""
+    """Return rows of WIDTH values that begin n rows after a pointer."""
     return shift(start, n * WIDTH), WIDTH
 
 
@@ -532,19 +534,19 @@ def state_at(states, n, M):
 
 @register_jitable
 def num_chunks(L: int) -> int:
-    """Return how many states are kept of a scan of L tokens."""
+    """Return the number of states kept for a scan of L tokens."""
     return (L - 1) // CHUNK + 1
 
 
 @register_jitable
 def num_columns(M: int) -> int:
-    """Return the columns of dqk: M for q, M for k, filled up to whole vectors of LANES."""
+    """Return the columns of dqk: M for q, M for k, padded to whole vectors of LANES."""
     return (2 * M + LANES - 1) // LANES * LANES
 
 
 @njit
 def token(n, L, backwards):
-    """Return the token that is scanned in the n-th place."""
+    """Return the n-th token in scan order."""
     return L - 1 - n if backwards else n
 
 
@@ -556,7 +558,7 @@ def copy(source, target, count):
 
 @njit
 def step_size(recurrence, M, v, k, kappa_scale):
-    """Return eps, with kappa_scale |k|^2 for |k|^2 (Longhorn), or softplus(v) (Mamba); v is dt + bias."""
+    """Return eps, with |k|^2 times kappa_scale (Longhorn), or softplus(v) (Mamba); v is dt + bias."""
     if recurrence == MAMBA:
         return softplus(v)
     kappa = k[0] * k[0]
@@ -567,7 +569,7 @@ def step_size(recurrence, M, v, k, kappa_scale):
 
 @njit
 def step_size_gradient(recurrence, v, step):
-    """Return the derivative of the step size by v."""
+    """Return the derivative of the step size with respect to v."""
     if recurrence == MAMBA:
         return sigmoid(v)
     # Not step^2 exp(-v): where exp(-v) is huge, step^2 underflows.
@@ -576,7 +578,7 @@ def step_size_gradient(recurrence, v, step):
 
 @njit
 def recall(M, state, k):
-    """Return k.S, in two sums since the additions of one would wait for each other."""
+    """Return k.S, in two sums because the additions of one sum would wait for each other."""
     even, odd = zeros(state[0]), zeros(state[0])
     for j in range(0, M - 1, 2):
         even = even + k[j] * load(at(state, j))
@@ -588,7 +590,7 @@ def recall(M, state, k):
 
 @njit
 def advance(recurrence, M, before, after, x, step, A, k, q):
-    """Take one token into the state (rows before -> rows after) and return what the query reads."""
+    """Update the state with one token (rows before -> rows after) and return the value that the query reads."""
     y = zeros(before[0])
     if recurrence == LONGHORN:
         for j in range(M):
@@ -613,13 +615,13 @@ def advance(recurrence, M, before, after, x, step, A, k, q):
 
 @njit
 def retreat(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, dA):
-    """Take one token back: ``adjoint`` is the gradient for the state after it, then before it.
+    """Backpropagate through one token; ``adjoint`` is the gradient for the state after it, then before it.
 
-    g is the gradient for y. Leaves LANES partial sums of the gradients for q and k in dq and dk, all
-    but the part of k that passes through the step size, and adds to dA.
+    g is the gradient for y. Leaves LANES partial sums of the gradients for q and k in dq and dk, and adds to
+    dA. The sums for k exclude the part that passes through the step size.
 
     Returns:
-        The gradients for x, but for the skip, and for the step size.
+        Gradients for x, without the skip, and for the step size.
     """
     dx, dstep = zeros(before[0]), zeros(before[0])
     if recurrence == LONGHORN:
@@ -666,7 +668,7 @@ def retreat(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, 
 
 
 class Direction(NamedTuple):
-    """The inputs of a scan for one direction, batch element and vector of channels: rows and a number."""
+    """Inputs of a scan for one direction, batch element and vector of channels: rows and a number."""
 
     x: tuple
     dt: tuple
@@ -694,9 +696,9 @@ def direction_of(table, like, i, b, c):
 
 @njit
 def scan_direction(recurrence, M, L, backwards, inputs, state, y, add, steps, checkpoints, keep):
-    """Scan; ``state`` becomes the final state, and outputs are written to y or added to it.
+    """Scan; ``state`` becomes the final state, and outputs are written to y or, with ``add``, added to it.
 
-    With ``keep`` also leave every step size in ``steps`` and the state before every CHUNK-th token
+    With ``keep``, also store every step size in ``steps`` and the state before each chunk of CHUNK tokens
     in ``checkpoints``.
     """
     skip, bias = load(inputs.skip[0]), load(inputs.bias[0])
@@ -715,10 +717,10 @@ def scan_direction(recurrence, M, L, backwards, inputs, state, y, add, steps, ch
 
 
 def scan_blocks(like):
-    """Scan, with all directions of one vector of channels as a task.
+    """Scan. A task is all directions of one vector of channels.
 
-    Two directions are averaged and gated by z; one has no gate but a final state. Scalars:
-    recurrence, reverse, vectors of channels, directions, B, L, D, M. Views: those of ``Direction``,
+    Two directions are averaged and gated by z. A single direction has no gate, but a final state. Scalars:
+    recurrence, reverse, vectors of channels, directions, B, L, D, M. Views: fields of ``Direction``,
     initial state, z, y, final state.
     """
     before = flush_subnormals()
@@ -760,28 +762,28 @@ def scan_blocks(like):
 
 
 def scratch_size(L: int, M: int) -> int:
-    """Return how many values of scratch memory ``scan_blocks`` needs per thread."""
+    """Return the number of scratch values that ``scan_blocks`` needs per thread."""
     return (L + M) * WIDTH
 
 
 @register_jitable
 def backward_scratch_rows(L: int, M: int) -> int:
-    """Return the rows of WIDTH values before the sums in the memory of ``scan_block_backward``."""
+    """Return the number of rows before the sums in the scratch memory of ``scan_block_backward``."""
     return 3 * L + (num_chunks(L) + CHUNK + 2) * M
 
 
 def backward_scratch_size(L: int, M: int) -> int:
-    """Return how many values of scratch memory ``scan_blocks_backward`` needs per thread."""
+    """Return the number of scratch values that ``scan_blocks_backward`` needs per thread."""
     return backward_scratch_rows(L, M) * WIDTH + num_columns(M) * LANES
 
 
 @njit
 def scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoint, gradients):
-    """Take the gradients g (L rows) back through a scan that left its steps and checkpoints.
+    """Backpropagate the gradients g (L rows) through a scan that kept its steps and checkpoints.
 
-    ``adjoint`` is the gradient for the final state and becomes that for the initial state. Writes
-    the gradients for x and dt; adds to all others, those for q and k being the 2 M first columns of
-    one tensor.
+    ``adjoint`` is the gradient for the final state and becomes the gradient for the initial state. Writes
+    the gradients for x and dt, and adds to all others. The gradients for q and k are the first 2 M columns
+    of one tensor.
     """
     dx, ddt, dA, dqk, dskip, dbias = gradients
     steps, checkpoints, states, sums = kept
@@ -816,7 +818,7 @@ def scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoin
 
 @njit
 def add_sums_over_channels(recurrence, M, sums, minus_dkappa, k, dqk, t):
-    """Add to dqk what one vector of channels contributes at token t, kappa being |k|^2."""
+    """Add the contribution of one vector of channels at token t to dqk; kappa is |k|^2."""
     dqk_t = at(dqk, t)
     for row in range(0, num_columns(M), LANES):
         add_row_sums(shift(sums, row * LANES), shift(dqk_t, row))
@@ -828,7 +830,7 @@ def add_sums_over_channels(recurrence, M, sums, minus_dkappa, k, dqk, t):
 
 @njit
 def scan_block_backward(like, table, scratch, group, b, c):
-    """Take all directions of the vector of channels from c on back; see ``scan_blocks_backward``."""
+    """Backpropagate all directions of the vector of channels from c on; see ``scan_blocks_backward``."""
     recurrence, reverse = scalar(table, 0), scalar(table, 1)
     directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
     g, y, steps = rows_after(scratch, 0), rows_after(scratch, L), rows_after(scratch, 2 * L)
@@ -866,12 +868,12 @@ def scan_block_backward(like, table, scratch, group, b, c):
 
 
 def scan_blocks_backward(like):
-    """Take a scan back, with all directions of a group of vectors of channels as a task.
+    """Backpropagate through a scan. A task is all directions of a group of vectors of channels.
 
-    Scalars: recurrence, reverse, groups, directions, B, L, D, M. Views: those of ``Direction``,
+    Scalars: recurrence, reverse, groups, directions, B, L, D, M. Views: fields of ``Direction``,
     initial state, z, gradients for y and the final state; then the gradients for x, dt, A, (q, k),
     skip, bias, initial state and z. The gradients that are sums (A, skip, bias) are per batch
-    element; those for q and k are per group, with group * directions + direction on the leading
+    element. The gradients for q and k are per group, with group * directions + direction on the leading
     axis. All of these are zero at the start.
     """
     before = flush_subnormals()
@@ -880,7 +882,7 @@ def scan_blocks_backward(like):
     blocks = scalar(table, 6) // WIDTH
     sums = rows_after(scratch, backward_scratch_rows(L, M))[0]
     for n in range(num_columns(M) * LANES):
-        sums[n] = 0  # the columns after those of q and k stay 0
+        sums[n] = 0  # the columns after q and k stay 0
     task = take(counter)
     while task < tasks:
         b, group = task // groups, task % groups
@@ -892,7 +894,7 @@ def scan_blocks_backward(like):
 
 @njit
 def gate_gradients(directions, L, grad, z, g):
-    """Write to g the gradient for the output of every direction."""
+    """Write the gradient for the output of every direction to g."""
     for t in range(L):
         g_t = load(at(grad, t))
         if directions == 2:
@@ -902,20 +904,19 @@ def gate_gradients(directions, L, grad, z, g):
 
 # ------------------------------------------------------------------------------------ convolution
 #
-# An order puts tokens at positions; without one token t is at position t. Rows are copied to scratch
-# memory in the order of positions, with K rows of zeros before and behind them and zeros where no token
-# is, so that no tap has to ask what it meets. Rows and taps are taken two at a time: loads, not
-# products, are what takes time, and two share theirs.
+# An order assigns tokens to positions; without an order, token t is at position t. Rows are copied to scratch
+# memory in position order. Empty positions and K rows at both ends are zeros, so that no tap needs a check.
+# Rows and taps are processed in pairs: loads, not products, take the time, and a pair shares its loads.
 
 
 def conv_rows(L: int, K: int, P: int) -> int:
-    """Return how many rows of scratch memory the positions take, P or L without an order."""
+    """Return the number of scratch rows for P positions, or L without an order."""
     return (P if P > 0 else L) + 2 * K
 
 
 @njit
 def positions_after(start, n, K, P):
-    """Return the n-th series of P rows after a pointer, with zeros before and behind it."""
+    """Return the n-th series of P rows after a pointer, with K rows of zeros at both ends."""
     rows = rows_after(start, n * (P + 2 * K) + K)
     for back in range(1, K + 1):
         store(at(rows, -back), zeros(start))
@@ -931,7 +932,7 @@ def tokens_of(view, like):
 
 @njit(forceinline=True)
 def token_at(tokens, n, P):
-    """Return the token at a position, -1 for none."""
+    """Return the token at a position, -1 if empty."""
     if n >= P:
         return -1
     return n if tokens is None else tokens[n]
@@ -939,7 +940,7 @@ def token_at(tokens, n, P):
 
 @njit(forceinline=True)
 def load_token(tokens, n, P, rows):
-    """Return the row of the token at a position, zeros for none."""
+    """Return the row of the token at a position, zeros if empty."""
     t = token_at(tokens, n, P)
     return load(at(rows, t)) if t >= 0 else zeros(rows[0])
 
@@ -961,7 +962,7 @@ def gather(tokens, P, source, target):
 
 @njit(forceinline=True)
 def add_taps(step, begin, end, K, n, rows, weight, first, second):
-    """Return two results with what the taps add that meet the rows ``begin`` to ``end`` steps away."""
+    """Add the taps that meet rows ``begin`` to ``end`` steps away to two results."""
     for back in range(begin, end):
         tap = load(at(weight, K - 1 - back))
         first = first + tap * load(at(rows, n + step * back))
@@ -971,17 +972,17 @@ def add_taps(step, begin, end, K, n, rows, weight, first, second):
 
 @njit(forceinline=True)
 def add_all_taps(step, K, n, rows, weight, first, second):
-    """Return results of positions n and n + 1 with what all taps add: K - 1 meets the row itself."""
+    """Add all taps to the results of positions n and n + 1; tap K - 1 meets the row itself."""
     if K < 4:
         return add_taps(step, 0, K, K, n, rows, weight, first, second)
-    # LLVM unrolls loops of a known length, and not this one else: a tenth of the whole convolution.
+    # LLVM unrolls only loops of a known length; this saves a tenth of the whole convolution.
     first, second = add_taps(step, 0, 4, K, n, rows, weight, first, second)
     return add_taps(step, 4, K, K, n, rows, weight, first, second)
 
 
 @njit(forceinline=True)
 def convolve(step, K, P, x, weight, bias, y, tokens):
-    """Write the result of the direction whose taps go by ``step``."""
+    """Write the result of the direction whose taps are ``step`` rows apart."""
     for n in range(0, P, 2):
         first, second = add_all_taps(step, K, n, x, weight, bias, bias)
         store_token(tokens, n, P, y, silu(first))
@@ -990,7 +991,7 @@ def convolve(step, K, P, x, weight, bias, y, tokens):
 
 @njit
 def conv_task(table, like, b, c, x, P, tokens):
-    """Convolve the channels from c on of a batch element in both directions."""
+    """Convolve one vector of channels, from c on, in both directions."""
     K = scalar(table, 2)
     gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
     for i in range(2):
@@ -1004,10 +1005,10 @@ def conv_task(table, like, b, c, x, P, tokens):
 
 
 def conv_blocks(like):
-    """Convolve, with both directions of one vector of channels as a task.
+    """Convolve. A task is both directions of one vector of channels.
 
-    Scalars: vectors of channels, L, K, and P or 0 without an order. Views: x, weight, bias, y, and
-    the order in integers of 8 bytes.
+    Scalars: vectors of channels, L, K, and P (0 without an order). Views: x, weight, bias, y, and
+    the order in int64.
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
@@ -1033,14 +1034,14 @@ def conv_activation_gradient(step, K, P, x, weight, bias, grad, dv, tokens):
         first = load_token(tokens, n, P, grad) * silu_gradient(first)
         second = load_token(tokens, n + 1, P, grad) * silu_gradient(second)
         store(at(dv, n), first)
-        store(at(dv, n + 1), second)  # behind the last position: zeros
+        store(at(dv, n + 1), second)  # zeros after the last position
         dbias = dbias + first + second
     return dbias
 
 
 @njit(forceinline=True)
 def conv_weight_gradient(step, K, P, x, dv, dweight):
-    """Write the gradient for the taps, given that before the activation, dv."""
+    """Write the gradient for the taps, given dv, the gradient before the activation."""
     for back in range(0, K, 2):
         first, second = zeros(dv[0]), zeros(dv[0])
         for n in range(P):
@@ -1054,7 +1055,7 @@ def conv_weight_gradient(step, K, P, x, dv, dweight):
 
 @njit(forceinline=True)
 def conv_direction_backward(step, i, table, like, b, c, x, dv, P, tokens):
-    """Write a direction's gradients before the activation and for its taps and bias."""
+    """Write the gradients of one direction before the activation, and for its taps and bias."""
     K = scalar(table, 2)
     weight = rows_of(view(table, 1), wide(like), i, b, c)
     bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
@@ -1066,7 +1067,7 @@ def conv_direction_backward(step, i, table, like, b, c, x, dv, P, tokens):
 
 @njit
 def conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens):
-    """Write the gradient for x, given those before the activation of both directions."""
+    """Write the gradient for x, given the gradients before the activation of both directions."""
     K = scalar(table, 2)
     weight_0 = rows_of(view(table, 1), wide(like), 0, b, c)
     weight_1 = rows_of(view(table, 1), wide(like), 1, b, c)
@@ -1080,7 +1081,7 @@ def conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens):
 
 @njit
 def conv_task_backward(table, like, b, c, x, dv_0, dv_1, P, tokens):
-    """Take the convolution of the channels from c on of a batch element back."""
+    """Backpropagate through the convolution of one vector of channels, from c on."""
     gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
     conv_direction_backward(-1, 0, table, like, b, c, x, dv_0, P, tokens)
     conv_direction_backward(1, 1, table, like, b, c, x, dv_1, P, tokens)
@@ -1088,10 +1089,11 @@ def conv_task_backward(table, like, b, c, x, dv_0, dv_1, P, tokens):
 
 
 def conv_blocks_backward(like):
-    """Take the convolution back, with both directions of one vector of channels as a task.
+    """Backpropagate through the convolution. A task is both directions of one vector of channels.
 
-    Scalars: as of ``conv_blocks``. Views: x, weight, bias, gradient for y; then the gradients for x,
-    weight and bias, the latter two per batch element and zero at the start; then the order.
+    Scalars: same as in ``conv_blocks``. Views: x, weight, bias, gradient for y; then the gradients for x,
+    weight and bias; then the order. The gradients for weight and bias are per batch element and zero at
+    the start.
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)

@@ -1,6 +1,6 @@
-"""The operations of ``reference.py`` by Triton kernels: which kernel file serves what.
+"""The operations of ``reference.py`` by Triton kernels, in float32: selection of the kernel file.
 
-In float32. Asking for what no kernel serves is an error.
+An operation that no kernel supports raises an error.
 """
 
 from vil.kernels.plan import ScanKey, plans
@@ -9,7 +9,7 @@ from vil.kernels.triton.conv import ConvPlan
 from vil.kernels.triton.recurrent import RecurrentPlan
 from vil.kernels.triton.scan_plan import ScanPlan
 
-# Of a recurrence its plan, and the largest d_state: beyond, programs outgrow registers or shared memory.
+# Recurrence -> plan and largest d_state. Larger states exceed registers or shared memory.
 _FAMILIES: dict[str, tuple[type[ScanPlan], int]] = {
     "longhorn_exact": (ChunkPlan, 128),
     "longhorn": (RecurrentPlan, 64),
@@ -22,7 +22,7 @@ def scan_plan(key: ScanKey) -> ScanPlan:
     """Return the plan of a scan.
 
     Raises:
-        NotImplementedError: No kernel serves it.
+        NotImplementedError: If no kernel supports the scan.
     """
     if key.recurrence not in _FAMILIES:
         raise NotImplementedError(

@@ -1,18 +1,18 @@
 """The exact Longhorn scan in chunks of 16 tokens: Triton kernels, then their plan.
 
-Within a chunk, E = eps, S0 the state at its start, tokens in the order of the scan:
+Within a chunk, E = eps, S0 is the state at its start, and tokens are in scan order:
 
     C_t = E_t o (X_t - k_t.S0 - sum_{tau<t} (k_t.k_tau) C_tau)     forward substitution per channel
     Y   = Q S0 + tril(Q K') C + D o X,    S_T = S0 + K' C          matrix products
 
 The Gram matrices K K' and tril(Q K') are shared by all channels. The backward pass is the same
-with the substitution transposed; every sum over channels is a matrix product, so there are no
-atomics and gradients are the same bits from run to run. Derivation: kernels/README.md.
+with the substitution transposed. Every sum over channels is a matrix product, so there are no
+atomics and gradients are bit-identical from run to run. Derivation: kernels/README.md.
 
-Chunk n holds tokens 16 n to 16 n + 15 in either direction; within it rows are in the order of the
-scan, so that in reverse a ragged chunk comes first and begins with its dead rows, whose keys are
-zero and leave the state alone. Here are the scan and its way back; the matrices that all channels
-share are made in ``chunk_parts.py``, the states that splits start from in ``chunk_splits.py``.
+Chunk n holds tokens 16 n to 16 n + 15 in either direction, with rows in scan order. In reverse, a
+ragged chunk comes first and begins with its dead rows, whose keys are zero and leave the state
+unchanged. This file has the scan and its backward pass. ``chunk_parts.py`` makes the matrices that all
+channels share, and ``chunk_splits.py`` the states that splits start from.
 Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 """
 
@@ -73,8 +73,8 @@ def _forward_direction(
 ):  # fmt: skip
     """Scan one direction of one split of one batch element and block of channels.
 
-    A single direction (no z) stores y. Of two, direction 0 leaves y as a partial sum; direction 1
-    adds its own to that, gates and stores the result, and the sum too if states are saved.
+    A single direction (no z) stores y. Of two directions, direction 0 leaves y as a partial sum. Direction 1
+    adds its own, gates and stores the result, and also stores the sum if states are saved.
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
@@ -102,7 +102,7 @@ def _forward_direction(
             store_states(states_ptr, chunk * D + d, rounded, d, D, BLOCK_M)
         start, num_valid = tl.minimum(n * T, L - T), L - n * T
         first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
-        # Before anything else is loaded: 28 registers fewer on sm_90 than after, if states are saved.
+        # Load dt before anything else: this saves 28 registers on sm_90, if states are saved.
         if dt_weight_ptr is None:
             dt = load_rows(dt_row + first * dt_stride_l + d, sign * dt_stride_l, channel)
         else:
@@ -120,7 +120,7 @@ def _forward_direction(
         state = tl.dot(c, k, state, input_precision=PRECISION)
         rounded = round_tf32(state, PRECISION, FAST)
         token = (b * L + first) * D
-        alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
+        alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)  # dead rows come before live rows
         if z_ptr is None:
             store_rows(out_ptr + token + d, sign * D, y, alive)
         elif direction == 0:
@@ -146,9 +146,9 @@ def _forward_kernel(
     z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan one direction, or both: the second adds to, gates and stores what the first left.
+    """Scan one direction, or both: the second adds to the result of the first, gates and stores it.
 
-    Given dt_weight (N, D, RANK), dt has RANK numbers for a token, whose products with it are the step sizes.
+    Given dt_weight (N, D, RANK), dt has RANK numbers per token, and their products with it are the step sizes.
     """
     b, split, _, block = place_of_program(num_splits, 1, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -159,7 +159,7 @@ def _forward_kernel(
         0, REVERSE, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
     )  # fmt: skip
     if z_ptr is not None:
-        # A lane reads the sum that it wrote itself; this makes it so for any layout.
+        # The barrier lets a lane read the sum that it wrote, for any layout.
         tl.debug_barrier()
         _forward_direction(
             x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
@@ -174,7 +174,7 @@ def _through_gate(
     dout_row, y_row, z_row, dz_row, divisor_ptr, alive, channel, z_step: tl.constexpr,
     step: tl.constexpr, WRITE: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of a chunk of y, given that of the gated; of the gate, WRITE it."""
+    """Return the gradient of a chunk of y, given the gated gradient; with WRITE, store the gate's."""
     divisor = broadcast_rows(divisor_ptr, BLOCK_D)
     z = load_rows(z_row, z_step, channel)
     s = gate_sigmoid(z, divisor, FAST)
@@ -191,20 +191,20 @@ def _store_sums(
     direction: tl.constexpr, DIRECTIONS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Leave a chunk's sums over the block's channels for keys and queries.
+    """Store a chunk's sums over the block's channels for keys and queries.
 
         [dY | eps W] by [S0 | C] and C by dS,    (blocks, N, B, chunks, 16 (3 BLOCK_M + 32))
 
-    Where they go is found here, not given: 44 % more spills on sm_90 otherwise (one direction).
+    Addresses are computed here, not passed: otherwise 44 % more spills on sm_90 (one direction).
     """
     T: tl.constexpr = 16
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
-    # Tensor cores take 64 rows at least: the last 16 are nothing.
+    # Tensor cores take at least 64 rows: the last 16 are zeros.
     zero = tl.zeros((BLOCK_D, T), tl.float32)
     rows = tl.join(tl.join(dy_tile, w_tile), tl.join(c_tile, zero))
     rows = tl.reshape(tl.permute(rows, (3, 2, 1, 0)), (4 * T, BLOCK_D))
     tl.debug_barrier()  # keeps the state from being loaded early: fewer spills
-    state = load_states(state_row, d, D, BLOCK_D)  # again, rather than kept in registers
+    state = load_states(state_row, d, D, BLOCK_D)  # reload rather than keep in registers
     row = tl.arange(0, 4 * T)[:, None]
     part = ((block.to(tl.int64) * DIRECTIONS + direction) * B + b) * chunks + n
     part = sums_ptr + part * (T * (3 * BLOCK_M + 2 * T))
@@ -232,9 +232,9 @@ def _chunk_backward(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take a chunk back; return the gradients so far, ``later`` that of the state for products.
+    """Backpropagate through a chunk; return the gradients so far, ``later`` being dstate for products.
 
-    Of x and dt it takes the pointers to this direction and batch element.
+    x_ptr and dt_ptr point to this direction and batch element.
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
@@ -254,7 +254,7 @@ def _chunk_backward(
     if z_ptr is not None:
         gate = b * z_stride_b + first * z_stride_l + d
         z_row, dz_row, y_row = z_ptr + gate, dz_ptr + gate, y_ptr + token + d
-    alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)  # dead rows come before the chunk's
+    alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)  # dead rows come before live rows
     if z_ptr is None:
         dy = load_rows(dout_row, sign * D, alive)
     else:
@@ -303,7 +303,7 @@ def _backward_direction(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one direction of one split of one batch element and block of channels back.
+    """Backpropagate through one direction of one split of one batch element and block of channels.
 
     Of two directions, direction 0 also writes the gradient of the gate.
     """
@@ -345,7 +345,7 @@ def _backward_kernel(
     z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one of the directions back."""
+    """Backpropagate through one of the directions."""
     DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
     b, split, own, block = place_of_program(num_splits, DIRECTIONS, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -364,16 +364,16 @@ def _backward_kernel(
 # -------------------------------------------------------------------------------------- plan
 
 
-# Of step sizes that the forward kernel makes; twice that would take its shared memory.
+# Largest rank of step sizes that the forward kernel makes; twice that would use up its shared memory.
 _MOST_RANK = 64
-# What the summary takes for each state started from, as a share of what the kernel takes.
+# Cost of the summary per start state, as a share of the kernel's cost.
 _SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the sum of both directions, given that of x.
+    """Return the dtype of the sum of both directions, given the dtype of x.
 
-    What the first leaves is rounded to bfloat16, and the sum that is saved; float16 has not the range.
+    The first direction's output and the saved sum are rounded to bfloat16. float16 lacks the range.
     """
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
@@ -384,7 +384,7 @@ def _splits(spread: Spread, block_d: int) -> dict[str, int]:
 
 
 class ChunkPlan(ScanPlan):
-    """The launches of a scan in chunks; states are (*lead, D, BLOCK_M)."""
+    """Launches of a scan in chunks; states are (*lead, D, BLOCK_M)."""
 
     least_tokens = tuning.CHUNK
 
@@ -398,7 +398,7 @@ class ChunkPlan(ScanPlan):
             for kernel, sequences in (("exact_forward", self.B), (backward, self.N * self.B))
         )
         self.num_splits, self.blocks = back.num_splits, back.blocks
-        # In splits they are made before: a summary would make them once for every state.
+        # With splits, step sizes are made beforehand: a summary would make them once per state.
         self.makes_steps = ahead.num_splits == 1 and 0 < (key.rank or 0) <= _MOST_RANK
         of_keys = {
             "B": self.B, "L": self.L, "REVERSE": self.reverse, "BLOCK_M": self.block_m,
@@ -428,7 +428,7 @@ class ChunkPlan(ScanPlan):
     def _between_splits(
         self, spread: Spread, adjoint: bool, shared: dict[str, Any]
     ) -> tuple[int, Kernel, Kernel]:
-        """Return how many splits there are, and what finds the states that they start from."""
+        """Return the number of splits, and the kernels that find the states that they start from."""
         M, sequences = self.key.states, self.N * self.B
         block, num_warps = tuning.blocks("exact_summary", self.D, self.key.device)
         programs = sequences * (spread.num_splits - 1) * (M + 1) * triton.cdiv(self.D, block)

@@ -1,9 +1,9 @@
-"""The exact Longhorn scan in chunks, its building blocks: a program's place, a chunk's substitutions, its keys.
+"""Building blocks of the exact Longhorn scan in chunks: a program's place, a chunk's substitutions, its keys.
 
-The kernels at the end are for what no channel has a part in: keys, queries and their Gram matrices, before the scans and
-after the one back.
+The kernels at the end process data without channels: keys, queries and their Gram matrices, before the scans and
+after the backward scan.
 
-What is computed, and the letters, are in ``chunk.py``.
+Equations and letters are in ``chunk.py``.
 """
 
 import triton
@@ -17,8 +17,8 @@ from vil.kernels.triton.tiles import (
     round_tf32,
 )
 
-# What differs from call to call and is not worth a compilation of its own: sizes, strides, and whether
-# tensors of the caller are aligned, which their loads of one channel per lane do not make use of.
+# Arguments that vary between calls but need no separate compilation: sizes, strides, and the alignment of
+# the caller's tensors, which loads of one channel per lane do not use.
 RUN_TIME = (
     *("B", "L", "num_splits", "split_chunks", "blocks", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b")),
@@ -32,13 +32,13 @@ RUN_TIME = (
 
 
 def padded_states(states: int) -> int:
-    """Return M as the kernels see it: what a matrix product takes."""
+    """Return the M of the kernels: a power of two and at least 16, for matrix products."""
     return max(16, triton.next_power_of_2(states))
 
 
 @triton.jit
 def place_of_program(num_splits, DIRECTIONS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return batch element, split, direction and block of this program, blocks fastest."""
+    """Return batch element, split, direction and block of this program; blocks vary fastest."""
     rest = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) - rest * BLOCKS
     direction, rest = rest % DIRECTIONS, rest // DIRECTIONS
@@ -68,9 +68,9 @@ def store_states(pointer, lane, state, d, limit, BLOCK_M: tl.constexpr):
 def forward_substitution(
     rest, eps, gram_ptr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
-    """Return C: C_t = eps_t rest_t, taken from every later rest_s with weight k_s.k_t.
+    """Return C: C_t = eps_t rest_t, subtracted from every later rest_s with weight k_s.k_t.
 
-    rest and eps are chunks, C comes as [BLOCK_D, 16], rounded for products.
+    rest and eps are chunks. C is [BLOCK_D, 16], rounded for products.
     """
     c = ()
     for i in tl.static_range(4):
@@ -86,9 +86,9 @@ def forward_substitution(
 def backward_substitution(
     dc, eps, gram_ptr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
-    """Return eps W, W the gradient of rest: W_t = dC_t less eps_s W_s k_s.k_t of every later s.
+    """Return eps W; W is the gradient of rest: W_t = dC_t minus eps_s W_s k_s.k_t for every later s.
 
-    dc and eps are chunks, eps W comes as [BLOCK_D, 16], rounded for products.
+    dc and eps are chunks. eps W is [BLOCK_D, 16], rounded for products.
     """
     w = ()
     for i in tl.static_range(4):
@@ -109,15 +109,15 @@ def gram_kernel(
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Pack one chunk of keys and queries in the order of the scan, with their Gram matrices.
+    """Pack one chunk of keys and queries in scan order, with their Gram matrices.
 
-    A short last chunk has dead rows, the last ones of the chunk before it, so that all of its rows
-    can be read; they add nothing and take nothing. L must be 16 or more.
+    A short last chunk is filled with dead rows, the last rows of the chunk before it, so that all of its
+    rows can be read. Dead rows have no effect. L must be 16 or more.
 
     keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero if dead and beyond M.
     gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0, for products.
-    kappa (N, B, chunks, 2, 16): 1 + kappa_scale |k|^2, infinite if dead; then the divisor of the gate, 2 or, if
-    dead, so large that the quotient is nothing.
+    kappa (N, B, chunks, 2, 16): 1 + kappa_scale |k|^2, infinite if dead. Then the divisor of the gate: 2 or,
+    if dead, so large that the quotient vanishes.
     """
     T: tl.constexpr = 16
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
@@ -150,10 +150,10 @@ def keys_kernel(
     REVERSE: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Add up one chunk's sums over channels and take them back to its queries and keys.
+    """Add up one chunk's sums over channels and backpropagate them to its queries and keys.
 
-    The blocks are added in order: the same bits from run to run. dq, dk (N, B, L, M). Of dgram, the
-    diagonal is the gradient of |k|^2 in the step sizes: no token meets its own key in the substitution.
+    Blocks are added in order, so results are bit-identical. dq, dk (N, B, L, M). The diagonal of dgram is
+    the gradient of |k|^2 in the step sizes: no token meets its own key in the substitution.
     """
     T: tl.constexpr = 16
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)

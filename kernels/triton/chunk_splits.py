@@ -1,9 +1,8 @@
-"""The exact Longhorn scan in chunks, cut in splits: the states that they start from.
+"""The exact Longhorn scan in chunks, cut in splits: the states that splits start from.
 
-Sequences too few to fill the device are cut in splits of whole chunks that run side by side: the
-scan is linear in its state, so a summary of every split gives the states that the splits start
-from. Triton kernels, then how a call is spread over the device. What is computed, and the letters,
-are in ``chunk.py``.
+Sequences too few to fill the device are cut in splits of whole chunks that run in parallel. The scan is
+linear in its state, so a summary of every split gives the states that the splits start from. Equations
+and letters are in ``chunk.py``.
 """
 
 import triton
@@ -40,9 +39,9 @@ def _summary_direction(
     dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take unit state j, or if OWN zeros under the inputs given, through one split.
+    """Propagate unit state j through one split; with OWN, propagate zeros under the given inputs.
 
-    With dout given, what is taken through is the gradient of the state, against the scan.
+    With dout, propagate the gradient of the state instead, against the scan.
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
@@ -51,7 +50,7 @@ def _summary_direction(
     state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
     if not OWN:
         state += tl.where(m == j, 1.0, 0.0)[None, :]
-    split += 1 if DESCENDING else 0  # the last one on the way needs no summary
+    split += 1 if DESCENDING else 0  # the last split on the way needs no summary
     chunks, begin = tl.cdiv(L, T), split * split_chunks
     end = tl.minimum(begin + split_chunks, chunks)
     mask = token_mask(0, 1, d, D, BLOCK_D)
@@ -106,10 +105,10 @@ def summary_kernel(
     z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
     BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Summarise what a split does to a state, or against the scan to a gradient of one.
+    """Summarise the effect of a split on a state or, against the scan, on the gradient of a state.
 
-    summary (N, B, S, M + 1, D, BLOCK_M): j < M is where unit state j ends if nothing is given, M
-    where zeros end under what is given: x, or the gradient of y.
+    summary (N, B, S, M + 1, D, BLOCK_M): entry j < M is the end of unit state j without inputs. Entry M is
+    the end of zeros under the inputs: x, or the gradient of y.
     """
     DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
@@ -133,9 +132,9 @@ def carry_kernel(
     summary_ptr, start_ptr, split_states_ptr, B, num_splits,
     DESCENDING: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Carry the state of one channel over the splits: entry (N, B, S, D, BLOCK_M).
+    """Carry the state of one channel over the splits: split_states (N, B, S, D, BLOCK_M).
 
-    DESCENDING is the way of direction 0; direction 1 goes the other way.
+    DESCENDING is the order of direction 0; direction 1 has the opposite order.
     """
     j = tl.arange(0, BLOCK_M)
     d, rest = tl.program_id(0) % D, (tl.program_id(0) // D).to(tl.int64)
@@ -145,7 +144,7 @@ def carry_kernel(
     else:
         state = tl.load(start_ptr + (b * D + d) * BLOCK_M + j)
     descending = direction == (0 if DESCENDING else 1)
-    # A step is short: load three splits ahead, as far as shared memory holds them.
+    # Steps are short: load three splits ahead, as far as shared memory holds them.
     for i in tl.range(num_splits - 1, num_stages=4 if BLOCK_M <= 32 else 1):
         place = rest * num_splits + tl.where(descending, num_splits - 1 - i, i)
         summary = summary_ptr + (place * ((M + 1) * D) + d) * BLOCK_M + j

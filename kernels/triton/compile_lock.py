@@ -1,7 +1,7 @@
-"""One process of a machine compiles a kernel; the others wait, and find it in Triton's cache.
+"""One process per machine compiles a kernel; all other processes wait and find it in Triton's cache.
 
-All processes of a training run reach a kernel at the same time, and each would compile it: as many
-times the work, on cores that are then too few for any of them.
+All processes of a training run reach a kernel at the same time, and each would compile it. That multiplies
+the work, on too few cores.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ try:
 except ImportError:  # not a POSIX system: every process compiles
     fcntl = None
 
-LIMIT_S = 600.0  # after which a process compiles for itself, whatever the others do
+LIMIT_S = 600.0  # after this time, a process no longer waits and compiles
 
 
 @contextlib.contextmanager
 def held(kernel: str) -> Iterator[None]:
-    """Hold the lock of a kernel, after waiting for it; without one if the disk knows no locks."""
+    """Wait for the lock of a kernel and hold it; continue without it if the disk does not support locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder = Path(knobs.cache.dir)

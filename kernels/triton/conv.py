@@ -1,16 +1,15 @@
-"""The bidirectional depthwise convolution with its SiLU in Triton: one kernel forward, one backward.
+"""The bidirectional depthwise convolution with SiLU in Triton: one kernel forward, one backward.
 
-Computes what ``reference.causal_conv1d_bidirectional`` defines, in float32 whatever the inputs are.
-Both directions come from one pass over x, and the backward pass recomputes the pre-activations
-rather than reading them.
+Computes ``reference.causal_conv1d_bidirectional``, in float32 for any input dtype. Both directions come
+from one pass over x, and the backward pass recomputes the pre-activations rather than reading them.
 
 Letters: B batch, L tokens, D channels, K taps. A tile is BLOCK_L tokens of BLOCK_D channels. Its
-tokens are unrolled and its channels lie across the lanes, so that a row of x, once loaded, serves
-all 2K taps from registers. With the K - 1 rows on either side, which belong to its neighbours or are
-zeros beyond the ends of the sequence, ``x[r]`` is token first + r - (K - 1) throughout.
+tokens are unrolled and its channels lie across the lanes, so a row of x, once loaded, feeds all 2K taps
+from registers. A tile also reads K - 1 rows on either side, from its neighbours or zeros beyond the ends
+of the sequence. Hence ``x[r]`` is token first + r - (K - 1) throughout.
 
-Given an order, all this is of positions instead of tokens: their rows are read from and written to where
-the table has their tokens, and nothing is copied. Rows of tokens without a position are not written.
+Given an order, all this applies to positions instead of tokens. Rows are read from and written to the tokens
+in the table, without a copy. Rows of tokens without a position are not written.
 """
 
 import torch
@@ -25,9 +24,9 @@ from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.tiles import one_row
 
 BLOCK_L = 16
-# Programs of the backward pass, each with sums of its own of the parameters' gradients: eight for
-# every multiprocessor of a large GPU, all resident at once. A constant, so that every device adds
-# up in the same order.
+# Programs of the backward pass, each with separate sums of the parameters' gradients: eight for every
+# multiprocessor of a large GPU, all resident at once. A constant, so that every device adds up in the
+# same order.
 BACKWARD_PROGRAMS = 1024
 
 
@@ -35,8 +34,8 @@ BACKWARD_PROGRAMS = 1024
 def _sigmoid(v, FAST: tl.constexpr):
     """Return 1 / (1 + exp(-v)).
 
-    FAST takes denormal numbers for zeros. Handling them would cost 10 instructions per element of x
-    in the forward pass and 14 in the backward pass, of 37 and 66 (benchmarks.static_cost of commit 228e2c4, sm_90).
+    FAST treats denormal numbers as zeros. Handling them would cost 10 of 37 instructions per element of x in
+    the forward pass and 14 of 66 in the backward pass (benchmarks.static_cost of commit 228e2c4, sm_90).
     """
     if FAST:
         return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-v))
@@ -45,7 +44,7 @@ def _sigmoid(v, FAST: tl.constexpr):
 
 @triton.jit
 def _inside(row, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr):
-    """Return the mask of the channels of rows, given by number, that are in the sequence."""
+    """Return the mask of numbered rows and channels that are in the sequence."""
     token = first + (row - BEFORE)
     # ``first`` is in the sequence, so a row can leave it on one side only.
     inside = tl.where(row < BEFORE, token >= 0, token < L)
@@ -57,10 +56,10 @@ def _load_rows(
     row_ptr, stride_l, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr,
     START: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
-    """Return rows START to END, each [BLOCK_D] in float32; BEFORE of all precede token ``first``.
+    """Return rows START to END, each [BLOCK_D] in float32; the first BEFORE rows precede token ``first``.
 
-    ``row_ptr`` points at the channels of token ``first``. Rows outside the sequence are zeros. They
-    are loaded in tiles of 16, 8, 4, 2 and 1, so that the compiler has few accesses to think about.
+    ``row_ptr`` points at the channels of token ``first``. Rows outside the sequence are zeros. Rows are
+    loaded in tiles of 16, 8, 4, 2 and 1, so that the compiler has few accesses to analyse.
     """
     rows = ()
     for bit in tl.static_range(5):
@@ -78,7 +77,7 @@ def _load_rows(
 
 @triton.jit
 def _store_rows(row_ptr, stride_l, rows, FIRST: tl.constexpr, first, L, channel, D: tl.constexpr):
-    """Store four rows from number FIRST on; ``row_ptr`` points at the channels of number 0."""
+    """Store four rows from row FIRST on; ``row_ptr`` points at the channels of row 0."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
     for i in tl.static_range(4):
@@ -90,10 +89,10 @@ def _store_rows(row_ptr, stride_l, rows, FIRST: tl.constexpr, first, L, channel,
 
 @triton.jit
 def _in_every_lane(number, FAST: tl.constexpr):
-    """Return a number of the program as one of which the compiler cannot tell that lanes agree on it.
+    """Return a program's number so that the compiler does not see that it is equal in all lanes.
 
-    What it knows to be the same for all lanes it moves to the registers of a warp and back for every
-    use: with all that is loaded by way of a table, 97 instructions more forward (K = 4, sm_90).
+    The compiler moves equal numbers to the registers of a warp and back for every use. With all loads
+    through a table, this takes 97 more instructions in the forward pass (K = 4, sm_90).
     """
     if FAST > 1:
         return tl.inline_asm_elementwise(
@@ -116,9 +115,9 @@ def _in_every_lane(number, FAST: tl.constexpr):
 
 @triton.jit
 def _load_order(order_ptr, first, positions, BEFORE: tl.constexpr, ROWS: tl.constexpr):
-    """Return the entries of a table at ROWS positions, the scalars of a tuple, -1 beyond its ends.
+    """Return the entries of a table at ROWS positions as a tuple of scalars, -1 beyond its ends.
 
-    ``order_ptr`` points at position ``first``, before which there are BEFORE of the rows.
+    ``order_ptr`` points at position ``first``, and BEFORE of the rows precede it.
     """
     entries = ()
     for row in tl.static_range(ROWS):
@@ -131,7 +130,7 @@ def _load_order(order_ptr, first, positions, BEFORE: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _joined(scalars, START: tl.constexpr, SIZE: tl.constexpr):
-    """Return SIZE of a tuple's scalars from number START on as a tensor."""
+    """Return SIZE scalars of a tuple, from index START on, as a tensor."""
     joined = tl.full((SIZE,), 0, tl.int32)
     for i in tl.static_range(SIZE):
         joined = tl.where(tl.arange(0, SIZE) == i, scalars[START + i], joined)
@@ -142,7 +141,7 @@ def _joined(scalars, START: tl.constexpr, SIZE: tl.constexpr):
 def _gather_rows(
     row_ptr, stride_l, order, channel, D: tl.constexpr, START: tl.constexpr, END: tl.constexpr
 ):
-    """Return rows START to END as ``_load_rows``, of the tokens that ``order`` has for them.
+    """Return rows START to END like ``_load_rows``, for the tokens in ``order``.
 
     ``row_ptr`` points at the channels of token 0. A row without a token is zeros.
     """
@@ -162,7 +161,7 @@ def _gather_rows(
 
 @triton.jit
 def _scatter_rows(row_ptr, stride_l, rows, order, START: tl.constexpr, channel, D: tl.constexpr):
-    """Store four rows to the tokens among ``order`` from START on."""
+    """Store four rows to the tokens in ``order`` from START on."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
     for i in tl.static_range(4):
@@ -177,8 +176,8 @@ def _scatter_rows(row_ptr, stride_l, rows, order, START: tl.constexpr, channel, 
 def _load_taps(weight_ptr, channel, D: tl.constexpr, K: tl.constexpr):
     """Return the K taps of a direction, each [BLOCK_D] in float32, from (D, K).
 
-    Loaded as one tile, so that the taps of a channel come in one access: one access per tap would
-    touch the same cache lines K times, which costs more than the rows of x do.
+    Loaded as one tile, so that the taps of a channel come in one access. One access per tap would touch
+    the same cache lines K times, which costs more than loading the rows of x.
     """
     column = tl.arange(0, triton.next_power_of_2(K))[None, :]
     mask = (channel[:, None] < D) & (column < K)
@@ -191,7 +190,7 @@ def _load_taps(weight_ptr, channel, D: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _load_parameters(weight_ptr, bias_ptr, channel, D: tl.constexpr, K: tl.constexpr):
-    """Return the taps and the bias of the causal direction, then those of the anti-causal one."""
+    """Return taps and bias of the causal direction, then of the anti-causal direction."""
     taps_0 = _load_taps(weight_ptr, channel, D, K)
     taps_1 = _load_taps(weight_ptr + D * K, channel, D, K)
     bias_0 = tl.load(bias_ptr + channel, mask=channel < D, other=0.0).to(tl.float32)
@@ -199,7 +198,7 @@ def _load_parameters(weight_ptr, bias_ptr, channel, D: tl.constexpr, K: tl.const
     return taps_0, bias_0, taps_1, bias_1
 
 
-# Not worth a compilation of their own for every value.
+# Arguments that need no separate compilation for every value.
 _RUN_TIME = (
     *("order_ptr", "B", "L", "positions"),
     *("x_stride_b", "x_stride_l", "dx_stride_b", "dx_stride_l", "stride_l"),
@@ -214,9 +213,9 @@ def _forward_kernel(
 ):  # fmt: skip
     """Convolve one tile of (B, L, D) into (2, B, L, D).
 
-    With order (positions,), int32, a tile is of positions.
-    Strides are in UNIT elements, all that the compiler is to know of alignment: a lane then has UNIT
-    neighbouring channels. ``stride_l`` is that of contiguous tokens.
+    With order (positions,), int32, a tile consists of positions.
+    Strides are in units of UNIT elements, which is all that the compiler knows about alignment. A lane then
+    has UNIT neighbouring channels. ``stride_l`` is the stride of contiguous tokens.
     """
     NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     ROWS: tl.constexpr = BLOCK_L + 2 * (K - 1)
@@ -260,7 +259,7 @@ def _forward_kernel(
 
 @triton.jit
 def _through_silu(grad, v, FAST: tl.constexpr):
-    """Return the gradient of v from that of silu(v)."""
+    """Return the gradient of v, given the gradient of silu(v)."""
     s = _sigmoid(v, FAST)
     return grad * (s * (1.0 + v * (1.0 - s)))
 
@@ -274,13 +273,13 @@ def _backward_kernel(
 ):  # fmt: skip
     """Write dx and each program's sums of the parameters' gradients.
 
-    grad is (2, B, L, D), dx (B, L, D) of any strides, dweight (programs, 2, K, D) and dbias (programs, 2, D), these
-    two in float32. Program p of P takes tiles p, p + P, p + 2P, ... of its channels. order is as in
-    the forward pass.
+    grad is (2, B, L, D), and dx is (B, L, D) with any strides. dweight is (programs, 2, K, D) and dbias
+    (programs, 2, D), both float32. Program p of P takes tiles p, p + P, p + 2P, ... of its channels. order
+    is the same as in the forward pass.
 
-    A tile of dx needs the gradients dv of the pre-activations of K - 1 more tokens: those after it
-    in the causal direction, those before it in the other. The same K rows of x make one of each:
-    rows i to i + K - 1 give dv_0[i] of token first + i and dv_1[i] of token first + i - (K - 1).
+    A tile of dx needs the gradients dv of the pre-activations of K - 1 more tokens: after it in the causal
+    direction, before it in the other direction. The same K rows of x make one of each: rows i to i + K - 1
+    give dv_0[i] of token first + i and dv_1[i] of token first + i - (K - 1).
     """
     NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     HALO: tl.constexpr = K - 1
@@ -322,7 +321,7 @@ def _backward_kernel(
         dv_1 = ()
         dxs = ()
         for i in tl.static_range(BLOCK_L + HALO):
-            if i % 4 == 0:  # four rows ahead: more would take registers
+            if i % 4 == 0:  # four rows ahead: more would cost registers
                 if order_ptr is None:
                     x += _load_rows(
                         x_row, UNIT * x_stride_l, first, L, channel, D, HALO,
@@ -353,7 +352,7 @@ def _backward_kernel(
                 v_1 += taps_1[tap] * x[i + HALO - tap]
             dv_0 += (_through_silu(grad_0[i], v_0, FAST),)
             dv_1 += (_through_silu(grad_1[i], v_1, FAST),)
-            # The parameters' gradients take the tile's own tokens only: its neighbours count theirs.
+            # Parameter gradients count only the tile's own tokens; its neighbours count theirs.
             sums_0 = ()
             sums_1 = ()
             for tap in tl.static_range(K):
@@ -396,17 +395,17 @@ def _backward_kernel(
 
 
 def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
-    """Return what both kernels take but tensors.
+    """Return the arguments of both kernels, except tensors.
 
-    Strides of x and of contiguous tensors are in units of as many channels as a lane has: a pair where strides and
-    address allow it, as those of the backbone do.
+    Strides of x and of contiguous tensors are in units of the channels per lane. A lane has two channels if
+    strides and address allow it, as in the backbone.
     """
     B, L, D = key.shape
     strides = (*key.strides[:2], *(key.dx or (L * D, D))[:2], D)
     unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
     names = ("x_stride_b", "x_stride_l", "dx_stride_b", "dx_stride_l", "stride_l")
-    # Triton's interpreter, whose kernels are of another class, has no fast functions; where there are
-    # some, FAST is 1, or more if PTX may stand in kernels too.
+    # Triton's interpreter has kernels of another class and no fast functions. Otherwise FAST is at least 1,
+    # and more if kernels may also contain PTX.
     fast = tuning.fast(key.device) or int(isinstance(_forward_kernel, triton.JITFunction))
     return {
         "B": B, "L": L, "positions": key.positions, "UNIT": unit,
@@ -416,10 +415,10 @@ def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
 
 
 class ConvPlan:
-    """The convolution, prepared: the same gradients in every run.
+    """Convolution prepared for given arguments; gradients are the same in every run.
 
     Args:
-        key: What the arguments are.
+        key: Description of the arguments.
     """
 
     def __init__(self, key: ConvKey) -> None:
@@ -435,7 +434,7 @@ class ConvPlan:
         block_d, warps = tuning.blocks("conv", D, key.device)
         rows = B * triton.cdiv(L if key.positions is None else key.positions, BLOCK_L)
         blocks, constants = triton.cdiv(D, block_d), _constants(key, block_d)
-        # One sum per program, added up in the end: atomics would add in another order every time.
+        # One sum per program, added up at the end: atomics would add in another order every time.
         self._sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
         ahead = {name: c for name, c in constants.items() if not name.startswith("dx")}
         self._forward = Kernel(_forward_kernel, rows * blocks, warps, **ahead)
@@ -450,7 +449,7 @@ class ConvPlan:
         }  # fmt: skip
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
-        """Return what ``reference.causal_conv1d_bidirectional`` does."""
+        """Return the result of ``reference.causal_conv1d_bidirectional``."""
         out = torch.empty((2, *self.key.shape), dtype=x.dtype, device=x.device)
         self._forward(out, **self._inputs(x, weight, bias, order), out_ptr=out)
         return out
@@ -464,7 +463,7 @@ class ConvPlan:
         order: Tensor | None,
         dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``forward`` for x, in dx if that is given, weight and bias."""
+        """Return the gradients for x, weight and bias; the one for x is written to ``dx`` if given."""
         D, K = self.key.shape[2], self.key.taps
         if dx is None:
             dx = torch.empty(self.key.shape, dtype=x.dtype, device=x.device)

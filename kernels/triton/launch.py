@@ -1,7 +1,7 @@
-"""How every Triton kernel is launched: on one axis of programs, on the device of a tensor.
+"""Launch of Triton kernels: on one axis of programs, on the device of a tensor.
 
-A ``Kernel`` has everything of a launch but its tensors, for a plan to hold. ``recording`` notes the launches of a ``with`` block instead of running them: what
-``vil.warmup`` compiles ahead.
+A ``Kernel`` holds everything for a launch except the tensors, so that a plan can keep it. ``recording``
+records the launches of a ``with`` block instead of running them; ``vil.warmup`` compiles them ahead of time.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ class Launch:
     """One launch of a kernel.
 
     Attributes:
-        kernel: The function under ``triton.jit``.
-        arguments: Its arguments and the compiler's options, by name.
+        kernel: Function under ``triton.jit``.
+        arguments: Arguments of the function and options of the compiler, by name.
     """
 
     kernel: triton.JITFunction
@@ -32,15 +32,15 @@ class Launch:
 
 
 class Kernel:
-    """A kernel with all of its arguments but tensors.
+    """A kernel with all of its arguments except tensors.
 
     Args:
-        function: The function under ``triton.jit``.
-        programs: How many, all on the first axis of the grid: the others end at 65,535.
-        num_warps: Of a program.
-        enable_fp_fusion: Whether a product and a sum may become one instruction; said explicitly
-            since releases of Triton differ in what is meant by nothing.
-        **constants: Of the function, by name; ``maxnreg`` where registers are limited.
+        function: Function under ``triton.jit``.
+        programs: Number of programs, all on the first grid axis: the other axes end at 65,535.
+        num_warps: Warps per program.
+        enable_fp_fusion: Whether a product and a sum may become one instruction. Set explicitly because
+            the default differs between releases of Triton.
+        **constants: Arguments of the function, by name; ``maxnreg`` to limit registers.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Kernel:
         self._was_launched = False
 
     def __call__(self, on: Tensor, **tensors: Any) -> None:
-        """Launch it on the device of a tensor, with its other arguments."""
+        """Launch the kernel on the device of ``on``, with the given tensors."""
         if _record is not None:
             _record.append(Launch(self.function, tensors | self.constants))
             return
@@ -71,7 +71,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Note launches in the list returned instead of running them, so that results are arbitrary."""
+    """Record launches in the returned list instead of running them, so that results are arbitrary."""
     global _record
     previous, _record = _record, []
     try:
