@@ -1,33 +1,33 @@
-"""What exceptions say and files are called, on one line, for messages that quote it."""
+"""One-line, printable forms of exceptions, file names and values for use in messages."""
 
 import textwrap
 from typing import Any
 
-_MOST = 500  # characters; what a hub or an unpickler says can be pages
+_MOST = 500  # characters; errors of a hub or an unpickler can be pages long
 
 
 def one_line(error: BaseException) -> str:
-    """Return all that an error says, or as much of it as a line should have; else its type."""
+    """Return the message of an error on one line, shortened if necessary, or its type if it has no message."""
     text = textwrap.shorten(str(error), _MOST, placeholder=" ...")
     return f"it lacks {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
 
 def printable(name: str) -> str:
-    """Escape what a name can have and a line cannot: its end, a terminal's commands, no characters."""
+    """Escape unprintable characters of a name: newlines, terminal escapes, undecodable bytes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line that says something; torch puts a heading above what does not fit a model."""
+    """Return the first informative line of an error; ``load_state_dict`` puts a heading above its errors."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if not line.endswith(":")] or lines or [type(error).__name__]
     return textwrap.shorten(telling[0], _MOST, placeholder=" ...")
 
 
 def brief(value: Any) -> str:
-    """Show a value that somebody gave if it is short for certain, and of anything else its kind.
+    """Return the repr of a value that is certainly short, and the type name of any other value.
 
-    A list can hold another many times, which holds another many times, and so on.
+    The repr of a small nested list can be huge: a list can hold another list many times, and so on.
     """
     if isinstance(value, str):
         return repr(value[:50])

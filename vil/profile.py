@@ -3,20 +3,21 @@
     python -m vil.profile vil_tiny deit_tiny_patch16_224 [--img-size 224] [--batch-size 8]
         [--device cpu] [--dtype float32] [--threads N] [--rounds 5] [--features-only]
 
-Any model of timm, with random weights: parameters, multiply-adds of one image with scans counted, and for inference and
-training the images per second and the most memory. Without a model: parameters and multiply-adds of this package's models.
+Works for any timm model, with random weights. Reports parameters, multiply-adds of one image (scans
+included), and for inference and training the images per second and the peak memory. Without a model,
+lists parameters and multiply-adds of this package's models.
 
     training    forward pass, cross-entropy, backward pass and AdamW
-    images/s    both models in the same process, a step of each in turn; the median over rounds, and of the
-                rounds' ratios
-    MiB         the most at once of model, gradients, optimizer and a step, in a process of its own:
-                allocated on a GPU, resident on a CPU beyond what it was before the model
+    images/s    both models in the same process, alternating steps; the median over rounds, and the
+                median of the rounds' ratios
+    MiB         peak memory of model, gradients, optimizer and a step, in a separate process:
+                allocated on a GPU; on a CPU, resident memory beyond what it was before the model
 
-PyTorch's FlopCounterMode knows the operators as soon as ``vil`` is imported. ``fvcore_handles`` and ``calflops_hooks``
-return what those packages need to count them.
+PyTorch's FlopCounterMode supports the operators as soon as ``vil`` is imported. ``fvcore_handles`` and
+``calflops_hooks`` return what those packages need to count them.
 
-Exit status 0, or 2 if something cannot be measured: an unknown model, a size that it does not take, a
-device that is not there, too little memory.
+Exit status: 0, or 2 if something cannot be measured: an unknown model, an unsupported size, a missing
+device, too little memory.
 """
 
 import argparse
@@ -51,8 +52,8 @@ from vil.weights.build import create
 from vil.weights.files import is_own
 
 PASSES = ("inference", "training")
-STEPS = 2  # counted steps of each model in a round
-_ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # their levels add the same as those of vil_*
+STEPS = 2  # timed steps of each model per round
+_ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # they add the same levels as the vil_* pyramids
 
 Step = Callable[[], None]
 Key = TypeVar("Key", bound=Hashable)
@@ -63,10 +64,10 @@ Key = TypeVar("Key", bound=Hashable)
 def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
     """Count the multiply-adds of one forward pass of one image, scans and convolutions included.
 
-    Matrix products and convolutions count as in torch's FlopCounterMode, and a scan per direction,
-    token, channel and state 4 for diagonal Longhorn and Mamba and 3 for exact Longhorn, plus skip and
-    gate. Exponentials, divisions, norms and activations are not counted. Nothing is computed: the
-    model's layers run on shapes alone.
+    Matrix products and convolutions are counted as in torch's FlopCounterMode. A scan counts, per
+    direction, token, channel and state, 4 for diagonal Longhorn and Mamba and 3 for exact Longhorn,
+    plus skip and gate. Exponentials, divisions, norms and activations are not counted. Nothing is
+    computed: the model runs on meta tensors.
 
     Args:
         model: Any image model.
@@ -87,17 +88,17 @@ def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count the parameters, trainable or not."""
+    """Count all parameters, trainable or not."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
-    """Return what fvcore needs to count the operators, by their names: ::
+    """Return the handles with which fvcore counts the operators, by operator name: ::
 
         FlopCountAnalysis(model, images).set_op_handle(**vil.profile.fvcore_handles())
 
-    These are multiply-adds, which fvcore calls flops. With convolutions and linear layers they are the same
-    number as from ``count_macs``; fvcore may add others, such as norms other than RMSNorm.
+    They count multiply-adds, which fvcore calls flops. Together with convolutions and linear layers, the
+    total equals that of ``count_macs``. fvcore may count more layers, such as norms other than RMSNorm.
     """
     names = {str(operator).replace(".", "::"): count for operator, count in flop_registry.items()}
 
@@ -108,23 +109,23 @@ def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]
 
 
 def _traced(value: Any) -> Any:
-    """Return the shape of a tensor in a traced graph, or the number, text or None that it has."""
+    """Return the shape of a tensor in a traced graph, or the value of a number, string or None."""
     return tuple(value.type().sizes()) if value.isCompleteTensor() else value.toIValue()
 
 
 def calflops_hooks() -> dict[type[nn.Module], Callable[[nn.Module, tuple, Any], None]]:
-    """Return what calflops needs to count the mixers, by the type of module: ::
+    """Return the hooks with which calflops counts the mixers, by module type: ::
 
         calflops.pytorch_ops.MODULE_HOOK_MAPPING.update(vil.profile.calflops_hooks())
 
-    calflops counts calls of functions that it replaces, and knows modules that call others by hooks. An
-    operator that is called outside of a model is not counted.
+    calflops replaces functions to count their calls, and needs hooks for modules that call other
+    functions. Operators called outside of a model are not counted.
     """
     return {BidirectionalMixer: _count_mixer}
 
 
 def _count_mixer(mixer: BidirectionalMixer, inputs: tuple[Tensor, ...], output: Any) -> None:
-    # Its projections are modules, which calflops counts apart.
+    # calflops counts the projections of the mixer separately because they are modules.
     xz = (*inputs[0].shape[:2], mixer.in_proj.out_features)
     flops = flop_registry[torch.ops.vil.mixer](
         xz, *mixer._params(mixer.A_log), mixer.recurrence, out_val=None
@@ -136,7 +137,7 @@ def _count_mixer(mixer: BidirectionalMixer, inputs: tuple[Tensor, ...], output: 
 def table_of_models() -> str:
     """Return a Markdown table of this package's models at their default image size.
 
-    A pyramid is counted as ``features_only`` returns it, without a head.
+    Pyramids are counted with ``features_only=True``, without a head.
     """
     rows = []
     for name in filter(is_own, timm.list_models(("vil_*", "vim_*"), exclude_filters=list(_ALIKE))):
@@ -162,15 +163,15 @@ def step_of(
     dtype: torch.dtype = torch.float32,
     capturable: bool = False,
 ) -> Step:
-    """Return a function that does one step, and put the model into its mode.
+    """Put the model into training or evaluation mode and return a function that runs one step.
 
     Args:
-        model: Any that takes images; it must stay in this mode while the step is used.
-        images: (B, in_chans, height, width), on the model's device.
-        pass_name: "inference", a forward pass; or "training": forward pass, cross-entropy if the
-            output is logits and otherwise the mean of squares, backward pass and AdamW.
-        dtype: float32, or what autocast computes in.
-        capturable: Let a CUDA graph capture the step of training.
+        model: Any image model; it must stay in this mode while the step is used.
+        images: Images (B, in_chans, height, width) on the model's device.
+        pass_name: "inference" for a forward pass, or "training" for forward pass, loss, backward pass
+            and AdamW. The loss is cross-entropy if the output is logits, else the mean of squares.
+        dtype: float32, or the autocast dtype.
+        capturable: Allow a CUDA graph to capture the training step.
     """
     if pass_name not in PASSES:
         raise ValueError(f"pass_name must be one of {PASSES}, got {pass_name!r}")
@@ -216,17 +217,17 @@ def in_turns(
     device: str = "cpu",
     clock: Callable[[], float] | None = None,
 ) -> dict[Key, list[float]]:
-    """Return the seconds per step in every counted round for each function.
+    """Return the seconds per step of each function in every timed round.
 
-    A round runs all in turn, so that a drift of the machine's speed hits them alike: a step that is not
-    counted, since it finds another's data in the caches, then two that are. The first round, which
-    compiles, is not counted.
+    A round runs all functions in turn, so a drift of the machine's speed affects them equally. In a
+    round, each function runs one untimed step, because the caches hold another function's data, and
+    then two timed steps. An additional first round, which compiles, is not timed.
 
     Args:
-        steps: What to time.
-        rounds: How many are counted.
-        device: Where the steps compute, "cpu" or "cuda".
-        clock: Returns seconds; if None, the time of day when all work on the device is done.
+        steps: Functions to time, by key.
+        rounds: Number of timed rounds.
+        device: Device of the steps, "cpu" or "cuda".
+        clock: Function that returns seconds; None waits for the device and reads ``time.perf_counter``.
     """
     now = clock or partial(_clock, device)
     seconds: dict[Key, list[float]] = {key: [] for key in steps}
@@ -248,13 +249,13 @@ def _clock(device: str) -> float:
 
 
 def watch_memory(device: str) -> Callable[[], int]:
-    """Start to watch the memory; the returned function tells the most since then, beyond what is used now.
+    """Start to track memory; the returned function gives the peak since then minus the current usage.
 
-    Bytes: allocated by PyTorch on a GPU, and resident of this process on a CPU, whose other threads
-    should rest.
+    Bytes: memory allocated by PyTorch on a GPU, or resident memory of this process on a CPU. Other
+    threads of the process should be idle.
 
     Raises:
-        NotImplementedError: The system does not tell; Linux does.
+        NotImplementedError: If the system does not report peak memory; Linux does.
     """
     gc.collect()
     if device != "cpu":
@@ -263,9 +264,9 @@ def watch_memory(device: str) -> Callable[[], int]:
         before = torch.cuda.memory_allocated()
         return lambda: torch.cuda.max_memory_allocated() - before
     try:
-        # Or memory that was freed before would take none when it is used.
+        # Return freed memory to the system; otherwise reusing it would not raise resident memory.
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's mark of the most
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the kernel's peak
     except (OSError, AttributeError, TypeError) as error:
         raise NotImplementedError(
             f"the most memory of a process is not told by this system: {error}"
@@ -284,7 +285,7 @@ def _resident(field: str) -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all models are measured at; ``dtype`` is float32, or what autocast computes in."""
+    """Measurement settings shared by all models; ``dtype`` is float32 or the autocast dtype."""
 
     img_size: int
     batch_size: int
@@ -297,22 +298,22 @@ class Setting:
 
 @dataclass
 class Figures:
-    """What was measured of a model; the dictionaries are by pass."""
+    """Measurements of a model; the dictionaries are keyed by pass."""
 
     name: str
     parameters: int
     macs: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of a step, in each round."""
+    """Seconds per step in each round."""
     memory: dict[str, int | None] = field(default_factory=dict)
-    """Bytes; None if the system does not tell."""
+    """Bytes; None if the system does not report them."""
 
 
 def profile(names: Sequence[str], setting: Setting) -> list[Figures]:
-    """Measure models of timm beside each other.
+    """Measure timm models side by side.
 
     Raises:
-        ValueError: A model does not take the images, or a step fails; the message names both.
+        ValueError: If a model does not accept the images or a step fails; the message names the models.
     """
     figures = [_size(name, setting) for name in names]
     for one in figures:
@@ -331,7 +332,7 @@ def profile(names: Sequence[str], setting: Setting) -> list[Figures]:
 
 
 def table(figures: Sequence[Figures], batch_size: int) -> str:
-    """Return the figures as a Markdown table; with two models also the ratios of the first to the second."""
+    """Return the measurements as a Markdown table; two models get a column with the ratio first / second."""
     rows = [
         ("parameters", [one.parameters for one in figures], ",d"),
         ("GMACs", [one.macs / 1e9 for one in figures], ",.2f"),
@@ -368,12 +369,12 @@ def _ratio(
 
 
 def _input_size(name: str) -> tuple[int, int, int]:
-    """Return channels, height and width of the images that a model is configured for."""
+    """Return the (channels, height, width) that a model is configured for."""
     return timm.get_pretrained_cfg(name, allow_unregistered=False).input_size
 
 
 def _size(name: str, setting: Setting) -> Figures:
-    """Count a model on shapes alone, which tells whether it takes the images."""
+    """Count parameters and multiply-adds on shapes alone, which also checks that the model accepts the images."""
     size = setting.img_size
     with _named(f"{name} with images of {size} x {size} px"):
         model = _model(name, setting)
@@ -395,7 +396,7 @@ def _step(name: str, setting: Setting, pass_name: str, batch_size: int) -> Step:
 
 
 def _memory(name: str, setting: Setting) -> dict[str, int | None]:
-    """Return the bytes of each pass, measured in a process of its own."""
+    """Return the peak memory of each pass in bytes, measured in a separate process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(_memory_here, name, setting).result()
@@ -412,21 +413,21 @@ def _memory_here(name: str, setting: Setting) -> dict[str, int | None]:
 
 def _most(name: str, setting: Setting, pass_name: str) -> int | None:
     with _named(f"{pass_name} of {name}"):
-        # Compiles, and loads libraries.
+        # Compile and load libraries before memory is tracked.
         _step(name, setting, pass_name, min(2, setting.batch_size))()
         try:
             most = watch_memory(setting.device)
         except NotImplementedError:
             return None
         full = _step(name, setting, pass_name, setting.batch_size)
-        for _ in range(2):  # the first has no state of the optimizer yet
+        for _ in range(2):  # the first step creates the optimizer state
             full()
         return most()
 
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say in a line what failed; timm and its models raise whatever they like."""
+    """Re-raise errors as a one-line ValueError that names what failed; timm models raise many types."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AssertionError, ArithmeticError, LookupError) as e:
@@ -492,7 +493,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[list[str], Setting | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the command line asks for, print it, and return the exit status."""
+    """Run the measurements that the command line asks for, print them, and return the exit status."""
     names, setting = _parse(arguments)
     if setting is None:
         print(table_of_models())

@@ -1,8 +1,8 @@
 """Compare every backend of this machine with the reference: ``python -m vil.selfcheck``.
 
-Compilers and drivers have shipped that computed wrong gradients on some hardware. This runs every
-operation, forward and backward, in every dtype, on the machine it is started on, and compares with
-the reference in float64 on the CPU. Exit status 0 if all agree, else 1.
+Some released compilers and drivers compute wrong gradients on some hardware. This script runs every
+operation on the current machine, forward and backward, in every dtype. It compares the results with
+the reference in float64 on the CPU. Exit status: 0 if all agree, else 1.
 """
 
 import importlib.metadata
@@ -20,12 +20,12 @@ from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
 from vil.kernels.layout import GridSpec, layout_of
 
-SMALL = (2, 33, 40, 16)  # B, L, D, M: channels and tokens that fill no block
+SMALL = (2, 33, 40, 16)  # B, L, D, M: channel and token counts that fill no block
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny
 WIDTH = 4  # taps of the convolution
-GRID = (5, 6, 3, 4, 8, 8, 8, 8, 1)  # 5 x 6 patches where 3 x 4 were trained, and a class token
+GRID = (5, 6, 3, 4, 8, 8, 8, 8, 1)  # 5 x 6 patches, trained at 3 x 4, with a class token
 
-# Largest error allowed, relative to the largest value; rounding the result once makes eps / 2.
+# Largest allowed error relative to the largest value. Rounding the result once gives eps / 2.
 TOLERANCES = {
     torch.float64: 1e-11,
     torch.float32: 1e-5,
@@ -34,7 +34,7 @@ TOLERANCES = {
 }
 
 
-# Positions of weights, skips and states among an operation's tensors.
+# Positions of weights, skips and states in the tensors of each operation.
 _PARAMETERS = {
     "causal_conv1d_bidirectional": {1, 2},
     "bidirectional_scan": {2, 5, 6},
@@ -44,7 +44,7 @@ _PARAMETERS = {
 
 
 class Case(NamedTuple):
-    """One operation to compare; ``tensors`` are in float64 on the CPU, None where not given."""
+    """One operation to compare; ``tensors`` are float64 on the CPU, or None if omitted."""
 
     name: str
     tensors: tuple[Tensor | None, ...]
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def available_backends() -> dict[str, str]:
-    """Return the backends of this machine, each with the type of device it serves."""
+    """Return the available backends and the device type of each."""
     backends = {}
     if importlib.util.find_spec("numba") is not None:
         backends["cpu"] = "cpu"
@@ -64,8 +64,8 @@ def available_backends() -> dict[str, str]:
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Yield the operations to compare in a dtype.
 
-    Kernels are compiled for every width and dtype, which takes a GPU's compiler seconds each: scans of
-    one direction and odd sizes are compared in float32 and float64 only.
+    Each width and dtype needs its own kernel, and a GPU kernel takes seconds to compile. Scans of one
+    direction and odd sizes are therefore compared in float32 and float64 only.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -77,7 +77,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         B, L, D, M = shape
         conv = (randn(B, L, D), randn(2, D, WIDTH), randn(2, D))
         yield Case("causal_conv1d_bidirectional", conv, ())
-        if not low:  # of whose steps between each rounds
+        if not low:  # each intermediate step of the mixer rounds
             grid = GridSpec(*GRID)
             weights = (randn(2, 2 + 2 * M, D), randn(2, D, 2), randn(2, D), None, randn(2, D))
             yield Case("mixer", (randn(B, grid.length, 2 * D), *conv[1:], *weights), ("longhorn",))
@@ -99,7 +99,7 @@ def outcomes(
     tensors: tuple[Tensor | None, ...],
     options: tuple,
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of an operation and the gradients of a fixed weighting of them."""
+    """Return the outputs of an operation and the gradients of a fixed weighted sum of the outputs."""
     inputs = tuple(None if t is None else t.detach().requires_grad_() for t in tensors)
     outputs = function(*inputs, *options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -118,7 +118,7 @@ def _scan(*arguments: object) -> tuple[Tensor, Tensor]:
 
 
 def _mixer(*arguments: object) -> Tensor:
-    """Mix at another grid than the trained one, where the convolution goes by an order."""
+    """Run the mixer at a grid other than the trained one, where the convolution follows an index order."""
     layout = layout_of(GRID, WIDTH, arguments[0].device)
     return torch.ops.vil.mixer(*arguments, True, *layout)[0]
 
@@ -127,9 +127,9 @@ def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
     """Return the largest error of a case on a device, relative to the largest value of each result.
 
     Args:
-        case: What to compute; the reference gets the same rounded inputs.
-        dtype: Of the activations; parameters and states stay in float32 where it is a lower one.
-        device: Type of the device.
+        case: Operation to compute; the reference gets the same rounded inputs.
+        dtype: Dtype of the activations; parameters and states stay in float32 if it is a 16-bit dtype.
+        device: Device type.
     """
     low = dtype in (torch.bfloat16, torch.float16)
     parameters = _PARAMETERS[case.name]
@@ -147,12 +147,12 @@ def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
     for result, exact in zip(results, truth, strict=True):
         scale = exact.abs().max().clamp(min=1e-30)
         error = ((result.cpu().double() - exact).abs().max() / scale).item()
-        errors.append(error if error == error else float("inf"))  # NaN is the largest error of all
+        errors.append(error if error == error else float("inf"))  # NaN counts as infinite error
     return max(errors)
 
 
 def check(backend: str, device: str) -> tuple[int, int]:
-    """Compare one backend with the reference, print a line per case, and count passed and failed."""
+    """Compare a backend with the reference, print a line per case, and return (passed, failed)."""
     counts = [0, 0]
     for dtype, tolerance in TOLERANCES.items():
         if dtype == torch.float64 and device != "cpu":
@@ -164,7 +164,7 @@ def check(backend: str, device: str) -> tuple[int, int]:
                 try:
                     error = largest_error(case, dtype, device)
                 except NotImplementedError:
-                    continue  # says so to whoever asks for it
+                    continue  # not supported by this backend, which raises for users too
             passed = error <= tolerance
             counts[not passed] += 1
             verdict = "pass" if passed else "FAIL"

@@ -1,15 +1,17 @@
-"""Compile the Triton kernels of models ahead of their first step: ``python -m vil.warmup MODEL``.
+"""Compile the Triton kernels of models before their first step: ``python -m vil.warmup MODEL``.
 
     python -m vil.warmup vil_tiny_exact [--img-size 224 384] [--trained-size 224] [--batch-size 128]
         [--dtype bfloat16]
 
-Compiles for the GPU at hand what a step of training and one of evaluation launch, several kernels at a
-time, into Triton's cache: once for a machine, before a job starts its processes. Sizes do not matter to
-the kernels but for one thing: where batch and tokens are too few to fill the GPU, sequences are cut, by
-kernels of their own. Give those that will be used. Weights that were trained at another size than they
-are used at have a convolution of its own, too: give that as the trained size.
+Compiles the kernels of a training step and an evaluation step for the current GPU, several at a time,
+into Triton's cache. Run it once per machine, before a job starts its processes.
 
-Exit status 0 if everything is compiled, 2 if this machine has no GPU that the kernels run on.
+Give the image and batch sizes that you will use. If batch and tokens are too few to fill the GPU,
+sequences are split, which needs additional kernels; otherwise the kernels do not depend on the sizes.
+Weights used at a size other than their training size need a different convolution kernel: pass the
+training size as --trained-size.
+
+Exit status: 0 if everything is compiled, 2 if this machine has no GPU that the kernels support.
 """
 
 import argparse
@@ -37,12 +39,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Specialization(NamedTuple):
-    """What Triton compiles once.
+    """A specialization of a kernel, which Triton compiles once.
 
     Attributes:
-        module: Of the kernel.
-        name: Of the kernel in its module.
-        data: Types, constants and options, as ``triton.JITFunction.preload`` takes them.
+        module: Module of the kernel.
+        name: Name of the kernel in its module.
+        data: Types, constants and options in the format of ``triton.JITFunction.preload``.
     """
 
     module: str
@@ -53,14 +55,14 @@ class Specialization(NamedTuple):
 def launches(
     model: nn.Module, batch_size: int, img_size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, list[Launch]]:
-    """Return what a step of each mode, "train" and "eval", launches; nothing is run.
+    """Return the kernel launches of a step in each mode, "train" and "eval", without running them.
 
     Args:
-        model: Of this package, with parameters on the device.
-        batch_size: Images.
+        model: Model of this package, with its parameters on ``device``.
+        batch_size: Number of images.
         img_size: Height and width in pixels.
-        dtype: Of the activations; autocast makes them so unless it is float32.
-        device: Where the kernels would run.
+        dtype: Dtype of the activations, set by autocast unless it is float32.
+        device: Device that the kernels would run on.
     """
     images = torch.zeros(batch_size, 3, img_size, img_size, device=device)
     noted = {}
@@ -77,7 +79,7 @@ def launches(
 
 
 def specializations(noted: Iterable[Launch]) -> list[Specialization]:
-    """Return what must be compiled for launches, each once, for Triton's active device."""
+    """Return the distinct specializations that launches need on Triton's active device."""
     from triton import knobs
 
     found: dict[tuple[str, str, str], Specialization] = {}
@@ -101,11 +103,11 @@ def specializations(noted: Iterable[Launch]) -> list[Specialization]:
 def compile_ahead(
     wanted: list[Specialization], jobs: int
 ) -> Iterator[tuple[Specialization, float]]:
-    """Compile into Triton's cache; yield each as it is done, with the seconds it took.
+    """Compile into Triton's cache, and yield each specialization when it is done with its seconds.
 
     Args:
-        wanted: What to compile.
-        jobs: Compilations at a time, each in a process of its own.
+        wanted: Specializations to compile.
+        jobs: Number of parallel compilations, each in a separate process.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, max(len(wanted), 1)), context) as pool:
@@ -121,7 +123,7 @@ def _compile(wanted: Specialization) -> float:
 
 
 def _create(name: str, img_size: int, trained_size: int | None, device: torch.device) -> nn.Module:
-    # All blocks launch the same.
+    # One block is enough because all blocks launch the same kernels.
     model = timm.create_model(name, img_size=trained_size or img_size, depth=1)
     model.set_input_size(img_size)
     return model.to(device)
@@ -146,7 +148,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile what the command line asks for and return the exit status."""
+    """Compile the kernels that the command line asks for and return the exit status."""
     args = _parse(arguments)
     if not torch.cuda.is_available() or automatic_backend("cuda", double=False) != "triton":
         print("vil.warmup compiles for the GPU at hand: it needs one and triton", file=sys.stderr)

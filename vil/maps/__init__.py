@@ -1,11 +1,11 @@
-"""What a model reads where: maps of its tokens, and of the pixels behind a feature or a class.
+"""Interpretability maps: token-to-token reads, and the pixels behind a feature or a class.
 
     python -m vil.maps output/digits/best.pt digit.png --output maps.png
 
-A scan is linear in its values, so that for given keys, queries and steps each block has an exact matrix of
-what every token reads from every other (``scans.py``). Gradients give what any model of timm rests on
-(``gradients.py``), and ``drawing.py`` lays all of it over the image. docs/inspect.md says which of these maps are
-faithful to the model and which are not.
+A scan is linear in its values. For given keys, queries and step sizes, each block therefore has an
+exact matrix of what every token reads from every other (``scans.py``). Gradient maps work with any timm
+model (``gradients.py``). ``drawing.py`` overlays the maps on the image. docs/inspect.md says which maps
+are faithful to the model.
 """
 
 from vil.maps.drawing import Panel, draw

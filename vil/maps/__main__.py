@@ -4,7 +4,7 @@
     python -m vil.maps my_model photo.jpg --target tench --img-size 384
     python -m vil.maps deit_tiny_patch16_224 photo.jpg
 
-The image is prepared as eval.py prepares it. Exit codes: see vil/training/errors.py.
+The image is preprocessed as in eval.py. Exit codes: see vil/training/errors.py.
 """
 
 import sys
@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
 
 
 def main() -> None:
-    """Draw as the command line says."""
+    """Parse the command line and draw."""
     draw_as(parse(MapsConfig, sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""The command line of ``python -m vil.maps``: a model and an image in, a picture out."""
+"""Command line of ``python -m vil.maps``: draw the maps of a model for an image."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -26,39 +26,39 @@ from vil.training.transforms import Normalize, val_transform
 
 @dataclass(frozen=True, kw_only=True)
 class MapsConfig(Section):
-    """Draw what a model reads in an image. Models of timm that are not of this package have no scans:
-    of these, evidence and receptive field are drawn."""
+    """Draw what a model reads in an image. timm models from outside this package have no scans; for them
+    only evidence and receptive field are drawn."""
 
     checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Weights, as of eval.py: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file,
-    a file with a state dict, local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
+    """Weights, same as for eval.py: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors
+    file, a file with a state dict, local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
     image: Annotated[Positional[str], tyro.conf.arg(metavar="IMAGE")]
-    """An image file."""
+    """Image file."""
     output: Text = "maps.png"
-    """The picture, replaced if it exists."""
+    """PNG file to write; replaced if it exists."""
     target: Text | None = None
-    """Name or number of the class to show evidence for; None takes the most probable."""
+    """Name or number of the class to show evidence for; None takes the most probable class."""
     block: int = -1
-    """Block whose scan is shown; negative ones count from the end."""
+    """Index of the block whose scan is shown; negative indices count from the end."""
     model: Text | None = None
-    """timm model that the weights belong to, where SOURCE does not say it."""
+    """timm model that the weights belong to, if SOURCE does not name it."""
     img_size: Count | None = None
-    """Height and width in pixels; None stays as trained."""
+    """Height and width in pixels; None keeps the size of training."""
     crop_pct: CropPct | None = None
-    """Resize to img_size / crop_pct and keep the centre; None stays as trained."""
+    """Resize to img_size / crop_pct and crop the centre; None keeps the value of training."""
     ema: bool = False
-    """Show the averaged weights instead of the last ones."""
+    """Use the averaged weights (EMA) instead of the last ones."""
     device: Text = "auto"
-    """cpu, cuda, ...; auto takes CUDA where there is one."""
+    """cpu, cuda, ...; auto uses CUDA if available."""
 
 
 def draw_as(options: MapsConfig) -> None:
-    """Draw as the command line says, and say what was drawn.
+    """Draw the maps that the options ask for, write the PNG file, and log what was drawn.
 
     Raises:
-        ConfigError: the weights, the class, the block or the output are not what they must be.
-        DataError: the image cannot be read.
-        OutputError: the weights cannot be read, or the picture cannot be written.
+        ConfigError: If the weights, the class, the block or the output are invalid.
+        DataError: If the image cannot be read.
+        OutputError: If the weights cannot be read or the PNG file cannot be written.
     """
     output = _checked_output(options)
     shared = {field.name: getattr(options, field.name) for field in _shared_fields()}
@@ -79,7 +79,7 @@ def draw_as(options: MapsConfig) -> None:
 
 
 def _shared_fields() -> list[dataclasses.Field]:
-    """Return the options that are those of eval.py."""
+    """Return the options that eval.py has too."""
     names = {field.name for field in dataclasses.fields(EvalConfig)}
     return [field for field in dataclasses.fields(MapsConfig) if field.name in names]
 
@@ -94,7 +94,7 @@ def _checked_output(options: MapsConfig) -> Path:
 
 
 def _read(path: str, config: TrainConfig) -> Tensor:
-    """Return an image as evaluation sees it, uint8 (C, H, W)."""
+    """Return the image after evaluation preprocessing, uint8 (C, H, W)."""
     channels = config.model.in_chans
     if channels not in (1, 3):
         raise ConfigError(f"the model must take images of 1 or 3 channels, it takes {channels}")
@@ -110,7 +110,7 @@ def _read(path: str, config: TrainConfig) -> Tensor:
 def _classified(
     model: nn.Module, images: Tensor, subject: Subject, asked: str | None
 ) -> tuple[int, str, float]:
-    """Return the class to show, its name and its probability."""
+    """Return the index, name and probability of the class to show."""
     probabilities = model(images)[0].softmax(0)
     names = subject.label_names
     if asked is None:
@@ -127,7 +127,7 @@ def _classified(
 
 
 def _panels(model: nn.Module, images: Tensor, target: int, name: str, block: int) -> list[Panel]:
-    """Return the maps that a model has."""
+    """Return the panels to draw: all maps that the model supports."""
     field = Panel("receptive field", receptive_field(model, images)[0], "|derivative|", "log")
     if not isinstance(model, VisionLonghorn):
         return [_evidence(model, images, target, name, None), field]

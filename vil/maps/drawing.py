@@ -1,4 +1,4 @@
-"""Maps laid over their image, for a page or a phone's screen."""
+"""Draw maps over their image, readable on a page or a phone."""
 
 import textwrap
 from collections.abc import Sequence
@@ -12,40 +12,41 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
-_COLUMNS = 2  # panels side by side that can be read on a phone
-_PANEL = 2.9  # inches; letters of 13 points are then a sixteenth of a panel
-_SIDES = {2: ("left", "right"), 3: ("left", "center", "right")}  # on which numbers of a bar begin
-_DARKEST = 0.65  # of the image below a map, whose colours black would hide
-_DECADES = 1e-3  # of the largest value, the lowest that a logarithmic scale tells from 0
+_COLUMNS = 2  # panels per row, readable on a phone
+_PANEL = 2.9  # inches; 13-point letters are then a sixteenth of a panel
+_SIDES = {2: ("left", "right"), 3: ("left", "center", "right")}  # label alignment on a colour bar
+_DARKEST = 0.65  # darkest grey of the image below a map; black would hide the colours
+_DECADES = 1e-3  # lower end of a logarithmic scale, relative to the largest value
 
 
 class Panel(NamedTuple):
-    """A map and what is written beside it."""
+    """A map with its title, label and colour scale."""
 
     title: str
     values: Tensor
-    """(h, w), of any size: stretched over the image, each value a rectangle of one colour."""
+    """Map (h, w) of any size, stretched over the image; each value becomes a rectangle of one colour."""
     label: str
-    """Of the colour bar: what the values are."""
+    """Label of the colour bar: what the values are."""
     scale: Literal["linear", "signed", "log"] = "linear"
-    """From the least to the largest value; with 0 in the middle, blue below and red above; or by powers
-    of ten, for values that are not negative, the lowest colour for all below a thousandth of the largest."""
+    """Colour scale. "linear": from the smallest to the largest value. "signed": 0 in the middle, blue below,
+    red above. "log": logarithmic, for non-negative values; all values below a thousandth of the largest get
+    the lowest colour."""
 
 
 def draw(image: Tensor, panels: Sequence[Panel], title: str) -> "Figure":
-    """Draw an image and maps over it, two in a row.
+    """Draw an image and its maps, two panels per row.
 
     Args:
-        image: (C, height, width) with 1 or 3 channels, of 0 to 1, as it was before it was normalised.
-        panels: The maps.
-        title: Above all, as the class and its probability.
+        image: Image (C, height, width) before normalisation, with 1 or 3 channels and values in [0, 1].
+        panels: Maps to draw over the image.
+        title: Title of the figure, such as the class and its probability.
 
     Returns:
-        A figure of matplotlib, to be saved by its ``savefig``.
+        A matplotlib figure; save it with ``savefig``.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed, naming the extra that has it.
-        ValueError: the image or a map has another shape, or a map has a value that is not finite.
+        ModuleNotFoundError: If matplotlib is not installed; the message names the extra to install.
+        ValueError: If the image or a map has the wrong shape, or a map has a non-finite value.
     """
     try:
         from matplotlib.figure import Figure
@@ -59,9 +60,9 @@ def draw(image: Tensor, panels: Sequence[Panel], title: str) -> "Figure":
     height, width = image.shape[1:]
     size = (_COLUMNS * _PANEL, rows * (_PANEL * height / width + 1.1) + 0.4)
     figure = Figure(figsize=size, layout="constrained")
-    # Names of classes can be long, and have a $, which would begin a formula.
+    # Class names can be long and contain a $, which matplotlib would parse as a formula.
     figure.suptitle(textwrap.fill(title, 36), fontsize=16, parse_math=False)
-    # Each row has a place for maps, one for bars, and a gap.
+    # Each row of panels takes three rows of the grid: maps, colour bars and a gap.
     grid = figure.subplots(3 * rows, _COLUMNS, squeeze=False, height_ratios=(20, 1, 1) * rows)
     for axes in grid.flat:
         axes.set_axis_off()
@@ -88,12 +89,12 @@ def _check(image: Tensor, panels: Sequence[Panel]) -> None:
 
 
 def _pixels(image: Tensor) -> object:
-    """Return an image (C, height, width) as matplotlib takes it."""
+    """Return an image (C, height, width) as an array for matplotlib, (height, width) or (height, width, 3)."""
     return image.detach().float().cpu().permute(1, 2, 0).squeeze(-1).numpy()
 
 
 def _draw_panel(axes: "Axes", below: "Axes", image: Tensor, panel: Panel) -> None:
-    """Draw a map in its colours, darker where the image is dark, and a colour bar below."""
+    """Draw a map, darkened where the image is dark, with a colour bar below."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
 
@@ -115,7 +116,7 @@ def _draw_panel(axes: "Axes", below: "Axes", image: Tensor, panel: Panel) -> Non
 
 
 def _scaled(values: Tensor, scale: str) -> tuple["Normalize", list[float]]:
-    """Return how values become colours, and where the bar has numbers."""
+    """Return the colour normalisation and the ticks of the colour bar."""
     from matplotlib.colors import LogNorm, Normalize
 
     least, most = values.min().item(), values.max().item()

@@ -1,4 +1,4 @@
-"""A model as it is evaluated, whatever mode it is in."""
+"""Temporary evaluation mode, and a check of image batches."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have a model and all of its parts in evaluation mode within a ``with`` block."""
+    """Put a model and its submodules into evaluation mode for a ``with`` block, then restore their modes."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -19,10 +19,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_images(images: Tensor) -> None:
-    """Check that there is a batch of images.
+    """Check that ``images`` is a batch of images.
 
     Raises:
-        ValueError: they are no floating-point numbers, or not four-dimensional.
+        ValueError: If the tensor is not floating-point or not four-dimensional.
     """
     if images.ndim != 4 or not images.is_floating_point():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a feature or a class rests on, by gradients with respect to the pixels, of any model of timm."""
+"""Gradient maps for any timm model: the pixels that a class logit or a feature depends on."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,27 +18,28 @@ def evidence(
     steps: int = 16,
     baseline: Tensor | float = 0.0,
 ) -> Tensor:
-    """Return what each pixel adds to the logit of a class: gradient times input, summed over channels.
+    """Return the contribution of each pixel to a class logit by integrated gradients.
 
-    The gradient is the mean of those on the way from an empty image to the image (integrated gradients,
-    Sundararajan et al., 2017), and the input is counted from the empty one: all pixels together add up to the
-    logit of the image less that of the empty one, but for the error of so many points.
+    The map is gradient times (image - baseline), summed over channels. The gradient is averaged over points
+    on the straight path from the baseline to the image (Sundararajan et al., 2017). All pixels sum to the
+    difference of the logits at image and baseline, up to the error of a finite number of points.
 
     Args:
-        model: Returns logits (B, classes); evaluated, whatever mode it is in.
-        images: Normalised as the model takes them, (B, in_chans, height, width).
-        target: Number of the class, for all images or for each, int64 (B,).
-        patch_size: Sum over patches of this height and width, of which the last may stand over; None for
-            single pixels.
-        steps: Points of the way, in the middles of as many parts of it; 0 takes the gradient at the image alone.
-        baseline: The empty image, normalised, of any shape that expands to that of the images; 0 is the mean
-            of the data.
+        model: Model that returns logits (B, classes); always run in evaluation mode.
+        images: Normalised images (B, in_chans, height, width).
+        target: Class index for all images, or int64 (B,), one per image.
+        patch_size: Height and width of patches to sum over; the last patch may extend past the image.
+            None returns single pixels.
+        steps: Number of points on the path, each the midpoint of an equal part of it; 0 uses only the
+            gradient at the image.
+        baseline: Normalised baseline image of any shape that expands to the images; 0 is the data mean.
 
     Returns:
-        (B, height, width), or of the patches, in the dtype of the images; positive is for the class.
+        Map (B, height, width), or with one value per patch, in the dtype of the images. Positive values
+        speak for the class.
 
     Raises:
-        ValueError: the model does not return logits, or an argument is not as above.
+        ValueError: If the model does not return logits or an argument is invalid.
     """
     check_images(images)
     if steps < 0:
@@ -69,25 +70,26 @@ def receptive_field(
     probes: int = 8,
     seed: int = 0,
 ) -> Tensor:
-    """Return which pixels a feature in the deepest map depends on: its effective receptive field.
+    """Return the effective receptive field of a feature in the deepest feature map.
 
-    The Frobenius norm of the derivative of the feature, all of its channels, by the pixel, all of its: its
-    square is the mean square of the gradient of a sum of channels with random signs (Hutchinson). A sum
-    without signs, as is usual since Luo et al. (2016), is nearly constant where features were normalised.
+    Each value is the Frobenius norm of the derivative of all channels of the feature with respect to all
+    channels of the pixel. The norm is estimated as the root mean square gradient of a sum of channels with
+    random signs (Hutchinson). The usual sum without signs (Luo et al., 2016) is nearly constant if features
+    are normalised.
 
     Args:
-        model: One of timm or of this package, ``features_only`` or not; evaluated, whatever mode it is in.
-            Its deepest map is the last of ``forward_intermediates``, or of what ``features_only`` gives.
-        images: Normalised as the model takes them, (B, in_chans, height, width).
-        position: Row and column of the feature in that map; its centre if None.
-        probes: Draws of signs; the relative error falls with the root of their number.
-        seed: Of these.
+        model: Model of timm or this package, ``features_only`` or not; always run in evaluation mode. Its
+            deepest map is the last map of ``forward_intermediates`` or of a ``features_only`` model.
+        images: Normalised images (B, in_chans, height, width).
+        position: Row and column of the feature in the deepest map; None takes the centre.
+        probes: Number of random sign vectors; the relative error falls with the square root of it.
+        seed: Seed of the random signs.
 
     Returns:
-        (B, height, width), in the dtype of the images, not negative.
+        Non-negative map (B, height, width) in the dtype of the images.
 
     Raises:
-        ValueError: the model gives no maps, or an argument is not as above.
+        ValueError: If the model has no feature maps or an argument is invalid.
     """
     check_images(images)
     if probes < 1:
@@ -104,7 +106,7 @@ def receptive_field(
         squares = torch.zeros_like(images[:, 0])
         for _ in range(probes):
             signs = torch.randint(2, feature.shape[1:], generator=generator).to(feature) * 2 - 1
-            sums = (feature @ signs).sum()  # of images that do not see each other
+            sums = (feature @ signs).sum()  # summing over the batch is safe: images do not interact
             [gradient] = torch.autograd.grad(sums, images, retain_graph=True)
             squares += gradient.square().sum(1)
     return (squares / probes).sqrt()
@@ -112,13 +114,13 @@ def receptive_field(
 
 @contextlib.contextmanager
 def _differentiating(model: nn.Module) -> Iterator[None]:
-    """Take derivatives within a ``with`` block, also where a caller had switched them off."""
+    """Enable gradients and evaluation mode for a ``with`` block, even if the caller disabled gradients."""
     with evaluating(model), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _logits_of(logits: object, target: int | Tensor, B: int) -> Tensor:
-    """Return the logit of a class of each image, (B,)."""
+    """Return the logit of the target class of each image, (B, 1)."""
     if not isinstance(logits, Tensor) or logits.ndim != 2 or not logits.shape[1]:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"model must return logits (B, classes), got {got}")
@@ -134,7 +136,7 @@ def _logits_of(logits: object, target: int | Tensor, B: int) -> Tensor:
 
 
 def _summed(pixels: Tensor, patch_size: int | tuple[int, int]) -> Tensor:
-    """Sum (B, height, width) over patches."""
+    """Sum a map (B, height, width) over patches."""
     height, width = (patch_size,) * 2 if isinstance(patch_size, int) else patch_size
     if min(height, width) < 1:
         raise ValueError(f"patch_size must be at least 1, got {patch_size}")
@@ -143,7 +145,7 @@ def _summed(pixels: Tensor, patch_size: int | tuple[int, int]) -> Tensor:
 
 
 def _deepest_map(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the last map (B, C, H, W) that a model of timm has."""
+    """Return the deepest feature map (B, C, H, W) of a timm model."""
     if hasattr(model, "forward_intermediates"):
         maps = model.forward_intermediates(images, indices=1, intermediates_only=True)
     else:

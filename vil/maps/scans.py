@@ -1,14 +1,16 @@
-"""What the tokens of a block read from each other, write and forget.
+"""Maps of what the tokens of a block read from each other, write and forget.
 
-A mixer's scan is linear in its values: for given keys, queries and step sizes it is a matrix of L x L for each
-channel. The matrix is what the scan itself makes of unit values, a source at a time, so that no recurrence is
-written down a second time. What stands before it in the mixer, the input projection and the convolution with
-its SiLU, is in the values; what stands behind it, the skip, the mean of both directions and the gate, is in
-the matrix; the output projection mixes channels and is left out.
+A mixer's scan is linear in its values. For given keys, queries and step sizes, it is an L x L matrix per
+channel. The matrix is computed by running the scan on unit values, one source token at a time, so no
+recurrence is implemented twice. The parts of the mixer are accounted for as follows:
 
-Everywhere the class token comes first, as models hand out tokens. Models are evaluated whatever mode they are
-in, and nothing has a gradient. Letters: B images, H W grid of patches, L tokens, E channels of the scan, M
-states of each.
+- input projection, convolution and SiLU: in the values
+- skip, mean of both directions and gate: in the matrix
+- output projection: left out, because it mixes channels
+
+In all results the class token comes first, the order in which models return tokens. Models always run in
+evaluation mode, and results have no gradient. Shapes: B images, H x W patches, L tokens, E scan channels,
+M states per channel.
 """
 
 from collections.abc import Iterator
@@ -28,35 +30,36 @@ from vil.kernels.plan import scan_key
 from vil.maps.evaluating import check_images, evaluating
 from vil.tokens import class_token_first
 
-_MOST_NUMBERS = 2**22  # of a tensor of unit values and of what is read of them: 16 MiB each
+_MOST_NUMBERS = 2**22  # size of the tensor of unit values, and of the tensor of reads: 16 MiB each
 
 
 class _Scan(NamedTuple):
-    """What a mixer scans, step sizes in full."""
+    """Inputs of a mixer's scan, with step sizes after their low-rank projection."""
 
     args: ScanArgs
     recurrence: str
     kappa_scale: float
     grid: list[int]
-    """The numbers of ``kernels.layout.GridSpec``."""
+    """Fields of ``kernels.layout.GridSpec``."""
 
 
 def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple[Tensor, Tensor]:
-    """Return what each token reads from every other in each channel of a block, exactly, and the values.
+    """Return the exact token-to-token matrices of a block, one per channel, and the values.
 
-    ``(matrices @ values[..., None]).sum(0)`` is what the mixer hands to its output projection.
+    ``(matrices @ values[..., None]).sum(0)`` is the input of the mixer's output projection.
 
     Args:
-        model: One of this package, or a module with one of its backbones in it.
-        images: (B, in_chans, height, width), of any size that the model takes.
-        block: Number of the block; a negative one counts from the end.
+        model: Model of this package, or a module that contains one backbone of this package.
+        images: Images (B, in_chans, height, width) of any size that the model supports.
+        block: Index of the block; negative indices count from the end.
 
     Returns:
-        Matrices (2, B, E, L, L) of the direction from the first token to the last and of that back, rows
-        read and columns are read, and values (2, B, E, L): float64 if the model is, else float32.
+        Matrices (2, B, E, L, L) and values (2, B, E, L). The first dimension is the direction: first token
+        to last, then last to first. Row tokens read from column tokens. The dtype is float64 if the model
+        is float64, else float32.
 
     Raises:
-        ValueError: there is not one backbone in the model, or an argument is not as above.
+        ValueError: If the model does not contain exactly one backbone, or an argument is invalid.
     """
     backbone = _backbone_of(model)
     [scan] = _scans(backbone, images, [block])
@@ -72,18 +75,19 @@ def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple
 
 
 def token_matrix(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
-    """Return how much each token reads from every other in a block: mean over channels of |matrix|.
+    """Return how much each token reads from every other in a block: the mean of |matrix| over channels.
 
     Args:
-        model: As of ``channel_matrices``.
-        images: As of ``channel_matrices``.
-        block: As of ``channel_matrices``.
+        model: Same as in ``channel_matrices``.
+        images: Same as in ``channel_matrices``.
+        block: Same as in ``channel_matrices``.
 
     Returns:
-        (B, L, L), the sum of both directions, rows read and columns are read, dtype as there.
+        Matrix (B, L, L), where |matrix| is taken after adding both directions. Row tokens read from column
+        tokens. Same dtype as ``channel_matrices``.
 
     Raises:
-        ValueError: as of ``channel_matrices``.
+        ValueError: Same as in ``channel_matrices``.
     """
     backbone = _backbone_of(model)
     [scan] = _scans(backbone, images, [block])
@@ -91,20 +95,21 @@ def token_matrix(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
 
 
 def rollout(model: nn.Module, images: Tensor) -> Tensor:
-    """Return how much each token at the end rests on every token at the beginning, through all blocks.
+    """Return how much each output token depends on every input token, through all blocks (rollout).
 
-    The product over blocks of the mean of the residual, which is the identity, and of ``token_matrix`` with
-    the sum of each row 1 (Abnar and Zuidema, "Quantifying Attention Flow in Transformers", 2020).
+    The rollout is the product over blocks of (I + T) / 2. The identity I stands for the residual connection,
+    and T is ``token_matrix`` with each row normalised to sum 1 (Abnar and Zuidema, "Quantifying Attention
+    Flow in Transformers", 2020).
 
     Args:
-        model: As of ``channel_matrices``.
-        images: As of ``channel_matrices``.
+        model: Same as in ``channel_matrices``.
+        images: Same as in ``channel_matrices``.
 
     Returns:
-        (B, L, L), the sum of each row 1, dtype as of ``channel_matrices``.
+        Matrix (B, L, L) whose rows sum to 1. Same dtype as ``channel_matrices``.
 
     Raises:
-        ValueError: as of ``channel_matrices``.
+        ValueError: Same as in ``channel_matrices``.
     """
     backbone = _backbone_of(model)
     total = None
@@ -118,19 +123,19 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
-    """Return what the tokens that the head pools read from each patch.
+    """Return how much the tokens that the head pools read from each patch.
 
     Args:
-        model: As of ``channel_matrices``.
-        images: As of ``channel_matrices``; only their size counts.
-        matrix: Of these images, (B, L, L), by ``token_matrix`` or ``rollout``.
+        model: Same as in ``channel_matrices``.
+        images: Same as in ``channel_matrices``; only their shape matters.
+        matrix: Result (B, L, L) of ``token_matrix`` or ``rollout`` for these images.
 
     Returns:
-        (B, H, W), dtype of the matrix: the row of the class token where that is pooled, else the mean of the
-        rows of all patches.
+        Map (B, H, W) in the dtype of the matrix: the class token's row if the head pools the class token,
+        else the mean of the rows of all patches.
 
     Raises:
-        ValueError: there is not one backbone in the model, or the matrix is of another size.
+        ValueError: If the model does not contain exactly one backbone, or the matrix has the wrong shape.
     """
     backbone = _backbone_of(model)
     H, W = backbone.grid_inside(tuple(images.shape[-2:]))
@@ -146,43 +151,44 @@ def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
 
 
 def step_size(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
-    """Return how much of a patch's values is written: the step size, a mean over channels and directions.
+    """Return how much of a patch's values is written: the mean step size over channels and directions.
 
-    eps of Longhorn (paper, Theorem 3.1), in [0, 1), or Mamba's dt after its softplus. At another grid than the
-    trained one, where a step is divided by the tokens for each of that, it is the step before the division.
+    The step size is Longhorn's eps in [0, 1) (paper, Theorem 3.1), or Mamba's dt after softplus. At a grid
+    other than the trained one, the model divides a step by the number of tokens per trained token. The map
+    shows the step before this division.
 
     Args:
-        model: As of ``channel_matrices``.
-        images: As of ``channel_matrices``.
-        block: As of ``channel_matrices``.
+        model: Same as in ``channel_matrices``.
+        images: Same as in ``channel_matrices``.
+        block: Same as in ``channel_matrices``.
 
     Returns:
-        (B, H, W), dtype as of ``channel_matrices``.
+        Map (B, H, W). Same dtype as ``channel_matrices``.
 
     Raises:
-        ValueError: as of ``channel_matrices``.
+        ValueError: Same as in ``channel_matrices``.
     """
     [scan] = _scans(_backbone_of(model), images, [block])
     return _image_of(scan, _steps(scan))
 
 
 def decay(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
-    """Return how much of a state a patch makes the block forget, a mean over channels and directions.
+    """Return the share of the state that the block forgets at a patch, averaged over channels and directions.
 
-    1 - trace(T) / M, where T (M x M) takes the state before the patch to what is left of it after: for the
-    diagonal forms the mean over states of what each loses, for the exact one, which forgets along its key
-    alone, eps |k|^2 / M.
+    The share is 1 - trace(T) / M, where the matrix T (M x M) maps the state before the patch to what
+    remains of it afterwards. For diagonal recurrences this is the mean loss over states. Exact Longhorn
+    forgets only along its key, so the share is eps |k|^2 / M.
 
     Args:
-        model: As of ``channel_matrices``.
-        images: As of ``channel_matrices``.
-        block: As of ``channel_matrices``.
+        model: Same as in ``channel_matrices``.
+        images: Same as in ``channel_matrices``.
+        block: Same as in ``channel_matrices``.
 
     Returns:
-        (B, H, W), in [0, 1), dtype as of ``channel_matrices``.
+        Map (B, H, W) with values in [0, 1). Same dtype as ``channel_matrices``.
 
     Raises:
-        ValueError: as of ``channel_matrices``.
+        ValueError: Same as in ``channel_matrices``.
     """
     [scan] = _scans(_backbone_of(model), images, [block])
     x, _, A, q, k, *_ = scan.args
@@ -198,7 +204,7 @@ def decay(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
 
 
 def _backbone_of(model: nn.Module) -> VisionLonghorn:
-    """Return the backbone of this package that a model is, or has in it."""
+    """Return the only backbone of this package in a model, which may be the model itself."""
     found = [part for part in model.modules() if isinstance(part, VisionLonghorn)]
     if len(found) != 1:
         raise ValueError(
@@ -210,7 +216,7 @@ def _backbone_of(model: nn.Module) -> VisionLonghorn:
 
 @torch.no_grad()
 def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) -> Iterator[_Scan]:
-    """Yield what chosen blocks scan, the tokens in their order within: the class token in the middle."""
+    """Yield the scan inputs of the given blocks, in block order: the class token is in the middle."""
     check_images(images)
     count = len(backbone.blocks)
     for block in blocks:
@@ -245,7 +251,7 @@ def _scan_of(mixer: nn.Module, tokens: Tensor, layout: TokenLayout) -> _Scan:
 
 @torch.no_grad()
 def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield sources, int64 (n,), and what all tokens read where these alone have the value 1, (n, B, L, E)."""
+    """Yield source indices, int64 (n,), and the reads (n, B, L, E) of all tokens if only that source has value 1."""
     x = scan.args.x
     _, B, L, E = x.shape
     size = max(_MOST_NUMBERS // (2 * B * L * E), 1)
@@ -269,14 +275,14 @@ def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, T
 
 
 def _mean_matrix(backbone: VisionLonghorn, scan: _Scan) -> Tensor:
-    """Return (B, L, L), the mean over channels of absolute values, class token first."""
+    """Return the mean over channels of |sum of both directions|, (B, L, L), class token first."""
     columns = torch.cat([read.abs().mean(-1) for _, read in _reads(scan, (0, 1))])  # (L, B, L)
     order = _class_token_first(backbone, len(columns), columns.device)
     return columns.permute(1, 2, 0)[:, order][:, :, order]
 
 
 def _class_token_first(backbone: VisionLonghorn, length: int, device: torch.device) -> Tensor:
-    """Return which places of the sequence within blocks tokens have, class token first, (L,)."""
+    """Return the position of each token in the sequence inside blocks, (L,), class token first."""
     places = torch.arange(length, device=device)[None, :, None]
     return class_token_first(places, backbone.num_prefix_tokens).flatten()
 
@@ -287,7 +293,7 @@ def _steps(scan: _Scan) -> Tensor:
 
 
 def _image_of(scan: _Scan, numbers: Tensor) -> Tensor:
-    """Return the mean over directions and channels of (2, B, L, E) at the patches, (B, H, W)."""
+    """Average (2, B, L, E) over directions and channels and return the patches as a map (B, H, W)."""
     H, W, *_, class_token, _ = scan.grid
     mean, middle = numbers.mean((0, 3)), H * W // 2
     patches = torch.cat([mean[:, :middle], mean[:, middle + class_token :]], 1)

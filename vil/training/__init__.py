@@ -1,1 +1,1 @@
-"""Training and evaluation on images; train.py has a run from top to bottom."""
+"""Training and evaluation on images; start reading at train.py, the main loop."""

@@ -1,14 +1,19 @@
-"""What a run keeps, and going on from it.
+"""Save checkpoints, and resume runs from them.
 
-A checkpoint holds arch, model_args and pretrained_cfg (timm's name and arguments of the model, its classes and
-preprocessing), state_dict, state_dict_ema (where an average is kept), optimizer, run (how far it has come), epoch
-(how many are finished), metric (the best top-1 so far), config (every setting), asked (the settings as they were
-asked for), data (fingerprints of both splits) and versions. The names are timm's, so timm.create_model(name,
-checkpoint_path=...) reads the weights; it prefers state_dict_ema, while training and evaluation here report
-state_dict.
+A checkpoint is a dict with these keys:
 
-A run's folder has last.pt, previous.pt (the one before) and best.pt. last.pt is the first file that a run writes, so
-that a folder is a run's exactly if it has a checkpoint. Running the same command again is all there is to resuming.
+- arch, model_args, pretrained_cfg: timm's model name and arguments, classes and preprocessing
+- state_dict, state_dict_ema: weights and, if an average is kept, averaged weights
+- optimizer, run: optimizer state and progress of the run
+- epoch, metric: number of finished epochs and best top-1 so far
+- config, asked: all settings, and the settings as the user gave them
+- data, versions: fingerprints of both splits, and package versions
+
+The keys follow timm, so timm.create_model(name, checkpoint_path=...) loads the weights. timm prefers
+state_dict_ema, while training and evaluation in this package report state_dict.
+
+A run's folder contains last.pt, previous.pt (the checkpoint before it) and best.pt. A run writes last.pt
+first, so a folder belongs to a run exactly if it has a checkpoint. Repeat the same command to resume.
 """
 
 import dataclasses
@@ -43,29 +48,29 @@ LAST, PREVIOUS, BEST = CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")
 
 @dataclass
 class RunState:
-    """Everything that the next step of a run depends on and that is no tensor."""
+    """Progress of a run: everything except tensors that its next step depends on."""
 
     step: int = 0
-    """Steps done, skipped ones included."""
+    """Number of steps done, including skipped ones."""
     loss_sum: float = 0.0
-    """Of the epoch so far."""
+    """Sum of the losses in the current epoch."""
     loss_count: int = 0
-    """Steps in that sum."""
+    """Number of steps in ``loss_sum``."""
     seconds: float = 0.0
-    """Spent on the epoch so far, by all starts of the run."""
+    """Time spent on the current epoch, summed over all starts of the run."""
     history: list[dict[str, int | float]] = field(default_factory=list)
-    """A row of the log per finished epoch."""
+    """One log row per finished epoch."""
     bad_images: dict[int, str] = field(default_factory=dict)
-    """Training images that could not be read so far, and why."""
+    """Unreadable training images found so far, by index, with the reason."""
     bad_steps: dict[int, float] = field(default_factory=dict)
-    """Steps skipped because loss or gradient was not finite, and their loss."""
+    """Loss of each step that was skipped because of a non-finite loss or gradient."""
     best_key: str = "top1"
-    """What makes an epoch the best: top1, or ema_top1."""
+    """Log column that selects the best epoch: top1 or ema_top1."""
     best_epoch: int = 0
-    """Number of the epoch that best.pt is of, the first of equals; 0 if none is finished."""
+    """Epoch of best.pt, the first one among ties; 0 if no epoch is finished."""
 
     def end_epoch(self, row: dict[str, Any]) -> None:
-        """Account for a finished epoch, given its row of the log."""
+        """Record a finished epoch, given its log row."""
         if not self.history or row[self.best_key] > self.best.get(self.best_key, -1.0):
             self.best_epoch = len(self.history) + 1
         self.history.append(row)
@@ -73,12 +78,12 @@ class RunState:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The row of the epoch that best.pt is of."""
+        """Log row of the epoch of best.pt."""
         return self.history[self.best_epoch - 1]
 
     @property
     def best_is_last(self) -> bool:
-        """Whether the epoch finished last is the best so far, and no step was made since."""
+        """Whether the last finished epoch is the best so far and no step has followed it."""
         return 0 < self.best_epoch == len(self.history) and self.loss_count == 0
 
 
@@ -87,23 +92,23 @@ _STATE = TypeAdapter(RunState)
 
 @dataclass
 class Run:
-    """A run: its settings, its data, what is trained, and how far it has come."""
+    """A run: its settings, data, model and progress."""
 
     config: TrainConfig
-    """All settings, filled in."""
+    """All settings, with defaults filled in."""
     asked: TrainConfig
-    """The settings as they were asked for."""
+    """Settings as the user gave them."""
     trainee: Trainee
     train_source: Source
     val_source: Source
     state: RunState = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin."""
+        """Create the state of a new run."""
         self.state = RunState(best_key="ema_top1" if self.config.optim.best == "ema" else "top1")
 
     def pretrained_cfg(self) -> dict[str, Any]:
-        """Describe the classes and the preprocessing of images in timm's terms."""
+        """Return classes and preprocessing as timm's ``pretrained_cfg``."""
         model, data, classes = self.config.model, self.config.data, self.train_source.classes
         names = {} if classes is None else {"label_names": list(classes)}
         return names | {
@@ -117,12 +122,12 @@ class Run:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What tells other images from these, of both splits."""
+        """Fingerprint of each split, which differs for different images."""
         sources = {"training": self.train_source, "validation": self.val_source}
         return {split: source.fingerprint for split, source in sources.items()}
 
     def content(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the content of a checkpoint."""
         state, trainee = self.state, self.trainee
         ema = {} if trainee.ema is None else {"state_dict_ema": trainee.ema.module.state_dict()}
         return ema | {
@@ -142,13 +147,13 @@ class Run:
 
 
 def save(folder: Path, run: Run) -> None:
-    """Write last.pt, having kept the one before as previous.pt; best.pt, too, after its epoch.
+    """Write last.pt, keep its predecessor as previous.pt, and update best.pt after a best epoch.
 
-    The new file is read back before it takes the old one's name.
+    The new file is read back before it replaces the old one.
 
     Raises:
-        OutputError: it could not be written; the earlier ones are intact.
-        NonFiniteLossError: a weight is NaN or infinite, which is not kept.
+        OutputError: If the checkpoint could not be written; earlier checkpoints are intact.
+        NonFiniteLossError: If a weight is NaN or infinite; such weights are not saved.
     """
     for model in (run.trainee.model, *run.trainee.averages):
         try:
@@ -164,21 +169,24 @@ def save(folder: Path, run: Run) -> None:
 
 
 def kept_checkpoints(folder: Path) -> str:
-    """Say which checkpoints a run that cannot go on has, all written before that."""
+    """Return a message that lists the intact checkpoints of a run that failed."""
     names = [name for name in CHECKPOINTS if is_there(folder / name)]
     verb = "are" if len(names) > 1 else "is"
     return f"{', '.join(names) or 'no checkpoint'} in {folder} {verb} from before and intact"
 
 
 def load_newest(folder: Path) -> dict[str, Any] | None:
-    """Load last.pt or, if it is damaged, previous.pt, or best.pt; damaged ones get another name.
+    """Load last.pt or, if it is damaged, previous.pt or best.pt.
+
+    If another checkpoint can be loaded, damaged ones are renamed to ``*.damaged.pt``.
 
     Returns:
-        The checkpoint, with "origin" the path of its file; None in a folder that is empty but for hidden files.
+        The checkpoint, with the path of its file as "origin"; None if the folder is empty except for hidden
+        files.
 
     Raises:
-        OutputError: one cannot be read, which does not mean that it is damaged; or none is whole; or the folder holds
-            something else, which is somebody's.
+        OutputError: If a checkpoint cannot be read, which does not mean that it is damaged; if all are
+            damaged; or if the folder contains other files, which belong to someone else.
     """
     damaged: dict[Path, DamagedError] = {}
     for path in (folder / name for name in CHECKPOINTS if is_there(folder / name)):
@@ -191,7 +199,7 @@ def load_newest(folder: Path) -> dict[str, Any] | None:
             aside = bad.replace(bad.with_name(f"{bad.stem}.damaged.pt"))
             log.warning(f"{error}; it is now {aside.name}")
         state = _STATE.validate_python(saved["run"])
-        if path.name == LAST and state.best_is_last:  # what a killed run had still to do
+        if path.name == LAST and state.best_is_last:  # the run was killed before it linked best.pt
             link_atomically(path, folder / BEST)
         if state.best_epoch and not is_there(folder / BEST):
             log.warning(
@@ -217,8 +225,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint written by ``save`` and verify it.
 
     Raises:
-        OutputError: the file is missing or cannot be read.
-        DamagedError: it was read, and is damaged or something else.
+        OutputError: If the file is missing or cannot be read.
+        DamagedError: If the file was read but is damaged or not a checkpoint.
     """
     try:
         saved = load_archive(path)
@@ -240,18 +248,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
         told = f"checkpoint {path} was not written by train_imagenet.py: {one_line(error)}"
         raise DamagedError(told) from error
-    except ValueError as error:  # of vil.weights, which names the file
+    except ValueError as error:  # from vil.weights; the message names the file
         raise DamagedError(f"checkpoint {error}") from error
     return saved
 
 
 def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConfig, TrainConfig]:
-    """Return the settings that a run goes on with, or begins with: as it had them, and as they are asked for.
+    """Return the settings to start or resume a run with: (all settings, settings as the user gave them).
 
-    run.allow_changes is for this start, and no setting of the run.
+    run.allow_changes applies to this start only and is not saved with the run.
 
     Raises:
-        ConfigError: the settings that are asked for now make another run.
+        ConfigError: If the new settings are incompatible with the run being resumed.
     """
     once = {"run.allow_changes": False}
     if saved is None:
@@ -259,7 +267,7 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
     config, asked = (from_dict(saved[key], f"{saved['origin']}: ") for key in ("config", "asked"))
     before, filled, after = flat(asked), flat(config), flat(new)
     free, allowed = marked("free"), marked("changeable") if new.run.allow_changes else set()
-    # To ask for what was filled in is no change.
+    # Stating a value that was filled in before is not a change.
     changed = {
         key for key in before if key not in free and after[key] not in (before[key], filled[key])
     }
@@ -277,11 +285,11 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
 
 
 def restore(run: Run, saved: dict[str, Any]) -> None:
-    """Put a run back to where its checkpoint was written.
+    """Restore a run from its checkpoint.
 
     Raises:
-        DataError: the images are not those that the run began with.
-        OutputError: the checkpoint does not fit the model or the optimiser.
+        DataError: If the images differ from those that the run started with.
+        OutputError: If the checkpoint does not match the model or the optimizer.
     """
     origin = saved["origin"]
     for split, fingerprint in run.fingerprints.items():
@@ -303,7 +311,7 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
 
 
 def _load(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Load weights strictly: their names, shapes and kinds of numbers must be the model's."""
+    """Load weights strictly: names, shapes and dtypes must match the model."""
     for name, value in model.state_dict().items():
         found = state_dict.get(name, value).dtype
         if found != value.dtype:
@@ -312,7 +320,7 @@ def _load(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 
 def _with(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
-    """Return settings of which some, as section.key, are others."""
+    """Return the settings with some values replaced, given as {"section.key": value}."""
     for name, value in values.items():
         section, key = name.split(".")
         changed = dataclasses.replace(getattr(config, section), **{key: value})
@@ -321,7 +329,7 @@ def _with(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
 
 
 def _check_sums(path: Path) -> None:
-    """Compare a new file with its checksums."""
+    """Verify the checksums of a new file."""
     try:
         check_sums(path)
     except (OSError, MemoryError, ValueError) as error:

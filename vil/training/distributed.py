@@ -1,7 +1,7 @@
-"""The processes of a run: who they are, what each computes on, and what they tell each other.
+"""The distributed workers of a run: ranks, devices and communication.
 
-One process per device, started by torchrun, srun or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT; a single one needs nothing.
+Start one process per device with torchrun, srun or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT. A single process needs no launcher.
 """
 
 import os
@@ -25,8 +25,8 @@ from vil.training.settings import RunConfig
 _LOST = re.compile(
     "closed by peer|reset by peer|Broken pipe|remote process exited|Timed out waiting|timeout"
 )
-_MEETING = timedelta(minutes=5)  # processes start together; one that died would be waited for
-_TIMEOUT = timedelta(minutes=30)  # opening the data of a slow disk must not exceed it
+_MEETING = timedelta(minutes=5)  # all ranks start together, so a missing rank has died
+_TIMEOUT = timedelta(minutes=30)  # must be longer than opening the data on a slow disk
 
 
 _CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, this one's place among them, and what it computes on."""
+    """The process group of a run, and the rank and device of this process."""
 
     rank: int = 0
     size: int = 1
@@ -43,11 +43,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process logs and writes files."""
+        """Whether this process is rank 0, which logs and writes files."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's value, by rank; all must call it."""
+        """Return the values of all ranks, ordered by rank; every rank must call this."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -55,7 +55,7 @@ class World:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return the main process's value; all must call it, the others with anything."""
+        """Return the value of rank 0; every rank must call this, other ranks with any value."""
         if self.size == 1:
             return value
         values = [value]
@@ -63,14 +63,14 @@ class World:
         return values[0]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add a tensor over all processes, in place; all must call it."""
+        """Sum a tensor over all ranks in place; every rank must call this."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run a block in the main process and then in the others, which find what it has written."""
+        """Run a block on rank 0 first, then on the other ranks, which can read the files it wrote."""
         if not self.is_main:
             self.gather(None)
         yield
@@ -80,12 +80,12 @@ class World:
 
 @contextmanager
 def connect(run: RunConfig) -> Iterator[World]:
-    """Connect the processes for the duration of a run: gloo between CPUs, NCCL between GPUs.
+    """Initialise the process group for the duration of a run: gloo between CPUs, NCCL between GPUs.
 
     Raises:
-        ConfigError: the device does not exist, the launcher's variables are wrong, or nobody is where the processes
-            are to meet.
-        LostProcessError: another process did not come, or ended in the middle of the run.
+        ConfigError: If the device does not exist, the launcher's variables are invalid, or the rendezvous
+            fails.
+        LostProcessError: If another process does not join, or dies during the run.
     """
     world = _world(run)
     if world.size == 1:
@@ -114,7 +114,7 @@ def connect(run: RunConfig) -> Iterator[World]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result may depend on, which all processes must have in common."""
+    """Return the package versions that a result may depend on; they must match on all ranks."""
     packages = ("torch", "timm", "pillow")
     return {
         "vil": vil.__version__,
@@ -124,11 +124,11 @@ def versions() -> dict[str, str]:
 
 
 def _store() -> dist.Store:
-    """Return where the processes find each other's addresses.
+    """Return the rendezvous store, through which the ranks exchange their addresses.
 
-    torchrun keeps one store over its restarts, in which a new attempt would find the addresses of dead processes; on
-    one node each attempt therefore gets keys of its own. Over several nodes, whose counts of restarts may differ,
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 serves instead.
+    torchrun keeps one store across restarts, where a new attempt would find the addresses of dead
+    processes. On a single node, each attempt therefore uses its own key prefix. The restart counts of
+    several nodes may differ; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there instead.
     """
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
@@ -143,7 +143,7 @@ def _store() -> dist.Store:
 
 
 def _world(run: RunConfig) -> World:
-    """Read this process's place from the launcher's environment variables."""
+    """Read the rank and world size from the launcher's environment variables."""
     try:
         if "RANK" in os.environ:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -156,9 +156,9 @@ def _world(run: RunConfig) -> World:
 
 
 def _device(run: RunConfig, local_rank: int) -> torch.device:
-    """Return the device to compute on, and set the number of threads.
+    """Return the device of this process, and set the number of CPU threads.
 
-    "auto" takes CUDA where there is one. Of several GPUs each process of a node takes its own.
+    "auto" uses CUDA if available. With several GPUs, each process of a node uses the GPU of its local rank.
     """
     if run.num_threads is not None:
         torch.set_num_threads(run.num_threads)

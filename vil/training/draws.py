@@ -1,7 +1,7 @@
-"""Which image a run draws when, and the seed of everything random about it.
+"""The order in which a run draws images, and the seeds of all randomness.
 
-No generator's state is kept: every random number follows from the run's seed and where in the run it
-is drawn. A run can therefore be taken up at any step, and divided among any number of processes.
+No generator state is saved: every random number depends only on the run's seed and the place in the run
+where it is drawn. A run can therefore be resumed at any step and split over any number of processes.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-_REPEAT_ROUND = 256  # DeiT rounds the length of an epoch down to this many images
+_REPEAT_ROUND = 256  # DeiT rounds the length of an epoch down to a multiple of this
 
 Order = Callable[[torch.Generator], torch.Tensor]
 
@@ -23,19 +23,19 @@ class Draw(NamedTuple):
 
     epoch: int
     position: int
-    """Place in the epoch, over all processes."""
+    """Position in the epoch, counted over all processes."""
     index: int
-    """Which image."""
+    """Index of the image."""
     step: int
     """Step of the run."""
 
 
 class MicroBatches(Sampler[list[Draw]]):
-    """The draws of one process from a given step to the end of the run, one micro-batch at a time.
+    """Sampler of one process's draws over a range of steps, one micro-batch at a time.
 
-    A step's images are consecutive; each process takes a consecutive part of them. The draws that
-    repeated augmentation makes of an image thus stay together, and it is decoded once. DeiT spreads
-    them over the processes instead; the images of a step are the same.
+    The images of a step are consecutive, and each process takes a consecutive part of them. The draws
+    of one image under repeated augmentation thus stay together, so the image is decoded once. DeiT
+    spreads them over the processes instead; the images of a step are the same.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class MicroBatches(Sampler[list[Draw]]):
         seed: int,
         steps: range,
     ) -> None:
-        """Describe the stream.
+        """Initialise the sampler.
 
         Args:
-            order: Draws an epoch's order of the images.
-            num_images: Images in the data set.
-            repeats: Draws of each image in a row; 0 and 1 draw each once.
-            batch_size: Images of a step, over all processes.
-            micro_batch: Images that one process takes at a time.
-            rank: This process.
+            order: Function that draws the image order of an epoch.
+            num_images: Number of images in the data set.
+            repeats: Consecutive draws of each image; 0 and 1 draw each image once.
+            batch_size: Images per step, over all processes.
+            micro_batch: Images per micro-batch of one process.
+            rank: Rank of this process.
             world_size: Number of processes.
-            seed: The run's seed.
-            steps: Steps to take, counted over the whole run.
+            seed: Seed of the run.
+            steps: Steps to sample, counted from the start of the run.
         """
         self.order = order
         self.repeats = max(repeats, 1)
@@ -92,38 +92,38 @@ class MicroBatches(Sampler[list[Draw]]):
 
 
 def epoch_order(order: Order, repeats: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the images of an epoch, each `repeats` times in a row, as one sequence."""
+    """Return the image indices of an epoch in order, each repeated ``repeats`` times in a row."""
     generator = torch.Generator().manual_seed(key("order", seed, epoch))
     return order(generator).repeat_interleave(max(repeats, 1))
 
 
 def epoch_length(num_images: int, repeats: int) -> int:
-    """Return how many images an epoch draws; repeats change which, hardly how many."""
+    """Return the number of draws per epoch; repeats change which images are drawn, but hardly how many."""
     if repeats <= 1 or num_images < _REPEAT_ROUND:
         return num_images
     return num_images // _REPEAT_ROUND * _REPEAT_ROUND
 
 
 def step_size(sizes: Sequence[int], seed: int, step: int) -> int:
-    """Draw the size of a step's images: the same in all processes, and after resuming."""
+    """Draw the image size of a step; it is the same in all processes and after resuming."""
     return sizes[key("image size", seed, step) % len(sizes)]
 
 
 def key(purpose: str, *place: int) -> int:
-    """Mix what a random number is for and where it is drawn into a 32-bit seed."""
+    """Hash the purpose of a random number and the place of its draw into a 32-bit seed."""
     digest = hashlib.blake2b(f"{purpose} {place}".encode(), digest_size=4)
     return int.from_bytes(digest.digest(), "little")
 
 
 def seed_image(seed: int) -> None:
-    """Seed what augments one image: random, NumPy and torch on the CPU."""
+    """Seed the generators that augment one image: random, NumPy and torch on the CPU."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  the transforms draw from the global generator
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer than all the rest
+    torch.default_generator.manual_seed(seed)  # much cheaper than torch.manual_seed
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator, those of GPUs too."""
+    """Seed every generator, including those of GPUs."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  Mixup draws from the global generator
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""One optimiser step, and one evaluation."""
+"""One optimizer step and one evaluation pass."""
 
 import time
 from collections.abc import Sequence
@@ -19,40 +19,40 @@ from vil.training.transforms import Normalize
 
 
 class StepResult(NamedTuple):
-    """What a step leaves on the device; reading it waits for the device."""
+    """Result of a step, kept on the device because reading it waits for the device."""
 
     loss: torch.Tensor
-    """Mean over this process's images."""
+    """Mean loss over the images of this process."""
     grad_norm: torch.Tensor
-    """Norm of the whole gradient before clipping; not finite if the step was skipped."""
+    """Total gradient norm before clipping; not finite if the step was skipped."""
 
 
 class Score(NamedTuple):
-    """An evaluation of one model."""
+    """Evaluation result of one model."""
 
     loss: float
     top1: float
-    """Percent."""
+    """Top-1 accuracy in percent."""
     top5: float
-    """Percent."""
+    """Top-5 accuracy in percent."""
     num_images: int
     images_per_s: float
-    """Images of the pass by its time; a pass that scores several models scores each image that often."""
+    """Images per second of the pass; with several models, the pass scores each image once per model."""
 
 
 def train_step(trainee: Trainee, step: Step, config: TrainConfig) -> StepResult:
-    """Make one optimiser step, unless the gradient is not finite.
+    """Run one optimizer step; skip the update if the gradient is not finite.
 
-    The gradient is the same in all processes, so they decide alike; the decision stays on the device
-    where the optimiser can take it from there.
+    All processes have the same gradient, so they make the same decision. The decision stays on the
+    device if the optimizer can read it there.
 
     Args:
-        trainee: Updated in place.
-        step: The images.
-        config: The run's configuration.
+        trainee: Model and optimizer, updated in place.
+        step: Images and labels of the step.
+        config: Configuration of the run.
 
     Raises:
-        DataError: a label is none of the model's.
+        DataError: If a label is not in [0, model.num_classes).
     """
     loss = _accumulate(trainee, step, config)
     parameters = [p for p in trainee.model.parameters() if p.grad is not None]
@@ -69,35 +69,35 @@ def train_step(trainee: Trainee, step: Step, config: TrainConfig) -> StepResult:
 def evaluate(
     models: Sequence[nn.Module], data: ValData, amp: bool, by_class: torch.Tensor | None = None
 ) -> list[Score]:
-    """Score every validation image once by each model, over all processes, decoding it once.
+    """Evaluate models on all validation images, distributed over all processes.
 
-    Hits are counted, not averaged, so the accuracy does not depend on the batch size; nor does a score
-    depend on the other models.
+    Each image is decoded once and scored once by each model. Hits are counted, not averaged, so the
+    accuracy does not depend on the batch size. A score does not depend on the other models.
 
     Args:
-        models: Each returns logits, (B, classes).
-        data: The validation images.
-        amp: Autocast to bfloat16.
-        by_class: (2, classes) float64 of zeros on the model's device; receives the first model's hits at
-            1 and the images of each class, over all processes.
+        models: Models that return logits (B, classes).
+        data: Validation images.
+        amp: Whether to autocast to bfloat16.
+        by_class: Zeros (2, classes), float64, on the model's device. Receives the first model's top-1
+            hits and the number of images per class, summed over all processes.
 
     Returns:
-        A score per model.
+        One score per model.
 
     Raises:
-        DataError: an image cannot be read, or a label is none of the model's.
+        DataError: If an image cannot be read or a label is not in [0, model.num_classes).
     """
     for model in models:
         model.eval()
     normalize = Normalize(data.config, data.world.device)
-    # Loss, hits at 1, hits at 5, images: kept on the device, because reading one waits for it.
+    # Loss, top-1 hits, top-5 hits, images. They stay on the device because reading waits for it.
     sums = [torch.zeros(4, dtype=torch.float64, device=normalize.device) for _ in models]
     start = time.perf_counter()
     for images, targets in data.batches():
         check_targets(targets, data.config.model.num_classes)
         targets = targets.to(normalize.device, non_blocking=True)
         _score(models, sums, normalize(images), targets, amp, by_class)
-    # One sum after the other: how a larger tensor is divided among the processes, and with it the
+    # Reduce the sums one by one. The partitioning of a larger tensor in all_reduce, and with it the
     # rounding, would depend on the number of models.
     totals = [data.world.sum(total).tolist() for total in sums]
     if by_class is not None:
@@ -110,7 +110,7 @@ def evaluate(
 
 
 def check_targets(targets: torch.Tensor, num_classes: int) -> None:
-    """Stop at a label that the model has no output for."""
+    """Raise DataError if a label is not in [0, num_classes)."""
     low, high = targets.aminmax()
     if low < 0 or high >= num_classes:
         wrong = int(low if low < 0 else high)
@@ -118,7 +118,7 @@ def check_targets(targets: torch.Tensor, num_classes: int) -> None:
 
 
 def _accumulate(trainee: Trainee, step: Step, config: TrainConfig) -> torch.Tensor:
-    """Compute the gradient of a step, and return its loss, ()."""
+    """Accumulate the gradient of a step and return its loss, a scalar tensor."""
     world, parts = trainee.world, len(step.micro_batches)
     size = len(step.micro_batches[0][1])
     losses = []
@@ -145,7 +145,7 @@ def _score(
     amp: bool,
     by_class: torch.Tensor | None,
 ) -> None:
-    """Add a batch to the sums of each model, and to those of each class; see evaluate."""
+    """Add a batch to the sums of each model, and to ``by_class``; see ``evaluate``."""
     for model, total in zip(models, sums, strict=True):
         with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
             logits = model(images)
@@ -158,16 +158,16 @@ def _score(
 
 
 def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of a batch, float64, and where its best five outputs hit, (B, 5)."""
+    """Return the summed loss of a batch, float64, and whether each top-5 output hits, bool (B, 5)."""
     hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
     return functional.cross_entropy(logits, targets, reduction="sum").double(), hits
 
 
 def _update(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """Step the optimiser if the gradient's norm is finite.
+    """Step the optimizer if the gradient norm is finite.
 
-    The fused optimisers of PyTorch take the condition as a tensor, as from its GradScaler; others
-    have to wait for it.
+    PyTorch's fused optimizers take the condition as a tensor, in the way GradScaler passes it. Other
+    optimizers have to wait for it.
     """
     bad = ~norm.isfinite()
     if getattr(optimizer, "_step_supports_amp_scaling", False):

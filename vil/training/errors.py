@@ -1,15 +1,15 @@
-"""Errors that one line explains, their exit codes, and the frame of every program.
+"""Errors with one-line messages, their exit codes, and ``run_script``, which wraps every program.
 
 - 0: every epoch ran, or the evaluation was written
-- 2: wrong argument or setting, or too little memory for it
-- 3: data missing, unreadable or not what the settings say, or not the same for all processes
+- 2: invalid argument or option, or too little memory for it
+- 3: data is missing, unreadable, inconsistent with the options, or different between processes
 - 4: the loss is not finite
 - 5: a checkpoint or an output file cannot be read or written
-- 6: a loader process, or another process of the run, is gone: the same command continues
-- 130, 143, 129, 138, 140, 152: stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU,
-  after writing a checkpoint: the same command continues
+- 6: a data-loading worker or another process of the run died; repeat the command to resume
+- 130, 143, 129, 138, 140, 152: stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU
+  after writing a checkpoint; repeat the command to resume
 
-torchrun itself always ends with 1, and starts the processes again whatever the code, up to --max-restarts times.
+torchrun itself always exits with 1. It restarts the processes after any exit code, up to --max-restarts times.
 """
 
 import logging
@@ -29,32 +29,32 @@ SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
 )
-"""What terminals, launchers and schedulers send ahead of SIGKILL, to every process of a job: the training process
-answers, its loaders do not. SIGQUIT is left to end a process at once, which is what it is for."""
+"""Signals that terminals, launchers and schedulers send to every process of a job before SIGKILL. The training
+process handles them; data-loading workers ignore them. SIGQUIT is not handled, so it ends a process at once."""
 
 
 class UserError(Exception):
-    """An error that one line can explain; programs print it without a traceback."""
+    """An error with a one-line message that programs print without a traceback."""
 
     exit_code = 2
 
     def __init__(self, message: str, *, everywhere: bool = False) -> None:
-        """Say what is wrong.
+        """Initialise the error.
 
         Args:
-            message: One line.
-            everywhere: Whether all processes of the run raise it, so that one of each node says it.
+            message: One-line message.
+            everywhere: Whether all processes of the run raise the error; then one per node prints it.
         """
         super().__init__(message)
         self.everywhere = everywhere
 
 
 class ConfigError(UserError):
-    """A wrong argument or setting."""
+    """An invalid argument or option."""
 
 
 class DataError(UserError):
-    """Data that is missing, unreadable or not what the settings say."""
+    """Data that is missing, unreadable or inconsistent with the options."""
 
     exit_code = 3
 
@@ -72,11 +72,11 @@ class OutputError(UserError):
 
 
 class DamagedError(OutputError):
-    """A checkpoint that was read, and is not what was written."""
+    """A checkpoint that can be read but whose content is damaged."""
 
 
 class LostProcessError(UserError):
-    """A loader process, or another process of the run, that ended in the middle of it."""
+    """A data-loading worker or another process of the run died."""
 
     exit_code = 6
 
@@ -90,10 +90,10 @@ class StoppedError(UserError):
 
 
 def run_script(body: Callable[[], None]) -> int:
-    """Run a program's body: show what it logs, turn its errors into one line on stderr, return the exit code.
+    """Run the body of a program, print its errors as one line on stderr, and return the exit code.
 
-    Only the main process of a run shows what it logs. Neither a closed terminal nor a full disk below the output
-    ends a run.
+    Log messages go to stdout, from rank 0 only. A run survives a closed terminal, and a full disk behind
+    redirected output.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter())
@@ -123,19 +123,20 @@ def run_script(body: Callable[[], None]) -> int:
 
 
 def is_dead_loader(error: Exception) -> bool:
-    """Tell the death of a loader process, which PyTorch raises wherever the training process then is."""
-    return "DataLoader" in str(error) and "Caught " not in str(error)  # as an error in one says
+    """Return whether an error reports a dead data-loading worker; PyTorch raises it at any point of training."""
+    # "Caught" marks an exception that was raised inside a live worker.
+    return "DataLoader" in str(error) and "Caught " not in str(error)
 
 
 def message_of(error: Exception) -> str:
-    """Return what an error says in one line; that of a loader process says all of its traceback."""
+    """Return the error as one line: its last line, since errors from workers carry a whole traceback."""
     line = (str(error).strip().splitlines() or [""])[-1]
     line = line.removeprefix(f"{type(error).__module__}.").removeprefix(f"{type(error).__name__}: ")
     return printable(line)
 
 
 class _Formatter(logging.Formatter):
-    """A line as it is, but for the names of warnings."""
+    """Print messages unchanged, with the prefix "warning: " for warnings."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
@@ -143,17 +144,17 @@ class _Formatter(logging.Formatter):
 
 
 def _explained(error: Exception) -> UserError | None:
-    """Return an error that one line explains, or None if it takes a traceback."""
+    """Return the error as a UserError, or None if it needs a traceback."""
     if isinstance(error, UserError):
         return error
     told = str(error)
-    # The CPU's want of memory has no type of its own.
+    # Out of memory on the CPU has no exception type of its own.
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in told:
         return ConfigError(
             f"too little memory ({first_line(error)}); raise run.grad_accum_steps, which keeps the batch, or lower "
             f"data.validation_batch_size or data.num_workers"
         )
-    if isinstance(error, OSError) and error.errno is not None:  # what no function had an answer to
+    if isinstance(error, OSError) and error.errno is not None:  # not handled by any caller
         return OutputError(
             f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
         )
@@ -167,15 +168,15 @@ def _explained(error: Exception) -> UserError | None:
 
 def _say(line: str) -> None:
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)  # noqa: T201  the one line that a program ends with
+        print(line, file=sys.stderr, flush=True)  # noqa: T201  the final line of a program
 
 
 def end_loaders() -> None:
-    """Kill loader processes that are left: they ignore SIGTERM, and one whose disk hangs would be waited for."""
+    """Kill remaining data-loading workers: they ignore SIGTERM, and waiting for a hung disk could take forever."""
     children = [child for child in multiprocessing.active_children() if child.daemon]
     if not children:
         return
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises when they die
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises when workers die
     for child in children:
         child.kill()
         child.join()
@@ -183,7 +184,7 @@ def end_loaders() -> None:
 
 
 def _give_up_output() -> None:
-    """Drop what was printed and cannot be written, which Python would make its exit code of."""
+    """Discard output that cannot be written; otherwise Python would change the exit code."""
     for file in (sys.stdout, sys.stderr):
         try:
             file.flush()

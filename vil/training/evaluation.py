@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint, or a model by name, and record the result as JSON."""
+"""Evaluate a checkpoint or a named model, and write the result as JSON."""
 
 import dataclasses
 import json
@@ -42,25 +42,25 @@ from vil.training.settings import (
 from vil.weights.build import model_with
 from vil.weights.files import Weights, is_model_name, no_weights
 
-_BATCH_SIZE = 128  # where no checkpoint says
+_BATCH_SIZE = 128  # default if no checkpoint sets it
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDataConfig(Section):
-    """The validation data; what is None stays as the checkpoint has it."""
+    """Validation data; None keeps the value of the checkpoint."""
 
     dataset: Literal["digits", "folder", "wds"] | None = None
-    """scikit-learn's digits, a folder per class, or webdataset shards."""
+    """scikit-learn's digits, one folder per class, or webdataset shards."""
     path: Text | None = None
     """Root folder of the data."""
     val_split: Text | None = None
-    """Sub-folder, or shards."""
+    """Sub-folder or shards."""
     validation_batch_size: Count | None = None
     """Images per step."""
     max_pixels: Count | None = None
-    """Most pixels of an image, in its file and before the crop."""
+    """Maximum number of pixels of an image, in its file and before the crop."""
     num_workers: Workers | None = None
-    """Loader processes."""
+    """Number of data-loading workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,49 +69,50 @@ class EvalConfig(Section):
 
     checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Weights: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file, a file with
-    a state dict (the official Vision Mamba's), local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
+    a state dict (such as official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME, or a timm model's
+    name."""
     model: Text | None = None
-    """timm model that the weights belong to, where SOURCE does not say it."""
+    """timm model that the weights belong to, if SOURCE does not name it."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     img_size: Count | None = None
-    """Height and width in pixels; None stays as trained."""
+    """Height and width in pixels; None keeps the size of training."""
     crop_pct: CropPct | None = None
-    """Resize to img_size / crop_pct and keep the centre; None stays as trained."""
+    """Resize to img_size / crop_pct and crop the centre; None keeps the value of training."""
     ema: bool = False
-    """Evaluate the averaged weights instead of the last ones."""
+    """Evaluate the averaged weights (EMA) instead of the last ones."""
     amp: bool | None = None
-    """Autocast to bfloat16; None does as in training."""
+    """Autocast to bfloat16; None keeps the setting of training."""
     per_class: bool = False
-    """Tell the top-1 of each class, too."""
+    """Also report the top-1 accuracy of each class."""
     device: Text = "auto"
-    """cpu, cuda, ...; auto takes CUDA where there is one."""
+    """cpu, cuda, ...; auto uses CUDA if available."""
     json: Text | None = None
-    """Where to write the result; None writes <checkpoint>-eval.json, or nothing for a name. An earlier
-    evaluation is replaced, and nothing else."""
+    """File for the result; None writes <checkpoint>-eval.json, or no file if SOURCE is a name. Only an earlier
+    evaluation is overwritten, never another file."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate and the configuration that says how."""
+    """A model to evaluate and its evaluation settings."""
 
     model: nn.Module
     config: TrainConfig
     weights: str
-    """Where the weights come from."""
+    """Description of where the weights come from."""
     epoch: int | None
     label_names: tuple[str, ...] | None
-    """Of the classes, None if unknown."""
+    """Names of the classes; None if unknown."""
 
 
 def load_subject(options: EvalConfig) -> Subject:
-    """Build the model with its weights, and the configuration that says how to evaluate it."""
+    """Build the model with its weights and evaluation settings."""
     name = options.checkpoint
     if is_model_name(name) and not timm.is_model_pretrained(name):
         if options.ema or options.model is not None:
             raise ConfigError(f"--ema and --model need weights, {name} has none")
         config = fill_from_weights(_foreign_config(name), no_weights(name))
         config = _with_options(config, options)
-        seed_everything(config.run.seed)  # all processes must draw the same weights
+        seed_everything(config.run.seed)  # same random weights on all ranks
         model = build_model(config.model)
         config = _with_classes(config, model)
         return Subject(model, config, "RANDOM (it has no pretrained ones)", None, None)
@@ -128,14 +129,15 @@ def load_subject(options: EvalConfig) -> Subject:
 
 
 def evaluate_as(options: EvalConfig) -> None:
-    """Evaluate as the command line says, print the result, and then write it.
+    """Evaluate with the given options, print the result, and write it.
 
-    In one of several processes, if a launcher started them: each scores a part of the images.
+    If a launcher started several processes, each evaluates a part of the images.
 
     Raises:
-        DataError: some of the data's classes are the model's, in other places; or processes differ.
-        NonFiniteLossError: the loss is NaN or infinite.
-        OutputError: the result cannot be written; it was printed.
+        DataError: If the class names of data and model match only partly or in another order, or if
+            processes have different data or settings.
+        NonFiniteLossError: If the loss is NaN or infinite.
+        OutputError: If the result cannot be written; it has been printed by then.
     """
     subject = load_subject(options)
     with connect(subject.config.run) as world:
@@ -150,7 +152,7 @@ def evaluate_as(options: EvalConfig) -> None:
 
 
 def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[str, Any]:
-    """Score the model and return what is printed and written as JSON; errors as of evaluate_as."""
+    """Evaluate the model and return the result to print and write; raises the errors of ``evaluate_as``."""
     config = subject.config
     if config.data.dataset in ("folder", "wds") and config.data.path is None:
         raise ConfigError(
@@ -196,7 +198,7 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
 
 
 def json_path(options: EvalConfig) -> Path | None:
-    """Return where the result goes; what is not as in training is a part of the name."""
+    """Return the path of the result file; its name includes options that differ from training."""
     checkpoint = Path(options.checkpoint)
     if options.json is not None:
         return Path(options.json)
@@ -209,7 +211,7 @@ def json_path(options: EvalConfig) -> Path | None:
 
 
 def _refuse_others(path: Path) -> None:
-    """Check that a path is free, or has an earlier evaluation."""
+    """Raise OutputError if a path exists and is not an earlier evaluation."""
     if not os.path.lexists(path):
         return
     try:
@@ -221,7 +223,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Put the result into words."""
+    """Format the result as text."""
     installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     rows = sorted(result.get("per_class", {}).items(), key=lambda item: item[1]["top1"])
     return (
@@ -234,21 +236,21 @@ def describe(result: dict[str, Any]) -> str:
         f"versions {installed}"
         + "".join(
             f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
-            for name, row in rows  # the worst first
+            for name, row in rows  # worst class first
         )
     )
 
 
 def _whole_name(source: str) -> str:
-    """Return the whole path of a file or folder, and any other source as it is."""
+    """Return the absolute path of a file or folder, and any other source unchanged."""
     path = Path(source)
     return str(path.resolve()) if path.exists() else source
 
 
 def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
-    """Refuse images of which some classes are the model's, and others not or in another order.
+    """Raise DataError if class names of data and model match only partly or in another order.
 
-    Other names altogether may be other words for the same, which only who gave them can tell.
+    If no name matches, only warn: the names may be synonyms, which only the user can know.
     """
     if None in (trained, found) or trained == found:
         return
@@ -266,11 +268,11 @@ def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | Non
 
 
 def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:
-    """Build the model; its head must come from the weights, too."""
+    """Build the model; the weights must include its head."""
     size = {} if options.img_size is None else {"img_size": options.img_size}
     try:
         model, line = model_with(weights, options.model, **size)
-        if size and _resizes(model):  # to where the weights have positions of their own
+        if size and _resizes(model):  # then keep the weights' own grid and positions
             model, line = model_with(weights, options.model)
     except ValueError as error:
         raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
@@ -280,20 +282,20 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
 
 
 def _resizes(model: nn.Module) -> bool:
-    """Tell whether a model takes images of any size and resizes those of its ``img_size`` inside."""
+    """Return whether a model accepts any image size and resizes images of its ``img_size`` internally."""
     if not isinstance(model, VisionLonghorn) or not model.dynamic_img_size:
         return False
     return model.grid_inside(model.patch_embed.img_size) != model.patch_embed.grid_size
 
 
 def _foreign_config(name: str | None) -> TrainConfig:
-    """Return the settings of a model that was not trained here."""
+    """Return the settings for a model that this package did not train."""
     data = DataConfig(validation_batch_size=_BATCH_SIZE)
     return TrainConfig(model=ModelConfig(name=name), data=data)
 
 
 def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
-    """Note how many classes the model tells apart."""
+    """Set ``num_classes`` to that of the model."""
     changed = dataclasses.replace(config.model, num_classes=model.num_classes)
     return dataclasses.replace(config, model=changed)
 
@@ -302,7 +304,7 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     """Merge the command line into the configuration."""
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
     if chosen.get("dataset", config.data.dataset) != config.data.dataset:
-        chosen = {"path": None} | chosen  # that of the other data is of no use
+        chosen = {"path": None} | chosen  # the path of another data set does not apply
     if options.crop_pct is not None:
         chosen["crop_pct"] = options.crop_pct
     amp = config.run.amp if options.amp is None else options.amp

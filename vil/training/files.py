@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, tables in them, and a folder with one writer."""
+"""Atomic file writes, CSV tables, and folders locked to one writer."""
 
 import csv
 import errno
@@ -17,7 +17,7 @@ from vil.training.errors import OutputError, is_dead_loader, log
 
 LOCK_NAME = ".vision-longhorn.lock"
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
-# What disks say that have no locks, as Lustre without -o flock, or cannot sync a folder.
+# Errors of disks without locks (such as Lustre without -o flock), and of disks that cannot sync a folder.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -27,16 +27,16 @@ def write_atomically(
     write: Callable[[BinaryIO], object],
     prove: Callable[[Path], object] = lambda path: None,
 ) -> None:
-    """Write a file so that a crash at any moment leaves the old one or the new one, whole.
+    """Write a file atomically: a crash at any moment leaves either the old or the new file intact.
 
     Args:
         path: Destination; replaced if it exists.
-        write: Writes the content to the binary file it is given.
-        prove: Reads the new file before it takes the old one's place, and raises OutputError if it
-            is not as it should be.
+        write: Function that writes the content to an open binary file.
+        prove: Function that checks the new file before it replaces the old one, and raises OutputError
+            if the file is wrong.
 
     Raises:
-        OutputError: the content could not be written or proven; the old file is intact.
+        OutputError: If the content cannot be written or verified; the old file is intact.
     """
     temporary = _temporary(path)
     try:
@@ -51,24 +51,24 @@ def write_atomically(
         if is_dead_loader(error):
             raise
         free = ""
-        with suppress(OSError):  # of a disk or a folder that is gone
+        with suppress(OSError):  # the disk or folder may be gone
             free = f" ({shutil.disk_usage(path.parent).free >> 20} MiB free)"
         reason = str(error) or "not enough memory"
-        if "unexpected pos" in reason:  # so torch.save reports what was not written
+        if "unexpected pos" in reason:  # torch.save's message for an incomplete write
             reason = "the disk took only a part of it"
         raise OutputError(f"cannot write {path}{free}: {reason}") from error
     finally:
-        with suppress(OSError):  # of a disk that can only be read
+        with suppress(OSError):  # the disk may be read-only
             temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically; what is no text in the name of a file becomes an escape."""
+    """Write a text file atomically; undecodable bytes of file names are escaped."""
     write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def csv_text(rows: list[dict[str, Any]]) -> str:
-    """Return a table as CSV, its columns in the order of the last row; a row may lack some."""
+    """Return a table as CSV with columns in the order of the last row; rows may lack columns."""
     table = io.StringIO()
     columns = dict.fromkeys(key for row in reversed(rows) for key in row)
     writer = csv.DictWriter(table, list(columns), lineterminator="\n")
@@ -78,7 +78,7 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
 
 
 def link_atomically(source: Path, path: Path) -> None:
-    """Give a file that is never changed in place a second name, or a copy where links do not exist."""
+    """Hard-link an immutable file to a second name, or copy it if links are not supported."""
     temporary = _temporary(path)
     try:
         os.link(source, temporary)
@@ -91,16 +91,16 @@ def link_atomically(source: Path, path: Path) -> None:
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     finally:
-        with suppress(OSError):  # renaming one name of a file to another of its names does nothing
+        with suppress(OSError):  # os.replace does nothing if both names are the same file
             temporary.unlink()
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Make a folder if it is missing, reserve it for this process, and remove what killed ones were writing there.
+    """Lock a folder for this process; create it if missing and remove temporary files of killed processes.
 
     Raises:
-        OutputError: the folder cannot be written, or another process holds the lock.
+        OutputError: If the folder is not writable or another process holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise OutputError(f"output folder {folder} cannot be written: {error.strerror}") from error
     try:
         _lock(file, folder)
-        with suppress(OSError):  # they are in nobody's way
+        with suppress(OSError):  # leftover files do no harm
             for path in folder.iterdir():
                 if _TEMPORARY.fullmatch(path.name) and path.is_file() and not path.is_symlink():
                     path.unlink()
         yield
     finally:
-        with suppress(OSError):  # nothing was written into it
+        with suppress(OSError):  # the lock file is empty
             file.close()
 
 
@@ -136,7 +136,7 @@ def _lock(file: BinaryIO, folder: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether a folder has an entry of a name."""
+    """Return whether a path exists, including a dangling link; raise OutputError if the disk fails."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -147,9 +147,9 @@ def is_there(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power loss.
+    """Sync a file, or the entries of a folder, so that they survive a power loss.
 
-    A folder that the disk cannot sync is left to it, as databases do.
+    Some disks cannot sync folders; this is ignored, as databases do.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

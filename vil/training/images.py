@@ -1,6 +1,6 @@
-"""A split of images that are read by number: digits and folders here, shards in shards.py.
+"""Map-style image sources with random access: digits and folders here, shards in shards.py.
 
-Reading by number, at random, is what lets any process be given any image: equal steps in every process, each
+With random access, any process can read any image. This allows equal steps on every rank, evaluating each
 validation image exactly once, and exact resuming.
 """
 
@@ -33,41 +33,41 @@ IMAGE_EXTENSIONS = frozenset(
         *("tif", "tiff", "ppm", "pgm", "pbm", "pnm", "jp2", "tga"),
     )
 )
-"""Extensions of files that count as images, in small letters, without the dot."""
-# Others would start programs, as EPS does, or hold no pixels. What has no signature comes last.
+"""Lower-case file extensions that count as images, without the dot."""
+# Other formats run external programs (EPS) or hold no pixels. TGA is last because it has no signature.
 _FORMATS = (
     *("JPEG", "PNG", "WEBP", "AVIF", "BMP", "DIB"),
     *("GIF", "TIFF", "PPM", "JPEG2000", "TGA"),
 )
 _MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360
-_CONTENTS = 256  # images that are read for a fingerprint, evenly spread
-_THREADS = 16  # they mostly wait for the disk
+_CONTENTS = 256  # images whose content enters the fingerprint, evenly spaced
+_THREADS = 16  # more than cores, since they mostly wait for the disk
 _NUMBERS = re.compile(r"(\d+)")
-# Errors of a disk that may come back, and of a file that a network disk does not show yet.
+# Number of retries after transient disk errors, and for a file that a network disk does not show yet.
 _PASSING = {errno.EIO: 9, errno.ESTALE: 9, errno.ETIMEDOUT: 9, errno.ENOTCONN: 9, errno.ENOENT: 3}
 
 
 class Source(ABC):
-    """One split of a data set, opened and checked; its images are read by index, in any order."""
+    """One validated split of a data set, with random access to its images by index."""
 
     labels: np.ndarray
     """Class indices, int64, (num_images,)."""
     classes: tuple[str, ...] | None
-    """Names of the classes, None where the data holds bare indices."""
+    """Class names; None if the data only has class indices."""
     listing: str
-    """Equal for equal names, labels and, in shards, places of images."""
+    """Hash of image names and labels, and in shards also of offsets and sizes."""
     excluded: Sequence[str] = ()
-    """Images left out for want of a label, a line each."""
+    """Images excluded because they have no usable label, one message each."""
 
     @property
     def num_images(self) -> int:
-        """Images of the split, excluded ones left out."""
+        """Number of images in the split, without excluded ones."""
         return len(self.labels)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal data, wherever it lies: the listing, and the content of some images."""
+        """Hash of the listing and the content of up to 256 images, independent of the location of the data."""
         count = min(self.num_images, _CONTENTS)
         chosen = np.linspace(0, self.num_images - 1, count).round().astype(np.int64).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -78,22 +78,22 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """Return an image's file.
+        """Return the bytes of an image file.
 
         Raises:
-            OSError: it cannot be read, or is not what was written.
+            OSError: If the file cannot be read or is corrupted.
         """
 
     def checksum(self, index: int) -> int | None:
-        """Return the CRC32 of an image's file, in any thread; None here, where the listing tells all."""
+        """Return the CRC32 of an image file; thread-safe. None if the listing already covers the content."""
         return None
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Name an image as a user would look for it."""
+        """Return the name by which a user can find an image."""
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw an epoch's order, every index once, int64, (num_images,); here all are shuffled."""
+        """Draw the order of an epoch: each index once, int64 (num_images,). By default a full shuffle."""
         return torch.randperm(self.num_images, generator=generator)
 
     def _checksum(self, index: int) -> int | None:
@@ -104,7 +104,7 @@ class Source(ABC):
 
 
 def fingerprint(*parts: bytes | np.ndarray) -> str:
-    """Hash bytes, and arrays bit for bit, into a short name for them."""
+    """Hash bytes and the raw bytes of arrays into a short hex digest."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part if isinstance(part, bytes) else part.tobytes())
@@ -112,7 +112,7 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
 
 
 class DigitSource(Source):
-    """The 1,797 handwritten digits that scikit-learn ships, a fixed 360 of them held out."""
+    """scikit-learn's 1,797 handwritten digits, with a fixed held-out split of 360."""
 
     def __init__(self, training: bool) -> None:
         from sklearn.datasets import load_digits
@@ -133,48 +133,48 @@ class DigitSource(Source):
         self.listing = fingerprint(pixels, self.labels)
 
     def read(self, index: int) -> bytes:
-        """Return a digit as PNG."""
+        """Return a digit as a PNG file."""
         return self.files[index]
 
     def name(self, index: int) -> str:
-        """Number the digit."""
+        """Return the number of a digit in its split."""
         return f"digit {index}"
 
 
 class FolderSource(Source):
-    """A folder per class below data.path/<split>, numbered in timm's order of their names."""
+    """One folder per class in data.path/<split>, indexed in timm's order of the class names."""
 
     def __init__(self, data: DataConfig, training: bool) -> None:
-        """List the images, which lie at data.path/<split>/<class>/<image>."""
+        """List the images data.path/<split>/<class>/<image>."""
         self.folder = _find_split(data, training)
         paths, self.classes, labels = list_images(self.folder)
-        # Arrays, because a million Python strings would be copied into every loader process.
+        # An array, because a million Python strings would be copied into every data-loading worker.
         self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
         self.listing = fingerprint(self.paths, self.labels)
 
     def read(self, index: int) -> bytes:
-        """Return an image's file."""
+        """Return the bytes of an image file."""
         return self.path(index).read_bytes()
 
     def checksum(self, index: int) -> int:
-        """Read an image."""
+        """Return the CRC32 of an image file."""
         return zlib.crc32(self.read(index))
 
     def name(self, index: int) -> str:
-        """Return an image's path, printable."""
+        """Return the path of an image, with unprintable characters escaped."""
         return printable(str(self.path(index)))
 
     def path(self, index: int) -> Path:
-        """Return where an image lies."""
+        """Return the path of an image."""
         return self.folder / self.paths[index].decode("utf-8", "surrogateescape")
 
 
 class Subset(Source):
-    """Some images of each class of another source: the same in every run, and nested by number."""
+    """A fixed number of images per class of another source, the same in every run; smaller subsets are nested."""
 
     def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
-        """Choose the images."""
+        """Select the images."""
         counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
         least = int(counts.argmin())
         if counts[least] < per_class:
@@ -191,23 +191,23 @@ class Subset(Source):
         self.source = source
         self.labels = source.labels[self.kept]
         self.classes = source.classes
-        # What is excluded was counted against the whole split, when it was opened.
+        # No excluded images here: they were checked for the whole split when it was opened.
         self.listing = fingerprint(source.listing.encode(), self.kept)
 
     def read(self, index: int) -> bytes:
-        """Return an image's file."""
+        """Return the bytes of an image file."""
         return self.source.read(int(self.kept[index]))
 
     def checksum(self, index: int) -> int | None:
-        """Do as the whole split does."""
+        """Return the checksum from the whole split."""
         return self.source.checksum(int(self.kept[index]))
 
     def name(self, index: int) -> str:
-        """Name an image as the whole split does."""
+        """Return the name from the whole split."""
         return self.source.name(int(self.kept[index]))
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the whole split's order, which keeps shards together, and leave out the others."""
+        """Draw the order of the whole split, which keeps shards together, and drop unselected images."""
         places = torch.full((self.source.num_images,), -1)
         places[torch.from_numpy(self.kept)] = torch.arange(self.num_images)
         drawn = places[self.source.order(generator)]
@@ -217,21 +217,22 @@ class Subset(Source):
 def decode(
     content: bytes, mode: str, exif_rotation: bool = False, max_pixels: int = DataConfig.max_pixels
 ) -> Image.Image:
-    """Decode an image file, whatever its name says it is; of a film or a stack, the first image.
+    """Decode an image file by its content, regardless of its extension.
 
-    Where an image is transparent its colours are those below. 16-bit pixels keep their upper byte.
+    Animations and stacks give their first image. Transparency is dropped, which keeps the colours below
+    it. 16-bit pixels keep their upper byte.
 
     Args:
-        content: The file.
-        mode: Pillow's name of the colours wanted, RGB or L.
-        exif_rotation: Turn the image as its EXIF orientation says; damaged EXIF data turn nothing.
-        max_pixels: Most that are decoded; a few kilobytes can claim any number.
+        content: Bytes of the file.
+        mode: Pillow mode to convert to, RGB or L.
+        exif_rotation: Whether to apply the EXIF orientation; damaged EXIF data is ignored.
+        max_pixels: Maximum number of pixels to decode; a file of a few kilobytes can claim any number.
 
     Raises:
-        DataError: it is no image, not a whole one, has too many pixels, or pixels that are 32-bit
-            numbers of no defined range.
+        DataError: If the file is not an image, is truncated, has too many pixels, or has 32-bit pixels
+            without a defined range.
     """
-    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # checked here instead
+    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
     try:
         image = Image.open(io.BytesIO(content), formats=_formats())
         pixels = image.width * image.height
@@ -245,10 +246,10 @@ def decode(
                 ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
             image = _to_eight_bits(image)
-        # It changes nothing in RGB or L, and leads Pillow to a warning.
+        # Transparency has no effect on RGB or L, and Pillow would warn about it.
         image.info.pop("transparency", None)
         return image if image.mode == mode else image.convert(mode)
-    except Exception as error:  # the decoders raise whatever a broken file leads them to
+    except Exception as error:  # decoders raise many types for broken files
         reason = one_line(error) if content else "the file is empty"
         raise DataError(reason.split(" <_io", 1)[0]) from error
     finally:
@@ -262,12 +263,12 @@ def _formats() -> list[str]:
 
 
 def image_mode(in_chans: int) -> str:
-    """Return Pillow's name of the colours that a model of 1 or 3 channels takes."""
+    """Return the Pillow mode for a model with 1 or 3 channels."""
     return _MODES[in_chans]
 
 
 def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
-    """Read an image's file, again for a minute where the disk may come back."""
+    """Read an image file; retry transient disk errors for up to a minute."""
     for attempt in range(max(_PASSING.values()) + 1):
         try:
             return read(index)
@@ -279,21 +280,21 @@ def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
 
 
 def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
-    """List the images of a split, which lie at folder/<class>/<image>; hidden ones are passed over.
+    """List the images folder/<class>/<image> of a split, without hidden files.
 
-    The order is that of timm's reader: of numbers by value, of letters whatever their case.
+    The order is that of timm's reader, which sorts numbers by value and ignores case.
 
     Returns:
-        Paths <class>/<image>, names of the classes, and the place of each image's class among them.
+        Paths <class>/<image>, class names, and the class index of each image.
 
     Raises:
-        DataError: a folder cannot be read, a class has no images, or an image lies elsewhere.
+        DataError: If a folder cannot be read, a class has no images, or an image is in the wrong place.
     """
     names, stray = _look_into(folder)
     classes = tuple(sorted(names, key=natural_key))
     places = {name: place for place, name in enumerate(classes)}
     paths, labels, empty = [], [], []
-    for name in sorted(classes, key=lambda name: natural_key(f"{name}/")):  # as part of a path
+    for name in sorted(classes, key=lambda name: natural_key(f"{name}/")):  # sort as in paths
         inner, images = _look_into(folder / name)
         stray += [
             f"{name}/{deeper}/{image}"
@@ -317,14 +318,14 @@ def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
 
 
 def natural_key(name: str) -> tuple[list[str | int], str]:
-    """Order names as timm does, those that are alike to it as they are spelt."""
+    """Return timm's sort key for a name; names that timm treats as equal are sorted by spelling."""
     parts: list[str | int] = list(_NUMBERS.split(name.lower()))
     parts[1::2] = map(int, parts[1::2])
     return parts, name
 
 
 def is_folder(path: Path) -> bool:
-    """Tell whether a path leads to a folder; a disk that does not say is a DataError."""
+    """Return whether a path is a folder; raise DataError if the disk fails."""
     try:
         return path.is_dir()
     except OSError as error:
@@ -332,7 +333,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _look_into(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of a folder's folders and of its images; links count as what they lead to."""
+    """Return the names of the folders and of the images in a folder, following links."""
     folders, images = [], []
     try:
         with os.scandir(folder) as entries:
@@ -352,7 +353,7 @@ def _look_into(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _below(folder: Path) -> list[str]:
-    """Return an image of a folder in which none must lie, or of one below, or nothing."""
+    """Return one misplaced image in a folder or its sub-folders, or an empty list."""
     inner, images = _look_into(folder)
     return (
         images[:1] or [f"{name}/{image}" for name in inner for image in _below(folder / name)][:1]
@@ -360,7 +361,7 @@ def _below(folder: Path) -> list[str]:
 
 
 def _find_split(data: DataConfig, training: bool) -> Path:
-    """Return the folder of a split; validation also goes by its usual short name."""
+    """Return the folder of a split; for `validation`, fall back to `val`."""
     split = data.train_split if training else data.val_split
     names = [split, "val"] if split == "validation" else [split]
     for name in names:
@@ -373,8 +374,8 @@ def _find_split(data: DataConfig, training: bool) -> Path:
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """Return 16-bit grey as L by its upper byte, as OpenCV and libpng do; Pillow's conversion would clip."""
-    # Pillow reads 16 bits of PPM into 32, and once read those of PNG so.
+    """Convert 16-bit grey to L by its upper byte, like OpenCV and libpng; Pillow's conversion would clip."""
+    # Pillow reads 16-bit PPM as 32-bit; older versions also read 16-bit PNG this way.
     if not (
         image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     ):
@@ -386,7 +387,7 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _enlarged_png(pixels: np.ndarray) -> bytes:
-    """Turn 8 x 8 values in 0 ... 16 into a grey image of 32 x 32, so that shifts are smooth."""
+    """Convert 8 x 8 values in [0, 16] to a 32 x 32 grey PNG file, so that shifts are smooth."""
     image = Image.fromarray((pixels * (255 / 16)).round().astype("uint8"))
     file = io.BytesIO()
     image.resize((32, 32), Image.Resampling.BICUBIC).save(file, format="png")

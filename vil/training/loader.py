@@ -1,4 +1,4 @@
-"""From settings to the batches of a step: opening the data, loading it, and what becomes of an image that is no good."""
+"""Open and validate the data, load batches, and replace unreadable images."""
 
 import atexit
 import os
@@ -36,35 +36,35 @@ from vil.training.settings import DataConfig, ModelConfig, TrainConfig, suitable
 from vil.training.shards import ShardSource
 from vil.training.transforms import train_transform, val_transform
 
-_MOST_TRIES = 8  # unreadable images in a row are no accident
-_MOST_NAMED = 100  # bad validation images; of a disk that is gone all are
-_MOST_TOLD = 3  # differences between processes; a class folder too many moves all classes after it
-_MOST_WORKERS = 8  # where none are asked for
-_PATIENCE = 600  # seconds for a batch; a disk that hangs, or a process that never began, ends it
-# What processes may have otherwise: their own disk and device.
+_MOST_TRIES = 8  # consecutive unreadable images before training stops
+_MOST_NAMED = 100  # bad validation images in a message; after a disk failure all are bad
+_MOST_TOLD = 3  # differences in a message; one extra class folder shifts all later classes
+_MOST_WORKERS = 8  # default limit
+_PATIENCE = 600  # seconds to wait for a batch from a hung disk or a worker that never started
+# Settings that may differ between processes, because disk and device are local.
 _OWN = ("data.path", "run.device", "run.num_threads", "run.output")
 
 
 class Step(NamedTuple):
-    """The images that one process trains on in one step."""
+    """Training images of one process for one step."""
 
     number: int
     """Step of the run."""
     micro_batches: list[tuple[torch.Tensor, torch.Tensor]]
-    """uint8 (B, C, H, W) and class indices (B,), in turn."""
+    """Pairs of images, uint8 (B, C, H, W), and class indices (B,)."""
     bad_images: dict[int, str]
-    """Unreadable images that were replaced, and why."""
+    """Unreadable images that were replaced, by index, with the reason."""
 
 
 def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
-    """Open the images to train on and those to validate on, and check them; all processes must call it.
+    """Open and validate the training and validation split; every rank must call this.
 
     Raises:
-        ConfigError: data.train_split or data.val_split is no pattern of shards.
-        DataError: the data is missing, damaged, has no images or other classes than the model or the other split
-            has, or is not the same for all processes.
+        ConfigError: If data.train_split or data.val_split is not a valid shard pattern.
+        DataError: If the data is missing, damaged or empty, or differs between processes. If the classes
+            differ from those of the model or between the splits.
     """
-    with world.main_first():  # which writes the indexes of shards
+    with world.main_first():  # rank 0 writes the shard indexes
         train, val = (
             open_source(config.data, config.model, training) for training in (True, False)
         )
@@ -74,7 +74,7 @@ def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
 
 
 def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
-    """Open one split of the data and check it against the model; errors as of open_splits."""
+    """Open one split and check it against the model; raises the errors of ``open_splits``."""
     split = "training" if training else "validation"
     if data.dataset == "digits":
         source: Source = DigitSource(training)
@@ -104,7 +104,7 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
 
 
 def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, str]:
-    """Return what all processes must have in common: the settings, the data, and versions, in words."""
+    """Return the settings, data and versions that must match on all ranks, as printable text."""
     seen = {f"version of {name}": v for name, v in versions().items() if name != "python"}
     seen |= {f"setting {name}": v for name, v in flat(config).items() if name not in _OWN}
     for split, source in splits.items():
@@ -115,7 +115,7 @@ def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, st
 
 
 def check_same(world: World, seen: Mapping[str, str]) -> None:
-    """Compare what processes described; all must call it. Copies of the data that differ train another model."""
+    """Raise DataError if ``seen`` differs between ranks, such as their data; every rank must call this."""
     if len(set(world.gather(fingerprint(str(seen).encode())))) == 1:
         return
     told = world.gather((socket.gethostname(), seen))
@@ -134,10 +134,10 @@ def check_same(world: World, seen: Mapping[str, str]) -> None:
 
 
 class TrainData:
-    """The training images, step by step; all randomness follows from the seed and the step."""
+    """Training images, step by step; all randomness depends only on the seed and the step."""
 
     def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
-        """Check that an epoch has at least one step."""
+        """Initialise; raise DataError if an epoch has less than one step."""
         self.micro_batch = config.micro_batch(world.size)
         self.source, self.config, self.world = source, config, world
         self._images = _TrainImages(source, config)
@@ -153,11 +153,11 @@ class TrainData:
 
     @property
     def num_images(self) -> int:
-        """Distinct training images."""
+        """Number of distinct training images."""
         return self.source.num_images
 
     def steps(self, first: int) -> Iterator[Step]:
-        """Yield all steps from the given one to the end of the run, by one loader for all epochs."""
+        """Yield the steps from ``first`` to the end of the run, with one DataLoader for all epochs."""
         loader = DataLoader(
             self._images,
             batch_sampler=self._stream(range(first, self.num_steps)),
@@ -171,7 +171,7 @@ class TrainData:
             yield Step(number, [(images, targets) for images, targets, _ in loaded], bad)
 
     def names(self, step: int) -> list[str]:
-        """Name the images of a step, over all processes."""
+        """Return the names of the images of a step, over all processes."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         data = self.config.data
         order = epoch_order(self.source.order, data.aug_repeats, self.config.run.seed, epoch)
@@ -194,10 +194,10 @@ class TrainData:
 
 
 class ValData:
-    """The validation images, each exactly once over all processes."""
+    """Validation images, each exactly once over all processes."""
 
     def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
-        """Take the images; arguments as of TrainData."""
+        """Same arguments as ``TrainData``."""
         self.source, self.config, self.world = source, config, world
         share = config.data.batch_size // (world.size * config.run.grad_accum_steps)
         self.batch_size = config.data.validation_batch_size or max(share, 1)
@@ -205,17 +205,17 @@ class ValData:
 
     @property
     def num_images(self) -> int:
-        """Images to be scored, over all processes."""
+        """Number of validation images, over all processes."""
         return self.source.num_images
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this process's images, uint8 (B, C, H, W), and their classes, (B,)."""
-        if self._loader is None:  # its processes stay, so that none is forked in the midst of a run
+        """Yield images of this process, uint8 (B, C, H, W), with class indices (B,)."""
+        if self._loader is None:  # keep the workers, so none is forked later in the run
             self._loader = self._load(_ValImages(self.source, self.config))
         yield from _loaded(self._loader)
 
     def verify(self) -> None:
-        """Decode every image once, so that a bad one is not found after the first epoch; in all processes."""
+        """Decode every image once to find bad ones before training; every rank must call this."""
         batches = list(_loaded(self._load(_Problems(self.source, self.config))))
         bad = [
             line for told in self.world.gather(batches) for batch in told for line in batch if line
@@ -235,9 +235,10 @@ class ValData:
 
 
 def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
-    """Return DataLoader's arguments for loader processes; None is one per core of this process's share.
+    """Return the DataLoader arguments for worker processes.
 
-    Forked on Linux, as PyTorch always did: Python 3.14's default would import it anew in each.
+    ``num_workers=None`` uses one worker per core of this process's share, at most 8. Workers are forked on
+    Linux, PyTorch's traditional default; the default of Python 3.14 would re-import PyTorch in each worker.
     """
     if num_workers is None:
         usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
@@ -257,7 +258,7 @@ def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
 
 
 def _loaded(loader: DataLoader) -> Iterator[Any]:
-    """Yield a loader's batches; a process that dies while it hands one over is told like any that dies."""
+    """Yield batches; report a worker that dies while it sends a batch like any dead worker."""
     try:
         yield from loader
     except (ConnectionError, EOFError) as error:
@@ -266,18 +267,18 @@ def _loaded(loader: DataLoader) -> Iterator[Any]:
 
 @cache
 def _end_loaders_at_exit() -> None:
-    """Let Python not wait for loaders that are left when it ends, which ignore its SIGTERM."""
+    """Kill remaining workers at exit; they ignore SIGTERM, so Python would wait for them."""
     atexit.register(end_loaders)
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Ignore what schedulers send to every process of a job: without its loaders a run could write no checkpoint."""
+    """Ignore signals that schedulers send to every process; the run needs its workers to reach a checkpoint."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _check_classes(train: Source, val: Source) -> None:
-    """Check that both splits have the same classes at the same places, where they have names."""
+    """Raise DataError if the class names of the splits differ in content or order; skip splits without names."""
     if None in (train.classes, val.classes) or train.classes == val.classes:
         return
     differing = sorted(set(train.classes) ^ set(val.classes))
@@ -294,7 +295,7 @@ def _check_classes(train: Source, val: Source) -> None:
 
 
 class _Images(Dataset):
-    """Reads and decodes images of a source."""
+    """Dataset that reads and decodes the images of a source."""
 
     def __init__(self, source: Source, config: TrainConfig) -> None:
         self.source, self.config = source, config
@@ -306,15 +307,15 @@ class _Images(Dataset):
 
 
 class _TrainImages(_Images):
-    """Draws of the training stream, augmented; an unreadable image is replaced by another.
+    """Augmented training images; an unreadable image is replaced by another one.
 
-    Which other follows from the seed, so that a resumed run replaces it by the same one.
+    The replacement depends only on the seed, so a resumed run uses the same one.
     """
 
     def __init__(self, source: Source, config: TrainConfig) -> None:
         super().__init__(source, config)
         self.transforms = {size: train_transform(config, size) for size in config.train_sizes}
-        # The last image decoded: repeated augmentation asks for it again at once.
+        # Cache the last decoded image, because repeated augmentation requests it again at once.
         self.last: tuple[Any, ...] = (None,)
 
     def __getitem__(self, draw: Draw) -> tuple[torch.Tensor, int, dict[int, str]]:
@@ -326,7 +327,7 @@ class _TrainImages(_Images):
         return self.transforms[step_size(list(self.transforms), seed, draw.step)](image), label, bad
 
     def _decode(self, draw: Draw) -> tuple[Any, int, dict[int, str]]:
-        """Return an image, its label, and the unreadable ones tried before it, with reasons."""
+        """Return an image, its label, and the unreadable images tried before it with reasons."""
         bad: dict[int, str] = {}
         index = draw.index
         for attempt in range(_MOST_TRIES):
@@ -343,7 +344,7 @@ class _TrainImages(_Images):
 
 
 class _ValImages(_Images):
-    """Validation images; an unreadable one is an error, for nothing can stand in for it."""
+    """Validation images; an unreadable image is an error because it cannot be replaced."""
 
     def __init__(self, source: Source, config: TrainConfig) -> None:
         super().__init__(source, config)
@@ -358,7 +359,7 @@ class _ValImages(_Images):
 
 
 class _Problems(_ValImages):
-    """What is wrong with each validation image; nothing if it is right."""
+    """Error message of each validation image; empty if the image is readable."""
 
     def __getitem__(self, index: int) -> str:
         try:
@@ -371,6 +372,6 @@ class _Problems(_ValImages):
 def _collate(
     items: list[tuple[torch.Tensor, int, dict[int, str]]],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
-    """Stack images and labels and merge what was bad."""
+    """Stack images and labels, and merge the reports of bad images."""
     images, labels = default_collate([(image, label) for image, label, _ in items])
     return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}

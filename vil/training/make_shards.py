@@ -1,7 +1,7 @@
-"""Folders of images packed into webdataset shards, and the verification of such shards.
+"""Pack image folders into webdataset shards, and verify shards.
 
-Images are copied byte for byte. Equal images and options give equal shards, byte for byte too, which
-is what lets a run that was killed be finished by the same command.
+Images are copied byte for byte. Equal images and options give bit-identical shards, so repeating the
+command after a crash finishes the work.
 """
 
 import json
@@ -38,9 +38,9 @@ from vil.training.shards import (
     write_index,
 )
 
-_IN_ORDER = ("validation", "val", "test")  # splits of which every image is read alike
+_IN_ORDER = ("validation", "val", "test")  # splits that are not shuffled
 _JPEG = ("jpg", "jpeg", "jpe", "jfif")
-_MOST_NAMES = 20  # of bad images in a line
+_MOST_NAMES = 20  # bad images named in a message
 
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
@@ -48,36 +48,36 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(Section):
-    """Pack a folder of images into webdataset shards. The same command again finishes a run that was
-    stopped. `make_shards.py verify SHARD_FOLDER` verifies shards."""
+    """Pack a folder of images into webdataset shards. Repeat the command to finish an interrupted run.
+    `make_shards.py verify SHARD_FOLDER` verifies shards."""
 
     images: Annotated[Positional[str], tyro.conf.arg(metavar="IMAGE_FOLDER")]
-    """Folder with a folder per split with a folder per class."""
+    """Folder with images at <split>/<class>/<image>."""
     shards: Annotated[Positional[str], tyro.conf.arg(metavar="SHARD_FOLDER")]
-    """Where to write; made if it is missing."""
+    """Output folder; created if missing."""
     splits: tuple[str, ...] = ("train", "validation")
-    """Folders to pack; `validation` also finds `val`."""
+    """Splits to pack; for `validation`, also looks for `val`."""
     shard_images: Count = 1000
-    """Images of a shard."""
+    """Images per shard."""
     seed: CountFromZero = 0
-    """Of the random order into which images are put, so that each shard holds a mix of classes.
-    validation, val and test keep their order."""
+    """Seed of the shuffle, which mixes the classes in each shard. The splits validation, val and test are not
+    shuffled."""
     num_workers: Threads | None = None
-    """Threads that copy; None takes one per core."""
+    """Number of threads that copy; None uses one per core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Section):
-    """Read every image of a folder of shards and compare it with what was written."""
+    """Read every image of a folder of shards and verify its checksum."""
 
     shards: Annotated[Positional[str], tyro.conf.arg(metavar="SHARD_FOLDER")]
-    """What make_shards.py wrote."""
+    """Folder written by make_shards.py."""
     num_workers: Threads | None = None
-    """Threads that read; None takes one per core."""
+    """Number of threads that read; None uses one per core."""
 
 
 class _Image(NamedTuple):
-    """An image on its way into a shard; size is in bytes."""
+    """An image to write into a shard; ``size`` is in bytes."""
 
     path: str
     key: str
@@ -86,17 +86,17 @@ class _Image(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What becomes of a split."""
+    """The shards to write for a split."""
 
     name: str
     classes: tuple[str, ...]
     made_from: dict[str, Any]
-    """The options, and a digest of all names, labels and sizes."""
+    """Options, and a digest of all names, labels and sizes."""
     shards: dict[str, list[_Image]]
-    """Contents by file name."""
+    """Images of each shard, by file name."""
 
     def info(self) -> dict[str, Any]:
-        """Describe the split as timm does, and more."""
+        """Return timm's description of the split, with additional fields."""
         lengths = [len(images) for images in self.shards.values()]
         return {
             "name": self.name,
@@ -109,12 +109,12 @@ class _Plan(NamedTuple):
 
 
 def make_shards(options: MakeOptions) -> None:
-    """Pack images into shards, except those that are there already.
+    """Pack images into shards; skip shards that are already complete.
 
     Raises:
-        ConfigError: options.splits are no names of folders, or one stands twice.
-        DataError: images are missing, empty, unreadable, or classes differ between splits.
-        OutputError: the folder holds other shards, is in use, or cannot be written to.
+        ConfigError: If options.splits contains an invalid folder name or a duplicate.
+        DataError: If images are missing, empty or unreadable, or classes differ between splits.
+        OutputError: If the folder contains other shards, is in use, or is not writable.
     """
     splits, folder = options.splits, Path(options.shards)
     names = all(re.fullmatch(r"[\w-]+", split) for split in splits)
@@ -137,10 +137,10 @@ def make_shards(options: MakeOptions) -> None:
 
 
 def verify_shards(options: VerifyOptions) -> None:
-    """Read all shards that a folder's _info.json names and say which are damaged.
+    """Read all shards named in a folder's _info.json and log which are damaged.
 
     Raises:
-        DataError: a shard is damaged, or the folder holds none.
+        DataError: If a shard is damaged or the folder contains no shards.
     """
     folder = Path(options.shards)
     splits = read_info(folder)
@@ -167,7 +167,7 @@ def verify_shards(options: VerifyOptions) -> None:
 
 
 def _plan(split: str, options: MakeOptions) -> _Plan:
-    """List the images of a split and divide them among shards."""
+    """List the images of a split and assign them to shards."""
     source = FolderSource(DataConfig(path=options.images, val_split=split), training=False)
     paths = [str(source.path(index)) for index in range(source.num_images)]
     labels = source.labels.tolist()
@@ -195,7 +195,7 @@ def _plan(split: str, options: MakeOptions) -> _Plan:
 
 
 def _sizes(paths: list[str], num_workers: int | None) -> list[int]:
-    """Return the bytes of all files, none of which may be empty."""
+    """Return the sizes of all files in bytes; raise DataError if a file is empty."""
     try:
         with ThreadPoolExecutor(num_workers) as pool:
             sizes = list(pool.map(os.path.getsize, paths, chunksize=1000))
@@ -212,7 +212,7 @@ def _sizes(paths: list[str], num_workers: int | None) -> list[int]:
 
 
 def _keys(names: list[str]) -> list[str]:
-    """Make keys that tell class and file; webdataset takes what follows a dot for the extension."""
+    """Build unique keys from class and file name, without dots: webdataset parses a dot as the extension."""
     keys: list[str] = []
     taken: set[str] = set()
     uses: Counter[str] = Counter()
@@ -221,7 +221,7 @@ def _keys(names: list[str]) -> list[str]:
         told = stem.startswith(f"{os.path.basename(folders)}_")  # as in n01440764/n01440764_18
         plain = re.sub(r"[^\w-]", "_", stem if told else f"{folders}_{stem}")
         key = plain
-        while key in taken:  # as of 1.jpg and 1.png
+        while key in taken:  # 1.jpg and 1.png share a key
             uses[plain] += 1
             key = f"{plain}_{uses[plain] + 1}"
         taken.add(key)
@@ -230,7 +230,7 @@ def _keys(names: list[str]) -> list[str]:
 
 
 def _announce(folder: Path, plans: list[_Plan]) -> None:
-    """Write down what the folder is going to hold, or check that it is what it was to hold."""
+    """Write the planned content of the folder to _info.json, or check that it matches an earlier plan."""
     present = read_info(folder)
     classes = {name: split.get("classes") for name, split in present.items()}
     classes |= {plan.name: list(plan.classes) for plan in plans}
@@ -256,7 +256,7 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether a shard was finished; its index is written last."""
+    """Return whether a shard is complete; its index is written last."""
     try:
         index = read_index(path)
         return index is not None and all(s.crc32 is not None for s in load_index(path))
@@ -275,7 +275,7 @@ def _write_shard(job: tuple[Path, list[_Image]]) -> None:
                 content = _read(image)
                 checksums.append(zlib.crc32(content))
                 extension = image.path.rpartition(".")[2].lower()
-                extension = "jpg" if extension in _JPEG else extension  # all that timm looks for
+                extension = "jpg" if extension in _JPEG else extension  # timm reads only .jpg
                 label = str(image.label).encode()
                 tar.write({"__key__": image.key, extension: content, "cls": label})
 
@@ -300,7 +300,7 @@ def _read(image: _Image) -> bytes:
 
 
 def _find_faults(job: tuple[Path, int]) -> str:
-    """Say in a line what is wrong with a shard, nothing if it is whole."""
+    """Return a one-line description of the faults of a shard, empty if there are none."""
     path, length = job
     try:
         index = read_index(path)
@@ -328,7 +328,7 @@ def _find_faults(job: tuple[Path, int]) -> str:
 def _work(
     function: Callable[[_Job], _Result], jobs: list[_Job], num_workers: int | None, done: str
 ) -> list[_Result]:
-    """Apply a function to every shard in threads: the work is the disk's, and none survives a killed process."""
+    """Apply a function to all shards in threads: the work is I/O-bound, and threads die with the process."""
     pool = ThreadPoolExecutor(num_workers or os.cpu_count())
     try:
         futures = [pool.submit(function, job) for job in jobs]

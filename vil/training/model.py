@@ -1,4 +1,4 @@
-"""What is trained: model, optimiser, schedule, loss, augmentation, average, and their processes."""
+"""Build model, optimizer, schedule, loss, augmentation, EMA and data-parallel wrapper."""
 
 from dataclasses import dataclass
 
@@ -20,21 +20,21 @@ from vil.training.transforms import BatchAugment
 from vil.weights.build import create, model_with
 from vil.weights.files import Weights
 
-_FUSED = ("adam", "adamw")  # of PyTorch's optimisers, as timm spells them
+_FUSED = ("adam", "adamw")  # optimizers with a fused PyTorch version, by timm's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """Everything that one training step touches."""
+    """All objects that a training step uses."""
 
     model: nn.Module
-    """Holds the weights."""
+    """Model that holds the weights."""
     origin: str
-    """Where the weights that it began with come from, in words."""
+    """Description of the source of the initial weights."""
     compiled: nn.Module
-    """The model, compiled where asked for."""
+    """The model, compiled if run.torchcompile is set."""
     forward: nn.Module
-    """What training calls: the above, its gradients averaged over the processes."""
+    """Module that training calls: ``compiled``, with gradients averaged over all processes."""
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
@@ -43,18 +43,18 @@ class Trainee:
     world: World
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin to train an epoch, at the rate of the epoch before, as DeiT and Vim did."""
+        """Start an epoch, with the learning rate of the previous epoch as in DeiT and Vim."""
         self.scheduler.step(max(epoch - 1, 0))
         self.model.train()
 
     @property
     def averages(self) -> list[nn.Module]:
-        """The model with averaged weights, if an average is kept."""
+        """Model with averaged weights (EMA), or an empty list if no average is kept."""
         return [] if self.ema is None else [self.ema.module]
 
     @property
     def lr(self) -> float:
-        """The learning rate; of the head, where optim.layer_decay gives those below it a part of it."""
+        """Learning rate; with optim.layer_decay, that of the head, since lower layers have smaller rates."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
 
@@ -64,17 +64,17 @@ def build(
     weights: Weights | None = None,
     classes: tuple[str, ...] | None = None,
 ) -> Trainee:
-    """Build the model and everything that trains it.
+    """Build the model and all objects that train it.
 
     Args:
-        config: The run's configuration, all of it filled in.
-        world: The processes, connected if there are several.
-        weights: What the model starts from; None draws its weights.
-        classes: Names of the data's classes; weights of as many others get a new head.
+        config: Configuration of the run, with all defaults filled in.
+        world: Process group, connected if there are several processes.
+        weights: Initial weights; None initialises them at random.
+        classes: Class names of the data. If they differ from those of the weights, the head is
+            re-initialised, even if their number is equal.
 
     Raises:
-        ConfigError: a name or a value is not one that timm or the model accepts, or the weights do not
-            fit the model.
+        ConfigError: If timm or the model rejects a name or value, or the weights do not fit the model.
     """
     if weights is None:
         model, origin = build_model(config.model), "drawn at random"
@@ -97,7 +97,7 @@ def build(
     )
     decay = config.optim.model_ema_decay
     augment = config.augment
-    # A program for each of several sizes: one for all would depend on which is drawn first.
+    # Compile one static program per image size; a dynamic one would depend on the size drawn first.
     dynamic = False if config.data.img_sizes else None
     compiled = torch.compile(model, dynamic=dynamic) if config.run.torchcompile else model
     return Trainee(
@@ -108,7 +108,7 @@ def build(
         ema=None if decay is None else ModelEmaV3(model, decay=decay),
         optimizer=optimizer,
         scheduler=scheduler,
-        # Mixup has smoothed the labels already where it is on.
+        # Mixup, if enabled, already smooths the labels.
         criterion=nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixes else augment.smoothing),
         augment=BatchAugment(config, world.device),
         world=world,
@@ -117,7 +117,7 @@ def build(
 
 @torch.no_grad()
 def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
-    """Refuse a size of data.img_sizes that the model does not take, by trying one image."""
+    """Raise ConfigError if the model does not support a size of data.img_sizes; runs one image of that size."""
     try:
         device = next(model.parameters()).device
         model.eval()(torch.zeros(1, config.in_chans, size, size, device=device))
@@ -132,7 +132,7 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
 
 
 def _check_patch_drop(model: nn.Module, size: int) -> None:
-    """Refuse what the first step at a size would, since weights bring a grid and a rate of their own."""
+    """Check patch dropping at a size now, not in the first step; weights bring their own grid and rate."""
     if isinstance(model, VisionLonghorn) and model.patch_drop_rate:
         grid = list(model.patch_embed.dynamic_feat_size((size, size)))
         try:
@@ -143,7 +143,7 @@ def _check_patch_drop(model: nn.Module, size: int) -> None:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Create the model with weights drawn at random."""
+    """Create the model with random weights."""
     try:
         return create(config.name, **model_arguments(config), **_drop_path(config))
     except ValueError as error:
@@ -153,7 +153,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 def _model_from(
     weights: Weights, config: ModelConfig, classes: tuple[str, ...] | None
 ) -> tuple[nn.Module, str]:
-    """Create the model with given weights, and say what was taken of them."""
+    """Create the model with the given weights, and return it with a description of what was loaded."""
     others = None not in (classes, weights.label_names) and classes != weights.label_names
     try:
         arguments = model_arguments(config) | _drop_path(config)
@@ -163,12 +163,12 @@ def _model_from(
 
 
 def _drop_path(config: ModelConfig) -> dict[str, float]:
-    """Return the argument of models that have drop path; others are asked only if it is set."""
+    """Return drop_path_rate as a model argument if it is set; models without drop path would reject it."""
     return {"drop_path_rate": config.drop_path_rate} if config.drop_path_rate else {}
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
-    """Create the optimiser; vectors and model.no_weight_decay() are not decayed."""
+    """Create the optimizer; vectors and model.no_weight_decay() get no weight decay."""
     try:
         return create_optimizer_v2(
             model,
@@ -185,20 +185,20 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.o
 
 
 def _distribute(model: nn.Module, config: ModelConfig, world: World) -> nn.Module:
-    """Average the gradients over the processes, if there are several.
+    """Wrap the model in DistributedDataParallel if there are several processes.
 
-    After its first backward pass DistributedDataParallel lays its buffers out anew, in the order in
-    which the gradients came. Of more than two numbers the sum depends on the order of adding, which
-    in a ring of processes depends on the place in the buffer. A pass ahead of the run makes all its
-    steps alike, also the first one after resuming.
+    After its first backward pass, DistributedDataParallel rebuilds its buckets in the order in which
+    gradients arrived. A sum of more than two numbers depends on the order of addition, which in a ring
+    all-reduce depends on the position in the bucket. One backward pass before the run therefore makes
+    all its steps equal, including the first step after resuming.
     """
     if world.size == 1:
         return model
     devices = [world.device] if world.device.type == "cuda" else None
     averaging = DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
-    averaging.eval()  # leaves the statistics of batch normalisation alone
+    averaging.eval()  # keeps batch-norm statistics unchanged
     size = (1, config.in_chans, config.img_size, config.img_size)
-    with torch.compiler.set_stance("force_eager"):  # or batches would be compiled for any size
+    with torch.compiler.set_stance("force_eager"):  # avoids compiling a dynamic batch size
         averaging(torch.zeros(size, device=world.device)).sum().backward()
     averaging.zero_grad()
     return averaging

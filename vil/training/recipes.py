@@ -1,4 +1,4 @@
-"""Settings from YAML files, command lines and checkpoints, and back."""
+"""Read settings from YAML recipes, command lines and checkpoints, and write them as YAML."""
 
 import argparse
 import dataclasses
@@ -23,18 +23,18 @@ _Options = TypeVar("_Options")
 
 
 def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
-    """Resolve the settings from a recipe and the command line, which wins.
+    """Load a recipe and override it with the command line.
 
     Args:
-        arguments: The command line without the program's name.
-        default_recipe: Recipe where no --config is given.
+        arguments: Command line without the program's name.
+        default_recipe: Recipe to use without --config.
 
     Returns:
-        The settings, checked; the output folder is named after the recipe where nothing names it.
+        Validated settings. The output folder defaults to output/<recipe>.
 
     Raises:
-        ConfigError: the recipe is missing or malformed, or settings are wrong or do not go together.
-        SystemExit: the command line cannot be parsed; tyro has printed why.
+        ConfigError: If the recipe is missing or malformed, or settings are invalid or incompatible.
+        SystemExit: If the command line cannot be parsed; tyro has printed the reason.
     """
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--config", type=Path, default=default_recipe)
@@ -50,7 +50,7 @@ def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
 
 
 def parse(kind: type[_Options], arguments: list[str], default: _Options | None = None) -> _Options:
-    """Parse a command line and check every value."""
+    """Parse a command line and validate every value."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with nullcontext() if is_first else redirect_stderr(io.StringIO()):
         options = tyro.cli(kind, args=arguments, default=default)
@@ -58,12 +58,12 @@ def parse(kind: type[_Options], arguments: list[str], default: _Options | None =
 
 
 def read_recipe(path: Path) -> TrainConfig:
-    """Read a YAML recipe on top of the defaults: sections of TrainConfig, each with some of its fields."""
+    """Read a YAML recipe, which overrides defaults; it may contain any sections and fields of TrainConfig."""
     try:
         sections = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}", everywhere=True) from error
-    except Exception as error:  # yaml raises many things, as of the date 2026-99-99
+    except Exception as error:  # yaml raises many types, as for the date 2026-99-99
         raise ConfigError(
             f"--config {path} is not YAML: {one_line(error)}", everywhere=True
         ) from error
@@ -71,10 +71,10 @@ def read_recipe(path: Path) -> TrainConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which also takes 1e-3 for a number, as YAML 1.2 does, and no key twice in a mapping."""
+    """Safe YAML loader that parses 1e-3 as a number, as in YAML 1.2, and rejects duplicate keys in a mapping."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Read a mapping, each key once; what a merge brings in may stand in both."""
+        """Reject duplicate keys in a mapping; a key may override one from a merge."""
         node = super().compose_mapping_node(anchor)
         times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         for key, _ in node.value:
@@ -89,20 +89,20 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 
 
 def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _Options:
-    """Build settings from plain values, checked: the one way in, of YAML, command line and checkpoint.
+    """Build validated settings from plain values; used for YAML, command line and checkpoints.
 
     Args:
-        values: Nested dictionaries, lists, numbers and texts; what they leave out has its default.
-        origin: Where the values come from, for error messages, with what separates it from them.
-        kind: The dataclass to build.
+        values: Nested dictionaries, lists, numbers and strings; missing fields get their defaults.
+        origin: Prefix of error messages that names the source of the values, including a separator.
+        kind: Dataclass to build.
 
     Raises:
-        ConfigError: a name is unknown or a value out of its range; says all of that in one line.
+        ConfigError: If a name is unknown or a value out of range; one line lists all problems.
     """
     if isinstance(values, dict) and isinstance(values.get("data"), dict):
         values["data"].pop(
             "fractal_seed", None
-        )  # of earlier versions, without effect on what is left
+        )  # written by earlier versions; has no effect any more
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
@@ -112,12 +112,12 @@ def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _
         TypeError,
         ValueError,
         RecursionError,
-    ) as error:  # of json, as for a number of 5,000 digits
+    ) as error:  # from json, as for a number of 5,000 digits
         raise ConfigError(f"{origin}{one_line(error)}", everywhere=True) from error
 
 
 def _described(problem: Any) -> str:
-    """Put one of pydantic's problems as: the setting, what it must be, what it is."""
+    """Format a pydantic error as "setting must be ..., got ..."."""
     name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in problem["loc"])[1:]
     words = problem["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -128,7 +128,7 @@ def _described(problem: Any) -> str:
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Return a dataclass of settings and of sections of settings as {"section.key": value}."""
+    """Return a settings dataclass, which may have sections, as {"section.key": value}."""
     found = {}
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, dict):
@@ -139,5 +139,5 @@ def flat(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """Write all settings as a recipe."""
+    """Return all settings as a YAML recipe."""
     return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)

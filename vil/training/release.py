@@ -1,4 +1,4 @@
-"""Turn a checkpoint into a folder that timm, transformers and the hub take: weights, config, card."""
+"""Export a checkpoint to a folder for timm, transformers and the hub: weights, config, model card."""
 
 import dataclasses
 import json
@@ -27,11 +27,11 @@ from vil.training.settings import Section, TrainConfig
 from vil.weights.build import model_with
 from vil.weights.files import Weights
 
-# What timm says of the weights that it has of a model by that name.
+# Fields of timm's pretrained_cfg that describe timm's own weights of a model with the same name.
 _OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")
 
 
-# Of the recipe: what only says where on the author's machine something lay, or how it was watched.
+# Settings left out of the published recipe because they only concern the author's machine.
 _PRIVATE = ("model.pretrained", "data.path", "data.num_workers")
 
 _PAPERS = (
@@ -53,25 +53,25 @@ _PAPERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseConfig(Section):
-    """Write the weights of a checkpoint as safetensors, for timm to load by local-dir:FOLDER."""
+    """Write the weights of a checkpoint as safetensors; timm loads them with local-dir:FOLDER."""
 
     checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
-    """Checkpoint that train_imagenet.py wrote."""
+    """Checkpoint written by train_imagenet.py."""
     folder: Annotated[Positional[str], tyro.conf.arg(metavar="FOLDER")]
-    """Folder to write, which must not exist."""
+    """Output folder; must not exist."""
     ema: bool = False
-    """Release the averaged weights instead of the last ones."""
+    """Release the averaged weights (EMA) instead of the last ones."""
     license: str = "other"
-    """Licence of the weights, by its name on the Hugging Face hub."""
+    """License of the weights, by its identifier on the Hugging Face hub."""
 
 
 def release(options: ReleaseConfig) -> None:
-    """Write model.safetensors, config.json and README.md; the folder is there whole or not at all.
+    """Write a folder with model.safetensors, config.json and README.md atomically.
 
     Raises:
-        ConfigError: there is no such file, it has no averaged weights, or train_imagenet.py did not
-            write it.
-        OutputError: the checkpoint cannot be read, or the folder exists or cannot be written.
+        ConfigError: If the checkpoint does not exist, has no averaged weights, or was not written by
+            train_imagenet.py.
+        OutputError: If the checkpoint cannot be read, or the folder exists or cannot be written.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
     if os.path.lexists(folder):
@@ -91,7 +91,7 @@ def release(options: ReleaseConfig) -> None:
     card = _model_card(folder.name, weights, config, options.license)
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a release that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed release
         temporary.mkdir(parents=True)
     except OSError as error:
         raise OutputError(f"cannot create {temporary}: {error.strerror}") from error
@@ -114,7 +114,7 @@ def release(options: ReleaseConfig) -> None:
 
 
 def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license: str) -> None:
-    """Write the files."""
+    """Write model.safetensors, config.json and README.md."""
     names, cfg = weights.label_names, weights.pretrained_cfg
     for key in _OF_OTHER_WEIGHTS:
         model.pretrained_cfg.pop(key, None)
@@ -131,14 +131,14 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
     )
     path = folder / "config.json"
     described = json.loads(path.read_text(encoding="utf-8"))
-    # The number of classes stands above, and transformers hands it over itself.
+    # config.json has the number of classes at its top level, and transformers passes it to the model.
     described["model_args"].pop("num_classes", None)
     path.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _model_card(name: str, weights: Weights, config: TrainConfig, license: str) -> str:
-    """Write a model card in timm's form."""
+    """Return a model card in timm's format."""
     model, data, names = config.model, config.data, weights.label_names or ()
     shown = ", ".join(map(_plain, names[:10])) + (", ..." if len(names) > 10 else "")
     start = (
@@ -172,10 +172,10 @@ model = vil.load({json.dumps(name)}, num_classes=3)  # to fine-tune on other cla
 
 
 def _metrics(weights: Weights) -> str:
-    """Return the row of the run's log that the weights are of."""
+    """Return the metrics of the epoch of the weights as Markdown, or nothing if the log has none."""
     row = next((row for row in weights.history or () if row["epoch"] == weights.epoch), None)
     prefix = "ema_" if weights.averaged else ""
-    if row is None or f"{prefix}top1" not in row:  # as where an average has just begun
+    if row is None or f"{prefix}top1" not in row:  # e.g. the average has just begun
         return ""
     loss = row["ema_loss" if weights.averaged else "val_loss"]
     return (
@@ -186,7 +186,7 @@ def _metrics(weights: Weights) -> str:
 
 
 def _recipe(config: TrainConfig) -> str:
-    """Return the settings, without those that only concern the author's machine."""
+    """Return the settings as Markdown, without those that only concern the author's machine."""
     sections: dict[str, dict[str, Any]] = {}
     for section, values in dataclasses.asdict(config).items():
         if section != "run":
@@ -200,12 +200,12 @@ def _recipe(config: TrainConfig) -> str:
 
 
 def _without_place(value: Any) -> Any:
-    """Return a setting; of a path only its last name, which does not say where on a machine it lay."""
+    """Return a setting unchanged, or only the last part of a path, to hide the author's folders."""
     if not isinstance(value, str) or value.startswith("hf-hub:"):
         return value
     return Path(value.removeprefix("local-dir:")).name or value
 
 
 def _plain(text: str) -> str:
-    """Escape what Markdown or HTML would read in a name, and put it on one line."""
+    """Escape Markdown and HTML characters of a name and put it on one line."""
     return re.sub(r"([\\`*_{}\[\]<>()#|~&$!])", r"\\\1", printable(" ".join(text.split())))

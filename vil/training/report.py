@@ -1,4 +1,4 @@
-"""All that a run shows and logs: banner, progress, steps.csv, log.csv, curve.png, skipped.txt, trackers, summary."""
+"""Output and logs of a run: banner, progress, steps.csv, log.csv, curve.png, skipped.txt, trackers, summary."""
 
 import dataclasses
 import math
@@ -33,33 +33,33 @@ from vil.training.stopping import Signals
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
 _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv
-_CURVE_EVERY = 30.0  # seconds between two drawings of the curve
-_LIMIT = 60.0  # seconds for a call of a tracker
+_CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
+_LIMIT = 60.0  # seconds for a tracker call
 _LIMIT_AT_SIGNAL = 5.0  # schedulers send SIGKILL 10 to 30 seconds after SIGTERM
 
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
-    """Return the parameters and the GMACs of one image, the scans counted."""
+    """Return the number of parameters, and the GMACs of one image including scans."""
     size = (config.model.in_chans, config.model.img_size, config.model.img_size)
     return {"params": count_parameters(model), "gmacs": count_macs(model, size) / 1e9}
 
 
 class Report:
-    """What one process knows of a run's progress; the main one shows it and writes it into the run's folder.
+    """Progress of a run on one process; rank 0 prints it and writes it to the run's folder.
 
-    Nothing that it shows or writes stops the run.
+    Failures to print or write never stop the run.
     """
 
     def __init__(
         self, folder: Path, run: Run, train_data: TrainData, val_data: ValData, signals: Signals
     ) -> None:
-        """Take up a run where it is; nothing is shown yet."""
+        """Start from the current state of a run, without output yet."""
         self.folder, self.run, self.config, self.state = folder, run, run.config, run.state
         self.train_data, self.val_data = train_data, val_data
         self.length, self.epochs = train_data.steps_per_epoch, run.config.schedule.epochs
         self.is_main = run.trainee.world.is_main
         self.unread: list[tuple[Step, StepResult]] = []
-        """Steps whose loss was not read yet, without their images: reading waits for the device."""
+        """Steps, without images, whose loss is still on the device; reading it waits for the device."""
         self.failed_saves = 0
         self.tracking = Tracking(run.config, folder, signals)
         self.first_step = self.state.step
@@ -67,7 +67,7 @@ class Report:
         self.stack = ExitStack()
 
     def __enter__(self) -> "Report":
-        """Show what is about to run, and bring the files in line with the checkpoint."""
+        """Print the banner, and bring the log files in line with the checkpoint."""
         if self.is_main:
             self._banner()
             self._try(write_text, self.folder / "config.yaml", to_yaml(self.config))
@@ -91,56 +91,56 @@ class Report:
         self.tracking.finish(failed=kind is not None)
 
     def begin_epoch(self) -> None:
-        """Start the clock of an epoch; the parts of it before and after resuming count together."""
+        """Start the clock of an epoch; time before and after resuming is added."""
         self.seconds_before, self.began = self.state.seconds, time.monotonic()
         self.first_of_start, self.waited = self.state.step, 0.0
         self.lap = (self.began, self.state.step, 0.0)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time within as spent waiting for data."""
+        """Count the time in the ``with`` block as waiting for data."""
         start = time.monotonic()
         yield
         self.waited += time.monotonic() - start
 
     def took(self, step: Step, result: StepResult) -> None:
-        """Count a step, whose loss is read later."""
+        """Count a step; its loss is read later."""
         self.unread.append((step._replace(micro_batches=[]), result))
         self.state.step += 1
         self.bar.update()
 
     @property
     def done(self) -> int:
-        """Steps of the epoch."""
+        """Steps done in the current epoch."""
         return self.state.step - len(self.state.history) * self.length
 
     @property
     def seconds(self) -> float:
-        """Spent on the epoch."""
+        """Seconds spent on the current epoch."""
         return self.seconds_before + time.monotonic() - self.began
 
     @property
     def images_per_s(self) -> float:
-        """In the epoch, over all processes."""
+        """Images per second in the current epoch, over all processes."""
         return self.done * self.config.data.batch_size / self.seconds
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to read the losses; the same in all processes."""
+        """Whether to read the losses now; the same on all ranks."""
         return self.done % self.config.run.log_interval == 0
 
     @property
     def save_is_due(self) -> bool:
-        """Whether it is time for a checkpoint, by the main process's clock."""
+        """Whether a checkpoint is due by the clock of rank 0."""
         return self.is_main and time.monotonic() - self.saved >= 60 * self.config.run.save_minutes
 
     def saving(self) -> None:
-        """Note that a checkpoint is about to be written."""
+        """Record that a checkpoint is about to be written."""
         self.saved = time.monotonic()
         self.state.seconds = self.seconds if self.done else 0.0
 
     def losses(self, losses: list[float], norms: list[float]) -> None:
-        """Record the unread steps: their losses over all images, the norms of their gradients before clipping."""
+        """Record the unread steps, given losses over all images and gradient norms before clipping."""
         start, step, waited = self.lap
         self.lap = now, _, _ = time.monotonic(), self.state.step, self.waited
         speed = (self.state.step - step) * self.config.data.batch_size / (now - start)
@@ -161,7 +161,7 @@ class Report:
                 self.tracking.add("step", row[0], dict(zip(_COLUMNS[1:], row[1:], strict=True)))
 
     def progress(self) -> None:
-        """Show how far the epoch has come, if it is time."""
+        """Print the progress of the epoch if it is due."""
         if not self.is_main or not self.is_due:
             return
         history = self.state.history
@@ -182,7 +182,7 @@ class Report:
         self.tracking.show()
 
     def epoch(self) -> None:
-        """Show a finished epoch, and write the log and the curve."""
+        """Print a finished epoch, and write the log and the curve."""
         if not self.is_main:
             return
         row, best = self.state.history[-1], self.state.best[self.state.best_key]
@@ -199,12 +199,12 @@ class Report:
         self.tracking.show()
 
     def skipped(self) -> None:
-        """Name what was skipped in skipped.txt."""
+        """List skipped images and steps in skipped.txt."""
         if self.is_main:
             self._try(self._write_skipped)
 
     def summary(self) -> None:
-        """Write the log and the curve once more, and print what was reached and where it is."""
+        """Write the final log and curve, and print the results and their files."""
         if not self.is_main:
             return
         self._try(self._write_log)
@@ -252,11 +252,11 @@ class Report:
         )
         if done == self.epochs:
             log.info("resumed  finished before; nothing is left to train")
-        elif state.step:  # all steps of an epoch may be done, and the model not scored
+        elif state.step:  # even after all steps of an epoch, if not yet evaluated
             log.info(f"resumed  after step {self.done} of epoch {done + 1}")
 
     def _catch_up(self) -> None:
-        """Bring the files in line with the checkpoint, and show the last finished epoch again."""
+        """Bring the files in line with the checkpoint, and send the last finished epoch to the tracker again."""
         history = self.state.history
         done = max(len(history) - 1, 0) * self.length
         self.tracking.start(done)
@@ -270,7 +270,7 @@ class Report:
         self.tracking.show()
 
     def _cut_steps(self) -> list[dict[str, float]]:
-        """Keep of steps.csv the whole rows of steps that the checkpoint has done, and return them."""
+        """Truncate steps.csv to complete rows of steps in the checkpoint, and return these rows."""
         path, rows = self.folder / "steps.csv", []
         lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
         header = ",".join(_COLUMNS) + "\n"
@@ -293,7 +293,7 @@ class Report:
                 *numbers,
                 speed,
                 wait,
-            ) in rows:  # nine digits are all that a float32 has
+            ) in rows:  # nine digits represent a float32 exactly
                 told = ",".join(f"{number:.9g}" for number in numbers)
                 file.write(f"{step},{epoch},{told},{speed:.1f},{wait:.1f}\n")
         sync(self.folder / "steps.csv")
@@ -302,7 +302,7 @@ class Report:
         write_text(self.folder / "log.csv", csv_text(self.state.history))
 
     def _write_skipped(self) -> None:
-        """Write skipped.txt anew; remove one of an earlier start where nothing is skipped."""
+        """Rewrite skipped.txt, or remove an old one if nothing is skipped."""
         state, source, path = self.state, self.train_data.source, self.folder / "skipped.txt"
         if not (source.excluded or state.bad_images or state.bad_steps):
             path.unlink(missing_ok=True)
@@ -327,16 +327,16 @@ class Report:
         self.drawn = time.monotonic()
 
     def _try(self, write: Callable[..., object], *arguments: Any) -> None:
-        """Write a file that can be written again later; say so if it fails."""
+        """Try to write a file that can be rewritten later; log a warning on failure."""
         try:
             write(*arguments)
-        except Exception as error:  # whatever a disk, or matplotlib, comes up with
+        except Exception as error:  # disks and matplotlib raise many types
             if is_dead_loader(error):
                 raise
             log.warning(f"{type(error).__name__}: {one_line(error)}; training goes on without")
 
     def _rest(self) -> str:
-        """Count what was skipped, and estimate the rest of the run from its mean pace since it started."""
+        """Return the number of skipped images and steps, and the time left at the mean pace since this start."""
         images, steps = len(self.state.bad_images), len(self.state.bad_steps)
         pace = (time.monotonic() - self.start) / max(self.state.step - self.first_step, 1)
         left = timedelta(seconds=round(pace * (self.train_data.num_steps - self.state.step)))
@@ -346,7 +346,7 @@ class Report:
 
 
 def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
-    """Draw loss and top-1 by epoch into a PNG file, given a row of the log per epoch."""
+    """Plot loss and top-1 per epoch as a PNG file, given one log row per epoch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -371,18 +371,18 @@ def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
 
 
 class TensorBoard:
-    """Event files in <run>/tensorboard."""
+    """TensorBoard tracker, with event files in <run>/tensorboard."""
 
     def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
-        """Begin, or go on after a number of steps, of which later ones come again."""
+        """Start, or resume after ``done`` steps; later steps will be logged again."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard drops what it has of this step and later ones.
+        # TensorBoard drops its entries of this step and later steps.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
         self.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", done + 1)
 
     def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
-        """Show values of steps, and bring them to disk."""
+        """Log values by step and flush them to disk."""
         for step, values in rows:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
@@ -394,14 +394,14 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, its files in <run>/wandb, its name in <run>/wandb/id.txt.
+    """Weights & Biases tracker, with files in <run>/wandb and the run ID in <run>/wandb/id.txt.
 
-    Its server never takes a step twice. Of a run that goes on, what the server has is kept, and what it
-    lacks is added; without a server (WANDB_MODE=offline) `wandb sync` does so later.
+    The server accepts each step only once. After resuming, steps that the server has are kept and missing
+    steps are added. Offline (WANDB_MODE=offline), `wandb sync` does this later.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
-        """Begin, or go on."""
+        """Start or resume the tracked run."""
         import wandb
 
         name = folder / "wandb" / "id.txt"
@@ -415,15 +415,15 @@ class WandB:
             resume="allow",
             dir=str(folder),
             config=dataclasses.asdict(config),
-            allow_val_change=True,  # of what may change when a run goes on
-            settings=wandb.Settings(console="off"),  # leaves the progress bar alone
+            allow_val_change=True,  # for options that may change on resume
+            settings=wandb.Settings(console="off"),  # does not disturb the progress bar
         )
-        self.epochs = self.run.summary.get("epoch/epoch", 0)  # that the server has
+        self.epochs = self.run.summary.get("epoch/epoch", 0)  # logged on the server
 
     def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
-        """Show values that the server lacks; another process has them then, and survives this one.
+        """Log values that the server lacks; they go to a separate wandb process that survives this one.
 
-        It may have the last step of an epoch and not the epoch, which then comes at the next step.
+        If the server has the last step of an epoch but not the epoch itself, log the epoch at the next step.
         """
         for step, values in rows:
             new_epoch = values.get("epoch/epoch", 0) > self.epochs
@@ -436,54 +436,55 @@ class WandB:
 
 
 class Tracking:
-    """The run's tracker, if it has one, as long as it works and answers in time.
+    """Send logs to the run's tracker, if any, until the tracker fails or times out.
 
-    It gets the rows of steps.csv as step/..., those of log.csv as epoch/..., and the settings.
+    The tracker receives the rows of steps.csv as step/..., the rows of log.csv as epoch/..., and the
+    settings.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, signals: Signals) -> None:
-        """Prepare it; nothing is imported or written yet."""
+        """Initialise without importing or writing anything yet."""
         self.config, self.folder, self.signals = config, folder, signals
         self.tracker: TensorBoard | WandB | None = None
         self.coming: list[tuple[int, dict[str, float]]] = []
 
     def start(self, done: int) -> None:
-        """Begin, or go on after a number of steps."""
+        """Start the tracker, or resume it after ``done`` steps."""
         kind = {"tensorboard": TensorBoard, "wandb": WandB}.get(self.config.run.tracker)
         if kind is not None:
             self.tracker = self._call(kind, self.config, self.folder, done)
 
     def add(self, group: str, step: int, values: dict[str, float]) -> None:
-        """Keep values of a step to be shown as group/name; steps must not decrease."""
+        """Queue values of a step, named group/name; steps must not decrease."""
         self.coming.append((step, {f"{group}/{name}": value for name, value in values.items()}))
 
     def show(self) -> None:
-        """Show what was kept."""
+        """Send the queued values to the tracker."""
         rows, self.coming = self.coming, []
         if self.tracker is not None and rows:
             self._call(self.tracker.log, rows)
 
     def finish(self, failed: bool) -> None:
-        """Show the rest, and end."""
+        """Send the remaining values and close the tracker."""
         self.show()
         if self.tracker is not None:
             self._call(self.tracker.finish, failed)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the tracker in a thread, and drop it if that fails, or hangs, which nothing can end."""
+        """Call the tracker in a thread; drop the tracker if the call fails or hangs, since threads cannot be killed."""
         outcome: list[Any] = []
 
         def work() -> None:
             try:
                 outcome.extend((function(*arguments), None))
-            except BaseException as error:  # whatever a package, its server or a disk comes up with
+            except BaseException as error:  # packages, servers and disks raise many types
                 outcome.extend((None, error))
 
-        thread = threading.Thread(target=work, daemon=True)  # no reason for the process to stay
+        thread = threading.Thread(target=work, daemon=True)  # must not keep the process alive
         thread.start()
         begun, limit = time.monotonic(), _LIMIT
         while thread.is_alive() and time.monotonic() - begun < limit:
-            thread.join(0.1)  # and then look for a signal
+            thread.join(0.1)  # check for signals in between
             limit = _LIMIT_AT_SIGNAL if self.signals.received else _LIMIT
         value, error = tuple(outcome) or (None, TimeoutError(f"no answer in {limit:g} s"))
         if error is not None:

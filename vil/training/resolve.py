@@ -1,6 +1,6 @@
-"""What a run's settings leave open, filled in from the weights it starts with and from its data.
+"""Fill in settings that are None, from the pretrained weights and from the data.
 
-A setting that is None asks for that; after this the configuration of a run says everything.
+Afterwards the configuration of a run is complete.
 """
 
 from dataclasses import asdict, replace
@@ -31,14 +31,14 @@ _PREPROCESSING = {
 
 
 def read_pretrained(config: ModelConfig) -> Weights | None:
-    """Read the weights that a new run starts from, if it names some."""
+    """Read the pretrained weights of a new run, or return None if model.pretrained is not set."""
     if config.pretrained is None:
         return None
     return read_source(config.pretrained, config.pretrained_ema)
 
 
 def read_source(source: str, ema: bool) -> Weights:
-    """Read weights; arguments as of vil.weights.files.read_weights."""
+    """Read weights; same arguments as ``vil.weights.files.read_weights``."""
     try:
         return read_weights(source, ema)
     except (FileNotFoundError, LookupError) as error:
@@ -50,14 +50,15 @@ def read_source(source: str, ema: bool) -> Weights:
 
 
 def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConfig:
-    """Fill in what the weights say of their model and of its images, and the defaults where none do.
+    """Fill in model and preprocessing settings from the weights, or from defaults.
 
     Args:
-        config: The settings as asked for.
-        weights: What model.pretrained is, or None.
+        config: Settings as the user gave them.
+        weights: Weights of model.pretrained, or None.
 
     Raises:
-        ConfigError: no model is named, a size is not one number, or what the weights say is out of range.
+        ConfigError: If no model is named, the image size is not square, or a value from the weights is
+            out of range.
     """
     model, described = config.model, {} if weights is None else weights.pretrained_cfg
     name = model.name or (weights and weights.architecture)
@@ -82,7 +83,7 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
     if is_own(name) and (
         config.data.img_sizes or (weights and model.img_size not in (None, height))
     ):
-        # Sizes that a run trains at are not to be resized to that of the weights inside the model.
+        # The model must not resize training images internally to the size of the weights.
         others["resize_below_scale"] = 0
     others = {k: v for k, v in others.items() if k not in sizes and k not in stated}
     model = replace(
@@ -107,15 +108,15 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
 
 
 def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConfig:
-    """Fill in the number of classes, and the batch and the warm-up that suit the number of images.
+    """Fill in the number of classes, the batch size for the number of images, and the warm-up.
 
     Args:
-        config: As of fill_from_weights.
-        train: The training images.
-        val: The validation images.
+        config: Settings returned by ``fill_from_weights``.
+        train: Training images.
+        val: Validation images.
 
     Raises:
-        DataError: the data holds bare class indices, so that their number has to be stated.
+        DataError: If model.num_classes is not set and the data has class indices without names.
     """
     num_classes = config.model.num_classes
     if num_classes is None:
@@ -140,13 +141,13 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
 
 
 def model_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments that make timm's entry point build the model."""
+    """Return the arguments for timm's model entry point."""
     given = {key: getattr(model, key) for key in MODEL_ARGUMENTS if getattr(model, key) is not None}
     return given | parse_args(model.args)
 
 
 def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Give every channel a value: grey has the mean of the colours', as in timm."""
+    """Return one value per channel; grey gets the mean of the colour channels, as in timm."""
     if len(values) == channels:
         return values
     return (sum(values) / len(values),) * channels

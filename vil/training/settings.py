@@ -1,8 +1,8 @@
-"""What can be set, what it means, and which values it takes.
+"""All options of the trainer, with their meaning, defaults and valid values.
 
-Field names are those of timm's trainer. The defaults are what the four published ImageNet recipes share; a recipe
-states what it changes, and the command line overrides the recipe. The range of a setting is its type, which pydantic
-checks (``recipes.py``).
+Field names follow timm's trainer. Defaults are the values shared by the four published ImageNet recipes.
+Recipes override defaults, and the command line overrides recipes. The type of an option defines its valid
+range, which pydantic checks (``recipes.py``).
 """
 
 import ast
@@ -18,19 +18,19 @@ from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 
 MODEL_SIZES = ("patch_size", "embed_dim", "depth", "patch_stride")
-MODEL_ARGUMENTS = ("num_classes", "in_chans", "img_size", *MODEL_SIZES)  # settings of their own
-_STEPS_PER_EPOCH = 16  # that a batch_size of None aims at
-_BATCHES = (8, 64)  # a GPU of a few gigabytes has to hold it at 224 px
+MODEL_ARGUMENTS = ("num_classes", "in_chans", "img_size", *MODEL_SIZES)  # each has its own option
+_STEPS_PER_EPOCH = 16  # target of the default batch size (None)
+_BATCHES = (8, 64)  # fits a GPU with a few gigabytes at 224 px
 
 T = TypeVar("T")
 Free = Annotated[T, "free"]
-"""May be another when a run goes on."""
+"""May change when a run is resumed."""
 Changeable = Annotated[T, "changeable"]
-"""May be another when a run goes on with run.allow_changes."""
+"""May change when a run is resumed with run.allow_changes."""
 
 
 def _rule(words: str, holds: Any) -> AfterValidator:
-    """Return what refuses a value of the right type, in words that follow "must be"."""
+    """Return a pydantic validator that rejects values with the message "must be {words}"."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -40,7 +40,7 @@ def _rule(words: str, holds: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-_LARGEST = 2**31 - 1  # that PyTorch takes for a number of threads, say
+_LARGEST = 2**31 - 1  # PyTorch's limit for values such as numbers of threads
 Count = Annotated[int, Field(ge=1, le=_LARGEST)]
 CountFromZero = Annotated[int, Field(ge=0, le=_LARGEST)]
 Workers = Annotated[int, Field(ge=0, le=1024)]
@@ -62,29 +62,29 @@ _Sizes = Annotated[
 
 
 class Section:
-    """Options that pydantic checks as they are written: no other names, no other types."""
+    """Base class of options; pydantic rejects unknown names and converts no types."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The model; what is None stays as the named model defines it."""
+    """Model options; None keeps the default of the named model."""
 
     name: Text | None = None
-    """Any model of timm by its name; None is the model that model.pretrained is of."""
+    """Name of any timm model; None uses the model of model.pretrained."""
     pretrained: Text | None = None
-    """Weights that a new run starts from: a checkpoint, a folder of release.py, a .safetensors file, a file with a
-    state dict (the official Vision Mamba's), local-dir:FOLDER, hf-hub:NAME, or a timm model's name. What it says of
-    its model and images holds where nothing is set here. A head for other classes is new."""
+    """Initial weights of a new run: a checkpoint, a folder of release.py, a .safetensors file, a file with a state
+    dict (such as official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME, or a timm model's name. Model and
+    preprocessing options that are not set come from here. The head is re-initialised if the classes differ."""
     pretrained_ema: bool = False
-    """Start from the averaged weights of that checkpoint."""
+    """Start from the averaged weights (EMA) of that checkpoint."""
     num_classes: Count | None = None
-    """Number of classes; None counts those of the data."""
+    """Number of classes; None counts the classes of the data."""
     in_chans: Literal[1, 3] | None = None
-    """Image channels: 3 reads images as RGB, 1 as grey; None is as of model.pretrained, or 3."""
+    """Image channels: 3 reads images as RGB, 1 as grey. None uses the value of model.pretrained, else 3."""
     img_size: Count | None = None
-    """Height and width in pixels; None is as of model.pretrained, or 224."""
+    """Height and width in pixels; None uses the value of model.pretrained, else 224."""
     patch_size: Count | None = None
     """Patch height and width in pixels."""
     embed_dim: Count | None = None
@@ -92,69 +92,70 @@ class ModelConfig(Section):
     depth: Count | None = None
     """Number of blocks."""
     patch_stride: Count | None = None
-    """Distance of neighbouring patches in pixels; below patch_size they overlap."""
+    """Distance between neighbouring patches in pixels; patches overlap if it is below patch_size."""
     drop_path_rate: ShareBelowOne = 0.0
-    """Drop-path rate of the last block; the rate grows linearly from 0 at the first."""
+    """Drop-path rate of the last block; it grows linearly from 0 at the first block."""
     args: tuple[Text, ...] = ()
-    """Further arguments of the model as key=value, such as global_pool=avg norm_layer=layernorm."""
+    """Additional model arguments as key=value, such as global_pool=avg norm_layer=layernorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Where the images come from and how they are resized and normalised."""
+    """Data set, preprocessing and loading."""
 
     dataset: Literal["digits", "folder", "wds"] = "folder"
-    """scikit-learn's handwritten digits, a folder per class, or webdataset shards."""
+    """scikit-learn's handwritten digits, one folder per class, or webdataset shards."""
     path: Free[Text | None] = None
     """Root folder of the data (folder, wds)."""
     train_split: Text = "train"
     """Sub-folder (folder), or shards (wds): a split of _info.json, or a pattern such as train-{000..511}.tar."""
     val_split: Text = "validation"
-    """The same for validation; in a folder `validation` also finds `val`."""
+    """Same for validation; for `validation`, a folder data set also looks for `val`."""
     images_per_class: Count | None = None
-    """Training images of each class, those of a smaller number among those of a larger; None takes all."""
+    """Training images per class; None takes all. Smaller subsets are contained in larger ones."""
     img_sizes: _Sizes | None = None
-    """Train at several sizes, in pixels: each step draws one for all of its images. Validation stays at
+    """Train at several image sizes in pixels: each step draws one size for all its images. Validation uses
     model.img_size. None trains at model.img_size only."""
     batch_size: Count | None = 1024
-    """Images per optimiser step, over all processes and micro-batches; None is 8 to 64, by the number of images."""
+    """Images per optimizer step, over all processes and micro-batches. None uses 8 to 64, by the number of images."""
     validation_batch_size: Free[Count | None] = None
-    """Images per process and step in validation; those of a training micro-batch if None."""
+    """Images per process and step in validation; None uses the size of a training micro-batch."""
     aug_repeats: CountFromZero = 3
-    """Repeated augmentation: draws of each image in a row; 0 or 1 is off."""
+    """Repeated augmentation: consecutive draws of each image; 0 or 1 disables it."""
     shuffle_shards: Count = 16
-    """Shards (wds) whose images are shuffled together; each epoch draws an order of the shards."""
+    """Number of shards (wds) whose images are shuffled together. Each epoch also shuffles the shards."""
     max_bad_images: Free[ShareBelowOne] = 0.001
-    """Largest share of the training images that may be unreadable or unlabelled before the run stops. Each is
-    replaced, and named in skipped.txt. In validation none is tolerated."""
+    """Maximum fraction of unreadable or unlabelled training images before the run stops. Unreadable images are
+    replaced, unlabelled ones left out; skipped.txt lists both. In validation, none is tolerated."""
     max_pixels: Count = 89_478_485
-    """Most pixels of an image, in its file and as validation resizes it; a larger one counts as unreadable."""
+    """Maximum pixels of an image, in its file and when validation resizes it. Larger images count as unreadable."""
     exif_rotation: bool = False
-    """Turn photographs as their EXIF orientation says, which the published recipes ignored."""
+    """Apply the EXIF orientation of photographs; the published recipes ignored it."""
     num_workers: Free[Workers | None] = None
-    """Loader processes of each training process; 0 loads in it; None is one per core, at most 8."""
+    """Data-loading workers per training process; 0 loads in that process. None uses one per core, at most 8."""
     mean: _Channels[Share] | None = None
-    """Mean of each channel, pixels in [0, 1]; None is as of model.pretrained, or ImageNet's."""
+    """Mean of each channel, pixels in [0, 1]; None uses the values of model.pretrained, else ImageNet's."""
     std: _Channels[ShareAboveZero] | None = None
-    """Standard deviation of each channel, likewise."""
+    """Standard deviation of each channel; same default as mean."""
     interpolation: Literal["bicubic", "bilinear"] | None = None
-    """Interpolation of every resize; None is as of model.pretrained, or bicubic."""
+    """Interpolation of every resize; None uses the value of model.pretrained, else bicubic."""
     crop_pct: CropPct | None = None
-    """Validation resizes to img_size / crop_pct and keeps the centre; None is as of model.pretrained, or 0.875."""
+    """Validation resizes to img_size / crop_pct and crops the centre. None uses the value of model.pretrained, else
+    0.875."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Section):
-    """Augmentation of the training images, in the order it is applied."""
+    """Augmentation of the training images, in the order of application."""
 
     degrees: Number = 0.0
-    """Rotation by up to this angle, either way."""
+    """Maximum rotation angle in degrees, in either direction."""
     translate: Share = 0.0
-    """Shift by up to this fraction of the image."""
+    """Maximum shift as a fraction of the image."""
     zoom: Annotated[tuple[Positive, Positive], _Ascending] = (1.0, 1.0)
-    """Range of the scale factor about the centre."""
+    """Range of the scale factor around the centre."""
     scale: Annotated[tuple[ShareAboveZero, ShareAboveZero], _Ascending] = (0.08, 1.0)
-    """Random resized crop: range of the area, as a fraction of the image."""
+    """Random resized crop: range of the area as a fraction of the image."""
     ratio: Annotated[tuple[Positive, Positive], _Ascending] = (3 / 4, 4 / 3)
     """Random resized crop: range of width / height."""
     hflip: Share = 0.5
@@ -164,22 +165,22 @@ class AugmentConfig(Section):
     reprob: Share = 0.25
     """Probability of random erasing."""
     remode: Literal["const", "rand", "pixel"] = "pixel"
-    """What random erasing fills in."""
+    """Fill mode of random erasing."""
     recount: Count = 1
-    """Most regions that random erasing fills."""
+    """Maximum number of regions that random erasing fills."""
     mixup: Number = 0.8
-    """Alpha of mixup; 0 is off."""
+    """Mixup alpha; 0 disables it."""
     cutmix: Number = 1.0
-    """Alpha of cutmix; 0 is off."""
+    """CutMix alpha; 0 disables it."""
     mixup_prob: Share = 1.0
-    """Probability that a batch is mixed at all."""
+    """Probability of applying mixup or cutmix to a batch."""
     mixup_switch_prob: Share = 0.5
-    """Probability of cutmix where both are on."""
+    """Probability of cutmix instead of mixup if both are enabled."""
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
-    """Share mixing parameters over the batch, a pair, or nothing."""
+    """Draw mixing parameters per batch, per pair or per image."""
     mix_size: Count | None = None
-    """Images that share one draw of mixup or cutmix, the published batch of one GPU, so that the result does not
-    depend on how a batch is divided among processes. None is all that one process trains on at a time."""
+    """Images that share one draw of mixup or cutmix. Set it to the published batch of one GPU, so the result does
+    not depend on how a batch is split over processes. None uses the micro-batch of one process."""
     smoothing: ShareBelowOne = 0.1
     """Label smoothing."""
 
@@ -191,83 +192,83 @@ class AugmentConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """Optimiser and weight average."""
+    """Optimizer and weight averaging (EMA)."""
 
     opt: Text = "adamw"
-    """Any optimiser that timm.optim.create_optimizer_v2 knows."""
+    """Any optimizer of timm.optim.create_optimizer_v2."""
     lr_base: Changeable[Number] = 1e-3
-    """Peak rate of a batch of lr_base_size images; that of data.batch_size images follows by lr_base_scale.
-    warmup_lr and min_lr are not scaled."""
+    """Peak learning rate for a batch of lr_base_size images, scaled to data.batch_size by lr_base_scale. warmup_lr
+    and min_lr are not scaled."""
     lr_base_size: Count = 512
-    """Images that lr_base is meant for; 512 is DeiT's rule."""
+    """Batch size that lr_base refers to; 512 is DeiT's rule."""
     lr_base_scale: Literal["linear", "sqrt"] = "linear"
-    """Whether the rate is in proportion to the batch, as DeiT's is, or to its root, which suits small batches."""
+    """Scale the learning rate with the batch size, as DeiT does, or with its square root, which suits small batches."""
     opt_betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     opt_eps: Number = 1e-8
     """Added to the denominator."""
     layer_decay: ShareAboveZero | None = None
-    """Factor of the learning rate from one block to the one below, for fine-tuning; None is one rate for all."""
+    """Layer-wise learning-rate decay for fine-tuning: factor from each block to the one below. None disables it."""
     weight_decay: Number = 0.05
-    """Decay of matrices; none on vectors nor on what model.no_weight_decay() names."""
+    """Weight decay of matrices. Vectors and parameters named by model.no_weight_decay() are not decayed."""
     clip_grad: Positive | None = None
-    """Largest norm of the gradient; None does not clip."""
+    """Maximum gradient norm; None disables clipping."""
     best: Literal["raw", "ema"] = "raw"
-    """Whether best.pt is of the best top-1 of the weights, or of the averaged ones."""
+    """Select best.pt by the top-1 of the raw weights or of the averaged weights."""
     max_bad_steps: Free[CountFromZero] = 10
-    """Steps that may have a loss or a gradient that is not finite before the run stops. Such a step changes no
-    weight; its images are named in skipped.txt."""
+    """Number of steps with a non-finite loss or gradient to tolerate before the run stops. These steps do not change
+    the weights; their images are listed in skipped.txt."""
     model_ema_decay: Share | None = 0.99996
-    """Decay per step of the averaged weights; None keeps no average."""
+    """Decay of the averaged weights (EMA) per step; None disables averaging."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
-    """Learning rate by epoch. Epoch e trains at the rate of e - 1, as DeiT and Vim did."""
+    """Learning-rate schedule by epoch. Epoch e uses the rate of epoch e - 1, as in DeiT and Vim."""
 
     sched: Changeable[Literal["cosine", "constant"]] = "cosine"
-    """Shape after the warm-up."""
+    """Shape of the schedule after the warm-up."""
     epochs: Changeable[Count] = 300
-    """Epochs in all, warm-up included."""
+    """Total number of epochs, including warm-up."""
     warmup_epochs: Changeable[CountFromZero | None] = 5
-    """Epochs of linear warm-up; None is a tenth of the epochs, at most 5."""
+    """Epochs of linear warm-up; None uses a tenth of the epochs, at most 5."""
     warmup_lr: Changeable[Number] = 1e-6
-    """Rate at the start of the warm-up."""
+    """Learning rate at the start of the warm-up."""
     min_lr: Changeable[Number] = 1e-5
-    """Rate at the end of the cosine."""
+    """Learning rate at the end of the cosine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """This run: where it writes, on what it computes."""
+    """Output, device and execution of this run."""
 
     output: Free[Text | None] = None
-    """Output folder. A run in it is continued, if its settings are the same. None is output/<recipe>."""
+    """Output folder; None uses output/<recipe>. A run in it is resumed if its settings are the same."""
     allow_changes: Free[bool] = False
-    """Let this start go on with another schedule, lr_base, amp or torchcompile than the run had so far."""
+    """Allow this start to resume with a different schedule, lr_base, amp or torchcompile."""
     seed: Seed = 0
     """Seed of the initial weights, the data order and the augmentation."""
     device: Free[Text] = "auto"
-    """cpu, cuda, ...; auto takes CUDA where there is one."""
+    """cpu, cuda, ...; auto uses CUDA if available."""
     amp: Changeable[bool] = False
     """Autocast to bfloat16."""
     torchcompile: Changeable[bool] = False
-    """Compile the model."""
+    """Compile the model with torch.compile."""
     grad_accum_steps: Free[Count] = 1
-    """Micro-batches that each process divides its part of a batch into, one after the other."""
+    """Number of micro-batches per step on each process (gradient accumulation)."""
     num_threads: Free[Threads | None] = None
-    """Threads of operations on the CPU; None leaves it to torch."""
+    """CPU threads per operation; None keeps PyTorch's default."""
     log_interval: Free[Count] = 50
-    """Steps between two readings of the loss."""
+    """Steps between loss readings."""
     save_minutes: Free[Number] = 10.0
-    """Minutes between two checkpoints within an epoch."""
+    """Minutes between checkpoints within an epoch."""
     tracker: Free[Literal["tensorboard", "wandb"] | None] = None
-    """Where steps.csv and log.csv are shown, too, by a package to be installed; wandb takes WANDB_PROJECT etc."""
+    """Also send steps.csv and log.csv to this tracker; install its package. wandb reads WANDB_PROJECT etc."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    """Train a vision model. --config FILE names a YAML recipe, configs/digits.yaml if absent; the
+    """Train a vision model. --config FILE selects a YAML recipe (default: configs/digits.yaml); the
     options below override it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -279,7 +280,7 @@ class TrainConfig(Section):
 
     @property
     def train_sizes(self) -> tuple[int, ...]:
-        """Heights and widths of training images in pixels; each step draws one."""
+        """Training image sizes in pixels; each step draws one."""
         return self.data.img_sizes or (self.model.img_size,)
 
     @property
@@ -289,7 +290,7 @@ class TrainConfig(Section):
         return self.optim.lr_base * (ratio**0.5 if self.optim.lr_base_scale == "sqrt" else ratio)
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the images that one process trains on at a time."""
+        """Return the number of images in a micro-batch of one process."""
         batch, parts = self.data.batch_size, world_size * self.run.grad_accum_steps
         if batch % parts:
             raise ConfigError(
@@ -308,7 +309,7 @@ class TrainConfig(Section):
         return micro
 
     def contradictions(self) -> Iterator[str]:
-        """Say what of these settings does not go together, or is missing; nothing if all is right."""
+        """Yield a message for each missing option and each conflict between options."""
         model, data, schedule = self.model, self.data, self.schedule
         if ":" in (model.name or ""):
             yield f"model.name takes no weights, got {model.name}; pass --model.pretrained {model.name}"
@@ -333,12 +334,12 @@ class TrainConfig(Section):
         if self.optim.best == "ema" and self.optim.model_ema_decay is None:
             yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"
         tracker = self.run.tracker
-        # A mere folder of that name, such as wandb leaves behind, is found, too, without an origin.
+        # find_spec also finds a plain folder of that name, such as wandb's, but without an origin.
         if tracker is not None and getattr(find_spec(tracker), "origin", None) is None:
             yield f"run.tracker {tracker} needs its package, pip install {tracker}"
 
     def other_channels(self) -> Iterator[str]:
-        """Say which of mean and std has not a value for each channel of the model."""
+        """Yield a message if mean or std does not have one value per image channel."""
         for name in ("mean", "std"):
             values, channels = getattr(self.data, name), self.model.in_chans
             if None not in (values, channels) and len(values) != channels:
@@ -346,7 +347,7 @@ class TrainConfig(Section):
 
 
 def marked(word: str) -> set[str]:
-    """Return the settings, as section.key, that are annotated as Free ("free") or Changeable ("changeable")."""
+    """Return the options, as section.key, annotated with Free ("free") or Changeable ("changeable")."""
     return {
         f"{section.name}.{key}"
         for section in fields(TrainConfig)
@@ -356,14 +357,14 @@ def marked(word: str) -> set[str]:
 
 
 def suitable_batch(num_images: int) -> int:
-    """Return the batch for a number of training images where none is set."""
+    """Return the default batch size for a number of training images."""
     least, most = _BATCHES
     share = min(max(num_images // _STEPS_PER_EPOCH, least), most, num_images)
     return 1 << (share.bit_length() - 1)
 
 
 def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
-    """Read model.args: Python's literals where they are some, text elsewhere."""
+    """Parse model.args; values are Python literals if possible, else strings."""
     parsed = key_values("model.args", args)
     for key in parsed:
         if key in NOT_OF_A_MODEL:
@@ -376,7 +377,7 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
 
 
 def key_values(option: str, words: tuple[str, ...]) -> dict[str, Any]:
-    """Read the words of an option: Python's literals where they are some, text elsewhere."""
+    """Parse key=value words of an option; values are Python literals if possible, else strings."""
     parsed = {}
     for word in words:
         key, equals, value = word.partition("=")

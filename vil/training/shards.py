@@ -1,9 +1,9 @@
-"""Webdataset shards on local disks, read at random: any image by its number, nothing unpacked.
+"""Random access to the images of webdataset shards on local disks, without unpacking them.
 
-The index of a shard, <shard>.idx.json beside it, tells where in the tar each image lies, and its label, so that a
-million images are found in seconds. make_shards.py writes it with a checksum of every image; for shards of other
-origin it is made from the headers of the tar. It holds for the very file that it was made of; another one of the same
-name, a copy too, is scanned again.
+Each shard has an index, <shard>.idx.json, with the offset and label of every image. With it, a million images
+are found in seconds. make_shards.py writes the index, including a checksum of each image. For other shards it
+is built from the tar headers. An index is valid only for the file it was built from: another file of the
+same name, even a copy, is scanned again.
 """
 
 import glob
@@ -34,32 +34,32 @@ from vil.training.images import IMAGE_EXTENSIONS, Source, fingerprint
 from vil.training.settings import DataConfig
 
 INFO_NAME = "_info.json"
-_USUAL_IMAGES = ("jpg", "jpeg", "png", "webp")  # go before other images of a sample, in this order
+_USUAL_IMAGES = ("jpg", "jpeg", "png", "webp")  # preferred image of a sample, in order
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's own records
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _HEAD = b'{"crc32":"'
-_MOST_OPEN_FILES = 64  # of the 1024 that a process is usually granted
-_INDEX_THREADS = 16  # they mostly wait for the disk
+_MOST_OPEN_FILES = 64  # below the usual limit of 1024 per process
+_INDEX_THREADS = 16  # more than cores, since they mostly wait for the disk
 _NO_CHECKSUM = -1
-_MOST_CLASSES = 1 << 20  # where nothing says how many there are
+_MOST_CLASSES = 1 << 20  # limit if the number of classes is unknown
 
 
 class Sample(NamedTuple):
-    """The files of one key."""
+    """A webdataset sample: the files that share a key."""
 
     key: str
     offset: int | None
-    """First byte of the image in the tar; None where there is a label without an image."""
+    """Offset of the image in the tar in bytes; None if the sample has a label but no image."""
     size: int
-    """Bytes of the image."""
+    """Size of the image in bytes."""
     label: int | str | None
-    """What the .cls member holds: an integer, or a text that is none; None without such a member."""
+    """Content of the .cls member: an integer, or a string if it is not an integer. None without such a member."""
     crc32: int | None
-    """Checksum of the image; None where nobody has read it."""
+    """Checksum of the image; None if the image was not read."""
 
 
 class Index(TypedDict):
-    """A shard as it was when it was indexed: size and times of the tar, and its samples."""
+    """Index of a shard: size and times of the tar at indexing, and its samples."""
 
     size: int
     mtime_ns: NotRequired[int | None]
@@ -68,7 +68,7 @@ class Index(TypedDict):
 
 
 class Split(TypedDict):
-    """What _info.json, timm's description of a folder of shards, says about a split."""
+    """Description of a split in _info.json, timm's description of a folder of shards."""
 
     filenames: list[str]
     shard_lengths: NotRequired[list[int]]
@@ -81,24 +81,25 @@ _INFO = TypeAdapter(TypedDict("Info", {"splits": dict[str, Split]}))
 
 
 class ShardSource(Source):
-    """The images of one split, found by the indexes of its shards.
+    """Images of one split, located by the indexes of its shards.
 
-    It holds arrays only, no object per image, because loader processes are forked from it. Each process opens the
-    shards for itself. Not for several threads at once.
+    Stores only arrays, no Python objects per image, because data-loading workers are forked from it. Each
+    process opens the shards for itself. Not thread-safe.
     """
 
     def __init__(self, data: DataConfig, training: bool, num_classes: int | None) -> None:
-        """Find all images and check that every shard is whole.
+        """Locate all images and check that every shard is complete.
 
         Args:
-            data: Names the folder and the shards.
-            training: Training split, or validation.
-            num_classes: Labels must lie below; None takes the number of the classes' names, or else any label.
+            data: Data options, which name the folder and the shards.
+            training: Whether to open the training split; else validation.
+            num_classes: Upper bound of labels, exclusive. None uses the number of class names, or allows
+                any label if there are none.
 
         Raises:
-            ConfigError: the split is no pattern of shards.
-            DataError: a shard is missing, damaged, of another length than _info.json says, or has a
-                label that is no class.
+            ConfigError: If the split is not a valid shard pattern.
+            DataError: If a shard is missing or damaged, its length differs from _info.json, or a label
+                is out of range.
         """
         root, splits = Path(data.path), read_info(Path(data.path))
         names, classes = _find_shards(root, data, training, splits)
@@ -125,7 +126,7 @@ class ShardSource(Source):
         self._shuffle_shards = data.shuffle_shards
 
     def read(self, index: int) -> bytes:
-        """Return an image's file."""
+        """Return the bytes of an image file."""
         offset, size, _, checksum = self._places[index].tolist()
         content = self._files.read(self._shard(index), offset, size)
         if len(content) < size:
@@ -135,7 +136,7 @@ class ShardSource(Source):
         return content
 
     def checksum(self, index: int) -> int:
-        """Return what the index says, or read an image."""
+        """Return the CRC32 of an image from the index, or else by reading the image."""
         offset, size, _, checksum = self._places[index].tolist()
         if checksum != _NO_CHECKSUM:
             return checksum
@@ -143,12 +144,12 @@ class ShardSource(Source):
             return zlib.crc32(_read_all(file.fileno(), size, offset))
 
     def name(self, index: int) -> str:
-        """Return an image's shard and key."""
+        """Return the shard and key of an image."""
         start, end = self._key_starts[index : index + 2]
         return f"{self._names[self._shard(index)]}: {self._keys[start:end].decode()}"
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Shuffle the shards, and the images of every few consecutive ones together."""
+        """Shuffle the shards, then the images of every ``data.shuffle_shards`` consecutive shards together."""
         windows = []
         for window in torch.randperm(len(self._names), generator=generator).split(
             self._shuffle_shards
@@ -162,13 +163,13 @@ class ShardSource(Source):
 
 
 def load_index(shard: Path) -> list[Sample]:
-    """Return the samples of a shard, from its index or, where that is of another file, from its headers.
+    """Return the samples of a shard from its index, or from the tar headers if the index is missing or outdated.
 
-    In the latter case the index is written for the next time, if the folder can be written to.
+    A new index is then saved for the next time, if the folder is writable.
 
     Raises:
-        DataError: the shard is missing, truncated, no tar, being written, or not the one whose checksums
-            the index has.
+        DataError: If the shard is missing, truncated, not a tar, or being written, or if its samples do not
+            match an index with checksums.
     """
     stamp, index, path = stamp_of(shard), read_index(shard), index_path(shard)
     samples = [] if index is None else [Sample(*row) for row in index["samples"]]
@@ -187,18 +188,18 @@ def load_index(shard: Path) -> list[Sample]:
                 f"index {path} does not belong to its shard, which has other samples; delete it"
             )
         scanned = samples
-    with suppress(OutputError, OSError):  # only time is lost
+    with suppress(OutputError, OSError):  # without an index, the next start only takes longer
         write_index(shard, scanned, stamp)
     return scanned
 
 
 def index_path(shard: Path) -> Path:
-    """Return where a shard's index lies."""
+    """Return the path of the index of a shard."""
     return shard.with_name(f"{shard.name}.idx.json")
 
 
 def stamp_of(shard: Path) -> dict[str, int]:
-    """Return what another file of the same name would have otherwise: its size and times."""
+    """Return the size and times of a shard, which differ for another file of the same name."""
     try:
         found = shard.stat()
     except OSError as error:
@@ -207,7 +208,7 @@ def stamp_of(shard: Path) -> dict[str, int]:
 
 
 def read_index(shard: Path) -> Index | None:
-    """Read the index beside a shard, without a look at the shard; None if there is no index."""
+    """Read the index of a shard without reading the shard; return None if there is no index."""
     path = index_path(shard)
     try:
         text = path.read_bytes()
@@ -223,10 +224,10 @@ def read_index(shard: Path) -> Index | None:
 
 
 def write_index(shard: Path, samples: list[Sample], stamp: dict[str, int]) -> None:
-    """Write the index beside a shard, whose stamp was taken before it was read."""
+    """Write the index of a shard; ``stamp`` must be taken before the shard is read."""
     path = index_path(shard)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a killed process
-        left.unlink()  # if it is of one at work, that one goes without an index this time
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # left by killed processes
+        left.unlink()  # a live process that loses its file skips its index this time
     content = {"crc32": "0" * 8, **stamp, "samples": samples}
     text = json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
     start = (_HEAD + _checksum(text.encode())).decode()
@@ -234,13 +235,15 @@ def write_index(shard: Path, samples: list[Sample], stamp: dict[str, int]) -> No
 
 
 def scan(shard: Path) -> list[Sample]:
-    """Index a shard from the headers of the tar and its labels; images are not read.
+    """Index a shard from its tar headers and labels, without reading images.
 
     Returns:
-        Its samples in order: those of an image, a label or both, grouped as webdataset does it.
+        Samples in order, grouped as in webdataset. Samples with neither image nor label are left
+            out.
 
     Raises:
-        DataError: the file is missing, no tar, truncated or damaged, has a key twice, or holds no images.
+        DataError: If the file is missing, not a tar, truncated or damaged, has a duplicate key, or
+            contains no images.
     """
     samples: list[Sample] = []
     try:
@@ -262,7 +265,7 @@ def scan(shard: Path) -> list[Sample]:
 
 
 def read_info(root: Path) -> dict[str, Split]:
-    """Read the splits that _info.json of a folder of shards describes; none if there is no such file."""
+    """Read the splits from _info.json in a folder of shards; return {} if there is no such file."""
     path = root / INFO_NAME
     try:
         splits = _INFO.validate_json(path.read_bytes(), strict=True)["splits"]
@@ -283,7 +286,7 @@ def read_info(root: Path) -> dict[str, Split]:
 
 
 def find_split(splits: dict[str, Split], name: str) -> Split | None:
-    """Return a split by its name; validation also goes by its usual short one."""
+    """Return a split by name, or None; for `validation`, fall back to `val`."""
     return splits.get("val" if name == "validation" and name not in splits else name)
 
 
@@ -291,20 +294,20 @@ class _Images(NamedTuple):
     """The usable images of one shard."""
 
     places: np.ndarray
-    """Offset, size, label and checksum of each, int64, (images, 4)."""
+    """Offset, size, label and checksum of each image, int64 (images, 4)."""
     keys: list[bytes]
     excluded: list[str]
 
 
 class _Files:
-    """Files kept open for reading, those used last; a copy in another process opens its own."""
+    """Cache of the most recently used open files; a copy pickled to another process opens its own."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self.descriptors: OrderedDict[int, int] = OrderedDict()
 
     def read(self, number: int, offset: int, size: int) -> bytes:
-        """Read a part of a file; less of it where the file ends."""
+        """Read a part of a file; fewer bytes at the end of the file."""
         descriptor = self.descriptors.pop(number, None)
         if descriptor is None:
             while len(self.descriptors) >= _MOST_OPEN_FILES:
@@ -313,7 +316,7 @@ class _Files:
         try:
             content = _read_all(descriptor, size, offset)
         except OSError:
-            os.close(descriptor)  # a stale handle of a network disk must not be used again
+            os.close(descriptor)  # never reuse a stale handle of a network disk
             raise
         self.descriptors[number] = descriptor
         return content
@@ -327,12 +330,12 @@ class _Files:
 
 
 def _checksum(text: bytes) -> bytes:
-    """Return eight digits for all of an index that comes after them."""
+    """Return the eight-digit checksum of all bytes of an index after the checksum itself."""
     return b"%08x" % zlib.crc32(text[len(_HEAD) + 8 :])
 
 
 def _read_all(descriptor: int, size: int, offset: int) -> bytes:
-    """Read a part of a file; less of it where the file ends, and not where a disk gives a piece."""
+    """Read a part of a file, repeating short reads; fewer bytes only at the end of the file."""
     pieces, missing = [], size
     while missing and (piece := os.pread(descriptor, missing, offset + size - missing)):
         pieces.append(piece)
@@ -341,7 +344,7 @@ def _read_all(descriptor: int, size: int, offset: int) -> bytes:
 
 
 def _members(file: BinaryIO, shard: Path) -> list[tuple[str, str, tarfile.TarInfo]]:
-    """Return the key, the extension and the header of each file of a sample, having checked that the tar is whole."""
+    """Return key, extension and header of all sample files; raise DataError if the tar is not complete."""
     size, place, members = os.fstat(file.fileno()).st_size, "at its start", []
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
@@ -356,7 +359,7 @@ def _members(file: BinaryIO, shard: Path) -> list[tuple[str, str, tarfile.TarInf
             file.seek(tar.offset)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"shard {shard} is no tar, or not one {place}: {error}") from error
-    rest = file.read(1 << 20)  # writers pad to some KiB
+    rest = file.read(1 << 20)  # tar writers pad to some KiB
     if len(rest) < tarfile.BLOCKSIZE or any(rest) or file.read(1):
         raise DataError(
             f"shard {shard} is truncated or damaged {place}, where a tar's end mark must be"
@@ -365,7 +368,7 @@ def _members(file: BinaryIO, shard: Path) -> list[tuple[str, str, tarfile.TarInf
 
 
 def _sample(key: str, found: dict[str, tarfile.TarInfo], file: BinaryIO) -> Sample:
-    """Describe the files of one key, by their extensions."""
+    """Build a sample from the files of one key, given by extension."""
     label: int | str | None = None
     if "cls" in found:
         start, size = found["cls"].offset_data, min(found["cls"].size, 64)
@@ -381,7 +384,7 @@ def _sample(key: str, found: dict[str, tarfile.TarInfo], file: BinaryIO) -> Samp
 def _find_shards(
     root: Path, data: DataConfig, training: bool, splits: dict[str, Split]
 ) -> tuple[list[str], list[str] | None]:
-    """Return the names of a split's shards and of its classes, if they have names."""
+    """Return the shard names of a split, and its class names or None."""
     split = data.train_split if training else data.val_split
     setting = f"data.{'train' if training else 'val'}_split {split}"
     found = find_split(splits, split)
@@ -411,7 +414,7 @@ def _find_shards(
 
 
 def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | None) -> _Images:
-    """Load a shard's index and check it; it must hold as many images as stated, their labels below num_classes."""
+    """Load and check the index of a shard: ``stated`` images, with labels below ``num_classes``."""
     samples = load_index(root / name)
     count = sum(sample.offset is not None for sample in samples)
     if stated not in (None, count):

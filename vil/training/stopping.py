@@ -1,4 +1,4 @@
-"""Signals and due saves, which all processes agree on between two steps."""
+"""Agreement of all ranks on signals and due checkpoints between steps."""
 
 import signal
 from types import FrameType
@@ -11,7 +11,7 @@ from vil.training.errors import SIGNALS
 
 
 class Signals:
-    """Catches signals while it is entered; a second SIGINT interrupts at once."""
+    """Context manager that catches signals; a second SIGINT interrupts at once."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -19,7 +19,7 @@ class Signals:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def __enter__(self) -> "Signals":
-        """Catch signals; a SIGHUP that nohup lets be ignored stays so."""
+        """Install the signal handlers; keep SIGHUP ignored under nohup."""
         numbers = set(SIGNALS)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
@@ -33,13 +33,15 @@ class Signals:
             signal.signal(number, handler)
 
     def agree(self, due: bool) -> tuple[int, bool]:
-        """Ask all processes, once per step, and answer what was asked a step before, so that nobody waits.
+        """Reduce signals and due checkpoints over all ranks; call this once per step on every rank.
+
+        Each call returns the result of the previous call, so no rank waits for the reduction.
 
         Args:
-            due: Whether this process wants a checkpoint to be written.
+            due: Whether this process wants to write a checkpoint.
 
         Returns:
-            A signal that some process received, or 0, and whether to write a checkpoint; the same in all processes.
+            Signal number received by any process, or 0, and whether to write a checkpoint. Equal on all ranks.
         """
         if self.world.size == 1:
             return self.received, due

@@ -1,4 +1,4 @@
-"""A run, from top to bottom."""
+"""The main training loop."""
 
 import math
 from contextlib import ExitStack
@@ -26,25 +26,26 @@ from vil.training.resolve import fill_from_data, fill_from_weights, read_pretrai
 from vil.training.settings import TrainConfig
 from vil.training.stopping import Signals
 
-_MOST_FAILED_SAVES = 5  # in a row; a full disk may be cleared meanwhile
+_MOST_FAILED_SAVES = 5  # consecutive failures; a full disk may be cleared in the meantime
 
 
 def train(config: TrainConfig) -> None:
-    """Train as the settings say; a run that is in the output folder goes on where it was.
+    """Train with the given settings; resume the run in the output folder if there is one.
 
-    Only the end of an epoch, the clock or a signal writes a checkpoint; an error never does.
+    A checkpoint is written at the start of a run, after each epoch, at time intervals and on a signal, but
+    never after an error.
 
     Raises:
-        UserError: one of errors.py says why the run cannot begin or go on.
+        UserError: If the run cannot start or continue; the subclasses are in errors.py.
     """
     with connect(config.run) as world, ExitStack() as stack:
         folder, saved = Path(config.run.output), None
-        if world.is_main:  # processes need not share a disk
+        if world.is_main:  # ranks need not share a disk
             stack.enter_context(lock_folder(folder))
             saved = load_newest(folder)
         saved = world.broadcast(saved)
 
-        # The settings: as asked for, or as the run had them; what they leave open is filled in.
+        # Take the settings from the user or from the resumed run, and fill in the rest.
         config, asked = continued(saved, config)
         weights = read_pretrained(config.model) if saved is None else None
         config = fill_from_weights(config, weights)
@@ -53,16 +54,16 @@ def train(config: TrainConfig) -> None:
         train_data = TrainData(config, train_source, world)
         val_data = ValData(config, val_source, world)
 
-        # What is trained, the same in all processes.
+        # Build the model with the same seed on all ranks.
         seed_everything(config.run.seed)
         trainee = build(config, world, weights, train_source.classes)
         run = Run(config, asked, trainee, train_source, val_source)
         if saved is not None:
             restore(run, saved)
         else:
-            val_data.verify()  # now, and not after an epoch
+            val_data.verify()  # find bad images now, not after an epoch
             if world.is_main:
-                save(folder, run)  # from here on the folder is this run's
+                save(folder, run)  # from now on the folder belongs to this run
         state = run.state
         del saved, weights
 
@@ -85,7 +86,7 @@ def train(config: TrainConfig) -> None:
                     if number or due:
                         write(folder, run, report, must=bool(number))
                     if number:
-                        world.gather(None)  # a launcher ends the others as soon as one is gone
+                        world.gather(None)  # launchers kill all ranks when one exits
                         raise StoppedError(number)
                     report.progress()
                 account(run, report, train_data)
@@ -95,7 +96,7 @@ def train(config: TrainConfig) -> None:
 
 
 def account(run: Run, report: Report, data: TrainData) -> None:
-    """Read the losses since the last reading, and account for what was skipped; in all processes."""
+    """Read the unread losses and record skipped images and steps; every rank must call this."""
     if not report.unread:
         return
     state, world, config = run.state, run.trainee.world, run.config
@@ -138,7 +139,7 @@ def account(run: Run, report: Report, data: TrainData) -> None:
 
 
 def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> None:
-    """Note how the epoch went, write a checkpoint, and then show it."""
+    """Record a finished epoch, write a checkpoint, and then report the epoch."""
     state, world = run.state, run.trainee.world
     raw, *averaged = scores
     if not math.isfinite(raw.loss):
@@ -164,13 +165,13 @@ def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> No
         "seconds": report.seconds,
     }
     state.end_epoch(row)
-    # Ahead of all that can hang; the log of a run that is killed in between is written when it goes on.
+    # Save before anything that can hang. If the run is killed before logging, it writes the log on resume.
     write(folder, run, report, must=len(state.history) == run.config.schedule.epochs)
     report.epoch()
 
 
 def write(folder: Path, run: Run, report: Report, must: bool) -> None:
-    """Write a checkpoint, in the main process."""
+    """Write a checkpoint on rank 0; tolerate some failures unless ``must`` is set."""
     report.saving()
     if not run.trainee.world.is_main:
         return

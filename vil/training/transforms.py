@@ -1,7 +1,7 @@
-"""Augmentation of images one by one, in the loader, and of batches, on the device.
+"""Augmentation of single images in data-loading workers, and of batches on the device.
 
-DeiT's order: crop, flip and auto-augment a decoded image; normalise; erase; mix. Images leave the
-loader as bytes, a quarter of the size of floats, and everything after that is done in batches.
+The order is DeiT's: crop, flip and auto-augment each decoded image; normalise; erase; mix. Workers return
+uint8 images, a quarter of the size of floats. All later transforms run on batches.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
     """Build the augmentation of a training image, to a uint8 tensor (C, H, W).
 
     Args:
-        config: The run's configuration.
-        size: Height and width in pixels; ``model.img_size`` if None.
+        config: Configuration of the run.
+        size: Height and width in pixels; None uses ``model.img_size``.
 
     Raises:
-        ConfigError: timm does not know the auto-augment policy.
+        ConfigError: If timm does not know the auto-augment policy.
     """
     augment, data, size = config.augment, config.data, size or config.model.img_size
     try:
@@ -37,11 +37,11 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
             scale=augment.scale,
             ratio=augment.ratio,
             hflip=augment.hflip,
-            color_jitter=None,  # DeiT's 0.3 never acted: auto-augment switches it off
+            color_jitter=None,  # DeiT's 0.3 had no effect: auto-augment disables it
             auto_augment=augment.aa,
             interpolation=data.interpolation,
             mean=data.mean,
-            use_prefetcher=True,  # leaves the rest to BatchAugment
+            use_prefetcher=True,  # BatchAugment does the rest
         )
     except (AssertionError, KeyError, ValueError) as error:
         raise ConfigError(f"augment.aa {augment.aa!r} is not a policy of timm: {error}") from error
@@ -58,9 +58,9 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
 
 
 def val_transform(config: TrainConfig) -> Transform:
-    """Return what resizes a validation image and crops its centre, to a uint8 tensor (C, H, W).
+    """Build the validation transform: resize, centre crop, and conversion to a uint8 tensor (C, H, W).
 
-    It raises DataError for an image so long and narrow that resizing its shorter side gives more than
+    The transform raises DataError for an image so elongated that resizing its shorter side exceeds
     data.max_pixels.
     """
     size, data = config.model.img_size, config.data
@@ -86,13 +86,13 @@ def val_transform(config: TrainConfig) -> Transform:
 
 
 def to_planes(image: Image.Image) -> torch.Tensor:
-    """Return an image as uint8 (C, H, W) laid out in this order, which batches are made of faster."""
+    """Convert an image to a contiguous uint8 tensor (C, H, W), which makes collating faster."""
     planes = bytearray().join(image.tobytes("raw", band) for band in image.getbands())
     return torch.frombuffer(planes, dtype=torch.uint8).view(-1, image.height, image.width)
 
 
 class Normalize:
-    """Bytes to floats of the data set's mean 0 and deviation 1."""
+    """Normalise uint8 images with the mean and standard deviation of the data set."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         shape = (1, config.model.in_chans, 1, 1)
@@ -101,13 +101,13 @@ class Normalize:
         self.device = device
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalise (B, C, H, W) uint8, on any device, to float32 on the model's."""
+        """Normalise uint8 images (B, C, H, W) on any device; return float32 on the model's device."""
         floats = images.to(self.device, non_blocking=True).float()  # a copy, changed in place
         return floats.div_(255).sub_(self.mean).div_(self.std)
 
 
 class BatchAugment:
-    """Normalise, erase and mix batches; the outcome follows from seed, step and place in the step."""
+    """Normalise, erase and mix batches; the result depends only on seed, step and place in the step."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         augment = config.augment
@@ -128,13 +128,13 @@ class BatchAugment:
         """Augment one micro-batch.
 
         Args:
-            images: (B, C, H, W), uint8.
-            targets: Class indices, (B,).
+            images: Images (B, C, H, W), uint8.
+            targets: Class indices (B,).
             step: Step of the run.
-            place: Place of the first image among those of the step, over all processes.
+            place: Index of the first image within the step, over all processes.
 
         Returns:
-            Images, float32, and targets: class indices, or probabilities (B, classes) if mixing.
+            Images, float32, and targets: class indices (B,), or probabilities (B, classes) if mixing.
         """
         images = self.normalize(images)
         targets = targets.to(images.device, non_blocking=True)
@@ -143,13 +143,13 @@ class BatchAugment:
         for start in range(0, len(images), size):
             seed_everything(key("augment", self.seed, step, place + start))
             group, labels = images[start : start + size], targets[start : start + size]
-            self.erase(group)  # in place, as is mixing
+            self.erase(group)  # in place, like mixing
             mixed.append(labels if self.mixup is None else self.mixup(group, labels)[1])
         return images, torch.cat(mixed)
 
 
 def _build_mixup(config: AugmentConfig, num_classes: int) -> Mixup | None:
-    """Create mixup and cutmix, or None where both are off."""
+    """Create mixup and cutmix; return None if both are disabled."""
     if not config.mixes:
         return None
     return Mixup(
