@@ -58,7 +58,7 @@ class GridSpec(NamedTuple):
     def quotients(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return tokens per trained token, for rows and for columns, as (numerator, denominator).
 
-        Overlapping patches extend beyond the last stride, so their number alone would be too small.
+        Overlapping patches extend beyond the last stride, so their number would be too small.
         """
         rows = self.H * self.stride_height + self.patch_height - self.stride_height
         columns = self.W * self.stride_width + self.patch_width - self.stride_width

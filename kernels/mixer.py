@@ -60,9 +60,9 @@ class MixerKey(NamedTuple):
     grid: tuple[int, ...] | None
     """Grid of the layout; None without a layout."""
     positions: int
-    """Positions in the order of the layout."""
+    """Positions in the order; 0 without one."""
     taps: int
-    """Number of resampled taps; 0 without a layout."""
+    """Resampled taps; 0 without resampling."""
 
 
 class MixerPlan:

@@ -37,7 +37,7 @@ class ScanKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     dz: tuple[int, ...] | None = None
-    """Strides of the tensor that receives the gradient for z; None to allocate a new one."""
+    """Strides of the tensor that receives the gradient for z; None to allocate it."""
 
 
 class ConvKey(NamedTuple):
@@ -54,7 +54,7 @@ class ConvKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     dx: tuple[int, ...] | None = None
-    """Strides of the tensor that receives the gradient for x; None to allocate a new one."""
+    """Strides of the tensor that receives the gradient for x; None to allocate it."""
 
 
 def scan_key(args: ScanArgs, recurrence: str, reverse: bool, kappa_scale: float) -> ScanKey:

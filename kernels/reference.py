@@ -218,10 +218,10 @@ def causal_conv1d_bidirectional(
     Index 1 is the causal convolution of the reversed sequence, reversed back: its tap K - 1 meets
     token t and tap 0 meets token t + K - 1 (Vision Mamba's ``conv1d`` and ``conv1d_b``).
 
-    An ``order`` replaces time by P positions. Each position holds a token t >= 0 or is empty (-1), which
-    counts as zeros. A token has at most one position. For a token without one, a backend leaves the result
-    and the gradient unchanged; here they are zeros. K - 1 empty positions separate sequences that must not
-    see each other.
+    With an ``order``, time is P positions, and a token's result is the result at its position. A position
+    holds a token t >= 0 or is empty (-1), which counts as zeros. A token has at most one position. Without
+    one, a backend leaves its result and gradient unchanged; here they are zeros. K - 1 empty positions
+    separate sequences that must not see each other.
 
     Args:
         x: Input, (B, L, D).

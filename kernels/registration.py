@@ -72,8 +72,8 @@ def _empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 def _pack_grads(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """Replace None by an empty tensor and views by copies.
 
-    Operators cannot return None, and two outputs must not share memory. For one token of one sequence, dq
-    and dk would.
+    Operators cannot return None, and two outputs must not share memory. For one token of one sequence,
+    dq and dk would.
     """
     return tuple(like.new_empty(0) if g is None else _own_memory(g) for g in grads)
 
@@ -153,7 +153,7 @@ def _scan(*inputs) -> tuple[Tensor, ...]:
     x = args.x
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
     out, final, *saved = plan.forward(args, save and _are_kept(x.device))
-    # Make a new empty tensor if there is no final state: outputs of an operator must not be the same tensor.
+    # A new empty tensor for no state: two outputs of an operator must not be the same.
     final = x.new_empty(0, dtype=compute_dtype(x)) if final is None else final
     saved = _as_saved(*saved, x, args.k, recurrence, save)
     return out.contiguous(), final.contiguous(), *saved
@@ -338,8 +338,8 @@ def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> TokenLa
 def _token_layout(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
     """Return new copies of the tensors of ``layout_of``.
 
-    Tensors that an operator makes lie in the memory of a program's CUDA graph and must not outlive the call. Copies
-    from pinned memory can be recorded in a CUDA graph.
+    Tensors that an operator makes lie in the memory of a CUDA graph and must not outlive the call. A graph can
+    record copies from pinned memory.
     """
     layout = _layout_in_memory(tuple(grid), taps, like.device.type == "cuda")
     return tuple(t.to(like.device, non_blocking=True, copy=True) for t in layout[1:])

@@ -456,7 +456,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[list[str], Setting | None]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("models", metavar="MODEL", nargs="*", help="as in timm.create_model; at most two")
+    add("models", metavar="MODEL", nargs="*", help="name in timm.create_model; at most two")
     add("--img-size", type=_positive, help="pixels; default: what MODEL is configured for")
     add("--batch-size", type=_positive, help="images; default: 8 on a CPU, 128 on a GPU")
     add("--device", choices=("cpu", "cuda"), default="cpu")

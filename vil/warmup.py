@@ -4,12 +4,11 @@
         [--dtype bfloat16]
 
 Compiles the kernels of a training step and an evaluation step for the current GPU, several at a time,
-into Triton's cache. Run it once per machine, before a job starts its processes.
-
-Give the image and batch sizes that you will use. If batch and tokens are too few to fill the GPU,
-sequences are split, which needs additional kernels; otherwise the kernels do not depend on the sizes.
-Weights used at a size other than their training size need a different convolution kernel: pass the
-training size as --trained-size.
+into Triton's cache. Run it once per machine, before a job starts its processes. Give the image and
+batch sizes that you will use. If batch and tokens are too few to fill the GPU, sequences are split,
+which needs additional kernels; otherwise the kernels do not depend on the sizes. Weights used at a
+size other than their training size need a different convolution kernel: pass the training size as
+--trained-size.
 
 Exit status: 0 if everything is compiled, 2 if this machine has no GPU that the kernels support.
 """
@@ -133,10 +132,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="as of timm.create_model")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="name in timm.create_model")
     parser.add_argument("--img-size", type=int, nargs="+", default=[224], help="pixels")
-    parser.add_argument("--trained-size", type=int, help="of the weights; default: as --img-size")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[128], help="of one GPU")
+    parser.add_argument(
+        "--trained-size", type=int, help="image size of the weights; default: --img-size"
+    )
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[128], help="images per GPU")
     parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="default: all cores")
     args = parser.parse_args(arguments)

@@ -174,7 +174,7 @@ def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
     else:
         helpers = [_pool().submit(call, address) for _ in range(threads - 1)]
         call(address)
-        # Wait for running helpers, which write to memory of this call. Cancel those that have not started.
+        # Wait for running helpers, which write to memory of this call; cancel the others.
         concurrent.futures.wait([helper for helper in helpers if not helper.cancel()])
 
 
@@ -297,7 +297,7 @@ class ScanPlan:
             none if z is None else z.view,
         )
         out, both, sums = _view(1, B, L, P), _view(N, B, L, P), _view(N, B, 1, P)
-        # Write the gradient for z directly to its destination, if the loops can.
+        # Write the gradient for z directly to dz, if the loops can.
         self.dz = None
         if key.dz is not None:
             self.dz = _Form((1, B, L, D), (0, *key.dz), key.dtype, self.stored, P)
@@ -421,7 +421,7 @@ class ConvPlan:
         inputs = (self.x.view, _view(2, 1, K, P), _view(2, 1, 1, P), _view(2, B, L, P))
         width = P if self.stored == key.dtype else D
         self.out_strides = (B * L * width, L * width, width, 1)
-        # Write the gradient for x directly to its destination, if the loops can.
+        # Write the gradient for x directly to dx, if the loops can.
         dx = key.dx or (L * D, D, 1)
         self.dx = _Form((1, B, L, D), (0, *dx), key.dtype, self.stored, P)
         sums = _view(2, B, K + 1, P)  # the last row is the bias

@@ -167,8 +167,7 @@ def flush_subnormals(typingctx):
     """Let this thread treat subnormal numbers as zeros, and return its previous setting.
 
     Each subnormal takes a hundred times as long on Intel's processors only. Nothing changes on processors
-    that are not x86. Gradients of Mamba's states decay over many tokens and contain many
-    subnormals.
+    that are not x86. Gradients of Mamba's states decay over many tokens, to many subnormals.
     """
 
     def codegen(context, builder, signature, args):
@@ -590,7 +589,7 @@ def recall(M, state, k):
 
 @njit
 def advance(recurrence, M, before, after, x, step, A, k, q):
-    """Update the state with one token (rows before -> rows after) and return the value that the query reads."""
+    """Update the state with one token (rows before -> rows after) and return the query's result."""
     y = zeros(before[0])
     if recurrence == LONGHORN:
         for j in range(M):
@@ -762,18 +761,18 @@ def scan_blocks(like):
 
 
 def scratch_size(L: int, M: int) -> int:
-    """Return the number of scratch values that ``scan_blocks`` needs per thread."""
+    """Return the scratch values per thread of ``scan_blocks``."""
     return (L + M) * WIDTH
 
 
 @register_jitable
 def backward_scratch_rows(L: int, M: int) -> int:
-    """Return the number of rows before the sums in the scratch memory of ``scan_block_backward``."""
+    """Return the rows of WIDTH values before the sums in the scratch of ``scan_block_backward``."""
     return 3 * L + (num_chunks(L) + CHUNK + 2) * M
 
 
 def backward_scratch_size(L: int, M: int) -> int:
-    """Return the number of scratch values that ``scan_blocks_backward`` needs per thread."""
+    """Return the scratch values per thread of ``scan_blocks_backward``."""
     return backward_scratch_rows(L, M) * WIDTH + num_columns(M) * LANES
 
 

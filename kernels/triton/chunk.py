@@ -159,7 +159,7 @@ def _forward_kernel(
         0, REVERSE, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
     )  # fmt: skip
     if z_ptr is not None:
-        # The barrier lets a lane read the sum that it wrote, for any layout.
+        # Lets a lane read the sum that it wrote, for any layout.
         tl.debug_barrier()
         _forward_direction(
             x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
@@ -174,7 +174,7 @@ def _through_gate(
     dout_row, y_row, z_row, dz_row, divisor_ptr, alive, channel, z_step: tl.constexpr,
     step: tl.constexpr, WRITE: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of a chunk of y, given the gated gradient; with WRITE, store the gate's."""
+    """Return the gradient of a chunk of y, given the gated output's; with WRITE, store the gate's."""
     divisor = broadcast_rows(divisor_ptr, BLOCK_D)
     z = load_rows(z_row, z_step, channel)
     s = gate_sigmoid(z, divisor, FAST)
@@ -373,7 +373,7 @@ _SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_f
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the sum of both directions, given the dtype of x.
 
-    The first direction's output and the saved sum are rounded to bfloat16. float16 lacks the range.
+    For bfloat16, the first direction's part and the saved sum are rounded to it; float16 lacks the range.
     """
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
@@ -428,7 +428,7 @@ class ChunkPlan(ScanPlan):
     def _between_splits(
         self, spread: Spread, adjoint: bool, shared: dict[str, Any]
     ) -> tuple[int, Kernel, Kernel]:
-        """Return the number of splits, and the kernels that find the states that they start from."""
+        """Return the number of splits, and the kernels that find their start states."""
         M, sequences = self.key.states, self.N * self.B
         block, num_warps = tuning.blocks("exact_summary", self.D, self.key.device)
         programs = sequences * (spread.num_splits - 1) * (M + 1) * triton.cdiv(self.D, block)

@@ -16,12 +16,12 @@ try:
 except ImportError:  # not a POSIX system: every process compiles
     fcntl = None
 
-LIMIT_S = 600.0  # after this time, a process no longer waits and compiles
+LIMIT_S = 600.0  # after which a process stops waiting and compiles
 
 
 @contextlib.contextmanager
 def held(kernel: str) -> Iterator[None]:
-    """Wait for the lock of a kernel and hold it; continue without it if the disk does not support locks."""
+    """Wait for the lock of a kernel and hold it; go without if the disk has no locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder = Path(knobs.cache.dir)

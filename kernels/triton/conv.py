@@ -34,8 +34,8 @@ BACKWARD_PROGRAMS = 1024
 def _sigmoid(v, FAST: tl.constexpr):
     """Return 1 / (1 + exp(-v)).
 
-    FAST treats denormal numbers as zeros. Handling them would cost 10 of 37 instructions per element of x in
-    the forward pass and 14 of 66 in the backward pass (benchmarks.static_cost of commit 228e2c4, sm_90).
+    FAST treats denormal numbers as zeros. Handling them would cost 10 instructions (of 37) per element of x in
+    the forward pass and 14 (of 66) in the backward pass, by benchmarks.static_cost of commit 228e2c4 on sm_90.
     """
     if FAST:
         return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-v))
@@ -44,7 +44,7 @@ def _sigmoid(v, FAST: tl.constexpr):
 
 @triton.jit
 def _inside(row, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr):
-    """Return the mask of numbered rows and channels that are in the sequence."""
+    """Return the mask of rows, given by number, and channels that are in the sequence."""
     token = first + (row - BEFORE)
     # ``first`` is in the sequence, so a row can leave it on one side only.
     inside = tl.where(row < BEFORE, token >= 0, token < L)
@@ -89,9 +89,9 @@ def _store_rows(row_ptr, stride_l, rows, FIRST: tl.constexpr, first, L, channel,
 
 @triton.jit
 def _in_every_lane(number, FAST: tl.constexpr):
-    """Return a program's number so that the compiler does not see that it is equal in all lanes.
+    """Return a number in a form that hides from the compiler that all lanes agree on it.
 
-    The compiler moves equal numbers to the registers of a warp and back for every use. With all loads
+    The compiler moves such a number to the registers of a warp and back for every use. With all loads
     through a table, this takes 97 more instructions in the forward pass (K = 4, sm_90).
     """
     if FAST > 1:
@@ -397,8 +397,8 @@ def _backward_kernel(
 def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
     """Return the arguments of both kernels, except tensors.
 
-    Strides of x and of contiguous tensors are in units of the channels per lane. A lane has two channels if
-    strides and address allow it, as in the backbone.
+    Strides of x and of contiguous tensors are in units of the channels per lane: two if strides and address
+    allow it, as in the backbone, else one.
     """
     B, L, D = key.shape
     strides = (*key.strides[:2], *(key.dx or (L * D, D))[:2], D)

@@ -1,4 +1,4 @@
-"""The diagonal Longhorn recurrence by the token, in Triton; ``recurrent.py`` scans with it.
+"""The diagonal Longhorn recurrence, token by token, in Triton; ``recurrent.py`` scans with it.
 
 Per channel and state j, with eps = 1 / (1 + n |k|^2 + exp(-(dt + bias))), n = kappa_scale:
 
@@ -25,7 +25,7 @@ def advance(state, x, eps, k, M: tl.constexpr):
 
 @triton.jit
 def fade(weights, eps, k, M: tl.constexpr):
-    """Return weights times what a token leaves of the states before it."""
+    """Return weights times the decay of the states at a token."""
     after = ()
     for j in tl.static_range(M):
         after += (weights[j] - eps * k[j] * (k[j] * weights[j]),)
@@ -34,22 +34,22 @@ def fade(weights, eps, k, M: tl.constexpr):
 
 @triton.jit
 def retreat(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr):
-    """Take one token back.
+    """Backpropagate through one token.
 
     Args:
-        grad: Gradient of the state after the token, without what this token's y adds to it.
+        grad: Gradient of the state after the token, without the contribution of this token's y.
         state: State before the token.
         x: Value of the token.
         eps: Step size of the token.
         k: Key of the token.
         q: Query of the token.
         dy: Gradient of y.
-        kappa_scale: What |k|^2 is multiplied by in eps.
+        kappa_scale: Factor of |k|^2 in eps.
         M: State size.
 
     Returns:
-        The gradient of the state before the token, sum_j k_j G_j, deps, and per channel what dk and
-        dq are sums of.
+        Gradient of the state before the token, sum_j k_j G_j, deps, and the terms of dk and dq per
+        channel.
     """
     before, dk, dq, scaled = (), (), (), ()
     recalled, deps = tl.zeros_like(x), tl.zeros_like(x)
@@ -60,7 +60,7 @@ def retreat(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr):
         before += (g - write * kg,)
         recalled += kg
         deps += kg * error
-        # dk_j but for its term in deps, which only the last state completes
+        # dk_j without its term in deps, which only the last state completes
         scaled += ((eps * g) * (2.0 * error - x),)
     slope = 2.0 * kappa_scale * eps * eps * deps
     for j in tl.static_range(M):

@@ -1,4 +1,4 @@
-"""Mamba's selective recurrence by the token, in Triton; ``recurrent.py`` scans with it.
+"""Mamba's selective recurrence, token by token, in Triton; ``recurrent.py`` scans with it.
 
 Per channel and state j, with delta = softplus(dt + bias) and a_j = exp(delta A_j):
 
@@ -10,8 +10,8 @@ Per channel and state j, with delta = softplus(dt + bias) and a_j = exp(delta A_
                dq_j = sum over channels of dy s_j, s_j after the token
                G_j <- a_j G_j
 
-Rates are A / ln 2, so that an exponential is one instruction; there is one per token, channel and
-state, which is what bounds the speed.
+Rates are A / ln 2, so that an exponential is one instruction. One exponential per token, channel and
+state bounds the speed.
 """
 
 import triton
@@ -20,10 +20,10 @@ import triton.language as tl
 
 @triton.jit
 def softplus(v):
-    """Return log(1 + exp(v)), to a relative error of 1e-7 however small it is.
+    """Return log(1 + exp(v)), with a relative error of 1e-7 even for small results.
 
-    log(1 + u) = 2 artanh(u / (2 + u)) by its series: the logarithm instruction of a GPU has an
-    absolute error, which would show in small steps.
+    log(1 + u) = 2 artanh(u / (2 + u)) by its series: a GPU's logarithm instruction has an absolute
+    error, which would be visible in small steps.
     """
     u = tl.exp(-tl.abs(v))
     t = u / (2.0 + u)
@@ -46,7 +46,7 @@ def sigmoid(v):
 
 @triton.jit
 def _decay(exponent, FAST: tl.constexpr):
-    """Return 2^exponent, zero where that is subnormal if FAST."""
+    """Return 2^exponent; with FAST, subnormal results are zero."""
     if FAST:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;",
@@ -70,7 +70,7 @@ def advance(state, x, delta, k, rates, M: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def fade(weights, delta, rates, M: tl.constexpr, FAST: tl.constexpr):
-    """Return weights times what a token leaves of the states before it."""
+    """Return weights times the decay of the states at a token."""
     after = ()
     for j in tl.static_range(M):
         after += (_decay(delta * rates[j], FAST) * weights[j],)
@@ -79,10 +79,10 @@ def fade(weights, delta, rates, M: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def retreat(grad, drates, state, x, delta, k, q, dy, rates, M: tl.constexpr, FAST: tl.constexpr):
-    """Take one token back.
+    """Backpropagate through one token.
 
     Args:
-        grad: Gradient of the state after the token, without what this token's y adds to it.
+        grad: Gradient of the state after the token, without the contribution of this token's y.
         drates: Gradient of A so far.
         state: State before the token.
         x: Value of the token.
@@ -95,8 +95,8 @@ def retreat(grad, drates, state, x, delta, k, q, dy, rates, M: tl.constexpr, FAS
         FAST: Whether to use PTX.
 
     Returns:
-        The gradient of the state before the token and of A, sum_j k_j G_j, ddelta, and per channel
-        what dk and dq are sums of.
+        Gradients of the state before the token and of A, sum_j k_j G_j, ddelta, and the terms of dk
+        and dq per channel.
     """
     before, after, dk, dq = (), (), (), ()
     recalled, slope = tl.zeros_like(x), tl.zeros_like(x)

@@ -1,16 +1,16 @@
 """Scans token by token, diagonal Longhorn and Mamba: Triton kernels, then their plan.
 
-What a token does is in ``longhorn.py`` and ``mamba.py``, behind ``recurrent_parts.py``; the
-states that splits start from are found in ``recurrent_splits.py``. This file is everything around
-them: both directions, the gate, saved states. A program owns one split of one batch element
-and BLOCK_D channels, one per lane, whose states stay in registers as a tuple over j; keys and
-queries are broadcast loads of packed float32 rows. The sums over channels are products with a matrix
-of ones, so there are no atomics and gradients are the same bits from run to run.
+``longhorn.py`` and ``mamba.py`` define the update for one token, called through ``recurrent_parts.py``.
+``recurrent_splits.py`` finds the states that splits start from. This file has the rest: both directions,
+the gate, saved states. A program owns one split of one batch element and BLOCK_D channels, one per lane.
+The states stay in registers as a tuple over j; keys and queries are broadcast loads of packed float32 rows.
+Sums over channels are products with a matrix of ones, so there are no atomics and gradients are
+bit-identical from run to run.
 
-Everything is in the order of the tokens. A chunk is INTERVAL tokens, a split some chunks.
+Everything is in token order. A chunk is INTERVAL tokens, and a split is several chunks.
 
 Letters: N directions, B batch, L tokens, D channels, M state size (padded to a multiple of 4 in the
-kernels), S splits. Of N = 2 directions, index 1 runs from the last token to the first.
+kernels), S splits. With N = 2 directions, index 1 runs from the last token to the first.
 """
 
 import math
@@ -50,8 +50,8 @@ from vil.kernels.triton.recurrent_splits import carry_kernel, summary_kernel
 from vil.kernels.triton.scan_plan import ScanPlan
 from vil.kernels.triton.tiles import half_silu, load_row, token_mask
 
-# Registers of the Longhorn backward pass at M <= 16: three warps on every scheduler of an NVIDIA GPU
-# rather than two, for 5 % more instructions.
+# Registers of the Longhorn backward pass at M <= 16: this fits three warps on every scheduler of an NVIDIA
+# GPU instead of two, for 5 % more instructions.
 MOST_REGISTERS = 168
 
 
@@ -67,7 +67,7 @@ def _forward_direction(
 ):  # fmt: skip
     """Scan a split in one direction.
 
-    Of two, index 0 leaves its y and index 1 adds its own, gates and stores the result.
+    With two directions, index 0 leaves its y. Index 1 adds its own, gates and stores the result.
     """
     sign: tl.constexpr = 1 - 2 * REVERSE
     mask = token_mask(0, 1, d, D, BLOCK_D)
@@ -91,7 +91,7 @@ def _forward_direction(
     next_x, next_dt = load_row(x_row + d, mask), load_row(dt_row + d, mask)
     done = 0
     for c in range(chunks):
-        # The short chunk is the last one of the sequence, whichever way it is gone through.
+        # The short chunk is the last chunk of the sequence in either direction.
         chunk = chunks - 1 - c if REVERSE else c
         if states_ptr is not None:
             saved = sequence * all_chunks + first_chunk + chunk
@@ -112,7 +112,7 @@ def _forward_direction(
             state = advance(state, x, step, k, rates, M, MAMBA, FAST)
             q = broadcast_row(row + M, M, BLOCK_D)
             row += sign * (2 * M + 4)
-            y = skip * x  # in place: by a function, 16 % more instructions on sm_90 (diagonal)
+            y = skip * x  # inline: a function takes 16 % more instructions on sm_90 (diagonal)
             for j in tl.static_range(M):
                 y += q[j] * state[j]
             if direction == 1:
@@ -143,9 +143,10 @@ def _forward_kernel(
 ):  # fmt: skip
     """Scan a split of one batch element and BLOCK_D channels.
 
-    N = 2: both directions, averaged and gated; y (B, L, D) takes their sum. N = 1: one, as REVERSE
-    says; final (B, M / 4, D, 4) takes its last state. states (N, B, chunks, M / 4, D, 4) take the state before
-    every chunk, if given. entry (N, B, S, M / 4, D, 4): the states that splits start from, zeros if not given.
+    N = 2: both directions, averaged and gated; y (B, L, D) receives their sum. N = 1: one direction, set by
+    REVERSE; final (B, M / 4, D, 4) receives its last state. If given, states (N, B, chunks, M / 4, D, 4) receive
+    the state before every chunk. split_states (N, B, S, M / 4, D, 4): states that splits start from, zeros if
+    not given.
     """
     block, split, _, b = place_of_program(num_splits, B, D, BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -157,7 +158,7 @@ def _forward_kernel(
         0, N, REVERSE, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
     )  # fmt: skip
     if N == 2:
-        # A lane reads the y that it wrote itself; this makes it so for any layout.
+        # Lets a lane read the y that it wrote, for any layout.
         tl.debug_barrier()
         _forward_direction(
             x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
@@ -178,7 +179,7 @@ def _scan_again(
     MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Leave the states before each group of a chunk's tokens in the scratch."""
+    """Store the states before each group of a chunk's tokens in the scratch memory."""
     lane = tl.arange(0, BLOCK_D)
     store_states(scratch + first_group * (M * BLOCK_D), state, lane, channel, BLOCK_D, M)
     for group in range(first_group + 1, end_group):
@@ -192,7 +193,7 @@ def _scan_again(
             k = broadcast_row(row, M, BLOCK_D)
             state = advance(state, x, step, k, rates, M, MAMBA, FAST)
         store_states(scratch + group * (M * BLOCK_D), state, lane, channel, BLOCK_D, M)
-    tl.debug_barrier()  # a lane reads what it wrote itself; this makes it so for any layout
+    tl.debug_barrier()  # lets a lane read the states that it wrote, for any layout
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def _load_group(
 ):  # fmt: skip
     """Return tuples over a group's tokens: x, step sizes and slopes, gradients of y and of z.
 
-    ``row`` is an offset: with pointers to the row, 7 % more instructions on sm_90 (Mamba).
+    ``row`` is an offset: pointers to the row would take 7 % more instructions on sm_90 (Mamba).
     """
     xs, steps, slopes, dys, dzs = (), (), (), (), ()
     for t in tl.static_range(GROUP):
@@ -235,7 +236,7 @@ def _group_backward(
     INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take a group of tokens back, given the state before it; return the gradients so far."""
+    """Backpropagate through a group of tokens, given the state before it; return the gradients so far."""
     history = state
     for t in tl.static_range(GROUP - 1):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
@@ -281,14 +282,14 @@ def _chunk_backward(
     INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take a chunk back by groups, the last first; return the gradients so far.
+    """Backpropagate through a chunk by groups, the last first; return the gradients so far.
 
-    Token r of the chunk is the i-th of the scan, which has the dead ones of a short chunk last or,
-    in reverse, first. Their keys are zero.
+    Token r of the chunk is the i-th in scan order. Dead tokens of a short chunk come last or, in reverse,
+    first. Their keys are zero.
     """
     lane, channel = tl.arange(0, BLOCK_D), token_mask(0, 1, d, D, BLOCK_D)
     sign = 1 - 2 * back
-    gate_channels = tl.where(direction == 0, D, 0)  # of which this program writes dz
+    gate_channels = tl.where(direction == 0, D, 0)  # channels whose dz this program writes
     num_valid = tl.minimum(L - chunk * INTERVAL, INTERVAL)
     first_group = back * ((INTERVAL - num_valid) // GROUP)
     end_group = tl.where(back == 1, INTERVAL // GROUP, tl.cdiv(num_valid, GROUP))
@@ -300,7 +301,7 @@ def _chunk_backward(
         gate = b * z_stride_b + first * z_stride_l + d
         z_row, dz_row = z_ptr + gate, dz_ptr + gate
     sequence = direction * B + b
-    shared_row = (b * L + first) * D + d  # of what both directions have in common
+    shared_row = (b * L + first) * D + d  # of tensors shared by both directions
     own_row = (sequence * L + first) * D + d
     saved = sequence * tl.cdiv(L, INTERVAL) + chunk
     kq = kq_ptr + saved * (INTERVAL * (2 * M + 4))
@@ -313,8 +314,8 @@ def _chunk_backward(
     )  # fmt: skip
     for group_back in range(end_group - first_group):
         group = end_group - 1 - group_back
-        # Nothing is stored before everything from far memory is asked for: a load cannot pass a
-        # store that might be to the same address.
+        # Issue all loads from far memory before any store: a load cannot pass a store that might be
+        # to the same address.
         xs, steps, slopes, dys, dzs = _load_group(
             x_row, dt_row, z_row, dout_ptr, y_ptr, kq, bias, x_stride_l, dt_stride_l, z_stride_l,
             back, sign, num_valid, group, shared_row, d, gate_channels,
@@ -341,15 +342,15 @@ def _backward_kernel(
     M: tl.constexpr, BITS: tl.constexpr, INTERVAL: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take a split of one direction, batch element and BLOCK_D channels back.
+    """Backpropagate through a split of one direction, batch element and BLOCK_D channels.
 
-    From every saved state the scan is repeated, leaving the states before each GROUP of tokens in
-    ``scratch``, (programs, INTERVAL / GROUP, M, BLOCK_D); then the groups are taken back from the
-    last to the first, with the states inside a group in registers. dkq (blocks, N, B, L, 2 M):
-    dk and dq summed over the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
-    entry (N, B, S, M / 4, D, 4): gradients of the states after splits, zeros if not given. Of two directions the
-    first one writes dz; of one, dinitial (B, M / 4, D, 4) takes the gradient of its first state.
-    Mamba has no use for kappa_scale.
+    From every saved state the scan is repeated, which stores the states before each GROUP of tokens in
+    ``scratch``, (programs, INTERVAL / GROUP, M, BLOCK_D). Then groups are processed from the last to the
+    first, with the states inside a group in registers. dkq (blocks, N, B, L, 2 M): dk and dq summed over
+    the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
+    split_states (N, B, S, M / 4, D, 4): gradients of the states after splits, zeros if not given. With two
+    directions, the first writes dz. With one, dinitial (B, M / 4, D, 4) receives the gradient of its first
+    state. Mamba does not use kappa_scale.
     """
     block, split, direction, b = place_of_program(num_splits, B, D, BLOCK_D)
     lane = tl.arange(0, BLOCK_D)
@@ -391,22 +392,22 @@ def _backward_kernel(
 # -------------------------------------------------------------------------------------- plan
 
 
-# How many times the work a scan in splits takes: the summary costs about as much as the scan.
+# Relative work of a scan in splits: the summary costs about as much as the scan.
 _SPLITS_OVERHEAD = 2.0
 
 
 def _group_size(padded: int) -> int:
-    """Return how many tokens the backward pass takes back between accesses to its scratch.
+    """Return the number of tokens between accesses of the backward pass to its scratch memory.
 
     The states of a group stay in registers. Groups of 4 would halve the traffic, not the number of
-    instructions, and need 232 registers instead of 165 (sm_90, M = 16): two warps instead of three
-    on every scheduler.
+    instructions. They need 232 registers instead of 165 (sm_90, M = 16), so two warps fit on every
+    scheduler instead of three.
     """
     return 2 if padded <= 16 else 1
 
 
 class RecurrentPlan(ScanPlan):
-    """The launches of a scan token by token; states are (*lead, M' / 4, D, 4)."""
+    """Launches of a scan token by token; states are (*lead, M' / 4, D, 4)."""
 
     sum_dtype = torch.float32
 
@@ -439,7 +440,7 @@ class RecurrentPlan(ScanPlan):
             kappa_scale=key.kappa_scale, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
             PRECISION=tuning.dot_precision(key.dtype), **limit,
         )  # fmt: skip
-        # No fusion: of 1 + |k|^2, which is summed across lanes, they would differ in the last place.
+        # No fusion: with it, sums of 1 + |k|^2 across lanes would differ in the last place.
         self._pack = Kernel(
             pack_kernel, self.chunks * sequences, 4, False, B=self.B, L=self.L,
             kappa_scale=key.kappa_scale, **self.strides("q", "k"), STATES=key.states, M=self.M,
@@ -477,7 +478,7 @@ class RecurrentPlan(ScanPlan):
     def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
         kq = self.empty(self.N, self.B, self.chunks * INTERVAL, 2 * self.M + ROW_TAIL)
         self._pack(args.k, q_ptr=args.q, k_ptr=args.k, kq_ptr=kq)
-        # The kernels take powers of 2.
+        # The kernels compute powers of 2.
         rates = None if args.A is None else self.to_kernel(args.A.float() / math.log(2.0))
         return {
             "x_ptr": args.x, "dt_ptr": args.dt, "z_ptr": args.z,

@@ -1,8 +1,6 @@
-"""Scans token by token, their building blocks: places, states, what a token does, packed rows.
+"""Building blocks of scans token by token: places, states, token updates, packed rows.
 
-Triton functions, then the launcher of the kernel that packs and the layout of states. What either
-recurrence makes of a token is in ``longhorn.py`` and ``mamba.py``; letters are as in
-``recurrent.py``.
+``longhorn.py`` and ``mamba.py`` define the token update of each recurrence. Letters as in ``recurrent.py``.
 """
 
 import triton
@@ -21,12 +19,12 @@ from vil.kernels.triton.tiles import (
     round_tf32,
 )
 
-# Tokens from one saved state to the next. The backward pass keeps a scratch of 2 KB per token of it
-# and program: with 16, that of all programs that an H200 runs at a time, 26 MB, stays in its L2.
+# Tokens from one saved state to the next. The backward pass keeps 2 KB of scratch memory per program and
+# token of the interval. With 16 tokens, all programs that an H200 runs at a time need 26 MB, which stays in L2.
 INTERVAL = tuning.CHUNK
 ROW_TAIL = 4  # floats of a packed row after k and q: 1 + kappa_scale |k|^2, and padding to 128 bits
 
-# What differs from call to call and is not worth a compilation of its own.
+# Arguments that vary between calls but need no separate compilation.
 RUN_TIME = (
     *("B", "L", "num_splits", "split_tokens", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b", "l")),
@@ -71,7 +69,7 @@ def _state_rows(pointer, channel, SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_states(pointer, channel, mask, D: tl.constexpr, M: tl.constexpr):
-    """Load a tuple of M states of channels from (M / 4, D, 4), by 16, 8 or 4 at once."""
+    """Load a tuple of M states of channels from (M / 4, D, 4), 16, 8 or 4 at a time."""
     SIZE: tl.constexpr = min(M & -M, 16)
     states = ()
     for first in tl.static_range(0, M, SIZE):
@@ -83,7 +81,7 @@ def load_states(pointer, channel, mask, D: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def store_states(pointer, states, channel, mask, D: tl.constexpr, M: tl.constexpr):
-    """Store a tuple of M states of channels to (M / 4, D, 4), by 16, 8 or 4 at once."""
+    """Store a tuple of M states of channels to (M / 4, D, 4), 16, 8 or 4 at a time."""
     SIZE: tl.constexpr = min(M & -M, 16)
     for first in tl.static_range(0, M, SIZE):
         tile = join_columns(states[first : first + SIZE], SIZE)
@@ -94,7 +92,7 @@ def store_states(pointer, states, channel, mask, D: tl.constexpr, M: tl.constexp
 
 @triton.jit
 def full_states(value, M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return a tuple of M columns [BLOCK_D] of one value."""
+    """Return a tuple of M columns [BLOCK_D] filled with one value."""
     states = ()
     for _ in tl.static_range(M):
         states += (tl.full((BLOCK_D,), value, tl.float32),)
@@ -116,7 +114,7 @@ def first_states(
 def load_rates(
     rates_ptr, direction, channel, mask, D: tl.constexpr, M: tl.constexpr, MAMBA: tl.constexpr
 ):
-    """Load the tuple of a direction's M decay rates, which Mamba alone has."""
+    """Load the tuple of a direction's M decay rates, for Mamba only."""
     if MAMBA:
         return load_states(rates_ptr + direction * M * D, channel, mask, D, M)
     else:
@@ -128,7 +126,7 @@ def sums_over_channels(
     values, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return [16, 2^BITS] whose every row holds the sums of N columns [BLOCK_D], then zeros.
+    """Return a tile [16, 2^BITS]; every row holds the sums of N columns [BLOCK_D], then zeros.
 
     One matrix product: a butterfly of shuffles per column would cost more than the scan itself.
     """
@@ -149,14 +147,14 @@ def store_sums(pointer, sums, count, BITS: tl.constexpr):
 
 @triton.jit
 def step_size(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
-    if MAMBA:  # a token that does not exist must not fade the state: its step is zero
+    if MAMBA:  # a missing token must not fade the state: its step is zero
         return tl.where(mask, mamba.softplus(v), 0.0)
     return longhorn_eps(v, tl.load(kappa_1_ptr), FAST)
 
 
 @triton.jit
 def step_size_and_slope(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
-    """Return the step size, and ddt over what ``retreat`` returns for it."""
+    """Return the step size, and the ratio of ddt to the step gradient from ``retreat``."""
     if MAMBA:
         return tl.where(mask, mamba.softplus(v), 0.0), tl.where(mask, mamba.sigmoid(v), 0.0)
     decay, eps = decay_and_eps(v, tl.zeros_like(v), tl.load(kappa_1_ptr), FAST)
@@ -192,7 +190,7 @@ def retreat(
 
 @triton.jit
 def gate_backward(dout, z, y, FAST: tl.constexpr):
-    """Return the gradients of silu(z) y / 2 for y and z, given that of the result."""
+    """Return the gradients of silu(z) y / 2 for y and z, given the gradient of the result."""
     s = half_sigmoid(z, FAST)
     return dout * z * s, dout * y * s * (1.0 + z * (1.0 - 2.0 * s))
 
@@ -203,7 +201,7 @@ def pack_kernel(
     q_stride_dir, q_stride_b, q_stride_l, k_stride_dir, k_stride_b, k_stride_l,
     STATES: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Pack keys and queries of TOKENS tokens into rows, float32: k, q, 1 + kappa_scale |k|^2.
+    """Pack keys and queries of TOKENS tokens into float32 rows: k, q, 1 + kappa_scale |k|^2.
 
     rows (N, B, L rounded up, 2 M + 4), zero beyond L and STATES.
     """
@@ -227,9 +225,9 @@ def pack_kernel(
 
 @triton.jit
 def place_of_program(num_splits, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return which block, split, direction and batch element a program has.
+    """Return the block, split, direction and batch element of this program.
 
-    All in one dimension of the grid: the others end at 65,535.
+    Programs are all on one grid axis: the other axes end at 65,535.
     """
     blocks: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     rest = tl.program_id(0) // blocks
@@ -240,5 +238,5 @@ def place_of_program(num_splits, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 def padded_states(states: int) -> int:
-    """Return M as the kernels see it: a multiple of 4, for 128-bit loads."""
+    """Return the M of the kernels: a multiple of 4, for 128-bit loads."""
     return 4 * triton.cdiv(states, 4)

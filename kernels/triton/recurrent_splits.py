@@ -1,9 +1,9 @@
-"""Scans token by token, cut in splits: what one call's kernels have in common.
+"""Scans token by token, cut in splits: the states that splits start from.
 
-A split is some chunks of INTERVAL tokens: all of them, unless there are too few channels to fill
-the GPU. Then the splits run side by side, from states that the kernels here have found before: a
-scan is linear in its state, and what a split makes of one is a product and a sum per channel and
-state. Triton kernels, then how a call is spread over the device. Letters are as in ``recurrent.py``.
+A split is several chunks of INTERVAL tokens: all of them, unless there are too few channels to fill the
+GPU. Then splits run in parallel, from start states that the kernels here find first. A scan is linear in
+its state, so the effect of a split is one product and one sum per channel and state. Letters as in
+``recurrent.py``.
 """
 
 import triton
@@ -22,9 +22,6 @@ from vil.kernels.triton.recurrent_parts import (
 )
 from vil.kernels.triton.tiles import half_silu, load_row, token_mask
 
-# How many times the work a scan in splits takes: the summary costs about as much as the scan.
-_SPLITS_OVERHEAD = 2.0
-
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def summary_kernel(
@@ -36,9 +33,9 @@ def summary_kernel(
     D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Find what a split makes of a state: decay s + end, both (N, B, S, M / 4, D, 4).
+    """Find the effect of a split on a state s, decay s + end, both (N, B, S, M / 4, D, 4).
 
-    With ADJOINT, of the gradient of the state after the split, on the way back.
+    With ADJOINT, find the effect on the gradient of the state after the split, in the backward pass.
     """
     block, split, direction, b = place_of_program(num_splits, B, D, BLOCK_D)
     sequence = direction * B + b
@@ -94,9 +91,9 @@ def carry_kernel(
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace the ends of splits by the states that they start from, in place.
+    """Replace the ends of splits by their start states, in place.
 
-    split_end, split_decay (N, B, S, SIZE), initial (N, B, SIZE): of the first split, zero if not given.
+    split_end, split_decay (N, B, S, SIZE). initial (N, B, SIZE): state of the first split, zero if not given.
     """
     blocks = tl.cdiv(SIZE, BLOCK)
     sequence = tl.program_id(0) // blocks

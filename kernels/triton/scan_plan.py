@@ -1,8 +1,8 @@
-"""How the kernels of a scan are launched, forth and back, whatever the recurrence is.
+"""Launches of the kernels of a scan, for any recurrence.
 
-A plan is made once for arguments of the same shapes, strides and dtype, and serves every call with such ones: it has
-blocks, splits, strides and options; a call adds its tensors. What the chunked and the recurrent kernels differ in
-is in ``chunk.py`` and ``recurrent.py``, whose plans derive from the one here.
+A plan is made once for all calls with arguments of the same shapes, strides and dtype. It has the blocks, splits,
+strides and options; a call adds its tensors. The plans in ``chunk.py`` and ``recurrent.py`` derive
+from the plan here.
 """
 
 from typing import ClassVar, NamedTuple
@@ -23,26 +23,26 @@ _ROWS = ("x", "dt", "q", "k", "z")  # arguments with tokens, in the order of a k
 
 
 class Spread(NamedTuple):
-    """How a kernel's work is spread over the device."""
+    """Distribution of a kernel's work over the device."""
 
     block_d: int
-    """Channels of a program."""
+    """Channels per program."""
     num_warps: int
     blocks: int
-    """Of channels."""
+    """Number of channel blocks."""
     num_splits: int
     split_chunks: int
 
 
 class ScanPlan:
-    """The launches of a scan in N directions; letters as in ``kernels.args``, S splits.
+    """Launches of a scan in N directions; letters as in ``kernels.args``, S splits.
 
     Args:
-        key: What the arguments are.
+        key: Description of the arguments.
     """
 
     least_tokens: ClassVar[int] = 1
-    """Sequences that are shorter are filled up with zeros, whose keys change nothing at either end."""
+    """Shorter sequences are padded with zeros, whose keys change nothing at either end."""
 
     def __init__(self, key: ScanKey) -> None:
         if key.dtype == torch.float64:
@@ -54,36 +54,36 @@ class ScanPlan:
         self.missing = self.L - self.length
         self.chunks, self.reverse = triton.cdiv(self.L, tuning.CHUNK), key.reverse and self.N == 1
         self._copied, self._strides = self._layout()
-        # The gradient for z is written with the strides of z, which is copied where these cannot be.
+        # The gradient for z is written with the strides of z. If these do not fit dz, z is copied.
         self.writes_dz = key.dz is not None and not self.missing and key.dz == key.strides[4]
 
-    # ------------------------------------------------------------- what the recurrences differ in
+    # ------------------------------------------------------------- specific to a recurrence
 
     forward_kernel: Kernel
     backward_kernel: Kernel
     num_splits: int
-    """Of the backward pass."""
+    """Splits of the backward pass."""
     sum_dtype: torch.dtype
-    """Of the sum of both directions before the gate."""
+    """Dtype of the sum of both directions before the gate."""
 
     def state_shape(self, *lead: int) -> tuple[int, ...]:
-        """Return the shape of states (*lead, D, M) as the kernels store them."""
+        """Return the kernel shape of states (*lead, D, M)."""
         raise NotImplementedError
 
     def to_kernel(self, state: Tensor | None) -> Tensor | None:
-        """Return states (1, B, D, M) as the kernels store them, zero beyond M."""
+        """Convert states (1, B, D, M) to the kernel shape, zero beyond M."""
         raise NotImplementedError
 
     def from_kernel(self, state: Tensor) -> Tensor:
-        """Return (..., D, M) of states as the kernels store them."""
+        """Convert states of the kernel shape to (..., D, M)."""
         raise NotImplementedError
 
     def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
-        """Return what all kernels over tokens are given, keys and queries packed."""
+        """Return the arguments of all kernels over tokens, with keys and queries packed."""
         raise NotImplementedError
 
     def forward_inputs(self, args: ScanArgs) -> tuple[ScanArgs, dict[str, Tensor | None]]:
-        """Return the arguments, step sizes as the forward kernel takes them, and what it alone takes."""
+        """Return the arguments, with step sizes for the forward kernel, and inputs that only it takes."""
         dt = dt_proj(args.dt, args.dt_weight)
         return args._replace(dt=dt, dt_weight=None), {}
 
@@ -93,14 +93,14 @@ class ScanPlan:
         """Return the states that splits start from, (N, B, S, *state), None if all are zero.
 
         Args:
-            inputs: What the kernels are given.
-            start: State before the first split on the way, (1, B, *state).
-            dout: Gradient of the output, (B, L, D); what is returned is then gradients of the states after splits.
+            inputs: Arguments of the kernels.
+            start: State before the first split that is processed, (1, B, *state).
+            dout: Gradient of the output, (B, L, D). If given, return gradients of the states after splits instead.
         """
         raise NotImplementedError
 
     def sums(self) -> dict[str, Tensor | None]:
-        """Return room for what the backward kernel leaves to ``finish``."""
+        """Return uninitialised tensors for the sums that the backward kernel leaves to ``finish``."""
         raise NotImplementedError
 
     def finish(
@@ -109,18 +109,18 @@ class ScanPlan:
         """Return the gradients of A, q and k."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------ what they share
+    # ------------------------------------------------------------------------ shared
 
     def spread(
         self, kernel: str, sequences: int, overhead: float, cut: tuple[int, int] | None = None
     ) -> Spread:
-        """Return how a kernel's work is spread over the device.
+        """Return the distribution of a kernel's work over the device.
 
         Args:
-            kernel: Its name in ``tuning``.
-            sequences: Whose channels, in blocks, are programs of their own.
-            overhead: How many times the work a scan in splits takes.
-            cut: Splits and their chunks, if they are given.
+            kernel: Name of the kernel in ``tuning``.
+            sequences: Number of sequences, each with one program per block of channels.
+            overhead: Relative work of a scan in splits.
+            cut: Number of splits and chunks per split, if already known.
         """
         block_d, warps = tuning.blocks(kernel, self.D, self.key.device)
         blocks = triton.cdiv(self.D, block_d)
@@ -131,9 +131,9 @@ class ScanPlan:
         return Spread(block_d, warps, blocks, *cut)
 
     def _layout(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
-        """Return which arguments are copied before they are used, and the strides of all.
+        """Return the names of arguments that are copied before use, and the strides of all arguments.
 
-        Those are with neighbours on the last axis that are none in memory, and all if tokens are missing.
+        Arguments are copied if their last axis is not contiguous; all are copied if tokens are missing.
         """
         D, M, R = self.D, self.key.states, self.D if self.key.rank is None else self.key.rank
         copied, found = [], {}
@@ -146,11 +146,11 @@ class ScanPlan:
         return tuple(copied), found
 
     def strides(self, *names: str, back: bool = False) -> dict[str, int]:
-        """Return the strides of arguments by the names that kernels know them by.
+        """Return the strides of arguments by their names in the kernels.
 
         Args:
-            *names: Of the arguments.
-            back: For the backward pass.
+            *names: Names of the arguments.
+            back: Whether for the backward pass.
         """
         found = dict(self._strides)
         if back and self.N == 2 and not self.writes_dz:
@@ -165,7 +165,7 @@ class ScanPlan:
         }
 
     def prepared(self, args: ScanArgs) -> ScanArgs:
-        """Return arguments as the kernels take them: enough tokens, neighbouring channels, no absent weight."""
+        """Return arguments for the kernels: enough tokens, contiguous channels, no absent weight."""
         found = {}
         for name in self._copied:
             found[name] = _padded(getattr(args, name), self.missing).contiguous()
@@ -175,20 +175,20 @@ class ScanPlan:
         return args._replace(**found) if found else args
 
     makes_steps = False
-    """Whether the forward kernel makes step sizes of those of low rank."""
+    """Whether the forward kernel computes step sizes from low-rank ones."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor."""
         return torch.empty(shape, dtype=dtype, device=self.key.device)
 
     def empty_states(self, *lead: int) -> Tensor:
-        """Return room for states (*lead, D, M)."""
+        """Return an uninitialised tensor for states (*lead, D, M)."""
         return self.empty(*self.state_shape(*lead))
 
     def forward(
         self, args: ScanArgs, save: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return out, the last state, the sum of both directions and states, as ``backend.scan``."""
+        """Return the output, the last state, the sum of both directions and states, as ``reference.scan``."""
         args, more = self.forward_inputs(self.prepared(args))
         inputs = self.inputs(args)
         split_states = self.split_states(inputs, self.to_kernel(args.initial_state), None)
@@ -213,9 +213,9 @@ class ScanPlan:
         saved: Saved | None = None,
         dz: Tensor | None = None,
     ) -> ScanArgs:
-        """Return the gradients of ``forward``, given those of its output and of its last state.
+        """Return the gradients of ``forward``, given the gradients of its output and its last state.
 
-        That for z goes to dz, if that is given.
+        The gradient for z is written to ``dz``, if given.
         """
         args = self.prepared(given)
         y_pre_gate, states = self.forward(given, True)[2:] if saved is None else saved
@@ -239,7 +239,7 @@ class ScanPlan:
         )  # fmt: skip
         dA, dq, dk = self.finish(args, inputs, sums)
         dinitial = None if dinitial is None else self.from_kernel(dinitial)
-        # Sums in a fixed order: the same bits from run to run.
+        # Sums in a fixed order are bit-identical.
         dD, dbias = dskip.sum((1, 2)).to(args.D.dtype), dbias.sum((1, 2)).to(args.bias.dtype)
         dx, ddt, dq, dk, dz = (self._cut(t) for t in (dx, ddt, dq, dk, dz))
         if wanted is not None and wanted is not dz:
@@ -248,12 +248,12 @@ class ScanPlan:
         return ScanArgs(*(None if t is None else g for t, g in zip(given, grads, strict=True)))
 
     def _cut(self, rows: Tensor | None) -> Tensor | None:
-        """Return the tokens that were given of (..., L, D)."""
+        """Return (..., L, D) without padding tokens."""
         if rows is None or not self.missing:
             return rows
         return rows[..., : self.length, :].contiguous()
 
 
 def _padded(rows: Tensor, missing: int) -> Tensor:
-    """Return (..., L, D) with so many more tokens of zeros, if any."""
+    """Return (..., L, D) with ``missing`` more tokens of zeros."""
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -1,24 +1,24 @@
 """Triton building blocks of the scan kernels: chunks of rows, broadcast rows, gates.
 
-A chunk is a tile of rows [16, BLOCK_D], tokens in registers and one channel per lane: what Triton
-makes of that shape by itself, so that nothing moves between lanes but at matrix products. Accesses
-are of whole chunks: to choose the layout of one, Triton's compiler searches the whole kernel, so that
-compile time grows with their number. FAST writes the exponentials in PTX without the range guards of
-tl.exp, for NVIDIA GPUs.
+A chunk is a tile of rows [16, BLOCK_D], with tokens in registers and one channel per lane. This is Triton's
+default layout for the shape, so nothing moves between lanes except at matrix products. Accesses are whole
+chunks: to choose the layout of one access, Triton's compiler searches the whole kernel, so compile time
+grows with their number. FAST writes the exponentials in PTX without the range guards of tl.exp, for NVIDIA
+GPUs.
 """
 
 import triton
 import triton.language as tl
 
-# Said to be contiguous to have the channels of an access, after its four numbers in a row, lie across the
-# lanes. It is no fact, and only orders the axes: which of two that are as contiguous comes first differs
-# between releases of Triton.
+# A contiguity hint that puts the channels of an access across the lanes, after its four numbers in a row.
+# It is not true and only orders the axes: which of two equally contiguous axes comes first differs between
+# releases of Triton.
 LANES_NEXT = tl.constexpr(2)
 
 
 @triton.jit
 def no_lane(BLOCK_D: tl.constexpr):
-    """Return zeros [BLOCK_D] that Triton's compiler takes for offsets, so that what is said stays."""
+    """Return zeros [BLOCK_D] that Triton's compiler treats as offsets, so that hints are kept."""
     return tl.arange(0, BLOCK_D) // BLOCK_D * 4
 
 
@@ -36,7 +36,7 @@ def columns(tile, N: tl.constexpr):
 
 @triton.jit
 def _columns(tile, N: tl.constexpr):
-    """Split by the lowest bit of the columns' numbers, then each half."""
+    """Split by the lowest bit of the column index, then split each half."""
     if N == 2:
         return tl.split(tile)
     else:
@@ -64,12 +64,12 @@ def join_columns(c, N: tl.constexpr):
 
 @triton.jit
 def load_quads(pointer, step: tl.constexpr, N: tl.constexpr):
-    """Load N numbers of every lane as a tuple of columns, one 128-bit load for four of them.
+    """Load N numbers of every lane as a tuple of columns, with one 128-bit load per four numbers.
 
     Args:
-        pointer: To the first number of each lane, [BLOCK_D]; aligned to 16 bytes.
+        pointer: First number of each lane, [BLOCK_D]; aligned to 16 bytes.
         step: Elements from four numbers to the next four.
-        N: How many: 4, 8 or 16.
+        N: Numbers per lane: 4, 8 or 16.
     """
     quad, j = tl.arange(0, N // 4)[:, None, None], tl.arange(0, 4)[None, None, :]
     pointers = pointer[None, :, None] + (quad * step + j)
@@ -81,8 +81,8 @@ def load_quads(pointer, step: tl.constexpr, N: tl.constexpr):
 def from_columns(c, BLOCK_D: tl.constexpr):
     """Join a tuple of 16 columns into a tile [BLOCK_D, 16], the inverse of ``columns``.
 
-    Not by ``join_columns``: what that joins last ``columns`` splits first, and Triton's compiler would
-    take the two away and with them the layout, which is what they are for.
+    ``join_columns`` is not used, because ``columns`` splits first what it joins last. Triton's compiler would
+    remove the two, and with them the layout that is their purpose.
     """
     x0 = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))
     x1 = tl.join(tl.join(c[4], c[5]), tl.join(c[6], c[7]))
@@ -97,21 +97,21 @@ def from_columns(c, BLOCK_D: tl.constexpr):
 def to_rows(tile, BLOCK_D: tl.constexpr):
     """Return the result [BLOCK_D, 16] of a matrix product as a chunk.
 
-    By way of columns, which can only lie one channel per lane: left to itself, Triton's compiler
-    moves what meets the result to the product's layout instead, or computes it in both.
+    Goes through columns, which can only lie one channel per lane. Otherwise Triton's compiler moves the
+    operands that meet the result to the product's layout, or computes them in both layouts.
     """
     return tl.trans(from_columns(columns(tile, 16), BLOCK_D))
 
 
 @triton.jit
 def one_row(rows, t: tl.constexpr):
-    """Return row t of a tile of rows, [BLOCK_D]. No instruction: all that is added are -0.0."""
+    """Return row t of a tile of rows, [BLOCK_D]. Takes no instruction: all added values are -0.0."""
     return tl.sum(tl.where(tl.arange(0, rows.shape[0])[:, None] == t, rows, -0.0), 0)
 
 
 @triton.jit
 def broadcast_rows(pointer, BLOCK_D: tl.constexpr):
-    """Load 16 float32 into the rows of a chunk, one 128-bit load for four of them."""
+    """Load 16 float32 into the rows of a chunk, with one 128-bit load per four numbers."""
     quad, j = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
     pointers = pointer + (quad * 4 + j + no_lane(BLOCK_D)[None, None, :])
     tile = tl.load(tl.max_contiguous(pointers, [1, 4, LANES_NEXT]))
@@ -120,7 +120,7 @@ def broadcast_rows(pointer, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load 4 x 16 float32 into four chunks, as ``broadcast_rows``; of each, quads FIRST to END."""
+    """Load 4 x 16 float32 into four chunks like ``broadcast_rows``, only quads FIRST to END of each."""
     row, quad = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, :, None, None]
     j = tl.arange(0, 4)[None, None, :, None]
     pointers = pointer + (row * 16 + quad * 4 + j + no_lane(BLOCK_D)[None, None, None, :])
@@ -140,7 +140,7 @@ def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D
 
 @triton.jit
 def token_mask(t, num_valid, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mask [BLOCK_D] of the t-th token of a chunk of which ``num_valid`` tokens exist."""
+    """Return the mask [BLOCK_D] of the t-th token of a chunk with ``num_valid`` existing tokens."""
     if D % BLOCK_D == 0:
         return tl.zeros((BLOCK_D,), tl.int32) + t < num_valid
     return d < tl.where(t < num_valid, D, 0)
@@ -148,7 +148,7 @@ def token_mask(t, num_valid, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def row_mask(num_valid, d, REVERSE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mask [16, BLOCK_D] of a chunk of which the first ``num_valid`` tokens exist.
+    """Return the mask [16, BLOCK_D] of a chunk whose first ``num_valid`` tokens exist.
 
     Rows are tokens or, with REVERSE, tokens from the last to the first.
     """
@@ -165,10 +165,10 @@ def load_rows(pointer, step: tl.constexpr, mask):
     """Load a chunk of 16 rows in float32, zero where masked.
 
     Args:
-        pointer: To the channels of the first row, [BLOCK_D]. Triton must not know it to be aligned:
-            a lane would get neighbouring channels rather than the tokens of one.
-        step: Elements from a row to the next.
-        mask: [16 or 1, BLOCK_D].
+        pointer: Channels of the first row, [BLOCK_D]. Triton must not know that the pointer is aligned:
+            a lane would get neighbouring channels rather than the tokens of one channel.
+        step: Elements from one row to the next.
+        mask: Mask, [16 or 1, BLOCK_D].
     """
     rows = pointer[None, :] + (tl.arange(0, 16) * step)[:, None]
     return tl.load(rows, mask=mask, other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def load_rows(pointer, step: tl.constexpr, mask):
 
 @triton.jit
 def store_rows(pointer, step: tl.constexpr, tile, mask):
-    """Store a chunk; arguments as of ``load_rows``."""
+    """Store a chunk; same arguments as ``load_rows``."""
     rows = pointer[None, :] + (tl.arange(0, 16) * step)[:, None]
     tl.store(rows, tile.to(pointer.dtype.element_ty), mask=mask)
 
@@ -191,7 +191,7 @@ def load_row(pointer, mask):
 def load_ranks(pointer, mask, RANK: tl.constexpr, FAST: tl.constexpr):
     """Load RANK numbers from each of the pointers [N] as an operand of a product, zero where masked.
 
-    In their own dtype for NVIDIA GPUs, else float32: Triton's interpreter (3.9) multiplies the bits of bfloat16.
+    The dtype is kept for NVIDIA GPUs, else float32: Triton's interpreter (3.9) multiplies the bits of bfloat16.
     """
     r = tl.arange(0, max(16, triton.next_power_of_2(RANK)))
     mask = mask[:, None] & (r < RANK)[None, :]
@@ -209,7 +209,7 @@ def load_states(pointer, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def longhorn_eps(v, kappa_1, FAST: tl.constexpr):
-    """Return 1 / (kappa_1 + exp(-v)), with kappa_1 = 1 + |k|^2."""
+    """Return 1 / (kappa_1 + exp(-v)), with kappa_1 = 1 + kappa_scale |k|^2."""
     if FAST:
         return tl.inline_asm_elementwise(
             """{
@@ -230,11 +230,11 @@ def longhorn_eps(v, kappa_1, FAST: tl.constexpr):
 
 @triton.jit
 def decay_and_eps(dt, bias, kappa_1, FAST: tl.constexpr):
-    """Return exp(-v) and eps = 1 / (kappa_1 + exp(-v)), v = dt + bias; FAST takes -bias log2(e).
+    """Return exp(-v) and eps = 1 / (kappa_1 + exp(-v)), v = dt + bias; FAST takes -bias log2(e) as bias.
 
-    Their product is the derivative of log(eps) by v. The equal 1 - eps kappa_1 cancels where keys
-    are long: in float32 its error is 1 % at |k| 400 and 30 % at 4,000. The exponential is bounded so
-    that the product is finite; where that acts eps is below 1e-34.
+    Their product is the derivative of log(eps) by v. It equals 1 - eps kappa_1, which cancels for long
+    keys: in float32 its error is 1 % at |k| 400 and 30 % at 4,000. The exponential is bounded so that the
+    product is finite; the bound acts only where eps is below 1e-34.
     """
     if FAST:
         return tl.inline_asm_elementwise(
@@ -322,13 +322,13 @@ def gate_sigmoid(z, divisor, FAST: tl.constexpr):
 
 @triton.jit
 def round_tf32(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
-    """Round a float32 operand to TF32, of which tensor cores cut what TF32 does not hold.
+    """Round a float32 operand to TF32, because tensor cores truncate operands to TF32.
 
-    Cut operands would make every product too small, by 0.03 % each in the mean. From sm_90 on one
-    instruction rounds to nearest. Before, that takes three, so two stand for it: a multiplication by
-    1 + c / 2^11 and the cut. It adds between c and 2 c halves of a last place, and c = 1 / (2 ln 2)
-    makes the mean over the mantissas of numbers, log-uniform, zero. NaN and infinity stay either way,
-    and so does what TF32 holds.
+    Truncated operands would make every product too small, by 0.03 % each on average. From sm_90 on, one
+    instruction rounds to nearest. Before, that takes three, so two replace it: a multiplication by
+    1 + c / 2^11 and the truncation. It adds between c and 2 c halves of a last place, and c = 1 / (2 ln 2)
+    makes the mean error over log-uniform mantissas zero. NaN, infinity and numbers that TF32 holds are
+    unchanged either way.
     """
     if PRECISION != "tf32":
         return tile
@@ -352,10 +352,10 @@ def round_tf32(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def asm_identity(tile, FAST: tl.constexpr):
-    """Return the tile through a move, which hides from the compiler how it was put together.
+    """Return the tile through a move, which hides its construction from the compiler.
 
     Triton 3.9 aborts on a joined and reshaped tile as second operand of a product ("Illegal shared
-    layout", in TritonGPUOptimizeDotOperands). The move is no instruction in the end.
+    layout", in TritonGPUOptimizeDotOperands). The move compiles to no instruction.
     """
     if FAST:
         return tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
-"""Block sizes, warps and splits of the Triton kernels: the only home of such numbers.
+"""Block sizes, warps and splits of all Triton kernels.
 
-Chosen by counting machine instructions ahead of time, not by timing at run time: the same on every
-rank and in every run.
+Chosen by counting machine instructions ahead of time, not by timing at run time, so they are the same on
+every rank and in every run.
 """
 
 import functools
@@ -9,11 +9,11 @@ import os
 
 import torch
 
-CHUNK = 16  # tokens per chunk of a scan: the least that a matrix product takes
+CHUNK = 16  # tokens per chunk of a scan: the minimum for a matrix product
 
-# Architecture -> kernel -> (channels of a program, warps). One channel per lane in the scans, whose
-# warps have 32 lanes on NVIDIA GPUs and 64 on AMD's gfx9. An architecture that is not named takes
-# the first row; benchmarks/tune.py prints a row for the GPU that it runs on.
+# Architecture -> kernel -> (channels per program, warps). Scans have one channel per lane; warps have 32
+# lanes on NVIDIA GPUs and 64 on AMD's gfx9. An architecture without a row uses the first row;
+# benchmarks/tune.py prints a row for the GPU that it runs on.
 _DEFAULT = {
     "exact_forward": (128, 4),
     "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
@@ -21,15 +21,15 @@ _DEFAULT = {
     "exact_summary": (128, 4),
     "recurrent_forward": (128, 4),
     "recurrent_backward": (64, 2),
-    # Two channels per lane: their loads are vectors, and even with 8 taps the backward pass still
-    # fits in the registers.
+    # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in the
+    # registers.
     "conv": (64, 1),
 }
-# Products of 64 rows and more become those of whole warp groups: 99 instructions per token, channel and
-# direction on sm_90. Where there are none, on sm_80, the same block takes 129 and the narrow one 122.
+# Products of 64 rows or more use whole warp groups: 99 instructions per token, channel and direction on
+# sm_90. Without warp groups, on sm_80, the same block takes 129 and the narrow block 122.
 _WARP_GROUPS = {**_DEFAULT, "exact_backward": (128, 4)}
-# With four warps, products there would go through tensor memory, which no kernel of ours has run through
-# yet, neither on a GPU nor emulated: two warps take the products of sm_80.
+# With four warps, products would use tensor memory there. That is untested, both on a GPU and emulated,
+# so two warps use the products of sm_80.
 _WITHOUT_TENSOR_MEMORY = {**_DEFAULT, "exact_forward": (64, 2), "exact_summary": (64, 2)}
 BLOCKS = {
     "default": _DEFAULT,
@@ -46,13 +46,13 @@ BLOCKS = {
     },
 }
 
-_WARPS_PER_PROCESSOR = 8  # that keep a multiprocessor busy: two for each of its schedulers
+_WARPS_PER_PROCESSOR = 8  # keep a multiprocessor busy: two per scheduler
 SHORTEST_SEGMENT = 4  # chunks
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Return the name of a GPU's architecture, as in "sm_90" or "gfx942", or "cpu"."""
+    """Return the name of a GPU's architecture, such as "sm_90" or "gfx942", or "cpu"."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip is not None:
@@ -64,15 +64,15 @@ def blocks(kernel: str, channels: int, device: torch.device) -> tuple[int, int]:
     """Return (BLOCK_D, num_warps) of a kernel.
 
     Args:
-        kernel: Its name in the table above.
-        channels: Channels D of the scan; narrower blocks serve what a wide one would waste on.
-        device: Where it runs.
+        kernel: Name of the kernel in the table above.
+        channels: Channels D of the scan. Few channels get a narrower block, to avoid waste.
+        device: Device of the kernel.
     """
     return blocks_for(architecture(device), kernel, channels)
 
 
 def blocks_for(arch: str, kernel: str, channels: int) -> tuple[int, int]:
-    """Return (BLOCK_D, num_warps) of a kernel on an architecture, which need not be at hand."""
+    """Return (BLOCK_D, num_warps) of a kernel on an architecture, which need not be present."""
     block, warps = BLOCKS.get(arch, BLOCKS["default"])[kernel]
     while warps > 1 and block // 2 >= channels:
         block, warps = block // 2, warps // 2
@@ -80,13 +80,13 @@ def blocks_for(arch: str, kernel: str, channels: int) -> tuple[int, int]:
 
 
 def num_splits(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
-    """Return into how many splits to cut a sequence, and how many chunks are in each.
+    """Return the number of splits of a sequence and the number of chunks per split.
 
     Args:
         warps: Warps of the scan in one piece.
         chunks: Chunks of the sequence.
-        device: Where it runs.
-        overhead: How many times the work a scan in splits takes.
+        device: Device of the scan.
+        overhead: Relative work of a scan in splits.
     """
     if device.type != "cuda":
         return 1, chunks
@@ -95,12 +95,12 @@ def num_splits(warps: int, chunks: int, device: torch.device, overhead: float) -
 
 
 def splits_for(processors: int, warps: int, chunks: int, overhead: float) -> tuple[int, int]:
-    """Return what ``num_splits`` does for a GPU of so many multiprocessors.
+    """Return ``num_splits`` for a GPU with a number of multiprocessors.
 
-    A scan in one piece takes the same time however few its warps are, up to what fills the GPU. In
-    splits it takes ``overhead`` times the work, which pays if at least twice that would fit.
+    A scan in one piece takes the same time for any number of warps that the GPU runs at once. In splits it
+    takes ``overhead`` times the work, which pays off if at least twice that would fit.
     """
-    fitting = _WARPS_PER_PROCESSOR * processors / max(warps, 1)  # an empty batch has none
+    fitting = _WARPS_PER_PROCESSOR * processors / max(warps, 1)  # an empty batch has no warps
     count = min(int(fitting), chunks // SHORTEST_SEGMENT)
     if count < 2 * overhead:
         return 1, chunks
@@ -110,19 +110,19 @@ def splits_for(processors: int, warps: int, chunks: int, overhead: float) -> tup
 
 @functools.cache
 def compiles_for_nvidia() -> bool:
-    """Tell whether kernels are compiled for NVIDIA, where inline PTX may stand in them."""
+    """Return whether kernels are compiled for NVIDIA and may contain inline PTX."""
     return os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None
 
 
 def fast(device: torch.device) -> int:
-    """Return the compute capability whose PTX may stand in kernels, as 80 or 90; 0 for none."""
+    """Return the compute capability whose PTX kernels may contain, such as 80 or 90; 0 for none."""
     return int(architecture(device).removeprefix("sm_")) if compiles_for_nvidia() else 0
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return the precision of matrix products of float32 operands that stem from a dtype.
+    """Return the precision of matrix products of float32 operands that come from a dtype.
 
-    TF32 holds bfloat16 and float16 inputs exactly, and what is computed from them is rounded to it;
+    TF32 holds bfloat16 and float16 inputs exactly, and values computed from them are rounded to TF32.
     float32 inputs are split in three.
     """
     if not compiles_for_nvidia():

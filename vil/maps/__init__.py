@@ -2,10 +2,9 @@
 
     python -m vil.maps output/digits/best.pt digit.png --output maps.png
 
-A scan is linear in its values. For given keys, queries and step sizes, each block therefore has an
-exact matrix of what every token reads from every other (``scans.py``). Gradient maps work with any timm
-model (``gradients.py``). ``drawing.py`` overlays the maps on the image. docs/inspect.md says which maps
-are faithful to the model.
+A scan is linear in its values. For given keys, queries and step sizes, each block therefore has an exact matrix of
+what every token reads from every other (``scans.py``). Gradient maps work with any timm model (``gradients.py``).
+``drawing.py`` overlays the maps on the image. docs/inspect.md says which maps are faithful to the model.
 """
 
 from vil.maps.drawing import Panel, draw

@@ -35,8 +35,7 @@ def evidence(
         baseline: Normalised baseline image of any shape that expands to the images; 0 is the data mean.
 
     Returns:
-        Map (B, height, width), or with one value per patch, in the dtype of the images. Positive values
-        speak for the class.
+        Map (B, height, width), or one value per patch, in the dtype of the images. Positive values support the class.
 
     Raises:
         ValueError: If the model does not return logits or an argument is invalid.
@@ -72,10 +71,9 @@ def receptive_field(
 ) -> Tensor:
     """Return the effective receptive field of a feature in the deepest feature map.
 
-    Each value is the Frobenius norm of the derivative of all channels of the feature with respect to all
-    channels of the pixel. The norm is estimated as the root mean square gradient of a sum of channels with
-    random signs (Hutchinson). The usual sum without signs (Luo et al., 2016) is nearly constant if features
-    are normalised.
+    Each value is the Frobenius norm of the derivative of all channels of the feature with respect to all channels of
+    the pixel. The norm is estimated as the root mean square gradient of a sum of channels with random signs
+    (Hutchinson). The usual sum without signs (Luo et al., 2016) is nearly constant if features are normalised.
 
     Args:
         model: Model of timm or this package, ``features_only`` or not; always run in evaluation mode. Its

@@ -2,15 +2,11 @@
 
 A mixer's scan is linear in its values. For given keys, queries and step sizes, it is an L x L matrix per
 channel. The matrix is computed by running the scan on unit values, one source token at a time, so no
-recurrence is implemented twice. The parts of the mixer are accounted for as follows:
+recurrence is implemented twice. The values include input projection, convolution and SiLU. The matrix
+includes skip, mean of both directions and gate. The output projection is left out because it mixes channels.
 
-- input projection, convolution and SiLU: in the values
-- skip, mean of both directions and gate: in the matrix
-- output projection: left out, because it mixes channels
-
-In all results the class token comes first, the order in which models return tokens. Models always run in
-evaluation mode, and results have no gradient. Shapes: B images, H x W patches, L tokens, E scan channels,
-M states per channel.
+In all results the class token comes first, the order in which models return tokens. Models always run in evaluation
+mode, and results have no gradient. Shapes: B images, H x W patches, L tokens, E scan channels, M states per channel.
 """
 
 from collections.abc import Iterator
@@ -83,8 +79,7 @@ def token_matrix(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
         block: Same as in ``channel_matrices``.
 
     Returns:
-        Matrix (B, L, L), where |matrix| is taken after adding both directions. Row tokens read from column
-        tokens. Same dtype as ``channel_matrices``.
+        Matrix (B, L, L): |sum of both directions|. Rows read from columns. Dtype as in ``channel_matrices``.
 
     Raises:
         ValueError: Same as in ``channel_matrices``.

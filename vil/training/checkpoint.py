@@ -3,11 +3,10 @@
 A checkpoint is a dict with these keys:
 
 - arch, model_args, pretrained_cfg: timm's model name and arguments, classes and preprocessing
-- state_dict, state_dict_ema: weights and, if an average is kept, averaged weights
-- optimizer, run: optimizer state and progress of the run
-- epoch, metric: number of finished epochs and best top-1 so far
-- config, asked: all settings, and the settings as the user gave them
-- data, versions: fingerprints of both splits, and package versions
+- state_dict, state_dict_ema, optimizer: weights, averaged weights if an average is kept, optimizer state
+- run, epoch, metric: progress of the run, number of finished epochs, best top-1 so far
+- config, asked: all settings, settings as the user gave them
+- data, versions: fingerprints of both splits, package versions
 
 The keys follow timm, so timm.create_model(name, checkpoint_path=...) loads the weights. timm prefers
 state_dict_ema, while training and evaluation in this package report state_dict.
@@ -176,13 +175,10 @@ def kept_checkpoints(folder: Path) -> str:
 
 
 def load_newest(folder: Path) -> dict[str, Any] | None:
-    """Load last.pt or, if it is damaged, previous.pt or best.pt.
-
-    If another checkpoint can be loaded, damaged ones are renamed to ``*.damaged.pt``.
+    """Load last.pt; if it is damaged, load previous.pt or best.pt and rename damaged ones to *.damaged.pt.
 
     Returns:
-        The checkpoint, with the path of its file as "origin"; None if the folder is empty except for hidden
-        files.
+        The checkpoint, with its path as "origin"; None if the folder is empty except for hidden files.
 
     Raises:
         OutputError: If a checkpoint cannot be read, which does not mean that it is damaged; if all are

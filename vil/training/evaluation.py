@@ -69,8 +69,7 @@ class EvalConfig(Section):
 
     checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Weights: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file, a file with
-    a state dict (such as official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME, or a timm model's
-    name."""
+    a state dict (official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
     model: Text | None = None
     """timm model that the weights belong to, if SOURCE does not name it."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
@@ -295,7 +294,7 @@ def _foreign_config(name: str | None) -> TrainConfig:
 
 
 def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
-    """Set ``num_classes`` to that of the model."""
+    """Set ``model.num_classes`` to the model's number of classes."""
     changed = dataclasses.replace(config.model, num_classes=model.num_classes)
     return dataclasses.replace(config, model=changed)
 

@@ -61,8 +61,8 @@ def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
 
     Raises:
         ConfigError: If data.train_split or data.val_split is not a valid shard pattern.
-        DataError: If the data is missing, damaged or empty, or differs between processes. If the classes
-            differ from those of the model or between the splits.
+        DataError: If the data is missing, damaged or empty, or differs between processes, or if its
+            classes do not match the model or the other split.
     """
     with world.main_first():  # rank 0 writes the shard indexes
         train, val = (

@@ -54,7 +54,7 @@ class Trainee:
 
     @property
     def lr(self) -> float:
-        """Learning rate; with optim.layer_decay, that of the head, since lower layers have smaller rates."""
+        """Learning rate; with optim.layer_decay, the head's rate, since lower layers have smaller rates."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
 
@@ -70,8 +70,8 @@ def build(
         config: Configuration of the run, with all defaults filled in.
         world: Process group, connected if there are several processes.
         weights: Initial weights; None initialises them at random.
-        classes: Class names of the data. If they differ from those of the weights, the head is
-            re-initialised, even if their number is equal.
+        classes: Class names of the data. If the weights have other names, the head is re-initialised,
+            even if the number is equal.
 
     Raises:
         ConfigError: If timm or the model rejects a name or value, or the weights do not fit the model.

@@ -438,8 +438,7 @@ class WandB:
 class Tracking:
     """Send logs to the run's tracker, if any, until the tracker fails or times out.
 
-    The tracker receives the rows of steps.csv as step/..., the rows of log.csv as epoch/..., and the
-    settings.
+    The tracker receives the rows of steps.csv as step/..., the rows of log.csv as epoch/..., and the settings.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, signals: Signals) -> None:

@@ -57,8 +57,7 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
         weights: Weights of model.pretrained, or None.
 
     Raises:
-        ConfigError: If no model is named, the image size is not square, or a value from the weights is
-            out of range.
+        ConfigError: If no model is named, the image size is not square, or a value from the weights is out of range.
     """
     model, described = config.model, {} if weights is None else weights.pretrained_cfg
     name = model.name or (weights and weights.architecture)

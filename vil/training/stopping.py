@@ -33,15 +33,15 @@ class Signals:
             signal.signal(number, handler)
 
     def agree(self, due: bool) -> tuple[int, bool]:
-        """Reduce signals and due checkpoints over all ranks; call this once per step on every rank.
+        """Reduce signals and due checkpoints over all ranks; every rank must call this once per step.
 
-        Each call returns the result of the previous call, so no rank waits for the reduction.
+        A call returns the result of the previous step, so no rank waits for the reduction.
 
         Args:
             due: Whether this process wants to write a checkpoint.
 
         Returns:
-            Signal number received by any process, or 0, and whether to write a checkpoint. Equal on all ranks.
+            Signal number received by any rank, or 0, and whether to write a checkpoint; equal on all ranks.
         """
         if self.world.size == 1:
             return self.received, due

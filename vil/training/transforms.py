@@ -20,7 +20,7 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 
 def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
-    """Build the augmentation of a training image, to a uint8 tensor (C, H, W).
+    """Build the augmentation of a training image, which returns a uint8 tensor (C, H, W).
 
     Args:
         config: Configuration of the run.
@@ -60,8 +60,7 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
 def val_transform(config: TrainConfig) -> Transform:
     """Build the validation transform: resize, centre crop, and conversion to a uint8 tensor (C, H, W).
 
-    The transform raises DataError for an image so elongated that resizing its shorter side exceeds
-    data.max_pixels.
+    The transform raises DataError for an image so elongated that resizing its shorter side exceeds data.max_pixels.
     """
     size, data = config.model.img_size, config.data
     resize_and_crop = create_transform(
