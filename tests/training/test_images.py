@@ -5,7 +5,9 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,14 @@ from torchvision.transforms.functional import _compute_resized_output_size
 
 from tests.training.run_files import train_data, val_data
 from vil.training.errors import DataError
-from vil.training.images import FolderSource, decode, list_images
-from vil.training.settings import DataConfig, TrainConfig
+from vil.training.images import (
+    FolderSource,
+    count_transparent,
+    decode,
+    decode_for,
+    list_images,
+)
+from vil.training.settings import DataConfig, ModelConfig, TrainConfig
 from vil.training.transforms import val_transform
 
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
@@ -42,7 +50,7 @@ def encoded(image: Image.Image, form: str, **arguments: object) -> bytes:
     return file.getvalue()
 
 
-def pixels(content: bytes, mode: str = "L", **arguments: bool) -> np.ndarray:
+def pixels(content: bytes, mode: str = "L", **arguments: Any) -> np.ndarray:
     """Decode an image; uint8, (H, W) or (H, W, 3)."""
     image = decode(content, mode, **arguments)
     assert image.mode == mode
@@ -123,6 +131,65 @@ def test_16_bits_are_scaled(form) -> None:
     content = encoded(Image.fromarray(GREY), form)
     assert np.array_equal(pixels(content), GREY >> 8)
     assert np.array_equal(pixels(content, "RGB"), np.stack([GREY >> 8] * 3, axis=2))
+
+
+def transparent(seed: int) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
+    """Yield files of every kind that can be transparent, with their colours (H, W, 3) and alpha (H, W)."""
+    rng = np.random.default_rng(seed)
+    size = tuple(rng.integers(1, 9, 2))
+    colours, alpha = (
+        rng.integers(0, 256, (*size, 3), np.uint8),
+        rng.integers(0, 256, size, np.uint8),
+    )
+    alpha.flat[0] = 0
+    rgba = Image.fromarray(np.dstack([colours, alpha]))
+    for form, options in (("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True, "exact": True})):
+        yield encoded(rgba, form, **options), colours, alpha
+    grey = np.repeat(colours[..., :1], 3, 2)
+    yield encoded(Image.fromarray(np.dstack([grey[..., 0], alpha])), "PNG"), grey, alpha
+    palette = rng.integers(0, 256, (4, 3), np.uint8)
+    opacity, places = rng.integers(0, 256, 4, np.uint8), rng.integers(0, 4, size, np.uint8)
+    indexed = Image.fromarray(places).convert("P")
+    indexed.putpalette(palette.tobytes())
+    file = encoded(indexed, "PNG", transparency=opacity.tobytes())
+    yield file, palette[places], opacity[places]
+    for form, one in (("PNG", "L"), ("PNG", "RGB"), ("GIF", "P")):
+        image = {"L": Image.fromarray(grey[..., 0]), "RGB": Image.fromarray(colours), "P": indexed}[
+            one
+        ]
+        through = {"L": int(grey.flat[0]), "RGB": tuple(map(int, colours[0, 0])), "P": 2}[one]
+        seen = {"L": grey, "RGB": colours, "P": palette[places]}[one]
+        hidden = places == 2 if one == "P" else (seen == seen[0, 0]).all(2)
+        yield encoded(image, form, transparency=through), seen, np.where(hidden, 0, 255)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_background_shows_through_transparent_pixels(seed: int) -> None:
+    for number, (content, colours, alpha) in enumerate(transparent(seed)):
+        share = alpha[..., None] / 255
+        for background, value in (("white", 255), ("black", 0)):
+            expected = colours * share + value * (1 - share)
+            found = pixels(content, "RGB", background=background)
+            assert np.abs(found - expected).max() <= 1, (number, background)
+        stored = np.asarray(Image.open(io.BytesIO(content)).convert("RGBA"))[..., :3]
+        found = pixels(content, "RGB")  # as timm: what is stored below
+        assert np.array_equal(found[alpha > 0], stored[alpha > 0]), number
+
+
+def test_transparency_is_told_and_holds_in_training_and_validation(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name, image in (("a", Image.new("RGBA", (16, 16))), ("b", Image.new("L", (16, 16)))):
+            (tmp_path / split / name).mkdir(parents=True)
+            image.save(tmp_path / split / name / "1.png")
+    data = DataConfig(path=str(tmp_path), val_split="val")
+    source = FolderSource(data, training=True)
+    assert count_transparent(source) == (1, 2)
+    for background, expected in (("none", 0), ("white", 255)):
+        changed = dataclasses.replace(data, background=background)
+        config = TrainConfig(data=changed, model=ModelConfig(in_chans=3, img_size=16))
+        content = source.read(0)
+        assert np.asarray(decode_for(content, config)).mean() == expected
+        assert np.asarray(decode_for(source.read(1), config)).mean() == 0
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])

@@ -20,6 +20,7 @@ from timm.models import _hub, push_to_hf_hub, save_for_hf
 
 import vil
 from vil.training.errors import OutputError
+from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.release import ReleaseConfig, release
 
 
@@ -75,6 +76,22 @@ def edited(checkpoint: Path, path: Path, **changes: Any) -> str:
         content[key] = content[key] | value if isinstance(value, dict) else value
     torch.save(content, path)
     return str(path)
+
+
+def test_background_goes_with_the_release(checkpoint, tmp_path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["config"]["data"]["background"] = "white"
+    torch.save(content, tmp_path / "white.pt")
+    folder = tmp_path / "white"
+    release(ReleaseConfig(checkpoint=str(tmp_path / "white.pt"), folder=str(folder)))
+    timm.create_model(f"local-dir:{folder}", pretrained=True)
+    for source, background in (
+        (folder, "white"),
+        (tmp_path / "white.pt", "white"),
+        (checkpoint, "none"),
+    ):
+        subject = load_subject(EvalConfig(checkpoint=str(source)))
+        assert subject.config.data.background == background
 
 
 @pytest.fixture

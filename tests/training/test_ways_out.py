@@ -73,10 +73,13 @@ CPU_OOM = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memor
 WORKERS = ("--data.num-workers", "2")
 WAYS = {
     "images gone": Way(
-        before(loader, "decode"), OSError(errno.EACCES, "Denied"), 3, "8 training images in a row"
+        before(loader, "decode_for"),
+        OSError(errno.EACCES, "Denied"),
+        3,
+        "8 training images in a row",
     ),
-    "a fault in the loader": Way(before(loader, "decode"), TypeError("a fault"), None, ""),
-    "no memory to load": Way(before(loader, "decode"), MemoryError(), 2, "too little memory"),
+    "a fault in the loader": Way(before(loader, "decode_for"), TypeError("a fault"), None, ""),
+    "no memory to load": Way(before(loader, "decode_for"), MemoryError(), 2, "too little memory"),
     "a dead loader process": Way(begins, kill_a_loader, 6, "a loader process is gone", WORKERS),
     "a loader process that dies as it hands over": Way(
         before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "is gone", WORKERS

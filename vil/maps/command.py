@@ -19,7 +19,7 @@ from vil.training.distributed import connect
 from vil.training.errors import ConfigError, DataError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
 from vil.training.files import write_atomically
-from vil.training.images import decode, image_mode
+from vil.training.images import decode_for
 from vil.training.settings import Count, CropPct, Section, Text, TrainConfig
 from vil.training.transforms import Normalize, val_transform
 
@@ -100,8 +100,7 @@ def _read(path: str, config: TrainConfig) -> Tensor:
         raise ConfigError(f"the model must take images of 1 or 3 channels, it takes {channels}")
     try:
         content = Path(path).read_bytes()
-        image = decode(content, image_mode(channels), config.data.exif_rotation)
-        return val_transform(config)(image)
+        return val_transform(config)(decode_for(content, config))
     except (DataError, OSError) as error:
         raise DataError(f"image {path} cannot be read: {one_line(error)}") from error
 

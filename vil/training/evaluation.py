@@ -29,6 +29,7 @@ from vil.training.recipes import from_dict
 from vil.training.report import model_size
 from vil.training.resolve import fill_from_weights, read_source
 from vil.training.settings import (
+    Background,
     Count,
     CropPct,
     DataConfig,
@@ -59,6 +60,8 @@ class EvalDataConfig(Section):
     """Images per step."""
     max_pixels: Count | None = None
     """Maximum number of pixels of an image, in its file and before the crop."""
+    background: Background | None = None
+    """Colour behind transparent pixels."""
     num_workers: Workers | None = None
     """Number of data-loading workers."""
 
@@ -120,6 +123,8 @@ def load_subject(options: EvalConfig) -> Subject:
         if options.model is None and weights.architecture is None:
             raise ConfigError(f"--model is missing: {name} does not say which model it is of")
         config = fill_from_weights(_foreign_config(options.model), weights)
+        data = dataclasses.replace(config.data, background=weights.background)
+        config = dataclasses.replace(config, data=data)
     else:
         config = from_dict(weights.config, f"{name}: ")
     config = _with_options(config, options)

@@ -25,7 +25,7 @@ from PIL import Image, ImageOps
 from vil.messages import one_line, printable
 from vil.training.draws import key
 from vil.training.errors import DataError
-from vil.training.settings import DataConfig
+from vil.training.settings import Background, DataConfig, TrainConfig
 
 IMAGE_EXTENSIONS = frozenset(
     (
@@ -215,18 +215,22 @@ class Subset(Source):
 
 
 def decode(
-    content: bytes, mode: str, exif_rotation: bool = False, max_pixels: int = DataConfig.max_pixels
+    content: bytes,
+    mode: str,
+    exif_rotation: bool = False,
+    max_pixels: int = DataConfig.max_pixels,
+    background: Background = "none",
 ) -> Image.Image:
     """Decode an image file by its content, regardless of its extension.
 
-    Animations and stacks give their first image. Transparency is dropped, which keeps the colours below
-    it. 16-bit pixels keep their upper byte.
+    Animations and stacks give their first image. 16-bit pixels keep their upper byte.
 
     Args:
         content: Bytes of the file.
         mode: Pillow mode to convert to, RGB or L.
         exif_rotation: Whether to apply the EXIF orientation; damaged EXIF data is ignored.
         max_pixels: Maximum number of pixels to decode; a file of a few kilobytes can claim any number.
+        background: Colour behind transparent pixels; "none" keeps the colours that are stored there.
 
     Raises:
         DataError: If the file is not an image, is truncated, has too many pixels, or has 32-bit pixels
@@ -246,6 +250,8 @@ def decode(
                 ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
             image = _to_eight_bits(image)
+        if background != "none" and _may_be_transparent(image):
+            image = _on_background(image, background)
         # Transparency has no effect on RGB or L, and Pillow would warn about it.
         image.info.pop("transparency", None)
         return image if image.mode == mode else image.convert(mode)
@@ -254,6 +260,42 @@ def decode(
         raise DataError(reason.split(" <_io", 1)[0]) from error
     finally:
         Image.MAX_IMAGE_PIXELS = usual
+
+
+def decode_for(content: bytes, config: TrainConfig) -> Image.Image:
+    """Decode an image file as the options of a run say; raises the same as ``decode``."""
+    data = config.data
+    mode = image_mode(config.model.in_chans)
+    return decode(content, mode, data.exif_rotation, data.max_pixels, data.background)
+
+
+def count_transparent(source: Source) -> tuple[int, int]:
+    """Return how many images of a sample have transparent pixels, and the size of the sample."""
+    sample = np.linspace(0, source.num_images - 1, min(source.num_images, _CONTENTS)).round()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda index: _is_transparent(source, int(index)), sample)
+    return sum(found), len(sample)
+
+
+def _is_transparent(source: Source, index: int) -> bool:
+    try:
+        image = Image.open(io.BytesIO(source.read(index)), formats=_formats())
+        if not _may_be_transparent(image):
+            return False
+        return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
+    except Exception:  # reported where the image is used
+        return False
+
+
+def _may_be_transparent(image: Image.Image) -> bool:
+    return "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa")
+
+
+def _on_background(image: Image.Image, colour: str) -> Image.Image:
+    image = image.convert("RGBA")
+    below = Image.new("RGBA", image.size, colour)
+    below.alpha_composite(image)
+    return below.convert("RGB")
 
 
 @cache

@@ -25,9 +25,8 @@ from vil.training.images import (
     FolderSource,
     Source,
     Subset,
-    decode,
+    decode_for,
     fingerprint,
-    image_mode,
     is_folder,
     read_patiently,
 )
@@ -301,9 +300,7 @@ class _Images(Dataset):
         self.source, self.config = source, config
 
     def decoded(self, index: int) -> Image.Image:
-        data, mode = self.config.data, image_mode(self.config.model.in_chans)
-        content = read_patiently(self.source.read, index)
-        return decode(content, mode, data.exif_rotation, data.max_pixels)
+        return decode_for(read_patiently(self.source.read, index), self.config)
 
 
 class _TrainImages(_Images):

@@ -26,6 +26,7 @@ from vil.training.distributed import versions
 from vil.training.engine import StepResult
 from vil.training.errors import is_dead_loader, log
 from vil.training.files import csv_text, sync, write_atomically, write_text
+from vil.training.images import Source, count_transparent
 from vil.training.loader import Step, TrainData, ValData
 from vil.training.recipes import to_yaml
 from vil.training.settings import TrainConfig
@@ -36,6 +37,15 @@ _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wa
 _CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
 _LIMIT = 60.0  # seconds for a tracker call
 _LIMIT_AT_SIGNAL = 5.0  # schedulers send SIGKILL 10 to 30 seconds after SIGTERM
+
+
+def _transparency(source: Source, background: str) -> str:
+    """Return a line about transparent training images, if a sample has any."""
+    count, sample = count_transparent(source)
+    if not count:
+        return ""
+    kept = "their stored colours are used" if background == "none" else f"on {background}"
+    return f"\nalpha    {count} of {sample} sampled images have transparent pixels; data.background {background}: {kept}"
 
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
@@ -242,6 +252,7 @@ class Report:
             f"{self.train_data.num_images:,} images to train on, {self.val_data.num_images:,} held out, "
             f"{config.model.num_classes} classes"
             + (f"; {excluded} without a usable label left out" if excluded else "")
+            + _transparency(self.run.train_source, config.data.background)
             + f"\nweights  {trainee.origin if state.step == 0 else 'of the run that is continued'}"
             f"\nepochs   {self.epochs} of {self.length:,} batches of {config.data.batch_size}"
             + (spread if world.size * parts > 1 else "")

@@ -99,6 +99,9 @@ class ModelConfig(Section):
     """Additional model arguments as key=value, such as global_pool=avg norm_layer=layernorm."""
 
 
+Background = Literal["none", "white", "black"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """Data set, preprocessing and loading."""
@@ -131,6 +134,8 @@ class DataConfig(Section):
     """Maximum pixels of an image, in its file and when validation resizes it. Larger images count as unreadable."""
     exif_rotation: bool = False
     """Apply the EXIF orientation of photographs; the published recipes ignored it."""
+    background: Background = "none"
+    """Colour behind transparent pixels. `none` drops transparency and keeps the colours below it, as timm does."""
     num_workers: Free[Workers | None] = None
     """Data-loading workers per training process; 0 loads in that process. None uses one per core, at most 8."""
     mean: _Channels[Share] | None = None

@@ -26,6 +26,7 @@ _AVERAGED = ("state_dict_ema", "model_ema")
 # What train_imagenet.py, and no other program, keeps beside the weights.
 _CHECKPOINT = {"arch", "model_args", "pretrained_cfg", "epoch", "config", "run"}
 _OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
+BACKGROUND_NOTE = "transparent pixels on "  # begins a note of a released model
 _FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 px every 8
 
 
@@ -51,6 +52,15 @@ class Weights:
     """All settings of the run that trained them."""
     history: list[dict[str, Any]] | None = None
     """That run's log, a row per epoch."""
+
+    @property
+    def background(self) -> str:
+        """Colour behind transparent pixels in training; "none" if transparency was dropped or nothing is known."""
+        notes = self.pretrained_cfg.get("notes", ())
+        known = [
+            note.removeprefix(BACKGROUND_NOTE) for note in notes if note.startswith(BACKGROUND_NOTE)
+        ]
+        return known[0] if known and known[0] in ("white", "black") else "none"
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
@@ -314,6 +324,7 @@ _CFG_FORMS: dict[str, _Form] = {
     "std": _NUMBERS,
     "interpolation": _TEXT,
     "crop_pct": ("a finite number", _is_number),
+    "notes": ("texts", lambda v: _is_text(v) or _are(_is_text)(v)),
 }
 
 
