@@ -177,7 +177,7 @@ def test_command_line_says_it_and_ends_with_2(start, monkeypatch, capsys, tmp_pa
         ),
         (
             ["--data.batch-size", "2000"],
-            "fewer than data.batch_size 2000; pass --data.batch-size 64",
+            "fewer than data.batch_size 2000; try --data.batch-size 64",
         ),
         (
             ["--run.grad-accum-steps", "3"],

@@ -146,7 +146,7 @@ class TrainData:
         if self.steps_per_epoch == 0:
             raise DataError(
                 f"an epoch has {stream.length} training images, fewer than data.batch_size "
-                f"{config.data.batch_size}; pass --data.batch-size {suitable_batch(stream.length)}, say",
+                f"{config.data.batch_size}; try --data.batch-size {suitable_batch(stream.length)}",
                 everywhere=True,
             )
 

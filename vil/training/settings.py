@@ -334,7 +334,7 @@ class TrainConfig(Section):
         if (schedule.warmup_epochs or 0) > schedule.epochs:
             yield (
                 f"schedule.warmup_epochs {schedule.warmup_epochs} is longer than the run, schedule.epochs "
-                f"{schedule.epochs}: {schedule.epochs // 10}, say"
+                f"{schedule.epochs}; try {schedule.epochs // 10}"
             )
         if self.optim.best == "ema" and self.optim.model_ema_decay is None:
             yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"
