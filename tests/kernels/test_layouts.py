@@ -1,12 +1,12 @@
 """Strides change nothing: operators on arguments laid out at random, beside the reference on plain ones."""
 
-import math
 import random
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.strategies import laid_out
 from vil.kernels import ops
 from vil.kernels.layout import GridSpec, layout_of
 
@@ -14,29 +14,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.2}
 OPERATORS = ["scan", "scan both ways", "causal_conv1d_bidirectional", "mixer"]
-
-
-def laid_out(tensor: Tensor, rng: random.Random, expandable: bool = True) -> Tensor:
-    """Return a tensor in memory drawn at random: order of axes, gaps, offset, axes of stride 0.
-
-    What lies between its elements is NaN. An expanded axis has the first of the values everywhere.
-    """
-    axes = range(tensor.ndim)
-    expanded = [expandable and rng.random() < 0.1 for _ in axes]
-    core = tensor
-    for axis in axes:
-        core = core.narrow(axis, 0, 1) if expanded[axis] else core
-    channels_last = [0, *range(2, tensor.ndim), *([1] if tensor.ndim > 1 else [])]
-    slowest_first = rng.choice([[*axes], channels_last, rng.sample(axes, len(axes))])
-    steps = [rng.choice([1, 1, 1, 2, 3]) for _ in axes]
-    sizes = [core.shape[axis] * steps[axis] for axis in slowest_first]
-    offset = rng.choice([0, 0, 1, 2, 5])
-    gap = torch.nan if tensor.is_floating_point() else 1
-    memory = torch.full((offset + math.prod(sizes),), gap, dtype=tensor.dtype, device=tensor.device)
-    view = memory[offset:].view(sizes).permute([slowest_first.index(axis) for axis in axes])
-    view = view[tuple(slice(None, None, step) for step in steps)]
-    view.copy_(core)
-    return view.expand(tensor.shape)
 
 
 def drawn(

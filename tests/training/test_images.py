@@ -2,10 +2,10 @@
 
 import dataclasses
 import io
+import random
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from PIL import Image, features
 from timm.data import create_dataset
 from torchvision.transforms.functional import _compute_resized_output_size
 
+from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
 from vil.training.errors import DataError
 from vil.training.images import (
@@ -41,13 +42,6 @@ def fill(folder: Path, *names: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     return folder
-
-
-def encoded(image: Image.Image, form: str, **arguments: object) -> bytes:
-    """Return an image's file."""
-    file = io.BytesIO()
-    image.save(file, form, **arguments)
-    return file.getvalue()
 
 
 def pixels(content: bytes, mode: str = "L", **arguments: Any) -> np.ndarray:
@@ -133,36 +127,6 @@ def test_16_bits_are_scaled(form) -> None:
     assert np.array_equal(pixels(content, "RGB"), np.stack([GREY >> 8] * 3, axis=2))
 
 
-def transparent(seed: int) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
-    """Yield files of every kind that can be transparent, with their colours (H, W, 3) and alpha (H, W)."""
-    rng = np.random.default_rng(seed)
-    size = tuple(rng.integers(1, 9, 2))
-    colours, alpha = (
-        rng.integers(0, 256, (*size, 3), np.uint8),
-        rng.integers(0, 256, size, np.uint8),
-    )
-    alpha.flat[0] = 0
-    rgba = Image.fromarray(np.dstack([colours, alpha]))
-    for form, options in (("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True, "exact": True})):
-        yield encoded(rgba, form, **options), colours, alpha
-    grey = np.repeat(colours[..., :1], 3, 2)
-    yield encoded(Image.fromarray(np.dstack([grey[..., 0], alpha])), "PNG"), grey, alpha
-    palette = rng.integers(0, 256, (4, 3), np.uint8)
-    opacity, places = rng.integers(0, 256, 4, np.uint8), rng.integers(0, 4, size, np.uint8)
-    indexed = Image.fromarray(places).convert("P")
-    indexed.putpalette(palette.tobytes())
-    file = encoded(indexed, "PNG", transparency=opacity.tobytes())
-    yield file, palette[places], opacity[places]
-    for form, one in (("PNG", "L"), ("PNG", "RGB"), ("GIF", "P")):
-        image = {"L": Image.fromarray(grey[..., 0]), "RGB": Image.fromarray(colours), "P": indexed}[
-            one
-        ]
-        through = {"L": int(grey.flat[0]), "RGB": tuple(map(int, colours[0, 0])), "P": 2}[one]
-        seen = {"L": grey, "RGB": colours, "P": palette[places]}[one]
-        hidden = places == 2 if one == "P" else (seen == seen[0, 0]).all(2)
-        yield encoded(image, form, transparency=through), seen, np.where(hidden, 0, 255)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_background_shows_through_transparent_pixels(seed: int) -> None:
     for number, (content, colours, alpha) in enumerate(transparent(seed)):
@@ -232,6 +196,26 @@ def test_colours_are_those_of_timm(content, colours) -> None:
     assert np.abs(grey[0] - luminance).max() < 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_file_is_an_image_or_an_error(kind) -> None:
+    drawing = Image.effect_mandelbrot((24, 16), (-2, -1, 1, 1), 50)
+    whole = encoded(drawing, Image.registered_extensions()[f".{kind.lower()}"])
+    draw, limit, read, told = random.Random(kind), 1 << 20, [], []
+    for _ in range(100):
+        turn, background = draw.random() < 0.5, draw.choice(["none", "white", "black"])
+        content = damaged(whole, draw)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, of damaged metadata
+            try:
+                read.append(decode(content, "RGB", turn, limit, background))
+            except DataError as error:
+                told.append(str(error))
+    assert read
+    assert all(image.mode == "RGB" and image.width * image.height <= limit for image in read)
+    assert told
+    assert all(0 < len(message) < 500 and "\n" not in message for message in told)
+
+
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
 def test_truncated_file_is_an_error(form) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -258,11 +242,11 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(config, image_fold
 
 def test_size_of_every_image_in_between_is_limited(config) -> None:
     """Of random shapes, sizes and limits, that which torchvision resizes to counts."""
-    random, refused = np.random.default_rng(0), 0
+    draw, refused = np.random.default_rng(0), 0
     for _ in range(100):
-        width, height = (2 ** random.uniform(0, 12, 2)).astype(int).tolist()
-        size, share = int(random.integers(8, 48)), round(random.uniform(0.1, 1), 2)
-        limit = int(2 ** random.uniform(8, 20))
+        width, height = (2 ** draw.uniform(0, 12, 2)).astype(int).tolist()
+        size, share = int(draw.integers(8, 48)), round(draw.uniform(0.1, 1), 2)
+        limit = int(2 ** draw.uniform(8, 20))
         model = dataclasses.replace(config.model, img_size=size)
         data = dataclasses.replace(config.data, crop_pct=share, max_pixels=limit)
         transform = val_transform(dataclasses.replace(config, model=model, data=data))

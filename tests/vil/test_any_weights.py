@@ -3,13 +3,12 @@
 import copy
 import inspect
 import json
-import math
 import random
 import resource
 import signal
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import vil
+from tests.strategies import ODD_TENSORS, PICKLED, PLAIN, doubled
 from vil.backbone import VisionLonghorn
 from vil.timm_arguments import NOT_OF_A_MODEL
 
@@ -43,72 +43,6 @@ def little_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def doubled(levels: int) -> list:
-    """Return a list of 2 ** levels values in some hundred bytes."""
-    value: list = [1]
-    for _ in range(levels):
-        value = [value, value]
-    return value
-
-
-def deep(levels: int) -> list:
-    value: list = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-class Shadowed:
-    """What is read as a dictionary some of whose methods are numbers."""
-
-    def __reduce__(self) -> tuple:
-        return OrderedDict, (), {"items": 5, "get": 5, "keys": 5}, None, iter([("a", 1)])
-
-
-PLAIN: list[Callable[[], Any]] = [
-    *(
-        lambda v=v: v
-        for v in (None, True, False, 0, -1, 2, 7, 10**6, 2**31, 10**9, 2**63, -(2**40))
-    ),
-    *(lambda v=v: v for v in (0.5, -0.5, 1e308, -1e308, math.nan, math.inf)),
-    *(lambda v=v: v for v in ("", "nope", "meta", "vil_tiny", "a\nb", "9" * 5000, "x" * 10**6)),
-    *(lambda v=v: v for v in ([], [1], [1, 2], [3, 16, 16], {}, {"a": 1}, {"0": "a", "1": "b"})),
-    *(lambda v=v: copy.deepcopy(v) for v in ([[1, 2], [3]], {"a": {"b": [1]}}, [10**9, 10**9])),
-    *(lambda: [0] * 10**5, lambda: deep(300)),
-]
-PICKLED: list[Callable[[], Any]] = [
-    *PLAIN,
-    *(lambda v=v: v for v in (10**5000, (2, 2), (3, 16, 16), {1: 2}, {(1,): 2}, b"x")),
-    *(lambda v=v: v for v in (torch.float16, torch.Size([2]), torch.zeros(2), torch.zeros(()))),
-    *(lambda levels=levels: doubled(levels) for levels in (30, 60, 60, 100)),
-    *(lambda: (2, doubled(60)), lambda: {"a": doubled(60)}, Shadowed),
-]
-ODD_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "int8": lambda v: v.to(torch.int8),
-    "int64": lambda v: v.to(torch.int64),
-    "bool": lambda v: v > 0,
-    "complex64": lambda v: v.to(torch.complex64),
-    "float64": lambda v: v.double(),
-    "1e300": lambda v: torch.full_like(v, 1e300, dtype=torch.float64),
-    "one 1e300": lambda v: (
-        v.double().flatten().index_fill(0, torch.tensor([0]), 1e300).view(v.shape)
-    ),
-    "bfloat16": lambda v: v.bfloat16(),
-    "float8": lambda v: v.to(torch.float8_e4m3fn),
-    "nan": lambda v: v * math.nan,
-    "inf": lambda v: torch.full_like(v, -math.inf),
-    "sparse": lambda v: v.to_sparse(),
-    "meta": lambda v: v.to("meta"),
-    "no dimension": lambda v: v.flatten()[0].clone(),
-    "one more dimension": lambda v: v[None].clone(),
-    "one less": lambda v: v.flatten()[:-1].clone(),
-    "empty": lambda v: v.flatten()[:0].clone(),
-    "expanded": lambda v: torch.zeros(1).expand(1 << 44),
-    "transposed": lambda v: v.mT.contiguous() if v.ndim > 1 else v,
-    "twice as long": lambda v: torch.cat([v, v], -1) if v.ndim else v,
-}
 
 
 @pytest.fixture(scope="module")
