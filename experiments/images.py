@@ -162,10 +162,10 @@ def train(trainee: Trainee, data: TrainData, config: TrainConfig) -> tuple[list[
     """Train to the end; return the loss of every step and the CPU or GPU seconds that they took."""
     clock = time.perf_counter if trainee.world.device.type == "cuda" else time.process_time
     losses = []
+    trainee.model.train()
     start = clock()
     for step in data.steps(0):
-        if step.number % data.steps_per_epoch == 0:
-            trainee.set_epoch(step.number // data.steps_per_epoch)
+        trainee.set_step(step.number)
         losses.append(train_step(trainee, step, config).loss)
     losses = torch.stack(losses).tolist()  # waits for the device
     return losses, clock() - start
@@ -192,10 +192,11 @@ def trained(
     with connect(config.run) as world:
         images, held_out = (opened(config, training) for training in (True, False))
         config = fill_from_data(config, images, held_out)
+        train_data = TrainData(config, images, world)
         seed_everything(seed)
         weights = read_pretrained(config.model) if start and load else None
-        trainee = build(config, world, weights, images.classes)
-        losses, seconds = train(trainee, TrainData(config, images, world), config)
+        trainee = build(config, world, train_data.steps_per_epoch, weights, images.classes)
+        losses, seconds = train(trainee, train_data, config)
         [score] = evaluate([trainee.model], ValData(config, held_out, world), config.run.amp)
     row = {
         "loss": score.loss,

@@ -134,8 +134,8 @@ MUTATIONS = [
     ),
     # From the second epoch on the model trains as in evaluation, without drop path.
     (
-        "vil/training/model.py",
-        "        self.model.train()\n",
+        "vil/training/train.py",
+        "                trainee.model.train()\n",
         "",
         "tests/training/test_old_checkpoint.py tests/training/test_run.py tests/training/test_changes.py tests/training/test_engine.py",
     ),

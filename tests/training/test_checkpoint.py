@@ -35,7 +35,7 @@ from vil.weights.archive import check_finite
 @pytest.fixture
 def run(config) -> Run:
     """A run on four kinds of trees before its first step; its average differs from the model."""
-    trainee = build(config, World())
+    trainee = build(config, World(), 4)
     with torch.no_grad():
         trainee.ema.module.head.bias.add_(1.0)
     source = SimpleNamespace(fingerprint="1", classes=("ash", "birch", "cedar", "dogwood"))

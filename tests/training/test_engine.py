@@ -26,7 +26,7 @@ class CountedData(ValData):
 @pytest.fixture
 def training(config) -> Trainee:
     """A model, and an average that differs from it."""
-    training = build(config, World())
+    training = build(config, World(), 4)
     with torch.no_grad():
         for parameter in training.ema.module.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.manual_seed(0)))
@@ -71,7 +71,7 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) 
 def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, opt=opt))
     training = dataclasses.replace(
-        build(config, World()), criterion=lambda logits, _: logits.sum() * torch.nan
+        build(config, World(), 4), criterion=lambda logits, _: logits.sum() * torch.nan
     )
     before = [weight.clone() for weight in training.model.parameters()]
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)

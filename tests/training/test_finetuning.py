@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -58,16 +59,19 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
     assert (model["embed_dim"], model["depth"], model["patch_size"]) == (16, 2, 8)
     assert (data["mean"], data["batch_size"]) == ([0.1, 0.2, 0.3], 8)
     assert found["schedule"]["warmup_epochs"] == 0
-    with (tmp_path / "output" / "finetune" / "log.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    peak = read_recipe(CONFIGS / "finetune.yaml").optim.lr_base * (8 / 64) ** 0.5
-    assert [float(row["lr"]) for row in rows] == pytest.approx([peak, peak], rel=1e-3)
+    with (tmp_path / "output" / "finetune" / "steps.csv").open() as file:
+        rates = [float(row["lr"]) for row in csv.DictReader(file)]
+    recipe = read_recipe(CONFIGS / "finetune.yaml")
+    peak, least = recipe.optim.lr_base * (8 / 64) ** 0.5, recipe.schedule.min_lr
+    ways = [step / len(rates) for step in range(len(rates))]
+    cosine = [least + (peak - least) * math.cos(math.pi / 2 * way) ** 2 for way in ways]
+    assert rates == pytest.approx(cosine, rel=1e-3)
 
 
 def test_layer_decay_gives_lower_blocks_lower_rates(config) -> None:
     optim = dataclasses.replace(config.optim, layer_decay=0.5)
-    training = build(dataclasses.replace(config, optim=optim), World())
-    training.set_epoch(1)
+    training = build(dataclasses.replace(config, optim=optim), World(), 1)
+    training.set_step(1)
     names = {id(value): name for name, value in training.model.named_parameters()}
     rate = {
         names[id(value)]: group["lr"]

@@ -1,6 +1,7 @@
 """Recipes against the published hyper-parameters, and the errors of a wrong one."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,11 @@ FINER = {
 }
 
 
-def built(config: TrainConfig) -> Trainee:
+def built(config: TrainConfig, steps_per_epoch: int = 4) -> Trainee:
     """Build what a recipe trains on ImageNet, but small."""
     classes = config.model.num_classes or 1000
     sizes = dataclasses.replace(config.model, num_classes=classes, depth=3, embed_dim=32)
-    return build(filled(dataclasses.replace(config, model=sizes)), World())
+    return build(filled(dataclasses.replace(config, model=sizes)), World(), steps_per_epoch)
 
 
 def filled(config: TrainConfig) -> TrainConfig:
@@ -195,13 +196,34 @@ def published_rate(epoch: int) -> float:
 
 
 def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
-    training = built(read_recipe(CONFIGS / "vil_tiny.yaml"))
+    training = built(read_recipe(CONFIGS / "vil_tiny.yaml"), steps_per_epoch=7)
     for epoch in range(300):
-        training.set_epoch(epoch)
+        training.set_step(7 * epoch + epoch % 7)
         assert training.lr == pytest.approx(published_rate(epoch), rel=1e-9)
     assert published_rate(1) == 1e-6
     assert published_rate(6) == pytest.approx(9.993e-4, rel=1e-4)
     assert published_rate(299) == pytest.approx(1.011e-5, rel=1e-3)
+
+
+@pytest.mark.parametrize("sched", ["cosine", "constant"])
+@pytest.mark.parametrize("warmup_epochs", [0, 2, 6])
+def test_rate_by_step_rises_from_zero_and_the_cosine_ends(sched: str, warmup_epochs: int) -> None:
+    config = read_recipe(CONFIGS / "vil_tiny.yaml")
+    schedule = dataclasses.replace(
+        config.schedule, by="step", sched=sched, epochs=6, warmup_epochs=warmup_epochs
+    )
+    training = built(dataclasses.replace(config, schedule=schedule), steps_per_epoch=5)
+    peak, least, warmup, total = 1e-3, 1e-5, 5 * warmup_epochs, 30
+    assert training.lr == pytest.approx(peak / (warmup + 1))
+    for step in [*range(total), 7, 0]:  # as if resumed
+        training.set_step(step)
+        expected = peak
+        if step < warmup:
+            expected *= (step + 1) / (warmup + 1)
+        elif sched == "cosine":
+            share = (step - warmup) / (total - warmup)
+            expected = least + (peak - least) * math.cos(math.pi / 2 * share) ** 2
+        assert training.lr == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])

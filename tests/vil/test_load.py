@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, nn.M
         run=RunConfig(device="cpu"),
     )
     config = fill_from_weights(config, None)
-    training = build(config, World())
+    training = build(config, World(), 1)
     training.model.load_state_dict(small().state_dict())
     for parameter in training.ema.module.parameters():
         parameter.data += 0.01

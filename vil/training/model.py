@@ -1,6 +1,7 @@
 """Build model, optimizer, schedule, loss, augmentation, EMA and data-parallel wrapper."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -38,14 +39,15 @@ class Trainee:
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
+    steps_per_epoch: int
     criterion: nn.Module
     augment: BatchAugment
     world: World
 
-    def set_epoch(self, epoch: int) -> None:
-        """Start an epoch, with the learning rate of the previous epoch as in DeiT and Vim."""
-        self.scheduler.step(max(epoch - 1, 0))
-        self.model.train()
+    def set_step(self, step: int) -> None:
+        """Set the learning rate of a step, counted from the start of the run; see ``ScheduleConfig.by``."""
+        self.scheduler.step(max(step // self.steps_per_epoch - 1, 0))  # unless it goes by steps
+        self.scheduler.step_update(step)  # unless it goes by epochs
 
     @property
     def averages(self) -> list[nn.Module]:
@@ -61,6 +63,7 @@ class Trainee:
 def build(
     config: TrainConfig,
     world: World,
+    steps_per_epoch: int,
     weights: Weights | None = None,
     classes: tuple[str, ...] | None = None,
 ) -> Trainee:
@@ -69,6 +72,7 @@ def build(
     Args:
         config: Configuration of the run, with all defaults filled in.
         world: Process group, connected if there are several processes.
+        steps_per_epoch: Number of optimizer steps in an epoch.
         weights: Initial weights; None initialises them at random.
         classes: Class names of the data. If the weights have other names, the head is re-initialised,
             even if the number is equal.
@@ -86,15 +90,6 @@ def build(
     for size in config.train_sizes:
         _check_patch_drop(model, size)
     optimizer = build_optimizer(model, config.optim, config.peak_lr)
-    schedule = config.schedule
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched=schedule.sched,
-        num_epochs=schedule.epochs,
-        warmup_epochs=schedule.warmup_epochs,
-        warmup_lr=schedule.warmup_lr,
-        min_lr=schedule.min_lr,
-    )
     decay = config.optim.model_ema_decay
     augment = config.augment
     # Compile one static program per image size; a dynamic one would depend on the size drawn first.
@@ -107,12 +102,39 @@ def build(
         forward=_distribute(compiled, config.model, world),
         ema=None if decay is None else ModelEmaV3(model, decay=decay),
         optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=_scheduler(optimizer, config, steps_per_epoch),
+        steps_per_epoch=steps_per_epoch,
         # Mixup, if enabled, already smooths the labels.
         criterion=nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixes else augment.smoothing),
         augment=BatchAugment(config, world.device),
         world=world,
     )
+
+
+def _scheduler(
+    optimizer: torch.optim.Optimizer, config: TrainConfig, steps_per_epoch: int
+) -> Scheduler:
+    """Create the schedule of ``ScheduleConfig.by``, in epochs or in steps."""
+    schedule = config.schedule
+    arguments: dict[str, Any] = {"num_epochs": schedule.epochs, "warmup_lr": schedule.warmup_lr}
+    if schedule.by == "step":
+        warmup_steps = schedule.warmup_epochs * steps_per_epoch
+        arguments = {
+            # The cosine follows the warm-up. If no epoch is left for it, its length has no effect.
+            "num_epochs": max(schedule.epochs - schedule.warmup_epochs, 1),
+            "warmup_prefix": True,
+            "warmup_lr": config.peak_lr / (warmup_steps + 1),
+            "step_on_epochs": False,
+            "updates_per_epoch": steps_per_epoch,
+        }
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=schedule.sched,
+        warmup_epochs=schedule.warmup_epochs,
+        min_lr=schedule.min_lr,
+        **arguments,
+    )
+    return scheduler
 
 
 @torch.no_grad()

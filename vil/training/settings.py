@@ -229,8 +229,12 @@ class OptimConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
-    """Learning-rate schedule by epoch. Epoch e uses the rate of epoch e - 1, as in DeiT and Vim."""
+    """Learning-rate schedule."""
 
+    by: Changeable[Literal["epoch", "step"]] = "epoch"
+    """When the rate changes. epoch: once an epoch, and epoch e uses the rate of epoch e - 1, as in DeiT and Vim. step:
+    at each step, with a warm-up from 0 to the peak and a cosine from there to min_lr at the end of the run; this suits
+    short runs."""
     sched: Changeable[Literal["cosine", "constant"]] = "cosine"
     """Shape of the schedule after the warm-up."""
     epochs: Changeable[Count] = 300
@@ -238,7 +242,7 @@ class ScheduleConfig(Section):
     warmup_epochs: Changeable[CountFromZero | None] = 5
     """Epochs of linear warm-up; None uses a tenth of the epochs, at most 5."""
     warmup_lr: Changeable[Number] = 1e-6
-    """Learning rate at the start of the warm-up."""
+    """Learning rate at the start of the warm-up; by step, the warm-up starts at 0."""
     min_lr: Changeable[Number] = 1e-5
     """Learning rate at the end of the cosine."""
 
@@ -335,6 +339,11 @@ class TrainConfig(Section):
             yield (
                 f"schedule.warmup_epochs {schedule.warmup_epochs} is longer than the run, schedule.epochs "
                 f"{schedule.epochs}; try {schedule.epochs // 10}"
+            )
+        if schedule.by == "step" and schedule.warmup_lr != ScheduleConfig.warmup_lr:
+            yield (
+                f"schedule.warmup_lr has no use with schedule.by step, whose warm-up starts at 0, got "
+                f"{schedule.warmup_lr:g}"
             )
         if self.optim.best == "ema" and self.optim.model_ema_decay is None:
             yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"

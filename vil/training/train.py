@@ -56,7 +56,7 @@ def train(config: TrainConfig) -> None:
 
         # Build the model with the same seed on all ranks.
         seed_everything(config.run.seed)
-        trainee = build(config, world, weights, train_source.classes)
+        trainee = build(config, world, train_data.steps_per_epoch, weights, train_source.classes)
         run = Run(config, asked, trainee, train_source, val_source)
         if saved is not None:
             restore(run, saved)
@@ -73,11 +73,12 @@ def train(config: TrainConfig) -> None:
         ):
             steps = train_data.steps(state.step)
             for epoch in range(len(state.history), config.schedule.epochs):
-                trainee.set_epoch(epoch)
+                trainee.model.train()
                 report.begin_epoch()
                 while state.step < (epoch + 1) * train_data.steps_per_epoch:
                     with report.waiting():
                         step = next(steps)
+                    trainee.set_step(state.step)
                     result = train_step(trainee, step, config)  # does not wait for the device
                     report.took(step, result)
                     number, due = signals.agree(report.save_is_due)
