@@ -32,7 +32,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-# Name -> channels, recurrence, and what the names of timm say of it. Each has a pyramid, too.
+# Name -> channels, recurrence, and what the names of timm say of it. All but the finer ones have a pyramid, too.
 _MODELS = {
     "vil_tiny": (192, "longhorn", "ViL-T: diagonal Longhorn scan, the paper's"),
     "vil_small": (384, "longhorn", "ViL-S: diagonal Longhorn scan, the paper's"),
@@ -44,11 +44,37 @@ _MODELS = {
     "vim_small": (384, "mamba", "ViM-S: Mamba scan, the comparator"),
     "vim_base": (768, "mamba", "ViM-B: Mamba scan, the comparator"),
 }
-_PYRAMID = "_pyramid"
-RECURRENCES = {name + end: row[1] for end in ("", _PYRAMID) for name, row in _MODELS.items()}
-default_cfgs = generate_default_cfgs(
-    {name + end: _cfg() for end in ("", _PYRAMID) for name in _MODELS}
-)
+_PYRAMID, _FINER = "_pyramid", "_finer"
+# Weights of Vision Mamba's authors: name -> repository on the hub and file, both with hustvl/Vim's names.
+_PUBLISHED = {
+    "vim_tiny": ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth"),
+    "vim_tiny_finer": ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_ft_78p3acc.pth"),
+    "vim_small": ("hustvl/Vim-small-midclstok", "vim_s_midclstok_80p5acc.pth"),
+    "vim_small_finer": ("hustvl/Vim-small-midclstok", "vim_s_midclstok_ft_81p6acc.pth"),
+    "vim_base": ("hustvl/Vim-base-midclstok", "vim_b_midclstok_81p9acc.pth"),
+}
+_VARIANTS = [
+    *(name + end for end in ("", _PYRAMID) for name in _MODELS),
+    *(name for name in _PUBLISHED if name.endswith(_FINER)),
+]
+
+
+def _plain(variant: str) -> str:
+    """Return the name in ``_MODELS``."""
+    return variant.removesuffix(_PYRAMID).removesuffix(_FINER)
+
+
+def _tagged(variant: str) -> tuple[str, dict[str, Any]]:
+    """Return a model's name, with a tag if there are weights, and its configuration."""
+    hub_id, file = _PUBLISHED.get(variant.removesuffix(_PYRAMID), (None, None))
+    if hub_id is None:
+        return variant, _cfg()
+    about = {"origin_url": "https://github.com/hustvl/Vim", "paper_ids": "arXiv:2401.09417"}
+    return f"{variant}.midclstok_in1k", _cfg(hf_hub_id=hub_id, hf_hub_filename=file, **about)
+
+
+RECURRENCES = {variant: _MODELS[_plain(variant)][1] for variant in _VARIANTS}
+default_cfgs = generate_default_cfgs(dict(map(_tagged, _VARIANTS)))
 
 
 def dense_indices(depth: int) -> tuple[int, ...]:
@@ -108,20 +134,22 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
     )
 
 
-def _register(name: str, pyramid: bool) -> None:
-    embed_dim, recurrence, what = _MODELS[name]
-    variant = name + _PYRAMID * pyramid
+def _register(variant: str) -> None:
+    embed_dim, recurrence, what = _MODELS[_plain(variant)]
+    model_args: dict[str, Any] = {"embed_dim": embed_dim, "recurrence": recurrence}
+    if variant.endswith(_FINER):
+        model_args["patch_stride"] = 8
+        what += ", a patch every 8 pixels"
+    elif variant.endswith(_PYRAMID):
+        what += ", maps at strides 4, 8, 16 and 32"
 
     def entry(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-        model_args = {"embed_dim": embed_dim, "recurrence": recurrence}
         return _create(variant, pretrained, **(model_args | kwargs))
 
     entry.__name__ = entry.__qualname__ = variant
-    maps = ", maps at strides 4, 8, 16 and 32" * pyramid
-    entry.__doc__ = f"{what}{maps}; {embed_dim} channels, 24 blocks."
+    entry.__doc__ = f"{what}; {embed_dim} channels, 24 blocks."
     globals()[variant] = register_model(entry)  # where pickle looks for it
 
 
-for _name in _MODELS:
-    for _pyramid in (False, True):
-        _register(_name, _pyramid)
+for _variant in _VARIANTS:
+    _register(_variant)

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import timm
 import torch
+from huggingface_hub.utils import EntryNotFoundError
 from PIL import Image
 from timm.models import save_for_hf
 
@@ -37,7 +38,15 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_for_hf(small, tmp_path / "my_model", model_args=sizes, safe_serialization=True)
     (tmp_path / "output" / "finetune").mkdir(parents=True)
     torch.save(timm.create_model("vil_tiny").state_dict(), tmp_path / "output/finetune/best.pt")
+    torch.save(timm.create_model("vim_tiny").state_dict(), tmp_path / "vim_t_midclstok_76p1acc.pth")
     Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
+
+    def download(repo_id: str, filename: str, **_: object) -> Path:
+        if (tmp_path / filename).exists():
+            return tmp_path / filename
+        raise EntryNotFoundError(filename)
+
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", download)
     registry = SimpleNamespace(register_module=lambda: lambda cls: cls)
     contents = {"": {}, "model": {"BaseModule": torch.nn.Module}, "registry": {"MODELS": registry}}
     for name, content in contents.items():
