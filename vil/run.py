@@ -1,0 +1,35 @@
+"""Run another program's script with this package's models registered: ``python -m vil.run SCRIPT ARGS``.
+
+    python -m vil.run train.py --model vil_tiny --data-dir photos
+    torchrun --nproc-per-node 4 -m vil.run train.py --model vil_tiny --data-dir photos
+
+The script runs as with ``python SCRIPT ARGS``: it is ``__main__``, its folder comes first in ``sys.path``, and its exit
+status is returned. timm's scripts train.py, validate.py, inference.py and benchmark.py know the models then.
+
+Exit status: the script's, or 2 if there is no such file.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import vil  # noqa: F401  registers the models
+
+
+def main() -> int:
+    """Run the script."""
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        got = sys.argv[1] if len(sys.argv) > 1 else "nothing"
+        print(
+            f"usage: python -m vil.run SCRIPT ARGS; SCRIPT must be a file, got {got}",
+            file=sys.stderr,
+        )
+        return 2
+    del sys.argv[0]  # the script's own name and arguments are left
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
