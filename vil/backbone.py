@@ -227,6 +227,10 @@ class VisionLonghorn(nn.Module):
         self.ref_feat_shape = self._checked_grid(ref_feat_shape)
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
+        if not class_token:
+            # For packages such as lightly, which build a ViT's sequence from its parts. With a class token,
+            # which they put first, the function would be another: they must fail then.
+            self.reg_token, self.no_embed_class, self.norm_pre = None, False, nn.Identity()
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
         self.patch_drop_rate = patch_drop_rate
         self.patch_drop = (

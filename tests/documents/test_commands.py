@@ -25,7 +25,9 @@ from vil.training.settings import TrainConfig
 PAGES = ["README", "downstream/README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
 # Begins of commands that other tests run, that measure speed, or that write into the repository.
 ELSEWHERE = (
-    "git clone URL",
+    "git clone",
+    "cd pytorch-image-models",
+    "python -m vil.run",
     "pytest -n auto",
     "python -m vil.selfcheck",
     "python -m benchmarks.loader",

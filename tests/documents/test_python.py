@@ -22,7 +22,10 @@ from tests.documents.pages import ROOT, blocks
 PAGES = sorted(
     {"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export", "speed"}
 )
-OPTIONAL = "pytorch_grad_cam"  # no dependency of the tests: without it its block alone is left out
+OPTIONAL = (
+    "pytorch_grad_cam",
+    "lightly",
+)  # not installed for the tests: a block that lacks one is left out
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 )
 def test_the_python_of_a_page_runs(page: str, session: dict[str, object]) -> None:
     for block in blocks(page):
-        if OPTIONAL in block and find_spec(OPTIONAL) is None:
+        if any(f"from {name}" in block and find_spec(name) is None for name in OPTIONAL):
             continue
         exec(compile(block, f"{page}.md", "exec"), session)
     modules = [value for value in session.values() if isinstance(value, torch.nn.Module)]
