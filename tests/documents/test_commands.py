@@ -68,13 +68,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.pretrained_cfg["input_size"] = (3, 32, 32)
     sizes = {"img_size": 32, "embed_dim": 16, "depth": 1}
     save_for_hf(model, folder / "SOURCE", model_args=sizes, safe_serialization=True)
-    for split in ("train", "val"):
-        for label, colour in (("red", (200, 40, 40)), ("blue", (40, 40, 200))):
-            (folder / "photos" / split / label).mkdir(parents=True)
-            for i in range(8):
-                image = Image.new("RGB", (40, 30), colour)
-                image.putpixel((i, 3), (0, 255, 0))
-                image.save(folder / "photos" / split / label / f"{split}{i}.png")
+    for label, colour in (("red", (200, 40, 40)), ("blue", (40, 40, 200))):
+        (folder / "photos" / label).mkdir(parents=True)
+        for i in range(16):
+            image = Image.new("RGB", (40, 30), colour)
+            image.putpixel((i, 3), (0, 255, 0))
+            image.save(folder / "photos" / label / f"{i}.png")
     return folder
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
+import eval as eval_script
 import train_imagenet
 from vil.training.distributed import World
 from vil.training.errors import run_script
@@ -66,6 +68,35 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
     ways = [step / len(rates) for step in range(len(rates))]
     cosine = [least + (peak - least) * math.cos(math.pi / 2 * way) ** 2 for way in ways]
     assert rates == pytest.approx(cosine, rel=1e-3)
+
+
+def test_flat_folder_from_scratch_to_an_evaluation(
+    photos, tmp_path, monkeypatch, capsys, caplog
+) -> None:
+    """A flat folder of photos is divided in training, and eval.py takes the same side."""
+    monkeypatch.chdir(tmp_path)
+    command = ["train_imagenet.py", "--config", str(CONFIGS / "scratch.yaml")]
+    command += ["--data.path", "photos/train", "--data.num-workers", "0", "--run.device", "cpu"]
+    command += ["--model.img-size", "16", "--model.embed-dim", "16", "--model.depth", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--schedule.epochs", "1"])
+    assert run_script(train_imagenet.main) == 3
+    told = "images must lie at photos/train/train/<class>/<image>, or at photos/train/<class>/<image> with"
+    assert f"{told} --data.val-fraction 0.1" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.val-fraction", "0.5"])
+    assert run_script(train_imagenet.main) == 0
+    told = caplog.text + capsys.readouterr().out  # where the logger of another test may write
+    assert "folder in photos/train: 9 images to train on, 3 held out, 3 classes" in told
+    with (tmp_path / "output" / "scratch" / "log.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    monkeypatch.setattr(sys, "argv", ["eval.py", "output/scratch/last.pt"])
+    assert run_script(eval_script.main) == 0
+    result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
+    assert (result["num_images"], result["split"]) == (3, "0.5 of the images")
+    assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-6)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.path", "photos"])
+    assert run_script(eval_script.main) == 0
+    result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
+    assert (result["num_images"], result["split"]) == (3, "validation")  # photos/val, whole
 
 
 def test_layer_decay_gives_lower_blocks_lower_rates(config) -> None:

@@ -104,6 +104,38 @@ def test_image_at_another_depth_is_an_error(tmp_path, names, first) -> None:
     assert str(error.value) == f"image {tmp_path / first} must lie at {tmp_path}/<class>/<image>"
 
 
+# A fraction held out
+
+
+def test_fraction_is_held_out_by_name_and_stays_held_out(tmp_path) -> None:
+    classes, data = ["oak", "ash"], DataConfig(path=str(tmp_path), val_fraction=0.25)
+    fill(tmp_path, *(f"{name}/{number}.jpg" for name in classes for number in range(200)))
+
+    def sides(data: DataConfig) -> list[set[str]]:
+        sources = [FolderSource(data, training) for training in (True, False)]
+        for source in sources:
+            assert source.classes == ("ash", "oak")
+            named = [Path(source.name(i)).parent.name for i in range(source.num_images)]
+            assert named == [source.classes[label] for label in source.labels]
+        return [{s.name(i) for i in range(s.num_images)} for s in sources]
+
+    training, held_out = sides(data)
+    assert not training & held_out
+    assert len(training | held_out) == 400
+    assert 60 < len(held_out) < 140
+    # Names decide: equal ones are on one side, more images move none, and a larger fraction adds to it.
+    assert {path.replace("oak", "ash") for path in held_out} == {p for p in held_out if "ash" in p}
+    fill(tmp_path, *(f"elm/{number}.jpg" for number in range(50)))
+    later = FolderSource(data, training=False)
+    assert held_out <= {later.name(i) for i in range(later.num_images)}
+    more = FolderSource(dataclasses.replace(data, val_fraction=0.5), training=False)
+    assert held_out < {more.name(i) for i in range(more.num_images)}
+    fill(tmp_path, "fir/3.jpg")
+    lacking = dataclasses.replace(data, val_fraction=0.999)
+    with pytest.raises(DataError, match=r"val_fraction 0\.999 leaves class \w+ no image"):
+        FolderSource(lacking, training=True)
+
+
 # Their order
 
 

@@ -185,6 +185,15 @@ def test_command_line_says_it_and_ends_with_2(start, monkeypatch, capsys, tmp_pa
         ),
         (["--augment.mixup", "1", "--augment.mix-size", "5"], "must be even and divide the 32"),
         (["--data.images-per-class", "999"], "data.images_per_class must be at most the"),
+        (["--data.val-fraction", "0.1"], "data.val_fraction needs data.dataset folder, got digits"),
+        (
+            ["--data.dataset", "folder", "--data.val-fraction", "0.1", "--data.val-split", "test"],
+            "data.train_split and data.val_split have no use with data.val_fraction",
+        ),
+        (
+            ["--schedule.by", "step", "--schedule.warmup-lr", "1e-5"],
+            "schedule.warmup_lr has no use",
+        ),
         (["--data.path", "x"], "data.path has no use for data.dataset digits, got x"),
         (["--data.dataset", "folder"], "data.dataset folder needs --data.path, the root folder"),
         (["--optim.best", "ema"], "optim.best ema needs averaged weights, --optim.model-ema-decay"),

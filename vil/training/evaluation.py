@@ -36,6 +36,7 @@ from vil.training.settings import (
     ModelConfig,
     RunConfig,
     Section,
+    ShareBelowOne,
     Text,
     TrainConfig,
     Workers,
@@ -56,6 +57,9 @@ class EvalDataConfig(Section):
     """Root folder of the data."""
     val_split: Text | None = None
     """Sub-folder or shards."""
+    val_fraction: ShareBelowOne | None = None
+    """Evaluate on the images that training with this fraction holds out; 0 uses val_split. None is 0 for another path
+    or val_split than the checkpoint's."""
     validation_batch_size: Count | None = None
     """Images per step."""
     max_pixels: Count | None = None
@@ -177,6 +181,7 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
             everywhere=True,
         )
     names = source.classes or subject.label_names or map(str, range(model.num_classes))
+    held_out = config.data.val_fraction
     rows = zip(names, *by_class.tolist(), strict=False)
     per_class = {name: {"top1": 100 * hit / n, "num_images": int(n)} for name, hit, n in rows if n}
     return {
@@ -186,7 +191,7 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "epoch": subject.epoch,
         "dataset": config.data.dataset,
         "path": None if config.data.path is None else _whole_name(config.data.path),
-        "split": config.data.val_split,
+        "split": f"{held_out:g} of the images" if held_out else config.data.val_split,
         "img_size": config.model.img_size,
         "crop_pct": config.data.crop_pct,
         "interpolation": config.data.interpolation,
@@ -309,6 +314,8 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
     if chosen.get("dataset", config.data.dataset) != config.data.dataset:
         chosen = {"path": None} | chosen  # the path of another data set does not apply
+    if chosen.keys() & {"dataset", "path", "val_split"}:
+        chosen = {"val_fraction": 0.0} | chosen  # all images of a split that is named
     if options.crop_pct is not None:
         chosen["crop_pct"] = options.crop_pct
     amp = config.run.amp if options.amp is None else options.amp

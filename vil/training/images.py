@@ -142,12 +142,16 @@ class DigitSource(Source):
 
 
 class FolderSource(Source):
-    """One folder per class in data.path/<split>, indexed in timm's order of the class names."""
+    """One folder per class, indexed in timm's order of the class names."""
 
     def __init__(self, data: DataConfig, training: bool) -> None:
-        """List the images data.path/<split>/<class>/<image>."""
-        self.folder = _find_split(data, training)
-        paths, self.classes, labels = list_images(self.folder)
+        """List the images data.path/<split>/<class>/<image>, or those of a split by data.val_fraction."""
+        if data.val_fraction:
+            self.folder = Path(data.path)
+            paths, self.classes, labels = _divided(self.folder, data.val_fraction, training)
+        else:
+            self.folder = _find_split(data, training)
+            paths, self.classes, labels = list_images(self.folder)
         # An array, because a million Python strings would be copied into every data-loading worker.
         self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
@@ -402,6 +406,32 @@ def _below(folder: Path) -> list[str]:
     )
 
 
+def _divided(
+    folder: Path, fraction: float, training: bool
+) -> tuple[list[str], tuple[str, ...], list[int]]:
+    """List one side of a folder's images, divided by a hash of each file's name; returns the same as ``list_images``.
+
+    Raises:
+        DataError: If no image of a class is left to train on; or as in ``list_images``.
+    """
+    paths, classes, labels = list_images(folder)
+    held_out = [_hash_of_name(path) < fraction for path in paths]
+    left = {label for label, out in zip(labels, held_out, strict=True) if not out}
+    if len(left) < len(classes):
+        name = next(name for label, name in enumerate(classes) if label not in left)
+        raise DataError(
+            f"data.val_fraction {fraction:g} leaves class {printable(name)} no image to train on"
+        )
+    taken = [place for place, out in enumerate(held_out) if out != training]
+    return [paths[place] for place in taken], classes, [labels[place] for place in taken]
+
+
+def _hash_of_name(path: str) -> float:
+    """Return a number in [0, 1) that depends on the name of a file alone."""
+    name = path.rpartition("/")[2].encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
+
+
 def _find_split(data: DataConfig, training: bool) -> Path:
     """Return the folder of a split; for `validation`, fall back to `val`."""
     split = data.train_split if training else data.val_split
@@ -411,7 +441,8 @@ def _find_split(data: DataConfig, training: bool) -> Path:
             return Path(data.path, name)
     raise DataError(
         f"data.path {data.path} has no folder {' or '.join(names)}; images must lie at "
-        f"{Path(data.path, names[-1])}/<class>/<image>"
+        f"{Path(data.path, names[-1])}/<class>/<image>, or at {data.path}/<class>/<image> with "
+        f"--data.val-fraction 0.1"
     )
 
 

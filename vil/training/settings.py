@@ -114,6 +114,9 @@ class DataConfig(Section):
     """Sub-folder (folder), or shards (wds): a split of _info.json, or a pattern such as train-{000..511}.tar."""
     val_split: Text = "validation"
     """Same for validation; for `validation`, a folder data set also looks for `val`."""
+    val_fraction: ShareBelowOne = 0.0
+    """Above 0, validate on this fraction of the images path/<class>/*, chosen by a hash of each file's name, and train
+    on the others (folder). The choice stays the same when images are added. 0 uses the sub-folders of the splits."""
     images_per_class: Count | None = None
     """Training images per class; None takes all. Smaller subsets are contained in larger ones."""
     img_sizes: _Sizes | None = None
@@ -147,6 +150,9 @@ class DataConfig(Section):
     crop_pct: CropPct | None = None
     """Validation resizes to img_size / crop_pct and crops the centre. None uses the value of model.pretrained, else
     0.875."""
+
+
+_SPLITS = (DataConfig.train_split, DataConfig.val_split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +336,10 @@ class TrainConfig(Section):
             parse_args(model.args)
         except ConfigError as error:
             yield str(error)
+        if data.val_fraction and data.dataset != "folder":
+            yield f"data.val_fraction needs data.dataset folder, got {data.dataset}"
+        if data.val_fraction and (data.train_split, data.val_split) != _SPLITS:
+            yield "data.train_split and data.val_split have no use with data.val_fraction"
         if data.dataset == "digits" and data.path is not None:
             yield f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
         if data.dataset != "digits" and data.path is None:
