@@ -17,6 +17,7 @@ ROOMS = (
     "vil",
     "vil.training",
     "vil.maps",
+    "vil.data",
     "scripts",
     "examples",
     "downstream",
