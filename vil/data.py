@@ -9,6 +9,7 @@ heads of files are read, so a damaged image may be found later. Exit codes: see 
 """
 
 import sys
+import time
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -78,8 +79,12 @@ def look(options: LookConfig) -> None:
     if not options.output.lower().endswith(".png"):
         raise ConfigError(f"output must end with .png, got {options.output}")
     splits = open_splits(options)
+    start = time.monotonic()
     heads = {name: read_heads(source, options.max_pixels) for name, source in splits.items()}
-    log.info("\n".join([*counts(splits), *figures(splits, heads), *duplicates(splits)]))
+    read = (
+        f"read         {sum(map(len, heads.values())):,} heads in {time.monotonic() - start:.1f} s"
+    )
+    log.info("\n".join([*counts(splits), read, *figures(splits, heads), *duplicates(splits)]))
     figure = draw(splits, heads)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # letters of class names that the font lacks
