@@ -4,11 +4,16 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import vil  # noqa: F401  (registers the models)
 
@@ -60,3 +65,32 @@ def test_forked_process_that_uses_one_thread() -> None:
         found = pool.submit(in_forks_and_before, MODELS).result(LAST_RESORT)
     for name, (in_fork, expected) in zip(MODELS, found, strict=True):
         assert in_fork == expected, name
+
+
+def gradients_of_two(rank: int, store: Path) -> None:
+    """Compare gradients with those of one process: half of a batch each, with DDP and with FSDP2."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    own = images[2 * rank : 2 * rank + 2]
+    for name in MODELS[:3]:
+        alone, sharded = small(name), small(name)
+        alone(images).square().mean().backward()
+        expected = {key: p.grad for key, p in alone.named_parameters()}
+        wrapped = DistributedDataParallel(small(name))
+        wrapped(own).square().mean().backward()
+        for block in sharded.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        sharded(own).square().mean().backward()
+        for key, parameter in sharded.named_parameters():
+            both = (parameter.grad.full_tensor(), wrapped.module.get_parameter(key).grad)
+            for found in both:
+                assert torch.allclose(found, expected[key], rtol=1e-4, atol=1e-5), (name, key)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(gradients_of_two, (tmp_path / "store",), nprocs=2)
