@@ -10,6 +10,8 @@ CHOICE_SEED = 100
 """Runs with seeds from this one on chose learning rates, and are not reported."""
 SIGN_FLIP_SEEDS = 8
 """From so many pairs on the sign-flip test can find something at the levels that many questions need."""
+_DRAWS = 19_999
+_EXACT = 14  # numbers; 2**14 signs are fewer than the draws
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:
@@ -28,6 +30,13 @@ class Difference:
     high: float
     p: float
     """Two-sided, by ``sign_flip`` from ``SIGN_FLIP_SEEDS`` pairs on, else by the paired t-test."""
+    at_most: bool
+    """Whether p is the smallest number that the draws of ``sign_flip`` can show, so that it may be smaller."""
+
+    @property
+    def p_text(self) -> str:
+        """Return p as text."""
+        return f"{'≤ ' if self.at_most else ''}{self.p:.2g}"
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -41,20 +50,23 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     found = ttest_1samp(pairs, 0)
     interval = found.confidence_interval(0.95)
     p = sign_flip(pairs) if len(pairs) >= SIGN_FLIP_SEEDS else float(found.pvalue)
-    return Difference(statistics.fmean(pairs), float(interval.low), float(interval.high), p)
+    at_most = len(pairs) > _EXACT and p <= 2 / (_DRAWS + 1)
+    return Difference(
+        statistics.fmean(pairs), float(interval.low), float(interval.high), p, at_most
+    )
 
 
 def sign_flip(pairs: Sequence[float]) -> float:
     """Return how often a mean is as far from 0 if either sign of each number is equally likely.
 
-    The probability is exact for up to 14 numbers. Beyond, 19,999 draws with a fixed seed estimate it.
+    The probability is exact for up to ``_EXACT`` numbers. Beyond, draws with a fixed seed estimate it.
     """
     found = permutation_test(
         (pairs, [0.0] * len(pairs)),
         lambda a, b, axis: (a - b).mean(axis=axis),
         permutation_type="samples",
         vectorized=True,
-        n_resamples=19_999,
+        n_resamples=_DRAWS,
         rng=0,
     )
     return float(found.pvalue)

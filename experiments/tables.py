@@ -156,7 +156,7 @@ def compared(column: Column, own: Sequence[Row], base: Sequence[Row], times: boo
         middle, high, low = (f"{2**-number:.2f}" for number in numbers)
     else:
         middle, low, high = (f"{number:+.{column.digits}f}" for number in numbers)
-    return [f"{middle} ({low} to {high})", f"{found.p:.2g}"]
+    return [f"{middle} ({low} to {high})", found.p_text]
 
 
 def table(args: argparse.Namespace) -> str:
