@@ -26,7 +26,8 @@ def main() -> int:
         )
         return 2
     del sys.argv[0]  # the script's own name and arguments are left
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # it was the current folder
     runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
 

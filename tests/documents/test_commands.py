@@ -26,7 +26,6 @@ PAGES = ["README", "downstream/README", *sorted(path.stem for path in (ROOT / "d
 # Begins of commands that other tests run, that measure speed, or that write into the repository.
 ELSEWHERE = (
     "git clone",
-    "cd pytorch-image-models",
     "python -m vil.run",
     "pytest -n auto",
     "python -m vil.selfcheck",
