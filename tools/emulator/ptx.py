@@ -432,9 +432,20 @@ class Decoder:
                 raise PTXError(f"modifier {x}")
         self.simple(name, ops, "r" * count, f0=flags)
 
+    def _half_and_float(self, name, m, ops):
+        """Compute on half-precision numbers and a last one in float32 (from sm_100 on), as if all were float32."""
+        convert, _, flags = CONVERSIONS[f"f32.{m[-1]}"]
+        target, *halves, last = ops
+        wide = [self._new("r", 1) for _ in halves]
+        for slot, half in zip(wide, halves, strict=True):
+            self.emit(convert, [slot, self.operand(half, "r", 16)], f0=flags)
+        self.emit(name, [self.operand(target, "r"), *wide, self.operand(last, "r")])
+
     def op_add(self, m, ops):
         if m[-1] == "f32x2":
             self._f2("FADD2", m, ops, 3)
+        elif m in (["rn", "f32", "bf16"], ["rn", "f32", "f16"]):
+            self._half_and_float("FADD", m, ops)
         elif m[-1] == "f32":
             self._float("FADD", m, ops, 3)
         elif len(m) == 1 and m[0] in ("s32", "u32", "s64", "u64", "s16", "u16"):
@@ -443,7 +454,17 @@ class Decoder:
             raise PTXError("modifiers")
 
     def op_sub(self, m, ops):
-        if m[-1] == "f32":
+        if m in (["rn", "f32x2"], ["f32x2"]):
+            halves = [self._new("r", 1) for _ in range(4)]
+            for place in (0, 1):
+                pair = halves[2 * place : 2 * place + 2]
+                self.emit("UNPACK64", [*pair, self.operand(ops[1 + place], "d")])
+            for place in (0, 1):
+                self.emit("FSUB", [halves[place], halves[place], halves[2 + place]])
+            self.emit("PACK64", [self.operand(ops[0], "d"), *halves[:2]])
+        elif m in (["rn", "f32", "bf16"], ["rn", "f32", "f16"]):
+            self._half_and_float("FSUB", m, ops)
+        elif m[-1] == "f32":
             self._float("FSUB", m, ops, 3)
         elif len(m) == 1 and m[0] in ("s32", "u32", "s64", "u64", "s16", "u16"):
             self._int("SUB", m, ops)
@@ -489,15 +510,25 @@ class Decoder:
     def op_rem(self, m, ops):
         self._typed("REM", m, ops)
 
+    def _extreme(self, name, m, ops):
+        """The least or greatest of two float32 numbers, or of three (from sm_100 on)."""
+        target, *rest = ops
+        while len(rest) > 2:  # the target holds the result so far; a third number may be the target itself
+            if target in rest[2:]:
+                raise PTXError("a target that is also the third number")
+            self._float(name, m, [target, *rest[:2]], 3, extra=("NaN",))
+            rest = [target, *rest[2:]]
+        self._float(name, m, [target, *rest], 3, extra=("NaN",))
+
     def op_min(self, m, ops):
         if m[-1] == "f32":
-            self._float("FMIN", m, ops, 3, extra=("NaN",))
+            self._extreme("FMIN", m, ops)
         else:
             self._typed("MIN", m, ops)
 
     def op_max(self, m, ops):
         if m[-1] == "f32":
-            self._float("FMAX", m, ops, 3, extra=("NaN",))
+            self._extreme("FMAX", m, ops)
         else:
             self._typed("MAX", m, ops)
 
@@ -616,6 +647,8 @@ class Decoder:
     def op_fma(self, m, ops):
         if m[-1] == "f32x2":
             self._f2("FFMA2", m, ops, 4)
+        elif m in (["rn", "f32", "bf16"], ["rn", "f32", "f16"]):
+            self._half_and_float("FFMA", m, ops)
         elif m[-1] == "f32":
             self._float("FFMA", m, ops, 4)
         else:

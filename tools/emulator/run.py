@@ -1,6 +1,6 @@
 """Execute the compiled PTX of every Triton kernel of vil on the CPU and judge it.
 
-    python tools/emulator/run.py [--arch 80 90] [--quick | --bias] [--only TEXT ...] [--json FILE]
+    python tools/emulator/run.py [--arch 80 90 120] [--quick | --bias] [--only TEXT ...] [--json FILE]
 
 Exit status 0 only if the emulator reported every planted fault, every case agrees with the float64
 reference and no launch had a race, an access out of bounds or misaligned, or a read of what was
@@ -131,7 +131,7 @@ def arguments() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--arch", nargs="+", type=int, default=[80, 90])
+    add("--arch", nargs="+", type=int, default=[80, 90, 120])
     add("--quick", action="store_true", help="few cases, of every kernel")
     add("--bias", action="store_true", help="instead: is the exact form too large or too small?")
     add("--only", nargs="+", default=[], help="cases whose name contains one of these")

@@ -46,7 +46,7 @@ def test_compiled_kernels_are_right_and_without_races_or_bad_accesses() -> None:
     assert ok >= 12, output
     # It reports what it should: faults planted in kernels of its own.
     assert output.count("is reported") >= 15, output
-    for arch in (80, 90):
+    for arch in (80, 90, 120):
         assert re.search(rf"^ok   sm_{arch} exact-", output, re.MULTILINE), output
 
 
