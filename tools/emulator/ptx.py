@@ -513,7 +513,7 @@ class Decoder:
     def _extreme(self, name, m, ops):
         """The least or greatest of two float32 numbers, or of three (from sm_100 on)."""
         target, *rest = ops
-        while len(rest) > 2:  # the target holds the result so far; a third number may be the target itself
+        while len(rest) > 2:  # the target holds the result so far
             if target in rest[2:]:
                 raise PTXError("a target that is also the third number")
             self._float(name, m, [target, *rest[:2]], 3, extra=("NaN",))
