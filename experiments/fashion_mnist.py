@@ -1,6 +1,9 @@
-"""Fashion-MNIST (arXiv 1708.07747) from Debian's package as a folder of images.
+"""Write Fashion-MNIST (arXiv 1708.07747) from Debian's package as folders of images.
 
-apt install dataset-fashion-mnist && python -m experiments.images fashion_mnist
+    apt-get install dataset-fashion-mnist && python -m experiments.fashion_mnist
+
+The images go to ``output/fashion_mnist``, 60,000 in train/ and 10,000 in val/. ``output/fashion_mnist_tuning`` is made
+of training images alone, 10,000 to train on and 10,000 others to choose learning rates by.
 """
 
 import gzip
@@ -10,9 +13,14 @@ import numpy as np
 from PIL import Image
 
 PACKAGE = Path("/usr/share/datasets/fashion-mnist")
-FOLDER = Path(__file__).resolve().parents[1] / "output" / "fashion_mnist"
-PER_CLASS = {"train": ("train", 1000), "val": ("t10k", 200)}
-"""The package's name of each part, and how many images of each class are taken, the first ones."""
+OUTPUT = Path(__file__).resolve().parents[1] / "output"
+PARTS = {
+    "fashion_mnist/train": ("train", slice(None)),
+    "fashion_mnist/val": ("t10k", slice(None)),
+    "fashion_mnist_tuning/train": ("train", slice(1000)),
+    "fashion_mnist_tuning/val": ("train", slice(1000, 2000)),
+}
+"""The package's name of each part, and which images of each class are taken."""
 NAMES = (
     *("t-shirt", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "boot"),
@@ -25,24 +33,29 @@ def _read(path: Path, header: int) -> np.ndarray:
 
 
 def unpack() -> None:
-    """Write the images to ``FOLDER`` unless they are there.
+    """Write the images unless they are there.
 
     Raises:
         SystemExit: If the package is not installed.
     """
-    for part, (prefix, count) in PER_CLASS.items():
-        if (FOLDER / part).is_dir():
+    for part, (prefix, taken) in PARTS.items():
+        if (OUTPUT / part).is_dir():
             continue
         images, labels = (
             PACKAGE / f"{prefix}-{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1")
         )
         if not images.exists():
-            raise SystemExit(f"error: no {images}; run apt install dataset-fashion-mnist")
+            raise SystemExit(f"error: no {images}; run apt-get install dataset-fashion-mnist")
         pixels, classes = _read(images, 16).reshape(-1, 28, 28), _read(labels, 8)
-        whole = FOLDER / f"{part}.part"  # renamed once all images are written
+        whole = OUTPUT / f"{part}.part"  # renamed once all images are written
         for number, name in enumerate(NAMES):
             folder = whole / name
             folder.mkdir(parents=True, exist_ok=True)
-            for i in np.flatnonzero(classes == number)[:count]:
+            for i in np.flatnonzero(classes == number)[taken]:
                 Image.fromarray(pixels[i]).save(folder / f"{i:05}.png")
-        whole.rename(FOLDER / part)
+        whole.rename(OUTPUT / part)
+        print(f"{OUTPUT / part}: {sum(1 for _ in (OUTPUT / part).glob('*/*'))} images")
+
+
+if __name__ == "__main__":
+    unpack()

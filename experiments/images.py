@@ -2,7 +2,7 @@
 
     python -m experiments.images digits --per-class 32 --steps 300 --rates 1e-3 2e-3 4e-3 --seeds 0 1 2
     python -m experiments.images fractals --models ViL ViM DeiT "DeiT x 4" --rates 1e-3
-    python -m experiments.images fashion_mnist --jobs 2        # after apt install dataset-fashion-mnist
+    python -m experiments.images fashion_mnist        # after apt-get install dataset-fashion-mnist; 5 CPU hours
     python -m experiments.images photos --per-class 100        # a folder with train/<class>/ and val/<class>/
     python -m experiments.tables output/images_digits.json --by model lr --show top1:1 loss:3 --tuned loss
 
@@ -22,8 +22,8 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from experiments.records import Record, Row, product, run_all, select
 from experiments.statistics import CHOICE_SEED
 from vil.training.distributed import World, connect
 from vil.training.draws import seed_everything
-from vil.training.engine import evaluate, train_step
+from vil.training.engine import Score, evaluate, train_step
 from vil.training.images import Source
 from vil.training.loader import TrainData, ValData, open_source
 from vil.training.model import Trainee, build
@@ -55,6 +55,10 @@ MODELS = {
     "DeiT tiny": ("--model.name", "deit_tiny_patch16_224"),
     # As many parameters as ViL has with 96 channels.
     "DeiT": ("--model.name", "deit_tiny_patch16_224", "--model.embed-dim", "78"),
+    "ResNet": (  # timm's ResNet-18 with one block in a stage and few channels
+        *("--model.name", "resnet18", "--model.patch-size", "None", "--model.embed-dim", "None"),
+        *("--model.depth", "None", "--model.args", "layers=[1,1,1,1]", "channels=[11,22,44,88]"),
+    ),
     **{name: ("--model.name", name) for name in variants.NAMES},
 }
 _COLOURS = (
@@ -70,11 +74,30 @@ class Images:
 
     arguments: tuple[str, ...]
     """Of train_imagenet.py, on top of the recipe."""
-    per_class: int
+    per_class: int | None
     """Training images of each class."""
     steps: int
     """Optimiser steps."""
     recipe: str = "configs/digits.yaml"
+    models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of train_imagenet.py, for models whose sizes are others here."""
+    choice: tuple[str, ...] = ()
+    """Of train_imagenet.py, for the runs that choose learning rates, ..."""
+    choice_steps: int | None = None
+    """... and their optimiser steps."""
+    choice_seeds: int = 1
+    every_epoch: bool = False
+    """Whether the held-out images are scored after every epoch."""
+    compared: tuple[str, ...] = ("ViL", "ViL exact", "ViM", "DeiT")
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    seeds: int = 3
+
+    @property
+    def to_choose(self) -> "Images":
+        """The images that learning rates are chosen on."""
+        steps = self.choice_steps or self.steps
+        arguments = (*self.arguments, *self.choice)
+        return dataclasses.replace(self, arguments=arguments, steps=steps, every_epoch=False)
 
 
 DATA = {
@@ -87,14 +110,22 @@ DATA = {
         per_class=60,
         steps=480,
     ),
-    "fashion_mnist": Images(
-        (
-            *("--data.dataset", "folder", "--data.path", str(fashion_mnist.FOLDER)),
-            *("--model.img-size", "28", "--model.patch-size", "4", "--augment.degrees", "0"),
-            *("--data.mean", "0.286", "--data.std", "0.353", "--augment.hflip", "0.5"),
-        ),
-        per_class=200,
-        steps=1250,
+    "fashion_mnist": Images(  # 4 epochs; 10,000 of the training images choose rates on 10,000 others
+        (),
+        per_class=None,
+        steps=3748,
+        recipe="configs/fashion_mnist.yaml",
+        models={  # as many parameters as ViL's 151,754, at most 10 % more
+            "ViM": ("--model.name", "vim_tiny", "--model.embed-dim", "62"),
+            "DeiT": ("--model.name", "deit_tiny_patch16_224", "--model.embed-dim", "57"),
+        },
+        choice=("--data.path", "output/fashion_mnist_tuning"),
+        choice_steps=624,
+        choice_seeds=2,
+        every_epoch=True,
+        compared=("ViL", "ViL exact", "ViM", "ViL, averaged", "DeiT", "ResNet"),
+        rates=(1e-3, 2.5e-3, 6e-3, 1.5e-2),
+        seeds=5,
     ),
     "fractals_224": Images(  # the full-size models, with DeiT tiny; for a GPU
         (
@@ -132,8 +163,9 @@ def base(model: str) -> str:
 def configure(data: Images, model: str, lr: float, seed: int, start: str | None) -> TrainConfig:
     """Return a run's configuration: the recipe, its epochs and warm-up stretched to the steps."""
     recipe = ROOT / data.recipe
-    arguments = ["--config", str(recipe), *data.arguments, *MODELS[base(model)]]
-    arguments += ["--data.images-per-class", str(data.per_class)]
+    arguments = ["--config", str(recipe), *data.arguments, *(MODELS | data.models)[base(model)]]
+    if data.per_class:
+        arguments += ["--data.images-per-class", str(data.per_class)]
     arguments += ["--optim.lr-base", str(lr), "--run.seed", str(seed)]
     if AVERAGED in model:
         arguments += ["--model.args", "class_token=False", "global_pool=avg"]
@@ -158,17 +190,30 @@ def opened(config: TrainConfig, training: bool) -> Source:
     return FractalSource(0, model.num_classes, count, model.img_size, training)
 
 
-def train(trainee: Trainee, data: TrainData, config: TrainConfig) -> tuple[list[float], float]:
-    """Train to the end; return the loss of every step and the CPU or GPU seconds that they took."""
+def train(
+    trainee: Trainee, data: TrainData, held_out: ValData, config: TrainConfig, every_epoch: bool
+) -> tuple[list[float], list[tuple[float, Score]]]:
+    """Train to the end, or to the end of every epoch, and score the held-out images there.
+
+    Returns:
+        The loss of every step; the CPU or GPU seconds of training until each score, and the score.
+    """
     clock = time.perf_counter if trainee.world.device.type == "cuda" else time.process_time
-    losses = []
+    losses, scores, seconds = [], [], 0.0
     trainee.model.train()
     start = clock()
     for step in data.steps(0):
         trainee.set_step(step.number)
         losses.append(train_step(trainee, step, config).loss)
-    losses = torch.stack(losses).tolist()  # waits for the device
-    return losses, clock() - start
+        if len(losses) == data.num_steps or (
+            every_epoch and len(losses) % data.steps_per_epoch == 0
+        ):
+            losses[-1].item()  # waits for the device
+            seconds += clock() - start
+            scores += [(seconds, *evaluate([trainee.model], held_out, config.run.amp))]
+            trainee.model.train()
+            start = clock()
+    return torch.stack(losses).tolist(), scores
 
 
 def trained(
@@ -186,7 +231,7 @@ def trained(
 
     Returns:
         The figures are held-out loss and top-1 in percent, mean training loss of the last tenth of the steps,
-        parameters, steps, and CPU ms of a training step.
+        parameters, steps, CPU ms of a training step, and top-1 over CPU seconds if it was scored every epoch.
     """
     config = configure(data, model, lr, seed, start)
     with connect(config.run) as world:
@@ -196,8 +241,9 @@ def trained(
         seed_everything(seed)
         weights = read_pretrained(config.model) if start and load else None
         trainee = build(config, world, train_data.steps_per_epoch, weights, images.classes)
-        losses, seconds = train(trainee, train_data, config)
-        [score] = evaluate([trainee.model], ValData(config, held_out, world), config.run.amp)
+        val_data = ValData(config, held_out, world)
+        losses, scores = train(trainee, train_data, val_data, config, data.every_epoch)
+    seconds, score = scores[-1]
     row = {
         "loss": score.loss,
         "top1": score.top1,
@@ -206,6 +252,8 @@ def trained(
         "steps": len(losses),
         "ms_per_step": 1e3 * seconds / len(losses),
     }
+    if data.every_epoch:
+        row["curve"] = [(seconds, score.top1) for seconds, score in scores]
     return trainee, config, row
 
 
@@ -227,6 +275,7 @@ def execute(
     final: Callable[..., Row],
     axes: Row,
     args: argparse.Namespace,
+    choice_seeds: int = 1,
 ) -> int:
     """Make the runs that a record lacks, and return the exit status.
 
@@ -236,16 +285,18 @@ def execute(
         final: Makes a run that is reported.
         axes: Values of every run but its rate and its seed.
         args: As of ``parse``.
+        choice_seeds: How many seeds choose a rate, by the lowest mean loss.
     """
     budget = Budget(args.seconds)
-    trials = product(**axes, lr=args.rates, seed=[CHOICE_SEED]) if len(args.rates) > 1 else []
+    seeds = range(CHOICE_SEED, CHOICE_SEED + choice_seeds)
+    trials = product(seed=seeds, **axes, lr=args.rates) if len(args.rates) > 1 else []
     if run_all(record, one, trials, args.jobs, budget=budget):
         return UNFINISHED
     runs = []
     for seed, own in itertools.product(args.seeds, product(**axes)):
-        tried = select(record.rows, **own, seed=CHOICE_SEED)
-        best = min(tried, key=lambda row: row["loss"])["lr"] if tried else args.rates[0]
-        runs.append({**own, "lr": best, "seed": seed})
+        tried = [row for row in select(record.rows, **own) if row["seed"] >= CHOICE_SEED]
+        loss = {lr: sum(row["loss"] for row in select(tried, lr=lr)) for lr in args.rates}
+        runs.append({**own, "lr": min(args.rates, key=loss.get), "seed": seed})
     return UNFINISHED if run_all(record, final, runs, args.jobs, budget=budget) else 0
 
 
@@ -254,11 +305,11 @@ def parse(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("data", help=f"{', '.join(DATA)}, or a folder of images")
-    add("--models", nargs="+", default=["ViL", "ViL exact", "ViM", "DeiT"])
+    add("--models", nargs="+", help=f"of {', '.join(MODELS)}; default: as for {', '.join(DATA)}")
     add("--per-class", type=int, help="training images of each class")
     add("--steps", type=int, help="optimiser steps")
-    add("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3], help="of optim.lr_base")
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--rates", nargs="+", type=float, help="of optim.lr_base")
+    add("--seeds", nargs="+", type=int)
     add("--jobs", type=int, default=1, help="runs at a time, each of one thread")
     add("--output", type=Path, help="the record; default: output/PROGRAM_DATA.json")
     add("--recipe", help="default: configs/digits.yaml")
@@ -276,12 +327,15 @@ def parse(description: str) -> argparse.ArgumentParser:
 def asked(parser: argparse.ArgumentParser, program: str) -> tuple[argparse.Namespace, Images]:
     """Read the command line of ``parse``'s parser, and the data set that it names."""
     args = parser.parse_args()
-    unknown = [model for model in args.models if base(model) not in MODELS]
-    if unknown:
-        parser.error(f"--models {unknown}; expected names of {', '.join(MODELS)}")
     if args.data == "fashion_mnist":
         fashion_mnist.unpack()
     data = data_named(args.data)
+    args.models = args.models or data.compared
+    args.rates = args.rates or data.rates
+    args.seeds = args.seeds or range(data.seeds)
+    unknown = [model for model in args.models if base(model) not in MODELS]
+    if unknown:
+        parser.error(f"--models {unknown}; expected names of {', '.join(MODELS)}")
     changes = {"per_class": args.per_class, "steps": args.steps, "recipe": args.recipe}
     data = dataclasses.replace(data, **{k: v for k, v in changes.items() if v is not None})
     data = dataclasses.replace(data, arguments=(*data.arguments, *args.more))
@@ -299,8 +353,8 @@ def main() -> int:
     record = Record(args.output, dataclasses.asdict(data) | {"start": args.start})
     axes: Row = {"model": args.models}
     axes |= {"start": STARTS} if args.start else {}
-    one = functools.partial(run, data, args.start)
-    return execute(record, one, one, axes, args)
+    one, final = (functools.partial(run, kind, args.start) for kind in (data.to_choose, data))
+    return execute(record, one, final, axes, args, data.choice_seeds)
 
 
 if __name__ == "__main__":

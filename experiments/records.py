@@ -1,7 +1,7 @@
 """Records of experiments: runs, each with its seed and figures, in one JSON file that can be continued.
 
-A record names the command, the commit and the machine. It is written after every run, so that the same
-command finishes what an interrupted one began; with other settings or at another commit it refuses.
+A record names the command and the versions, each run its commit and device. The record is written after every run, so
+that the same command finishes what an interrupted one began; with other settings or versions it refuses.
 """
 
 import itertools
@@ -35,12 +35,14 @@ class Record:
             settings: What all runs share.
 
         Raises:
-            SystemExit: the file holds runs of other settings or versions, another commit or another machine.
+            SystemExit: the file holds runs of other settings or versions.
         """
         self.path = path
+        versions = environment()
+        self.origin = {name: versions.pop(name) for name in ("device", "commit")}
         self.head = {
             "command": f"python -m experiments.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}".strip(),
-            "environment": environment(),
+            "environment": versions,
             "settings": json.loads(json.dumps(settings)),
         }
         self.rows: list[Row] = []
@@ -57,7 +59,7 @@ class Record:
 
     def add(self, row: Row) -> None:
         """Add a run and write the file."""
-        self.rows.append(row)
+        self.rows.append(row | self.origin)
         write_text(self.path, dump(self.head, self.rows))
 
 

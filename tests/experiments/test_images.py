@@ -53,8 +53,12 @@ def test_a_run_trains_and_scores(tmp_path: Path) -> None:
     assert rows[0]["steps"] == 2
     assert rows[0]["parameters"] == 304_330
     assert rows[0]["loss"] == rows[1]["loss"] != rows[2]["loss"]
-    training, config, row = images.trained(TINY, "ViL", 1e-3, 0)
+    every = dataclasses.replace(TINY, every_epoch=True)
+    training, config, row = images.trained(every, "ViL", 1e-3, 0)
     assert row["loss"] == rows[0]["loss"]
+    assert len(row["curve"]) == 2
+    assert row["curve"][0][0] < row["curve"][1][0] == row["ms_per_step"] * 2 / 1e3
+    assert row["curve"][1][1] == row["top1"]
     content = {"state_dict": training.model.state_dict(), "config": asdict(config)}
     torch.save(content, tmp_path / "weights.pt")
     start = str(tmp_path / "weights.pt")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance
+import vil
 from experiments import records
 
 
@@ -30,18 +30,18 @@ def test_the_same_command_runs_what_is_missing(tmp_path: Path) -> None:
     records.run_all(again, double, runs, jobs=1)
     content = json.loads(path.read_text())
     assert content["command"] == "python -m experiments.some --jobs 2"
-    assert content["environment"]["commit"]
+    assert all(run["commit"] and run["device"] for run in content["runs"])
     found = {(run["number"], run["seed"]): run["doubled"] for run in content["runs"]}
     assert found == {(1, 0): -1, (1, 1): 3, (2, 0): 4, (2, 1): 5}
 
 
 @pytest.mark.parametrize("part", ["settings", "environment"])
-def test_other_settings_or_another_commit_are_refused(
+def test_other_settings_or_versions_are_refused(
     tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "r.json"
     records.Record(path, {"steps": 3}).add({"seed": 0})
     if part == "environment":
-        monkeypatch.setattr(provenance, "revision", lambda: "another")
+        monkeypatch.setattr(vil, "__version__", "another")
     with pytest.raises(SystemExit, match=f"has {part}"):
         records.Record(path, {"steps": 3 if part == "environment" else 4})
