@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/results.md from the commands in its comments.
+"""Draw the pictures of docs/records.md from the commands in its comments.
 
     python -m experiments.draw                     # draws all of them
 

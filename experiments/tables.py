@@ -1,4 +1,4 @@
-"""Print tables of records, and keep those of docs/results.md equal to their records.
+"""Print tables of records, and keep those of docs/records.md equal to their records.
 
     python -m experiments.tables RECORD... --by KEY... --show COLUMN...   # print one table
     python -m experiments.tables --write                                  # print all tables of the page anew
@@ -27,7 +27,7 @@ from experiments.statistics import CHOICE_SEED, difference, spread
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "docs" / "records.md"
 BLOCK = re.compile(r"<!-- python -m experiments\.tables (.*?) -->\n\n(.*?)\n(?=\n)", re.DOTALL)
 
 
@@ -219,7 +219,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--against", metavar="ROW", help="compare the last column with that of this row")
     add("--times", action="store_true", help="compare ratios: how many times fewer")
-    add("--write", action="store_true", help="print all tables of docs/results.md anew, in place")
+    add("--write", action="store_true", help="print all tables of docs/records.md anew, in place")
     args = parser.parse_args(arguments)
     if args.write == bool(args.records):
         parser.error("expected records or --write")

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md equal their records."""
+"""The tables of docs/records.md equal their records."""
 
 import json
 from pathlib import Path
