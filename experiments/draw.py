@@ -4,7 +4,8 @@
 
 A comment ``<!-- python -m experiments.draw FILE ARGUMENTS -->`` names a file of docs/ and the arguments of a table
 (``tables.py``). With ``--against`` the picture has a dot for each seed's difference, their mean and its 95 % interval.
-Otherwise it has a line through the columns for each row, and the columns' titles begin with their place, as in "2 x".
+Otherwise it has a line for each row: through the columns, whose titles begin with their place, as in "2 x"; or the mean
+of the seeds' curves, if the column is one, whose title names both axes, as in "top-1 (%) over CPU seconds".
 """
 
 import re
@@ -12,11 +13,12 @@ import shlex
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.statistics import difference
-from experiments.tables import PAGE, Column, Row, by_seed, groups, parse, select
+from experiments.tables import PAGE, Column, Row, at, by_seed, groups, parse, select
 
 COMMENT = re.compile(r"<!-- python -m experiments\.draw (\S+) (.*?) -->")
 
@@ -55,6 +57,18 @@ def lines(axes: Axes, rows: dict[str, list[Row]], columns: list[Column]) -> None
     axes.legend(fontsize=8)
 
 
+def curves(axes: Axes, rows: dict[str, list[Row]], column: Column) -> None:
+    """Draw the mean of each row's curves, point by point, and those of the seeds behind it."""
+    for i, (name, own) in enumerate(rows.items()):
+        points = np.array([at(row, column.figure) for row in own])  # (seeds, points, 2)
+        for places, heights in np.moveaxis(points, 2, 1):
+            axes.plot(places, heights, color=f"C{i}", alpha=0.25, linewidth=1)
+        axes.plot(*points.mean(0).T, "o-", color=f"C{i}", label=name)
+    height, _, place = column.title.partition(" over ")
+    axes.set(xlabel=place, ylabel=height)
+    axes.legend(fontsize=8)
+
+
 def draw(path: Path, arguments: list[str]) -> None:
     """Draw one picture.
 
@@ -72,6 +86,8 @@ def draw(path: Path, arguments: list[str]) -> None:
     axes.grid(axis="x" if args.against else "both", alpha=0.3)
     if args.against:
         dots(axes, rows, columns[-1], args.against, args.times)
+    elif " over " in columns[0].title:
+        curves(axes, rows, columns[0])
     else:
         lines(axes, rows, columns)
     with mpl.rc_context({"svg.hashsalt": path.stem}):

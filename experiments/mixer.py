@@ -25,7 +25,6 @@ class Mixer(nn.Module):
         d_state: int = 16,
         d_conv: int = 4,
         expand: int = 2,
-        dt_rank: int | None = None,
         depth: int = 1,
     ) -> None:
         """Create a mixer.
@@ -36,22 +35,16 @@ class Mixer(nn.Module):
             d_state: State size N per channel.
             d_conv: Taps of the depthwise convolution.
             expand: Channels of the recurrence per channel of the block.
-            dt_rank: Rank of the projection that gives step sizes; ceil(dim / 16) if None.
             depth: Number of mixers in the residual stack; the output projection starts smaller by
                 its square root.
 
         Raises:
-            ValueError: ``recurrence`` is unknown, or a size is not positive.
+            ValueError: ``recurrence`` is unknown.
         """
         super().__init__()
         if recurrence not in RECURRENCES:
             raise ValueError(f"recurrence must be one of {list(RECURRENCES)}, got {recurrence!r}")
-        rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
-        sizes = {"dim": dim, "d_state": d_state, "d_conv": d_conv, "expand": expand}
-        for name, size in (sizes | {"dt_rank": rank, "depth": depth}).items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        inner = expand * dim
+        inner, rank = expand * dim, math.ceil(dim / 16)
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(d_conv, inner))
         self.conv_bias = nn.Parameter(torch.empty(inner))

@@ -4,8 +4,8 @@
     python -m experiments.tables --write                                  # print all tables of the page anew
 
 A cell is the mean ± the standard deviation over seeds. COLUMN is ``[TITLE=]FIGURE[*FACTOR][:DIGITS]``. A FIGURE
-with dots lies deeper in the run, as in ``grids.4x4.0``. Runs with a seed from 100 on chose learning rates: they are
-not shown.
+with dots lies deeper in the run, as in ``grids.4x4.0``, and ``curve@250`` is a curve's height at 250, interpolated.
+Runs with a seed from 100 on chose learning rates: they are not shown.
 
 ``--against ROW`` compares the last column with another row's, seed by seed, since runs of a seed share their data. It
 adds the mean difference with its 95 % interval, and p (``experiments/statistics.py``). p is of one comparison: if you
@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from experiments.statistics import CHOICE_SEED, difference, spread
 
@@ -63,10 +65,11 @@ class Column:
 
 def at(row: Row, path: str) -> Any:
     """Return what a run has at a path of keys and places, None if there is nothing."""
+    path, _, place = path.partition("@")
     found: Any = row
     for key in path.split("."):
         found = found[int(key)] if isinstance(found, list) else (found or {}).get(key)
-    return found
+    return float(np.interp(float(place), *zip(*found, strict=True))) if place else found
 
 
 # ------------------------------------------------------------------------------------------- rows

@@ -1,78 +1,111 @@
 """Backbones for ablations, registered with timm: ``VisionLonghorn`` with one choice made otherwise.
 
-A variant's parameters are those of the model that it changes, reshaped by torch's parametrizations. So the library's own
-mixer and scans compute it.
+Most variants' parameters are those of the model that they change, reshaped by torch's parametrizations. So the library's
+own mixer and scans compute them. ``GridMixer`` is a mixer of its own.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vil.backbone import VisionLonghorn
 from vil.block import BidirectionalMixer
+from vil.kernels.layout import TokenLayout
+from vil.kernels.ops import bidirectional_scan, causal_conv1d_bidirectional
 
-Directions = Literal["both", "forward", "alternating"]
-_PER_DIRECTION = ("conv_weight", "conv_bias", "x_proj_weight", "dt_weight", "dt_bias", "D")
 _PER_CHANNEL = ("dt_weight", "dt_bias")
 
 
 class SharedByChannels(nn.Module):
-    """One row for all channels: (2, 1, ...) -> (2, E, ...)."""
+    """One row for each group of neighbouring channels: (2, E / size, ...) -> (2, E, ...)."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.channels = channels
+        self.size = size
 
-    def forward(self, row: Tensor) -> Tensor:
-        """Repeat the row."""
-        return row.expand(-1, self.channels, *row.shape[2:])
+    def forward(self, rows: Tensor) -> Tensor:
+        """Repeat the rows."""
+        return rows.repeat_interleave(self.size, 1)
 
     def right_inverse(self, rows: Tensor) -> Tensor:
-        """Begin with the first channel's."""
-        return rows[:, :1].clone()
+        """Begin with those of each group's first channel."""
+        return rows[:, :: self.size].clone()
 
 
-class OneDirection(nn.Module):
-    """Parameters of one direction, zeros for the other, which then adds nothing: (1, ...) -> (2, ...)."""
+class GridMixer(BidirectionalMixer):
+    """Longhorn's mixer with one 3x3 depthwise convolution of the patches; a class token keeps the causal ones."""
 
-    def __init__(self, direction: int) -> None:
-        super().__init__()
-        self.direction = direction
+    def __init__(self, dim: int, grid: tuple[int, int], class_token: bool, **kwargs: Any) -> None:
+        """Create a mixer.
 
-    def forward(self, own: Tensor) -> Tensor:
-        """Put zeros in the other direction's place."""
-        pair = [own, torch.zeros_like(own)]
-        return torch.cat(pair if self.direction == 0 else pair[::-1])
+        Args:
+            dim: Channels C.
+            grid: Rows and columns of patches; other grids are refused.
+            class_token: Whether the middle token is no patch.
+            **kwargs: Of ``BidirectionalMixer``.
+        """
+        super().__init__(dim, **kwargs)
+        channels = self.D.shape[1]
+        self.grid, self.class_token = grid, class_token
+        self.grid_conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+        if not class_token:
+            del self.conv_weight, self.conv_bias
 
-    def right_inverse(self, both: Tensor) -> Tensor:
-        """Keep the direction's own."""
-        return both[self.direction : self.direction + 1].clone()
+    def forward(self, x: Tensor, layout: TokenLayout | None = None, save: bool = True) -> Tensor:
+        """Mix tokens (B, L, C) -> (B, L, C)."""
+        x, z = self.in_proj(x).chunk(2, dim=-1)
+        both = self._convolved(x)
+        made = torch.einsum("dble,dre->dblr", both, self.x_proj_weight)
+        dt, k, q = made.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        dt = torch.einsum("dblr,der->dble", dt, self.dt_weight)
+        y = bidirectional_scan(both, dt, None, q, k, self.D, self.dt_bias, z, self.recurrence)
+        return self.out_proj(y)
+
+    def _convolved(self, x: Tensor) -> Tensor:
+        """Convolve (B, L, E) -> (2, B, L, E); patches are equal in both directions."""
+        rows, columns = self.grid
+        middle = rows * columns // 2
+        after = middle + self.class_token
+        patches = torch.cat((x[:, :middle], x[:, after:]), dim=1)
+        patches = self.grid_conv(patches.unflatten(1, self.grid).permute(0, 3, 1, 2))
+        patches = F.silu(patches).flatten(2).mT.expand(2, -1, -1, -1)
+        if not self.class_token:
+            return patches
+        reach = self.conv_weight.shape[-1] - 1
+        near = x[:, max(middle - reach, 0) : after + reach]
+        token = causal_conv1d_bidirectional(near, self.conv_weight, self.conv_bias)
+        token = token[:, :, min(middle, reach), None]
+        return torch.cat((patches[:, :, :middle], token, patches[:, :, middle:]), dim=2)
 
 
 class Variant(VisionLonghorn):
-    """A ``VisionLonghorn`` with one step size for all channels, or with other directions."""
+    """A ``VisionLonghorn`` with fewer step sizes or another convolution."""
 
     def __init__(
-        self, *, scalar_beta: bool = False, directions: Directions = "both", **kwargs: Any
+        self, *, channels_per_step_size: int = 1, grid_conv: bool = False, **kwargs: Any
     ) -> None:
         """Create a variant.
 
         Args:
-            scalar_beta: One step size per token, shared by all channels (the authors' ablation),
-                instead of one per token and channel.
-            directions: Scan "both" ways in every block, "forward" in all, or "alternating": forward
-                in the even blocks, backward in the odd ones.
+            channels_per_step_size: Neighbouring channels that share their step size; 0 for all (the
+                authors' ablation).
+            grid_conv: Convolve over the grid of patches (``GridMixer``).
             **kwargs: Of ``VisionLonghorn``.
         """
         super().__init__(**kwargs)
-        for i, block in enumerate(self.blocks):
-            if scalar_beta:
-                _share_step_size(block.mixer)
-            if directions != "both":
-                _scan_one_way(block.mixer, i % 2 if directions == "alternating" else 0)
+        for block in self.blocks:
+            if grid_conv:
+                own = block.mixer
+                arguments = {"recurrence": own.recurrence, "d_state": own.d_state}
+                arguments |= {"dt_rank": own.dt_rank, "depth": own.depth}
+                grid, dim = self.patch_embed.grid_size, self.embed_dim
+                block.mixer = GridMixer(dim, grid, self.has_class_token, **arguments)
+            if channels_per_step_size != 1:
+                _share_step_size(block.mixer, channels_per_step_size)
 
     def no_weight_decay(self) -> set[str]:
         """Return the patterns of ``VisionLonghorn`` and what they are called when reparametrized."""
@@ -83,25 +116,16 @@ class Variant(VisionLonghorn):
         return patterns
 
 
-def _share_step_size(mixer: BidirectionalMixer) -> None:
-    channels = mixer.dt_bias.shape[1]
+def _share_step_size(mixer: BidirectionalMixer, channels: int) -> None:
     for name in _PER_CHANNEL:
-        parametrize.register_parametrization(mixer, name, SharedByChannels(channels))
-
-
-def _scan_one_way(mixer: BidirectionalMixer, direction: int) -> None:
-    for name in _PER_DIRECTION:
-        parametrize.register_parametrization(mixer, name, OneDirection(direction))
-    # The mixer returns the mean of the directions, of which one is zero.
-    mixer.register_forward_hook(lambda module, args, output: 2 * output)
+        shared = SharedByChannels(channels or mixer.dt_bias.shape[1])
+        parametrize.register_parametrization(mixer, name, shared)
 
 
 _CHANGES: dict[str, dict[str, Any]] = {
-    "scalar": {"scalar_beta": True},
-    "forward": {"directions": "forward"},
-    "alternating": {"directions": "alternating"},
-    "state_8": {"d_state": 8},
-    "state_64": {"d_state": 64},
+    "scalar": {"channels_per_step_size": 0},
+    "heads": {"channels_per_step_size": 16},
+    "conv2d": {"grid_conv": True},
 }
 _FORMS = {"diagonal": "longhorn", "exact": "longhorn_exact"}
 NAMES = tuple(f"{change}_{form}" for change in _CHANGES for form in _FORMS)

@@ -14,6 +14,7 @@ RUNS = [
         "seed": seed,
         "loss": loss + seed % 100 * (2 if model == "b" else 1),
         "by": {"x": [seed % 100]},
+        "curve": [[0, 0], [2, seed % 100]],
     }
     for model, lr, loss in (("a", 1.0, 8.0), ("a", 2.0, 4.0), ("b", 1.0, 1.0), ("b", 2.0, 2.0))
     for seed in (0, 1, 100)
@@ -31,10 +32,23 @@ def test_table_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "experiments" / "results").mkdir(parents=True)
     (tmp_path / "experiments" / "results" / "r.json").write_text(json.dumps({"runs": RUNS}))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    asked = ["r", "--by", "model", "lr", "--tuned", "loss", "--show", "x=by.x.0*10:1", "loss:2"]
+    asked = [
+        "r",
+        "--by",
+        "model",
+        "lr",
+        "--tuned",
+        "loss",
+        "--show",
+        "x=by.x.0*10:1",
+        "y=curve@1:2",
+        "loss:2",
+    ]
     found = tables.table(tables.parse([*asked, "--against", "a, 2.0"])).splitlines()
-    assert found[2] == "| a | 2.0 | 2 | 5.0 ± 7.1 | 4.50 ± 0.71 |  |  |"
-    assert found[3].startswith("| b | 1.0 | 2 | 5.0 ± 7.1 | 2.00 ± 1.41 | -2.50 (-8.85 to +3.85)")
+    assert found[2] == "| a | 2.0 | 2 | 5.0 ± 7.1 | 0.25 ± 0.35 | 4.50 ± 0.71 |  |  |"
+    assert found[3].startswith(
+        "| b | 1.0 | 2 | 5.0 ± 7.1 | 0.25 ± 0.35 | 2.00 ± 1.41 | -2.50 (-8.85 to +3.85)"
+    )
     faster = ["r", "--by", "model", "--where", "lr=1.0", "--show", "loss", "--against", "a"]
     ratio = tables.table(tables.parse([*faster, "--times"])).splitlines()[3]
     assert float(ratio.split(" | ")[3].split()[0]) == 4.9  # the geometric mean of 8 / 1 and 9 / 3
