@@ -1,6 +1,7 @@
 """Count what the Triton kernels cost, without a GPU: registers, spills, shared memory, instructions.
 
     python -m benchmarks.kernels [--arch 90 gfx942] [--models vil_tiny vim_tiny] [--record]
+    python -m benchmarks.kernels --arch 75 89 --models vil_tiny_exact --d-state 128
 
 Compiles every kernel that a step of training or of evaluation launches (``vil.warmup``): in bfloat16, for a batch that
 fills the GPU and for one long image, whose sequence is cut, and for weights of another grid. For NVIDIA it
@@ -32,6 +33,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from vil.kernels import backends
+from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
 from vil.training.files import write_text
 from vil.warmup import launches
@@ -52,7 +54,7 @@ class Driver:
         """Create a driver; ``arch`` is a compute capability without its point, or an AMD name."""
         amd = arch.startswith("gfx")
         self.target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch), 32)
-        self.number = ARCHITECTURES.index(arch)
+        self.number = int(re.sub(r"\D", "", arch))
 
     def get_current_device(self) -> int:
         """Return a number of its own for each architecture, by which Triton keeps what it compiled."""
@@ -71,12 +73,15 @@ class Driver:
         return torch.device("cpu")
 
 
-def compiled_kernels(arch: str, models: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def compiled_kernels(
+    arch: str, models: Sequence[str], d_state: int = 16
+) -> Iterator[tuple[str, Any]]:
     """Compile what models launch, each kernel once; yields its name and what Triton made.
 
     Args:
         arch: As of ``Driver``.
         models: Names of this package.
+        d_state: Their states per channel.
     """
     triton.runtime.driver.set_active(Driver(arch))
     amd = arch.startswith("gfx")
@@ -86,9 +91,10 @@ def compiled_kernels(arch: str, models: Sequence[str]) -> Iterator[tuple[str, An
     tuning.num_splits = lambda warps, chunks, device, overhead: tuning.splits_for(
         PROCESSORS, warps, chunks, overhead
     )
+    forget_plans()  # of the architecture before
     seen: set[str] = set()
     for model, (shape, (batch, size, trained)) in itertools.product(models, SHAPES.items()):
-        net = timm.create_model(model, img_size=trained, depth=1)
+        net = timm.create_model(model, img_size=trained, depth=1, d_state=d_state)
         net.set_input_size(size)
         noted = launches(net, batch, size, torch.bfloat16, torch.device("cpu"))
         for mode, launch in ((name, one) for name, own in noted.items() for one in own):
@@ -185,10 +191,10 @@ def changes(old: dict[str, Figures], new: dict[str, Figures]) -> list[str]:
     return lines
 
 
-def costs(arch: str, models: Sequence[str]) -> dict[str, Figures]:
+def costs(arch: str, models: Sequence[str], d_state: int = 16) -> dict[str, Figures]:
     """Return the figures of every kernel of an architecture by name; names that repeat are numbered."""
     found: dict[str, Figures] = {}
-    for name, kernel in compiled_kernels(arch, models):
+    for name, kernel in compiled_kernels(arch, models, d_state):
         key = f"{arch} {name}"
         same = sum(other.startswith(key) for other in found)
         found[f"{key} ({same + 1})" if same else key] = figures(kernel)
@@ -207,14 +213,17 @@ def write_records(records: dict[str, dict[str, Figures]]) -> None:
 def main() -> None:
     """Print the table and what changed since the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="as 90 or gfx942")
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
+    parser.add_argument("--d-state", type=int, default=16)
     parser.add_argument("--record", action="store_true", help="write the figures into the record")
     args = parser.parse_args()
+    if args.record and args.d_state != 16:
+        parser.error("--record is for models of 16 states, got --d-state")
     records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
     own = records.setdefault(triton.__version__, {})
     for arch in args.arch:
-        found = costs(arch, args.models)
+        found = costs(arch, args.models, args.d_state)
         print(table(found))
         print(f"\nSince the record of Triton {triton.__version__}:")
         print("\n".join(changes(own, found)) or "nothing changed", flush=True)

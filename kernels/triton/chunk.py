@@ -47,7 +47,6 @@ from vil.kernels.triton.tiles import (
     columns,
     decay_and_eps,
     from_columns,
-    gate_sigmoid,
     half_silu,
     load_ranks,
     load_row,
@@ -56,6 +55,7 @@ from vil.kernels.triton.tiles import (
     longhorn_eps,
     round_tf32,
     row_mask,
+    sigmoid,
     store_rows,
     to_rows,
     token_mask,
@@ -171,37 +171,49 @@ def _forward_kernel(
 
 @triton.jit
 def _through_gate(
-    dout_row, y_row, z_row, dz_row, divisor_ptr, alive, channel, z_step: tl.constexpr,
-    step: tl.constexpr, WRITE: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    dout_row, y_row, z_row, dz_row, divisor_ptr, num_valid, d, channel, z_step: tl.constexpr,
+    step: tl.constexpr, WRITE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of a chunk of y, given the gated output's; with WRITE, store the gate's."""
     divisor = broadcast_rows(divisor_ptr, BLOCK_D)
     z = load_rows(z_row, z_step, channel)
-    s = gate_sigmoid(z, divisor, FAST)
+    s = sigmoid(z, divisor, FAST)
     dy = load_rows(dout_row, step, channel) * s
     if WRITE:  # silu'(z) = s + silu(z) (1 - s)
         dz = dy * load_rows(y_row, step, channel) * (1.0 + z * (1.0 - 2.0 * s))
-        store_rows(dz_row, z_step, dz, alive)
+        _store_gradient(dz_row, z_step, dz, num_valid, d, channel, D, BLOCK_D)
     return dy * z
+
+
+@triton.jit
+def _store_gradient(
+    row, step: tl.constexpr, tile, num_valid, d, channel, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Store the rows of a chunk that exist, without a mask if all do."""
+    if num_valid >= 16:
+        store_rows(row, step, tile, channel)
+    else:  # dead rows come before live rows
+        store_rows(row, step, tile, row_mask(num_valid, d, step > 0, D, BLOCK_D))
 
 
 @triton.jit
 def _store_sums(
     sums_ptr, dy_tile, w_tile, c_tile, state_row, later, B, b, n, chunks, d, block,
-    direction: tl.constexpr, DIRECTIONS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    direction, DIRECTIONS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store a chunk's sums over the block's channels for keys and queries.
 
         [dY | eps W] by [S0 | C] and C by dS,    (blocks, N, B, chunks, 16 (3 BLOCK_M + 32))
 
+    With BLOCK_M 16 the last is dS by C, so that all come from one product: [dY | eps W | dS] by [S0 | C].
     Addresses are computed here, not passed: otherwise 44 % more spills on sm_90 (one direction).
     """
     T: tl.constexpr = 16
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
     # Tensor cores take at least 64 rows: the last 16 are zeros.
     zero = tl.zeros((BLOCK_D, T), tl.float32)
-    rows = tl.join(tl.join(dy_tile, w_tile), tl.join(c_tile, zero))
+    rows = tl.join(tl.join(dy_tile, w_tile), tl.join(later if BLOCK_M == T else c_tile, zero))
     rows = tl.reshape(tl.permute(rows, (3, 2, 1, 0)), (4 * T, BLOCK_D))
     tl.debug_barrier()  # keeps the state from being loaded early: fewer spills
     state = load_states(state_row, d, D, BLOCK_D)  # reload rather than keep in registers
@@ -209,32 +221,35 @@ def _store_sums(
     part = ((block.to(tl.int64) * DIRECTIONS + direction) * B + b) * chunks + n
     part = sums_ptr + part * (T * (3 * BLOCK_M + 2 * T))
     both = part + row * (BLOCK_M + T)
-    if BLOCK_M == T:  # side by side in one product
+    if BLOCK_M == T:
+        column = tl.arange(0, 2 * T)[None, :]
         by = tl.reshape(tl.permute(tl.join(state, c_tile), (0, 2, 1)), (BLOCK_D, 2 * T))
         by = tl.dot(rows, asm_identity(by, FAST), input_precision=PRECISION)
-        tl.store(both + tl.arange(0, 2 * T)[None, :], by, mask=row < 2 * T)
+        tl.store(both + column, by, mask=row < 2 * T)
+        dstate_by_c = part + T * (2 * T) + row * T + (column - T)
+        tl.store(dstate_by_c, by, mask=(row // T == 2) & (column >= T))
     else:
         by_state = tl.dot(rows, state, input_precision=PRECISION)
         by_c = tl.dot(rows, asm_identity(c_tile, FAST), input_precision=PRECISION)
         tl.store(both + m[None, :], by_state, mask=row < 2 * T)
         tl.store(both + BLOCK_M + t16[None, :], by_c, mask=row < 2 * T)
-    by_dstate = tl.dot(rows, later, input_precision=PRECISION)
-    tl.store(part + T * (2 * T) + row * BLOCK_M + m[None, :], by_dstate, mask=row // T == 2)
+        by_dstate = tl.dot(rows, later, input_precision=PRECISION)
+        tl.store(part + T * (2 * T) + row * BLOCK_M + m[None, :], by_dstate, mask=row // T == 2)
 
 
 @triton.jit
 def _chunk_backward(
     dstate, later, dskip, dbias, bias, skip, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
     keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
-    n, chunks, d, block, channel, z_stride_b,
-    direction: tl.constexpr, DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr,
-    x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    n, chunks, d, block, channel, z_stride_b, direction, reverse,
+    DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through a chunk; return the gradients so far, ``later`` being dstate for products.
 
-    x_ptr and dt_ptr point to this direction and batch element.
+    x_ptr and dt_ptr point to this direction and batch element. Of two directions, each branches only where it
+    loads and stores. If each had a loop of its own, Triton 3.6 and 3.8 would spill 150 registers on sm_90.
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
@@ -247,25 +262,36 @@ def _chunk_backward(
     state_row = states_ptr + chunk * (D * BLOCK_M) + (d[:, None] * BLOCK_M + m[None, :])
     state = load_states(state_row, d, D, BLOCK_D)
     start, num_valid = tl.minimum(n * T, L - T), L - n * T
-    first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
+    first = tl.cast(start + tl.where(reverse, T - 1, 0), tl.int64)
     token = (b * L + first) * D
     x_row, dt_row = x_ptr + first * x_stride_l + d, dt_ptr + first * dt_stride_l + d
     dout_row = dout_ptr + token + d
     if z_ptr is not None:
         gate = b * z_stride_b + first * z_stride_l + d
         z_row, dz_row, y_row = z_ptr + gate, dz_ptr + gate, y_ptr + token + d
-    alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)  # dead rows come before live rows
-    if z_ptr is None:
+        divisor = kappa_ptr + chunk * (2 * T) + T
+    # All loads go out before the gate is computed.
+    if DIRECTIONS == 1:
+        x = load_rows(x_row, sign * x_stride_l, channel)
+        dt = load_rows(dt_row, sign * dt_stride_l, channel)
+        alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)
         dy = load_rows(dout_row, sign * D, alive)
-    else:
+    elif direction == 0:
+        x = load_rows(x_row, x_stride_l, channel)
+        dt = load_rows(dt_row, dt_stride_l, channel)
         dy = _through_gate(
-            dout_row, y_row, z_row, dz_row, kappa_ptr + chunk * (2 * T) + T, alive, channel,
-            sign * z_stride_l, sign * D, direction == 0, BLOCK_D, FAST,
+            dout_row, y_row, z_row, dz_row, divisor, num_valid, d, channel, z_stride_l, D, True,
+            D, BLOCK_D, FAST,
+        )  # fmt: skip
+    else:
+        x = load_rows(x_row, -x_stride_l, channel)
+        dt = load_rows(dt_row, -dt_stride_l, channel)
+        dy = _through_gate(
+            dout_row, y_row, z_row, dz_row, divisor, num_valid, d, channel, -z_stride_l, -D, False,
+            D, BLOCK_D, FAST,
         )  # fmt: skip
     recalled = to_rows(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
     kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
-    x = load_rows(x_row, sign * x_stride_l, channel)
-    dt = load_rows(dt_row, sign * dt_stride_l, channel)
     decay, eps = decay_and_eps(dt, bias[None, :], kappa, FAST)
     dy = round_tf32(dy, PRECISION, FAST)
     dys, xs = columns(tl.trans(dy), 16), columns(tl.trans(x), 16)
@@ -279,9 +305,16 @@ def _chunk_backward(
     token = ((direction * B + b) * L + first) * D + d
     w_tile = backward_substitution(to_rows(dc, BLOCK_D), eps, gram, BLOCK_D, PRECISION, FAST)
     c, w = tl.trans(c_tile), tl.trans(w_tile)
-    store_rows(dx_ptr + token, sign * D, w + skip[None, :] * dy, alive)
-    dv = w * (c * decay)
-    store_rows(ddt_ptr + token, sign * D, dv, alive)
+    dx, dv = w + skip[None, :] * dy, w * (c * decay)
+    if DIRECTIONS == 1:
+        _store_gradient(dx_ptr + token, sign * D, dx, num_valid, d, channel, D, BLOCK_D)
+        _store_gradient(ddt_ptr + token, sign * D, dv, num_valid, d, channel, D, BLOCK_D)
+    elif direction == 0:
+        _store_gradient(dx_ptr + token, D, dx, num_valid, d, channel, D, BLOCK_D)
+        _store_gradient(ddt_ptr + token, D, dv, num_valid, d, channel, D, BLOCK_D)
+    else:
+        _store_gradient(dx_ptr + token, -D, dx, num_valid, d, channel, D, BLOCK_D)
+        _store_gradient(ddt_ptr + token, -D, dv, num_valid, d, channel, D, BLOCK_D)
     dbias += tl.sum(dv, 0)
     dstate = tl.dot(w_tile, -k, dstate, input_precision=PRECISION)
     _store_sums(
@@ -297,11 +330,10 @@ def _backward_direction(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
     states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
     B, L, b, split, num_splits, split_chunks, d, block,
-    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-    direction: tl.constexpr, DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr,
-    x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b, direction,
+    DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through one direction of one split of one batch element and block of channels.
 
@@ -321,18 +353,19 @@ def _backward_direction(
     x_ptr += direction * x_stride_dir + b * x_stride_b
     dt_ptr += direction * dt_stride_dir + b * dt_stride_b
     later = round_tf32(dstate, PRECISION, FAST)
+    reverse = direction == 1 or REVERSE
     for i in range(begin, end):
-        n = i if REVERSE else (begin + end - 1 - i)
+        n = tl.where(reverse, i, begin + end - 1 - i)
         dstate, later, dskip, dbias = _chunk_backward(
             dstate, later, dskip, dbias, bias, skip, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
             keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
-            n, chunks, d, block, channel, z_stride_b, direction, DIRECTIONS, REVERSE, x_stride_l,
-            dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+            n, chunks, d, block, channel, z_stride_b, direction, reverse, DIRECTIONS, REVERSE,
+            x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
     tl.store(dskip_ptr + lane, dskip, mask=d < D)
     tl.store(dbias_ptr + lane, dbias, mask=d < D)
     if dinitial_ptr is not None:
-        left = chunks - end if REVERSE else begin
+        left = tl.where(reverse, chunks - end, begin)
         store_states(dinitial_ptr, b * D + d, dstate, d, tl.where(left == 0, D, 0), BLOCK_M)
 
 
@@ -347,18 +380,16 @@ def _backward_kernel(
 ):  # fmt: skip
     """Backpropagate through one of the directions."""
     DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
-    b, split, own, block = place_of_program(num_splits, DIRECTIONS, (D + BLOCK_D - 1) // BLOCK_D)
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    b, split, direction, block = place_of_program(num_splits, DIRECTIONS, BLOCKS)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    for direction in tl.static_range(DIRECTIONS):
-        if direction == own:
-            _backward_direction(
-                x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr,
-                bias_ptr, states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr,
-                dbias_ptr, dinitial_ptr, B, L, b, split, num_splits, split_chunks, d, block,
-                x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b, direction,
-                DIRECTIONS, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l,
-                D, BLOCK_D, BLOCK_M, FAST, PRECISION,
-            )  # fmt: skip
+    _backward_direction(
+        x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+        states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr,
+        dinitial_ptr, B, L, b, split, num_splits, split_chunks, d, block, x_stride_dir, x_stride_b,
+        dt_stride_dir, dt_stride_b, z_stride_b, direction if DIRECTIONS == 2 else 0, DIRECTIONS, REVERSE,
+        x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------- plan

@@ -161,6 +161,7 @@ def keys_kernel(
     square = t[:, None] * (BLOCK_M + T) + BLOCK_M + t[None, :]
     dq, dk = tl.zeros((T, BLOCK_M), tl.float32), tl.zeros((T, BLOCK_M), tl.float32)
     dread, dgram = tl.zeros((T, T), tl.float32), tl.zeros((T, T), tl.float32)
+    by_dstate = tl.zeros((T, BLOCK_M), tl.float32)
     for block in range(blocks):
         part = sums_ptr + (block * tl.num_programs(0) + chunk) * (T * (3 * BLOCK_M + 2 * T))
         dq += tl.load(part + wide)
@@ -169,7 +170,8 @@ def keys_kernel(
         dk -= tl.load(part + wide)
         dgram -= tl.load(part + square)
         part += T * (BLOCK_M + T)
-        dk += tl.load(part + t[:, None] * BLOCK_M + m[None, :])
+        by_dstate += tl.load(part + t[:, None] * BLOCK_M + m[None, :])
+    dk += tl.trans(by_dstate) if BLOCK_M == T else by_dstate  # see _store_sums
     causal = t[:, None] >= t[None, :]  # rows are queries, columns keys
     dread = round_tf32(tl.where(causal, dread, 0.0), PRECISION, FAST)
     dgram = tl.where(causal, dgram, 0.0)

@@ -144,8 +144,8 @@ def carry_kernel(
     else:
         state = tl.load(start_ptr + (b * D + d) * BLOCK_M + j)
     descending = direction == (0 if DESCENDING else 1)
-    # Steps are short: load three splits ahead, as far as shared memory holds them.
-    for i in tl.range(num_splits - 1, num_stages=4 if BLOCK_M <= 32 else 1):
+    # No pipeline: mamba's authors found that Triton 3.5 to 3.7 corrupts recurrent kernels with one on sm_100 and sm_120.
+    for i in tl.range(num_splits - 1, num_stages=1):
         place = rest * num_splits + tl.where(descending, num_splits - 1 - i, i)
         summary = summary_ptr + (place * ((M + 1) * D) + d) * BLOCK_M + j
         unit = summary[None, :] + j[:, None] * (D * BLOCK_M)

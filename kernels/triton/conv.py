@@ -16,30 +16,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from vil.kernels.plan import ConvKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.tiles import one_row
+from vil.kernels.triton.tiles import one_row, sigmoid
 
 BLOCK_L = 16
 # Programs of the backward pass, each with separate sums of the parameters' gradients: eight for every
 # multiprocessor of a large GPU, all resident at once. A constant, so that every device adds up in the
 # same order.
 BACKWARD_PROGRAMS = 1024
-
-
-@triton.jit
-def _sigmoid(v, FAST: tl.constexpr):
-    """Return 1 / (1 + exp(-v)).
-
-    FAST treats denormal numbers as zeros. Handling them would cost 10 instructions (of 37) per element of x in
-    the forward pass and 14 (of 66) in the backward pass, by benchmarks.static_cost of commit 228e2c4 on sm_90.
-    """
-    if FAST:
-        return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-v))
-    return 1.0 / (1.0 + tl.exp(-v))
 
 
 @triton.jit
@@ -245,8 +232,8 @@ def _forward_kernel(
         for tap in tl.static_range(K):
             v_0 += taps_0[tap] * x[row + tap]
             v_1 += taps_1[tap] * x[row + 2 * (K - 1) - tap]
-        out_0 += (v_0 * _sigmoid(v_0, FAST),)
-        out_1 += (v_1 * _sigmoid(v_1, FAST),)
+        out_0 += (v_0 * sigmoid(v_0, 1.0, FAST),)
+        out_1 += (v_1 * sigmoid(v_1, 1.0, FAST),)
         if row % 4 == 3:
             if order_ptr is None:
                 _store_rows(out_row_0, D, out_0, row - 3, first, L, channel, D)
@@ -260,7 +247,7 @@ def _forward_kernel(
 @triton.jit
 def _through_silu(grad, v, FAST: tl.constexpr):
     """Return the gradient of v, given the gradient of silu(v)."""
-    s = _sigmoid(v, FAST)
+    s = sigmoid(v, 1.0, FAST)
     return grad * (s * (1.0 + v * (1.0 - s)))
 
 

@@ -11,12 +11,12 @@ from vil.kernels.triton.tiles import (
     LANES_NEXT,
     columns,
     decay_and_eps,
-    half_sigmoid,
     join_columns,
     load_quads,
     longhorn_eps,
     no_lane,
     round_tf32,
+    sigmoid,
 )
 
 # Tokens from one saved state to the next. The backward pass keeps 2 KB of scratch memory per program and
@@ -191,7 +191,7 @@ def retreat(
 @triton.jit
 def gate_backward(dout, z, y, FAST: tl.constexpr):
     """Return the gradients of silu(z) y / 2 for y and z, given the gradient of the result."""
-    s = half_sigmoid(z, FAST)
+    s = sigmoid(z, 2.0, FAST)
     return dout * z * s, dout * y * s * (1.0 + z * (1.0 - 2.0 * s))
 
 

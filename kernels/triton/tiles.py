@@ -105,8 +105,10 @@ def to_rows(tile, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def one_row(rows, t: tl.constexpr):
-    """Return row t of a tile of rows, [BLOCK_D]. Takes no instruction: all added values are -0.0."""
-    return tl.sum(tl.where(tl.arange(0, rows.shape[0])[:, None] == t, rows, -0.0), 0)
+    """Return row t of a float32 tile of rows, [BLOCK_D]. Takes no instruction: all added values are -0.0."""
+    # Triton 3.6 and 3.8 make 0.0 of the number -0.0, whose addition takes an instruction.
+    nothing = tl.zeros(rows.shape, tl.float32) * -1.0
+    return tl.sum(tl.where(tl.arange(0, rows.shape[0])[:, None] == t, rows, nothing), 0)
 
 
 @triton.jit
@@ -257,51 +259,8 @@ def decay_and_eps(dt, bias, kappa_1, FAST: tl.constexpr):
 
 
 @triton.jit
-def half_silu(z, FAST: tl.constexpr):
-    """Return silu(z) / 2 = z / (2 + 2 exp(-z))."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 t;
-            mul.f32 t, $1, 0fBFB8AA3B;
-            ex2.approx.ftz.f32 t, t;
-            fma.rn.f32 t, t, 0f40000000, 0f40000000;
-            rcp.approx.ftz.f32 t, t;
-            mul.f32 $0, t, $1;
-            }""",
-            "=f,f",
-            [z],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return z / (2.0 + 2.0 * tl.exp(-z))
-
-
-@triton.jit
-def half_sigmoid(z, FAST: tl.constexpr):
-    """Return sigmoid(z) / 2 = 1 / (2 + 2 exp(-z))."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 t;
-            mul.f32 t, $1, 0fBFB8AA3B;
-            ex2.approx.ftz.f32 t, t;
-            fma.rn.f32 t, t, 0f40000000, 0f40000000;
-            rcp.approx.ftz.f32 $0, t;
-            }""",
-            "=f,f",
-            [z],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return 1.0 / (2.0 + 2.0 * tl.exp(-z))
-
-
-@triton.jit
-def gate_sigmoid(z, divisor, FAST: tl.constexpr):
-    """Return sigmoid(z) / divisor."""
+def sigmoid(z, divisor, FAST: tl.constexpr):
+    """Return 1 / (divisor (1 + exp(-z))); denormal numbers count as zeros if FAST."""
     if FAST:
         return tl.inline_asm_elementwise(
             """{
@@ -318,6 +277,12 @@ def gate_sigmoid(z, divisor, FAST: tl.constexpr):
             pack=1,
         )
     return 1.0 / (divisor + divisor * tl.exp(-z))
+
+
+@triton.jit
+def half_silu(z, FAST: tl.constexpr):
+    """Return silu(z) / 2."""
+    return z * sigmoid(z, 2.0, FAST)
 
 
 @triton.jit
