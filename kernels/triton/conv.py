@@ -81,7 +81,7 @@ def _in_every_lane(number, FAST: tl.constexpr):
     The compiler moves such a number to the registers of a warp and back for every use. With all loads
     through a table, this takes 97 more instructions in the forward pass (K = 4, sm_90).
     """
-    if FAST > 1:
+    if FAST:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 lane, t;
@@ -391,12 +391,9 @@ def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
     strides = (*key.strides[:2], *(key.dx or (L * D, D))[:2], D)
     unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
     names = ("x_stride_b", "x_stride_l", "dx_stride_b", "dx_stride_l", "stride_l")
-    # Triton's interpreter has kernels of another class and no fast functions. Otherwise FAST is at least 1,
-    # and more if kernels may also contain PTX.
-    fast = tuning.fast(key.device) or int(isinstance(_forward_kernel, triton.JITFunction))
     return {
         "B": B, "L": L, "positions": key.positions, "UNIT": unit,
-        "D": D, "K": key.taps, "BLOCK_L": BLOCK_L, "FAST": fast, "BLOCK_D": block_d,
+        "D": D, "K": key.taps, "BLOCK_L": BLOCK_L, "FAST": tuning.fast(key.device), "BLOCK_D": block_d,
         **{name: stride // unit for name, stride in zip(names, strides, strict=True)},
     }  # fmt: skip
 
