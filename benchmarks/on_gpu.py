@@ -1,90 +1,323 @@
-"""Run on a GPU all that this repository wants to know of one, within a time.
+r"""Run on a GPU what this repository wants to know of one: 25 minutes, in calls of at most ten.
 
-    python -m benchmarks.on_gpu --minutes 25 [--output DIR] [--parts ...]
-    python -m benchmarks.on_gpu --report [--output DIR]
-    python -m benchmarks.on_gpu --toy
+    python -m benchmarks.on_gpu              # again and again, until it ends with another status than 75
+    python -m benchmarks.on_gpu --report     # what the records say
+    python -m benchmarks.on_gpu --toy        # every part tiny, on the CPU, to see that it would run
 
-In this order: the checks against the reference, the scans against the roofline and their rivals, whole
-models against DeiT, 1,000 bfloat16 steps, block sizes, recall at 512 tokens, and training on fractals
-for as long as is left (``on_gpu_parts.py``). Every part is a process of its own with a share of the
-time; what one leaves is the later ones'. One that crashes or hangs is told, and the rest goes on. Records
-and the outcome of every part are written to DIR as they come: benchmarks/results/<name of the GPU> if it
-is not named, and logs to output/on_gpu.
+The order is that of ``PARTS``: kernels against the reference, tiny models at 224 px, scans against the roofline,
+training steps, then everything else. Every part is a process of its own with a share of the 25 minutes. One that fails or
+hangs costs its share, and the rest goes on; one that lacked time gets what the others leave.
 
-The same command again continues: --minutes are those of all calls together, parts that are done are
-not run again as long as their files, the GPU and the versions are the same, and whoever was stopped
-loses no more than the part, or the row of it, that was running. Parts that ran out of their time take
-another turn after the rest. ``--again`` runs parts anew. Exit status 0 if every part is done and passed.
-Compiled kernels are in output/on_gpu, too: whoever continues on another machine brings that along.
+A call ends after ``--call`` minutes with status 75, and the same command continues. It may also be killed at any moment:
+records are written row by row, and the part that ran continues. Records, logs and compiled kernels are in
+output/on_gpu/GPU, which git ignores. Bring that folder along to continue on another machine. A record of other versions
+is refused. ``--again PART`` runs a part anew, after a repair say; every part names its commit.
 
-For a machine without a network, bring what it lacks as wheels, and put them on the path without installing them:
+What a machine without a network lacks comes as wheels, installed here and copied there:
 
-    pip download -d wheels tyro webdataset einops pydantic   # here
-    pip install --no-index --find-links wheels --target site tyro webdataset einops pydantic  # there
-    PYTHONPATH=site python -m benchmarks.on_gpu --minutes 25
-
-A copy without its history takes the commit that records name from VIL_COMMIT. ``--toy`` runs every part tiny, on the CPU, to see that it
-would run; its records are kept apart and marked.
+    pip install --target site --python-version 3.12 --only-binary :all: --no-deps tyro docstring-parser typeguard \
+        webdataset braceexpand pydantic pydantic-core annotated-types typing-inspection 'pillow<13'
+    PYTHONPATH=site VIL_COMMIT=$(git describe --always) python -m benchmarks.on_gpu
 """
 
 import argparse
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-if not __package__:
-    sys.exit("from the root of the checkout, run it as a module: python -m benchmarks.on_gpu")
+from benchmarks.budget import UNFINISHED
+from vil.training.files import write_text
 
-from benchmarks import on_gpu_report
-from benchmarks.on_gpu_parts import PARTS, ROOT
-
-RESULTS = ROOT / "benchmarks" / "results"
-WORK = ROOT / "output" / "on_gpu"
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=25.0, help="of all calls together")
-    parser.add_argument("--output", type=Path, help="where records go")
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART")
-    parser.add_argument("--again", action="store_true", help="run the parts anew")
-    parser.add_argument("--toy", action="store_true", help="tiny, without a GPU")
-    parser.add_argument("--report", action="store_true", help="print what the records say")
-    args = parser.parse_args(arguments)
-    if args.minutes <= 0:
-        parser.error(f"--minutes must be positive, got {args.minutes}")
-    return args
+ROOT = Path(__file__).resolve().parents[1]
+SHORTEST_S = 10.0  # less than that is no time for any part
+SAMPLE_S = 5.0  # from one reading of clock and power to the next
+SHARE = 0.9  # of its time after which a part begins nothing new
+PASSED, FAILED, LACKED_TIME, NOT_RUN = "passed", "failed", "lacked time", "not run"
 
 
-def report(output: Path | None) -> None:
-    """Print the tables of one folder, or of every folder of results."""
-    folders = [output] if output else sorted(path.parent for path in RESULTS.glob("*/on_gpu.json"))
-    for folder in folders:
-        print(on_gpu_report.report(folder))
-    if not folders:
-        print(f"no records of a GPU in {RESULTS}: run python -m benchmarks.on_gpu --minutes 25")
+@dataclass(frozen=True)
+class Part:
+    """Commands, one after the other, in one process group.
+
+    In their arguments {output} is the folder of the records, and {seconds} the time after which a command should begin
+    nothing new.
+    """
+
+    name: str
+    seconds: int
+    """Share of the 25 minutes."""
+    command: str
+    """Arguments of Python on a GPU; ``&&`` separates commands."""
+    toy: str
+    """The same, tiny and without a GPU."""
+
+
+_MODELS = "-m benchmarks.models deit_tiny_patch16_224 vil_tiny vil_tiny_exact vim_tiny --memory --seconds {seconds} --passes training inference"
+_SCANS = "-m benchmarks.scan --resume --output {output}/scans.json --seconds {seconds}"
+_IMAGES = "-m experiments.fractals {output}/fractals --classes"
+_STEPS = (
+    "train_imagenet.py --config configs/fractals.yaml --data.path {output}/fractals --run.output {output}/steps"
+    " --schedule.epochs 1 --schedule.warmup-epochs 0 --model.num-classes"
+)
+_TINY = (
+    "--run.no-amp --data.num-workers 0 --data.batch-size 8 --augment.mix-size 8 --model.num-classes 4"
+    " --model.img-size 32 --model.depth 2 --model.embed-dim 48"
+)
+_TESTS = "-m pytest -q -p no:cacheprovider tests/kernels/triton/test_on_gpu.py"
+_RECALL = (
+    "-m experiments.recall --setting published --recurrences longhorn longhorn_exact mamba --rates 2.2e-3"
+    " --seeds 123 --jobs 3 --output {output}/recall.json --seconds {seconds} --lengths"
+)
+_FRACTALS = (
+    "-m experiments.images fractals_224 --models ViL 'ViL exact' ViM 'DeiT tiny' --rates 2e-3 --seeds 0"
+    " --output {output}/fractals.json --seconds {seconds} --steps"
+)
+PARTS = (
+    Part("kernels", 150, "-m vil.selfcheck", "-m vil.selfcheck"),
+    Part(
+        "models",
+        350,
+        f"{_MODELS} --output {{output}}/models.json --device cuda --ways graphs compile eager --sizes 224:128",
+        f"{_MODELS} --output {{output}}/models.json --rounds 1 --sizes 32:1",
+    ),
+    Part(
+        "scans",
+        280,
+        f"{_SCANS} --limit 120 --shapes 128,197,384 8,6085,384 64,197,768 1,6085,384",
+        f"{_SCANS} --toy --repetitions 2",
+    ),
+    Part(
+        "steps",  # 1,000 in bfloat16; the trainer counts those that it skips
+        200,
+        f"{_IMAGES} 100 --images 640 --jobs 14 && {_STEPS} 100 --run.amp --data.num-workers 14"
+        " --data.batch-size 64 --augment.mix-size 64",
+        f"{_IMAGES} 4 --images 16 --size 32 --jobs 1 && {_STEPS} 4 {_TINY}",
+    ),
+    Part(
+        "large images",
+        200,
+        f"{_MODELS} --output {{output}}/large_images.json --device cuda --ways graphs eager --sizes 512:32 1024:8",
+        f"{_MODELS} --output {{output}}/large_images.json --rounds 1 --sizes 48:1",
+    ),
+    Part("tests", 120, f"{_TESTS} tests/kernels/triton/test_scans.py -n 14", _TESTS),
+    Part(
+        "blocks",
+        80,
+        "-m benchmarks.tune --jobs 14 --output {output}/blocks.json --seconds {seconds}",
+        "-m benchmarks.tune --toy --output {output}/blocks.json --seconds {seconds}",
+    ),
+    Part(
+        "recall",
+        60,
+        f"{_RECALL} 512 --dims 64",
+        f"{_RECALL} 64 --dims 16 --vocabulary 64 --epochs 2 --train-count 64 --test-count 64",
+    ),
+    Part("fractals", 60, f"{_FRACTALS} 100", f"{_FRACTALS} 1 --per-class 4 --with {_TINY}"),
+)
+
+AIM = 0.75
+"""Of the speed that bytes and instructions allow."""
+ALLOWED = {
+    "H100": {"vil_tiny": 3.45, "vil_tiny_exact": 2.31},
+    "H200": {"vil_tiny": 4.23, "vil_tiny_exact": 2.34},
+}
+"""Least time of a training step relative to deit_tiny's, at 224 px: kernels/README.md, "What moves through memory"."""
+
+
+class Session:
+    """What all calls of the command with one folder know."""
+
+    def __init__(self, folder: Path, about: dict[str, Any], toy: bool) -> None:
+        """Open the record, or begin it.
+
+        Raises:
+            SystemExit: The folder has a record of another GPU or of other versions.
+        """
+        self.folder, self.toy = folder, toy
+        self.about = about | {"toy": toy}
+        self.commit = self.about.pop("commit")
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        self.path = folder / "on_gpu.json"
+        self.parts: dict[str, dict[str, Any]] = {}
+        if self.path.exists():
+            content = json.loads(self.path.read_text())
+            if content["environment"] != self.about:
+                sys.exit(
+                    f"error: {folder} is of {content['environment']}, here is {self.about}; move it away"
+                )
+            self.parts = content["parts"]
+        for part in PARTS:
+            self.parts.setdefault(part.name, {"status": NOT_RUN, "seconds": 0.0})
+        self.write()
+
+    def write(self) -> None:
+        """Write the record."""
+        content = {"environment": self.about, "parts": self.parts}
+        write_text(self.path, json.dumps(content, indent=1) + "\n")
+
+    def again(self, names: Sequence[str]) -> None:
+        """Forget what parts did, but not the time that they took."""
+        for name in names:
+            self.parts[name]["status"] = NOT_RUN
+            (self.folder / f"{_file(name)}.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / name, ignore_errors=True)  # of the steps
+            (self.folder / "logs" / f"{_file(name)}.log").unlink(missing_ok=True)
+
+    def next(self) -> Part | None:
+        """Return the first part that has time of its own left, else the first that lacked time."""
+        left = [p for p in PARTS if self.parts[p.name]["status"] in (NOT_RUN, LACKED_TIME)]
+        return min(left, key=lambda p: self.parts[p.name]["seconds"] >= p.seconds, default=None)
+
+    def run(self, minutes: float, call_minutes: float) -> int:
+        """Run parts until a time is up; return the exit status."""
+        end = time.monotonic() + 60 * call_minutes
+        while part := self.next():
+            entry = self.parts[part.name]
+            total = 60 * minutes - sum(entry["seconds"] for entry in self.parts.values())
+            call, own = end - time.monotonic(), part.seconds - entry["seconds"]
+            if total < SHORTEST_S:
+                return 1
+            if call < SHORTEST_S:
+                return UNFINISHED
+            self._run(part, min(call, total, max(own, SHORTEST_S) if own > 0 else total))
+        return int(any(entry["status"] != PASSED for entry in self.parts.values()))
+
+    def _run(self, part: Part, limit: float) -> None:
+        entry, start = self.parts[part.name], time.monotonic()
+        entry["commit"] = self.commit
+        before, end = entry["seconds"], start + limit
+        print(f"== {part.name}, at most {limit:.0f} s", flush=True)
+        log = self.folder / "logs" / f"{_file(part.name)}.log"
+        status, commands = PASSED, (part.toy if self.toy else part.command).split(" && ")
+        while commands and status == PASSED:
+            seconds = f"{SHARE * (end - time.monotonic()):.0f}"
+            command = commands.pop(0).format(output=self.folder, seconds=seconds)
+            with log.open("ab") as file, self._process(command, file) as process:
+                while (code := process.poll()) is None and time.monotonic() < end:
+                    entry["seconds"] = round(before + time.monotonic() - start, 1)
+                    entry.setdefault("mhz_and_watts", []).extend(_mhz_and_watts())
+                    self.write()  # so that the time of a call that is killed counts, too
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(min(SAMPLE_S, max(end - time.monotonic(), 0.1)))
+            status = {0: PASSED, None: LACKED_TIME, UNFINISHED: LACKED_TIME}.get(code, FAILED)
+        entry |= {"status": status, "seconds": round(before + time.monotonic() - start, 1)}
+        self.write()
+        print(f"{_tail(log)}\n== {part.name}: {status}", flush=True)
+
+    @contextlib.contextmanager
+    def _process(self, command: str, output: IO[bytes]) -> Iterator[subprocess.Popen]:
+        """Run Python in a process group of its own, which ends with the block."""
+        variables = dict(os.environ, PYTHONUNBUFFERED="1", VIL_COMMIT=self.commit)
+        variables["TRITON_CACHE_DIR"] = str(self.folder / "triton")
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
+        if self.toy:
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(command)], stdout=output, stderr=output, cwd=ROOT,
+            env=variables, start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _mhz_and_watts() -> Iterator[list[float]]:
+    """Yield MHz of the multiprocessors and watts, if there is a GPU."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+        yield [float(number) for number in found.splitlines()[0].split(",")]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return
+
+
+def facts() -> tuple[bool, dict[str, Any]]:
+    """Return whether there is a GPU, and what figures depend on.
+
+    Asked of another process, so that this one holds no memory of the GPU.
+    """
+    code = "import json, torch; from benchmarks.provenance import environment; "
+    code += "print(json.dumps([torch.cuda.is_available(), environment()]))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return tuple(json.loads(found.stdout.splitlines()[-1]))
+
+
+def _file(part: str) -> str:
+    return part.replace(" ", "_")
+
+
+def _tail(log: Path, characters: int = 2000) -> str:
+    return log.read_bytes()[-characters:].decode(errors="replace").strip()
+
+
+def report(folder: Path) -> str:
+    """Return how every part ended, the aims, and the end of every log as Markdown."""
+    content = json.loads((folder / "on_gpu.json").read_text())
+    about = content["environment"]
+    lines = [f"{'TOY, nothing was measured: ' if about['toy'] else ''}{about}", ""]
+    lines += ["| part | | s | MHz | W | commit |", "|---|---|---|---|---|---|"]
+    for name, entry in content["parts"].items():
+        seen = zip(*entry.get("mhz_and_watts", []), strict=True)
+        clock, power = [f"{min(own):.0f} to {max(own):.0f}" for own in seen] or ("", "")
+        cells = [name, entry["status"], f"{entry['seconds']:.0f}", clock, power]
+        lines.append(f"| {' | '.join(cells)} | {entry.get('commit', '')} |")
+    allowed = next((v for name, v in ALLOWED.items() if name in about["device"]), {})
+    models = folder / "models.json"
+    for row in json.loads(models.read_text())["rows"] if models.exists() else []:
+        if row["model"] in allowed and row["pass"] == "training" and not row["error"]:
+            aim = allowed[row["model"]] / AIM
+            found = f"{row['seconds_ratio']:.2f} of deit_tiny's time, aim {aim:.2f}"
+            lines.append(f"\n{row['model']}, training at {row['size']} px, {row['way']}: {found}")
+    for name in content["parts"]:
+        log = folder / "logs" / f"{_file(name)}.log"
+        lines += ["", f"{name}:", "", _tail(log)] if log.exists() else []
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line says and return the exit status."""
-    args = parse(arguments)
-    if args.report:
-        report(args.output)
-        return 0
-    from benchmarks import on_gpu_run  # imports the library, which may be missing for a report
-
-    facts = on_gpu_run.facts()
-    if facts["device"] is None and not args.toy:
-        print("benchmarks.on_gpu needs a GPU; --toy tries it without one", file=sys.stderr)
-        return 2
-    slug = "toy" if args.toy else on_gpu_run.slug(facts["device"])
-    folder = args.output or (WORK / "toy" / "records" if args.toy else RESULTS / slug)
-    session = on_gpu_run.Session(folder, WORK / slug, facts, args.minutes, toy=args.toy)
-    chosen = [part for part in PARTS if part.name in args.parts]
-    passed = session.run(chosen, again=args.again)
-    print(on_gpu_report.report(folder))
-    return 0 if passed else 1
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=25.0, help="of all calls together")
+    parser.add_argument("--call", type=float, default=9.0, help="minutes of this call")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--again", nargs="+", choices=names, default=[], metavar="PART")
+    parser.add_argument("--output", type=Path, help="default: output/on_gpu/GPU")
+    parser.add_argument("--toy", action="store_true", help="tiny, without a GPU")
+    parser.add_argument("--report", action="store_true", help="print what the records say")
+    args = parser.parse_args(arguments)
+    on_gpu, about = facts()
+    if not (on_gpu or args.toy or args.report):
+        parser.error("PyTorch finds no GPU here; --toy tries it without one")
+    name = "toy" if args.toy else re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    folder = (args.output or ROOT / "output" / "on_gpu" / name).resolve()
+    status = 0
+    if not args.report:
+        session = Session(folder, about, args.toy)
+        session.again(args.again)
+        status = session.run(args.minutes, args.call)
+    print(report(folder))
+    return status
 
 
 if __name__ == "__main__":
