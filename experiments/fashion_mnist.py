@@ -2,7 +2,7 @@
 
     apt-get install dataset-fashion-mnist && python -m experiments.fashion_mnist
 
-The images go to ``output/fashion_mnist``, 60,000 in train/ and 10,000 in val/. ``output/fashion_mnist_tuning`` is made
+The images go to ``output/fashion_mnist_images``, 60,000 in train/ and 10,000 in val/. ``output/fashion_mnist_tuning`` is made
 of training images alone, 10,000 to train on and 10,000 others to choose learning rates by.
 """
 
@@ -15,8 +15,8 @@ from PIL import Image
 PACKAGE = Path("/usr/share/datasets/fashion-mnist")
 OUTPUT = Path(__file__).resolve().parents[1] / "output"
 PARTS = {
-    "fashion_mnist/train": ("train", slice(None)),
-    "fashion_mnist/val": ("t10k", slice(None)),
+    "fashion_mnist_images/train": ("train", slice(None)),
+    "fashion_mnist_images/val": ("t10k", slice(None)),
     "fashion_mnist_tuning/train": ("train", slice(1000)),
     "fashion_mnist_tuning/val": ("train", slice(1000, 2000)),
 }
