@@ -23,9 +23,10 @@ from tests.documents.pages import ROOT, blocks, commands, read
 from vil.training.settings import TrainConfig
 
 PAGES = ["README", "downstream/README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
-# Begins of commands that other tests run, that measure speed, or that write into the repository.
+# Begins of commands that other tests run, that measure speed, install packages or write into the repository.
 ELSEWHERE = (
     "git clone",
+    "apt-get install",
     "python -m vil.run",
     "pytest -n auto",
     "python -m vil.selfcheck",
@@ -46,6 +47,8 @@ SHORTER = {
     "python -m experiments.fractals output/fractals_32px": "--classes 2 --images 40 --size 32",
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
     "--model.img-size 32 --data.batch-size 8 --augment.mix-size 8",
+    "python train_imagenet.py --config configs/fashion_mnist.yaml": f"{SMALL} --data.path photos "
+    "--data.val-fraction 0.5 --model.num-classes 2 --data.batch-size 8",
     "python train_imagenet.py --config configs/fractals_small.yaml": f"{SMALL} --model.num-classes 2",
     "python -m vil.profile": "--img-size 64 --rounds 1",
     "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
