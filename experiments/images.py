@@ -2,7 +2,7 @@
 
     python -m experiments.images digits --per-class 32 --steps 300 --rates 1e-3 2e-3 4e-3 --seeds 0 1 2
     python -m experiments.images fractals --models ViL ViM DeiT "DeiT x 4" --rates 1e-3
-    python -m experiments.images fashion_mnist        # after apt-get install dataset-fashion-mnist; 5 CPU hours
+    python -m experiments.images fashion_mnist        # after apt-get install dataset-fashion-mnist; CPU hours
     python -m experiments.images photos --per-class 100        # a folder with train/<class>/ and val/<class>/
     python -m experiments.tables output/images_digits.json --by model lr --show top1:1 loss:3 --tuned loss
 
