@@ -1,6 +1,6 @@
 """Count the bytes that a block moves through memory, without a GPU and without computing anything.
 
-    python -m benchmarks.traffic [MODEL] [--img-size 224] [--every-kernel]
+    python -m benchmarks.traffic [MODEL] [--img-size 224] [--fast-norm] [--every-kernel]
 
 One block of a model goes forth and back on tensors without data, in bfloat16 under autocast, 128 images at a
 time. Each operation of PyTorch counts as one kernel that reads its inputs and writes its outputs once; of our own
@@ -11,8 +11,9 @@ kernels: a GPU moves more, or less where a tensor written is still in its L2 whe
 
 Autocast is that of CPUs, which takes the same operations of these models to bfloat16 as that of GPUs; the
 kernels are cut as for an H200. Printed are bytes per token of the three passes, beside those of timm's
-deit_tiny_patch16_224 with fused attention, and the least time in which an H200 moves them; with
-``--every-kernel``, a table of each pass.
+deit_tiny_patch16_224 with fused attention, and the least time in which an H200 moves them; then what all blocks keep
+for the backward pass. ``--fast-norm`` lets norms take and return bfloat16, as timm's scripts do with that option.
+``--every-kernel`` adds a table of each pass.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from unittest import mock
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers import set_fast_norm
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +53,7 @@ MULTIPROCESSORS = 132
 # not; of `y`, that a scan which saves writes twice, see `touches`. Parameters are read once.
 _SCAN = dict.fromkeys(("x", "dt", "z", "bias", "skip"), (1, 0))
 _RECURRENT = _SCAN | {"kq": (1, 0), "rates": (1, 0)}
-_EXACT = _SCAN | {"keys": (1, 0), "gram": (1, 0), "kappa": (1, 0)}
+_EXACT = _SCAN | dict.fromkeys(("keys", "gram", "kappa", "dt_weight"), (1, 0))
 _FORWARD = {"y": (1, 1), "out": (0, 1), "states": (0, 1), "final": (0, 1), "split_states": (1, 0)}
 _BACKWARD = dict.fromkeys(("dx", "ddt", "dz", "dskip", "dbias", "dinitial"), (0, 1))
 _BACKWARD |= {"dout": (1, 0), "y": (1, 0), "states": (1, 0)}
@@ -66,7 +68,7 @@ TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
     "chunk_parts.gram_kernel": {
         "q": (1, 0), "k": (1, 0), "keys": (0, 1), "gram": (0, 1), "kappa": (0, 1),
     },
-    "chunk._forward_kernel": _EXACT | _FORWARD | {"dt_weight": (1, 0)},
+    "chunk._forward_kernel": _EXACT | _FORWARD,
     "chunk._backward_kernel": _EXACT | _BACKWARD | {"split_states": (1, 0), "sums": (0, 1)},
     "chunk_parts.keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
     "conv._forward_kernel": _CONV | {"out": (0, 1)},
@@ -213,6 +215,7 @@ def _as_on_a_gpu() -> Iterator[list[Launch]]:
         mock.patch.object(backends, "_check_serves"),
         mock.patch.object(tuning, "architecture", return_value="sm_90"),
         mock.patch.object(tuning, "num_splits", splits),
+        mock.patch.object(registration, "_are_kept", return_value=True),
         use_backend("triton"),
         recording() as launches,
         mock.patch.object(torch, "rms_norm", _rms_norm),
@@ -238,13 +241,29 @@ def _inputs_of_block(model: nn.Module, images: Tensor) -> tuple[tuple, dict[str,
     return given[0]
 
 
-def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]]]:
-    """Return the tokens of all images, and the kernels of a block by the names of ``PASSES``.
+@contextlib.contextmanager
+def _saving(block: nn.Module) -> Iterator[dict[int, int]]:
+    """Note the bytes of each storage that is kept for the backward pass, but of parameters, by its address."""
+    parameters, kept = {id(p) for p in block.parameters()}, {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor) not in parameters:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]], int]:
+    """Return the tokens of all images, the kernels of a block by the names of ``PASSES``, and bytes kept by all blocks.
 
     Args:
         name: A model as of ``timm.create_model`` that has ``blocks``.
         img_size: Height and width in pixels.
     """
+    depth = len(timm.create_model(name, img_size=img_size, device="meta").blocks)
     model = timm.create_model(name, img_size=img_size, depth=1)
     block, found = model.blocks[0], {}
     with (
@@ -257,23 +276,24 @@ def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]]]:
         launches.clear()
         tokens = x.shape[0] * x.shape[1]
 
-        def run(training: bool) -> tuple[list[Kernel], int]:
-            """Return the kernels, and how many of them are of the forward pass."""
+        def run(training: bool) -> tuple[list[Kernel], int, int]:
+            """Return the kernels, how many of them are of the forward pass, and the bytes that all blocks keep."""
             block.train(training)
             given = x.detach().requires_grad_(training)
             counter = Counter(tokens, launches)
             with torch.set_grad_enabled(training), counter:
-                out = block(given, *rest, **named)
+                with _saving(block) as kept:
+                    out = block(given, *rest, **named)
                 forward = len(counter.kernels)
                 if training:
                     wanted = [given, *block.parameters()]
                     torch.autograd.grad(out, wanted, torch.empty_like(out))
-            return counter.kernels, forward
+            return counter.kernels, forward, depth * sum(kept.values())
 
-        found["inference"], _ = run(training=False)
-        both, forward = run(training=True)
+        found["inference"], *_ = run(training=False)
+        both, forward, kept = run(training=True)
     found["training forward"], found["forward + backward"] = both[:forward], both
-    return tokens, found
+    return tokens, found, kept
 
 
 def table(kernels: list[Kernel], tokens: int) -> str:
@@ -300,13 +320,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", nargs="?", default="vil_tiny", metavar="MODEL")
     parser.add_argument("--img-size", type=int, default=224, help="pixels; default: 224")
     parser.add_argument("--every-kernel", action="store_true", help="also a table of each pass")
+    parser.add_argument("--fast-norm", action="store_true", help="as timm's scripts take it")
     args = parser.parse_args(arguments)
+    set_fast_norm(args.fast_norm)
     rows = [
         "| block of | pass | bytes per token | ns per token | x deit |",
         "|---|---|---|---|---|",
     ]
-    peer_tokens, peer = count(PEER, args.img_size)
-    tokens, own = count(args.model, args.img_size)
+    peer_tokens, peer, peer_kept = count(PEER, args.img_size)
+    tokens, own, own_kept = count(args.model, args.img_size)
     for name in PASSES:
         of_peer = sum(kernel.bytes for kernel in peer[name]) / peer_tokens
         of_own = sum(kernel.bytes for kernel in own[name]) / tokens
@@ -315,7 +337,11 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append(f"| {args.model} | {name} | {of_own:.0f} | {ns:.2f} | {of_own / of_peer:.2f} |")
         if args.every_kernel:
             print(f"{args.model}, {name}\n\n{table(own[name], tokens)}\n")
-    print("\n".join(rows))
+    rows += [
+        "",
+        f"Kept for the backward pass of {IMAGES} images: {PEER} {peer_kept / 2**30:.2f} GiB, ",
+    ]
+    print("\n".join(rows) + f"{args.model} {own_kept / 2**30:.2f} GiB.")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from vil.kernels import layout as layouts
-from vil.kernels import workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
 from vil.kernels.layout import DtScale, GridSpec, TokenLayout
 from vil.kernels.plan import ConvKey, ScanKey, plans
-from vil.kernels.reference import dt_proj
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
 """The small projections, (2, B L, R + 2 M), and, if the backend keeps them, the sum of both directions and states."""
@@ -87,24 +85,18 @@ class MixerPlan:
         of_x = (taps, positions, key.aligned, key.dtype, key.device)
         self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
         x_dbl = (B * L * columns, L * columns, columns, 1)
-        x, full = self.conv.out_strides, (B * L * E, L * E, E, 1)
         kappa_scale = DtScale.kappa_scale_of(key.recurrence, self.tokens_per_ref)
-        strides, last = (x_dbl, x_dbl, half), (False, key.dtype, key.device, one)
-        # The forward scan takes low-rank step sizes, the backward scan full ones.
-        self.scan, self.scan_back = (
-            key.backend.scan_plan(
-                ScanKey(
-                    key.recurrence,
+        self.scan = key.backend.scan_plan(
+            ScanKey(
+                *(key.recurrence, False, kappa_scale, (2, B, L, E), M, R),
+                *(
+                    (self.conv.out_strides, x_dbl, x_dbl, x_dbl, half),
                     False,
-                    kappa_scale,
-                    (2, B, L, E),
-                    M,
-                    rank,
-                    (x, dt, *strides),
-                    *last,
-                )
+                    key.dtype,
+                    key.device,
+                    one,
+                ),
             )
-            for rank, dt in ((R, x_dbl), (None, full))
         )
         self.arena = getattr(key.backend, "arena", contextlib.nullcontext)
 
@@ -160,13 +152,18 @@ def _sizes(layout: TokenLayout) -> tuple[tuple[int, ...], int, int]:
 
 
 def scan_args(
-    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None
+    plan: MixerPlan,
+    xz: Tensor,
+    params: MixerParams,
+    layout: TokenLayout | None,
+    x_dbl: Tensor | None = None,
 ) -> tuple[ScanArgs, Tensor]:
-    """Return the arguments of the scan, with low-rank step sizes, and the small projections."""
+    """Return the arguments of the scan, with low-rank step sizes, and the small projections, unless given."""
     x, z = xz.chunk(2, dim=-1)
     convolved = layouts.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
     steps = _steps(plan, params)
-    x_dbl = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
+    if x_dbl is None:
+        x_dbl = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
     dt_low, q, k = _parts(plan, x_dbl)
     D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
     return ScanArgs(convolved, dt_low, steps.A, q, k, D, bias, z, dt_weight=dt_weight), x_dbl
@@ -200,26 +197,22 @@ def backward(
         layout: Same as in ``forward``.
         saved: Tensors that ``forward`` returned after the output. The scan runs again if it saved nothing.
     """
-    conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, _, D = params
+    conv_weight, conv_bias, x_proj_weight, dt_weight = params[:4]
     steps, dxz, dx, dz = _steps(plan, params), None, None, None
     if plan.writes_halves:
         dxz = torch.empty(xz.shape, dtype=xz.dtype, device=xz.device)
         dx, dz = dxz.chunk(2, dim=-1)
     with _as_given(xz), plan.arena():
-        x, z = xz.chunk(2, dim=-1)
-        convolved = layouts.conv_forward(plan.conv, x, conv_weight, conv_bias, layout)
-        tokens, made = convolved.flatten(1, 2), steps.x_proj_weight.to(xz.dtype)
-        x_dbl = torch.bmm(tokens, made.mT) if saved is None else saved[0]
-        dt_low, q, k = _parts(plan, x_dbl)
-        dt = dt_proj(dt_low, dt_weight, workspace.bmm)
-        args = ScanArgs(convolved, dt, steps.A, q, k, D, dt_bias, z)
+        x_dbl = None if saved is None else saved[0]
+        args, _ = scan_args(plan, xz, params, layout, x_dbl)
         kept = None if saved is None or saved[2] is None else saved[1:]
-        grads = plan.scan_back.backward(args, grad, None, kept, dz)
-        ddt = grads.dt.flatten(1, 2)
+        grads = plan.scan.backward(args, grad, None, kept, dz)
+        x, tokens, ddt = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2), grads.dt.flatten(1, 2)
         d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
-        d_dt_weight = torch.bmm(ddt.mT, dt_low.flatten(1, 2))
+        d_dt_weight = torch.bmm(ddt.mT, args.dt.flatten(1, 2))
         dx_dbl = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
         d_x_proj_weight = torch.bmm(dx_dbl.mT, tokens)
+        made = steps.x_proj_weight.to(xz.dtype)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, made).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias = layouts.conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx

@@ -148,7 +148,7 @@ def scan_backward(
     """Return the gradients of ``scan``.
 
     Args:
-        args: Same as in ``scan``, with step sizes in full.
+        args: Same as in ``scan``. The gradient for dt is that of the step sizes in full.
         grad: Gradient of the output, (B, L, D).
         grad_final: Gradient of the last state, (1, B, D, M), for one direction.
         recurrence: Same as in ``scan``.
@@ -156,6 +156,7 @@ def scan_backward(
         kappa_scale: Same as in ``scan``.
         saved: Tensors that ``scan`` saved; without them a backend scans again.
     """
+    args = args._replace(dt=dt_proj(args.dt, args.dt_weight), dt_weight=None)
     grads = (grad,) if args.z is not None else (grad, grad_final)
 
     def outputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -108,9 +108,8 @@ def saved_shapes(
         return ((0,), compute), ((0,), compute)
     lead = (N, B, -(-L // 16))  # chunks
     states = (*lead, D, max(16, 1 << (M - 1).bit_length())) if exact else (*lead, -(-M // 4), D, 4)
-    low = exact and x.dtype == torch.bfloat16
-    y_pre_gate = ((B, L, D), torch.bfloat16 if low else compute) if N == 2 else ((0,), compute)
-    return y_pre_gate, (states, compute)
+    kept = torch.bfloat16 if x.dtype == torch.bfloat16 else compute
+    return ((B, L, D) if N == 2 else (0,), kept if exact else compute), (states, kept)
 
 
 def _are_kept(device: torch.device) -> bool:

@@ -322,13 +322,14 @@ class ScanPlan:
         """Return the first tensors of both kernels."""
         P = self.shape[3]
         A, z, state = args.A, args.z, args.initial_state
+        dt = dt_proj(args.dt, args.dt_weight, workspace.bmm)
         # The loops compute powers of 2.
         A = None if A is None else _rows(A.mT, self.dtype, P) * math.log2(math.e)
         skip, bias = (
             self.zeros if t is None else _rows(t, self.dtype, P) for t in (args.D, args.bias)
         )
         return (
-            self.x(args.x), self.dt(args.dt), A, self.q(args.q), self.k(args.k), skip, bias,
+            self.x(args.x), self.dt(dt), A, self.q(args.q), self.k(args.k), skip, bias,
             self.kappa_scale, self.zeros if state is None else self._states(state),
             None if z is None else self.z(z),
         )  # fmt: skip
@@ -341,9 +342,6 @@ class ScanPlan:
         self, args: ScanArgs, save: bool = False
     ) -> tuple[Tensor, Tensor | None, None, None]:
         """Return the result of ``reference.scan``."""
-        if args.dt_weight is not None:
-            dt = dt_proj(args.dt, args.dt_weight, workspace.bmm)
-            args = args._replace(dt=dt, dt_weight=None)
         N, B, L, P, M = self.shape
         y = torch.empty((B, L, P), dtype=self.stored, device="cpu")
         final = torch.empty((1, B, M, P), dtype=self.dtype, device="cpu") if N == 1 else None
@@ -361,7 +359,10 @@ class ScanPlan:
         saved: None = None,
         dz: Tensor | None = None,
     ) -> ScanArgs:
-        """Return the gradients of ``forward``; the one for z is written to ``dz`` if given."""
+        """Return the gradients of ``forward``, for dt that of the step sizes in full.
+
+        The gradient for z is written to ``dz`` if given.
+        """
         N, B, L, P, M = self.shape
         D = self.key.shape[3]
         dx, ddt = (workspace.empty((N, B, L, P), self.stored) for _ in range(2))
@@ -392,7 +393,7 @@ class ScanPlan:
         )
         if dz is not None and gate is not dz:
             grads = grads._replace(z=dz.copy_(grads.z))
-        return ScanArgs(*_in_dtypes_of(args, grads))
+        return ScanArgs(*_in_dtypes_of(args._replace(dt_weight=None), grads))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device="cpu")

@@ -18,7 +18,6 @@ Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -40,7 +39,7 @@ from vil.kernels.triton.chunk_parts import (
 )
 from vil.kernels.triton.chunk_splits import carry_kernel, summary_kernel
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.scan_plan import ScanPlan, Spread
+from vil.kernels.triton.scan_plan import ScanPlan, Spread, saved_dtype
 from vil.kernels.triton.tiles import (
     asm_identity,
     broadcast_rows,
@@ -239,12 +238,12 @@ def _store_sums(
 
 @triton.jit
 def _chunk_backward(
-    dstate, later, dskip, dbias, bias, skip, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
+    dstate, later, dskip, dbias, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
     keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
     n, chunks, d, block, channel, z_stride_b, direction, reverse,
     DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
-    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through a chunk; return the gradients so far, ``later`` being dstate for products.
 
@@ -271,25 +270,34 @@ def _chunk_backward(
         z_row, dz_row, y_row = z_ptr + gate, dz_ptr + gate, y_ptr + token + d
         divisor = kappa_ptr + chunk * (2 * T) + T
     # All loads go out before the gate is computed.
+    if RANK > 0:
+        tokens = first + tl.where(reverse, -t16, t16)
+        low = load_ranks(dt_ptr + tokens * dt_stride_l, t16 < T, RANK, FAST)
     if DIRECTIONS == 1:
         x = load_rows(x_row, sign * x_stride_l, channel)
-        dt = load_rows(dt_row, sign * dt_stride_l, channel)
+        if RANK == 0:
+            dt = load_rows(dt_row, sign * dt_stride_l, channel)
         alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)
         dy = load_rows(dout_row, sign * D, alive)
     elif direction == 0:
         x = load_rows(x_row, x_stride_l, channel)
-        dt = load_rows(dt_row, dt_stride_l, channel)
+        if RANK == 0:
+            dt = load_rows(dt_row, dt_stride_l, channel)
         dy = _through_gate(
             dout_row, y_row, z_row, dz_row, divisor, num_valid, d, channel, z_stride_l, D, True,
             D, BLOCK_D, FAST,
         )  # fmt: skip
     else:
         x = load_rows(x_row, -x_stride_l, channel)
-        dt = load_rows(dt_row, -dt_stride_l, channel)
+        if RANK == 0:
+            dt = load_rows(dt_row, -dt_stride_l, channel)
         dy = _through_gate(
             dout_row, y_row, z_row, dz_row, divisor, num_valid, d, channel, -z_stride_l, -D, False,
             D, BLOCK_D, FAST,
         )  # fmt: skip
+    if RANK > 0:
+        dt = tl.dot(weight, tl.trans(low), input_precision=PRECISION)
+        dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
     recalled = to_rows(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
     kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
     decay, eps = decay_and_eps(dt, bias[None, :], kappa, FAST)
@@ -327,13 +335,13 @@ def _chunk_backward(
 
 @triton.jit
 def _backward_direction(
-    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
     states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
     B, L, b, split, num_splits, split_chunks, d, block,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b, direction,
     DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
-    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through one direction of one split of one batch element and block of channels.
 
@@ -353,14 +361,17 @@ def _backward_direction(
     x_ptr += direction * x_stride_dir + b * x_stride_b
     dt_ptr += direction * dt_stride_dir + b * dt_stride_b
     later = round_tf32(dstate, PRECISION, FAST)
+    weight = bias
+    if RANK > 0:
+        weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
     reverse = direction == 1 or REVERSE
     for i in range(begin, end):
         n = tl.where(reverse, i, begin + end - 1 - i)
         dstate, later, dskip, dbias = _chunk_backward(
-            dstate, later, dskip, dbias, bias, skip, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
+            dstate, later, dskip, dbias, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
             keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
             n, chunks, d, block, channel, z_stride_b, direction, reverse, DIRECTIONS, REVERSE,
-            x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+            x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
     tl.store(dskip_ptr + lane, dskip, mask=d < D)
     tl.store(dbias_ptr + lane, dbias, mask=d < D)
@@ -371,12 +382,12 @@ def _backward_direction(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def _backward_kernel(
-    x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
     states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
     B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
     z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
-    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through one of the directions."""
     DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
@@ -384,29 +395,21 @@ def _backward_kernel(
     b, split, direction, block = place_of_program(num_splits, DIRECTIONS, BLOCKS)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     _backward_direction(
-        x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+        x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
         states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr,
         dinitial_ptr, B, L, b, split, num_splits, split_chunks, d, block, x_stride_dir, x_stride_b,
         dt_stride_dir, dt_stride_b, z_stride_b, direction if DIRECTIONS == 2 else 0, DIRECTIONS, REVERSE,
-        x_stride_l, dt_stride_l, z_stride_l, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+        x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
     )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------- plan
 
 
-# Largest rank of step sizes that the forward kernel makes; twice that would use up its shared memory.
+# Largest rank of step sizes that the kernels make; twice that would use up their shared memory.
 _MOST_RANK = 64
 # Cost of the summary per start state, as a share of the kernel's cost.
 _SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the sum of both directions, given the dtype of x.
-
-    For bfloat16, the first direction's part and the saved sum are rounded to it; float16 lacks the range.
-    """
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def _splits(spread: Spread, block_d: int) -> dict[str, int]:
@@ -421,7 +424,7 @@ class ChunkPlan(ScanPlan):
 
     def __init__(self, key: ScanKey) -> None:
         super().__init__(key)
-        self.block_m, self.sum_dtype = padded_states(key.states), sum_dtype(key.dtype)
+        self.block_m, self.sum_dtype = padded_states(key.states), saved_dtype(key.dtype)
         precision = tuning.dot_precision(key.dtype)
         backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
         ahead, back = (
@@ -430,20 +433,22 @@ class ChunkPlan(ScanPlan):
         )
         self.num_splits, self.blocks = back.num_splits, back.blocks
         # With splits, step sizes are made beforehand: a summary would make them once per state.
-        self.makes_steps = ahead.num_splits == 1 and 0 < (key.rank or 0) <= _MOST_RANK
+        low = 0 < (key.rank or 0) <= _MOST_RANK
+        self.makes_steps = low and ahead.num_splits == 1, low and back.num_splits == 1
         of_keys = {
             "B": self.B, "L": self.L, "REVERSE": self.reverse, "BLOCK_M": self.block_m,
             "PRECISION": precision, "FAST": tuning.fast(key.device),
         }  # fmt: skip
         shared = of_keys | self.strides("x", "dt", "z") | {"D": self.D}
-        shared_back = shared | self.strides("z", back=True)
+        shared_back = shared | self.strides("dt", "z", back=True)
+        ranks = [key.rank if makes else 0 for makes in self.makes_steps]
         self.forward_kernel = Kernel(
             _forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
-            **_splits(ahead, ahead.block_d), RANK=key.rank if self.makes_steps else 0,
+            **_splits(ahead, ahead.block_d), RANK=ranks[0],
         )  # fmt: skip
         self.backward_kernel = Kernel(
             _backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,
-            **shared_back, **_splits(back, back.block_d),
+            **shared_back, **_splits(back, back.block_d), RANK=ranks[1],
         )  # fmt: skip
         sequences, keys = (
             self.N * self.B * self.chunks,
@@ -493,12 +498,8 @@ class ChunkPlan(ScanPlan):
         }
         self._pack(args.k, q_ptr=args.q, k_ptr=args.k, **packed)
         bias = args.bias.contiguous()
-        return {"x_ptr": args.x, "dt_ptr": args.dt, "z_ptr": args.z, "bias_ptr": bias, **packed}
-
-    def forward_inputs(self, args: ScanArgs) -> tuple[ScanArgs, dict[str, Tensor | None]]:
-        if not self.makes_steps:
-            return super().forward_inputs(args)[0], {"dt_weight_ptr": None}
-        return args, {"dt_weight_ptr": args.dt_weight.to(args.dt.dtype).contiguous()}
+        of_steps = {"dt_ptr": args.dt, "dt_weight_ptr": args.dt_weight, "bias_ptr": bias}
+        return {"x_ptr": args.x, "z_ptr": args.z, **of_steps, **packed}
 
     def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
@@ -508,6 +509,7 @@ class ChunkPlan(ScanPlan):
             return start
         lead = (self.N, self.B, num_splits)
         summary = self.empty_states(*lead, self.key.states + 1)
+        inputs = {name: t for name, t in inputs.items() if name != "dt_weight_ptr"}
         summarise(summary, **inputs, dout_ptr=dout, summary_ptr=summary)
         states_of_splits = self.empty_states(*lead)
         carry(summary, summary_ptr=summary, start_ptr=start, split_states_ptr=states_of_splits)

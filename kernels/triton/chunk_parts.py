@@ -59,7 +59,7 @@ def split_state(
 def store_states(pointer, lane, state, d, limit, BLOCK_M: tl.constexpr):
     """Store the states [BLOCK_D, BLOCK_M] of the channels below a limit."""
     row = pointer + lane[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    tl.store(row, state, mask=(d < limit)[:, None])
+    tl.store(row, state.to(pointer.dtype.element_ty), mask=(d < limit)[:, None])
 
 
 @triton.jit

@@ -69,12 +69,13 @@ def _state_rows(pointer, channel, SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_states(pointer, channel, mask, D: tl.constexpr, M: tl.constexpr):
-    """Load a tuple of M states of channels from (M / 4, D, 4), 16, 8 or 4 at a time."""
+    """Load a tuple of M states of channels in float32 from (M / 4, D, 4), 16, 8 or 4 at a time."""
     SIZE: tl.constexpr = min(M & -M, 16)
     states = ()
     for first in tl.static_range(0, M, SIZE):
         rows = _state_rows(pointer + first * D, channel, SIZE, D)
-        tile = tl.permute(tl.load(rows, mask=mask[None, :, None], other=0.0), (1, 0, 2))
+        tile = tl.load(rows, mask=mask[None, :, None], other=0.0).to(tl.float32)
+        tile = tl.permute(tile, (1, 0, 2))
         states += columns(tl.reshape(tile, (channel.shape[0], SIZE)), SIZE)
     return states
 
@@ -87,7 +88,7 @@ def store_states(pointer, states, channel, mask, D: tl.constexpr, M: tl.constexp
         tile = join_columns(states[first : first + SIZE], SIZE)
         tile = tl.permute(tl.reshape(tile, (channel.shape[0], SIZE // 4, 4)), (1, 0, 2))
         rows = _state_rows(pointer + first * D, channel, SIZE, D)
-        tl.store(rows, tile, mask=mask[None, :, None])
+        tl.store(rows, tile.to(pointer.dtype.element_ty), mask=mask[None, :, None])
 
 
 @triton.jit

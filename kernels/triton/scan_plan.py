@@ -34,6 +34,14 @@ class Spread(NamedTuple):
     split_chunks: int
 
 
+def saved_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of states that are kept for the backward pass, given that of x.
+
+    bfloat16 for bfloat16: less error than by rounding x, keys and queries to it. float16 lacks the range.
+    """
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
 class ScanPlan:
     """Launches of a scan in N directions; letters as in ``kernels.args``, S splits.
 
@@ -82,10 +90,8 @@ class ScanPlan:
         """Return the arguments of all kernels over tokens, with keys and queries packed."""
         raise NotImplementedError
 
-    def forward_inputs(self, args: ScanArgs) -> tuple[ScanArgs, dict[str, Tensor | None]]:
-        """Return the arguments, with step sizes for the forward kernel, and inputs that only it takes."""
-        dt = dt_proj(args.dt, args.dt_weight)
-        return args._replace(dt=dt, dt_weight=None), {}
+    makes_steps: tuple[bool, bool] = (False, False)
+    """Whether the kernels of the forward and of the backward pass compute step sizes from low-rank ones."""
 
     def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
@@ -155,7 +161,7 @@ class ScanPlan:
         found = dict(self._strides)
         if back and self.N == 2 and not self.writes_dz:
             found["z"] = (self.L * self.D, self.D, 1)
-        if self.key.rank is not None and not self.makes_steps:
+        if self.key.rank is not None and not self.makes_steps[back]:
             found["dt"] = (self.B * self.L * self.D, self.L * self.D, self.D)
         axes = {"z": ("b", "l")}
         return {
@@ -164,18 +170,22 @@ class ScanPlan:
             for axis, stride in zip(axes.get(name, ("dir", "b", "l")), found[name], strict=False)
         }
 
-    def prepared(self, args: ScanArgs) -> ScanArgs:
-        """Return arguments for the kernels: enough tokens, contiguous channels, no absent weight."""
+    def prepared(self, args: ScanArgs, back: bool) -> ScanArgs:
+        """Return arguments for the kernels of a pass: enough tokens, contiguous channels, no absent weight.
+
+        Step sizes of low rank are multiplied with their weight, unless the kernels do it.
+        """
         found = {}
         for name in self._copied:
             found[name] = _padded(getattr(args, name), self.missing).contiguous()
+        if args.dt_weight is not None:
+            weight, dt = args.dt_weight.to(self.key.dtype).contiguous(), found.get("dt", args.dt)
+            made = (dt, weight) if self.makes_steps[back] else (dt_proj(dt, weight), None)
+            found["dt"], found["dt_weight"] = made
         for name in ("D", "bias"):
             if getattr(args, name) is None:
                 found[name] = self.empty(self.N, self.D).zero_()
         return args._replace(**found) if found else args
-
-    makes_steps = False
-    """Whether the forward kernel computes step sizes from low-rank ones."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised tensor."""
@@ -189,16 +199,19 @@ class ScanPlan:
         self, args: ScanArgs, save: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the output, the last state, the sum of both directions and states, as ``reference.scan``."""
-        args, more = self.forward_inputs(self.prepared(args))
+        args = self.prepared(args, back=False)
         inputs = self.inputs(args)
         split_states = self.split_states(inputs, self.to_kernel(args.initial_state), None)
         rows = (self.B, self.L, self.D)
         out = self.empty(*rows, dtype=self.key.dtype)
         y_pre_gate = self.empty(*rows, dtype=self.sum_dtype) if self.N == 2 else None
         final = self.empty_states(1, self.B) if self.N == 1 else None
-        states = self.empty_states(self.N, self.B, self.chunks) if save else None
+        states = None
+        if save:
+            shape = self.state_shape(self.N, self.B, self.chunks)
+            states = self.empty(*shape, dtype=saved_dtype(self.key.dtype))
         self.forward_kernel(
-            out, **inputs, **more, skip_ptr=args.D.contiguous(), split_states_ptr=split_states, y_ptr=y_pre_gate,
+            out, **inputs, skip_ptr=args.D.contiguous(), split_states_ptr=split_states, y_ptr=y_pre_gate,
             out_ptr=out, states_ptr=states, final_ptr=final,
         )  # fmt: skip
         final = None if final is None else self.from_kernel(final)
@@ -215,9 +228,9 @@ class ScanPlan:
     ) -> ScanArgs:
         """Return the gradients of ``forward``, given the gradients of its output and its last state.
 
-        The gradient for z is written to ``dz``, if given.
+        That for dt is of the step sizes in full. That for z is written to ``dz``, if given.
         """
-        args = self.prepared(given)
+        args = self.prepared(given, back=True)
         y_pre_gate, states = self.forward(given, True)[2:] if saved is None else saved
         y_pre_gate = None if y_pre_gate is None else _padded(y_pre_gate, self.missing)
         if self.N == 2 and not self.writes_dz:

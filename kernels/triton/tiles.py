@@ -203,10 +203,10 @@ def load_ranks(pointer, mask, RANK: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def load_states(pointer, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load a tile [BLOCK_D, ...] of states, zero for channels beyond D."""
+    """Load a tile [BLOCK_D, ...] of states in float32, zero for channels beyond D."""
     if D % BLOCK_D == 0:
-        return tl.load(pointer)
-    return tl.load(pointer, mask=(d < D)[:, None], other=0.0)
+        return tl.load(pointer).to(tl.float32)
+    return tl.load(pointer, mask=(d < D)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -16,9 +16,10 @@ from tests.kernels.scans import (
     assert_same_bits,
     plan_of,
     random_args,
+    random_gradients,
     results_of,
 )
-from vil.kernels import registration
+from vil.kernels import reference, registration
 from vil.kernels.args import ScanArgs
 from vil.kernels.ops import RECURRENCES
 from vil.kernels.plan import forget_plans
@@ -158,6 +159,22 @@ def test_low_precision_is_rounded_once(recurrence: str, N: int, dtype: torch.dty
 
 
 @each
+def test_saved_states_err_less_than_rounded_inputs(recurrence: str) -> None:
+    """In gradients of parameters, which sum over many states: those of inputs are rounded themselves."""
+    args = args_of(recurrence, (1, 67, 32, 16), dtype=torch.float64)
+    rounded = args_of(recurrence, (1, 67, 32, 16), dtype=torch.bfloat16)
+    grads = random_gradients(rounded)[0].double(), None
+    unrounded = results_of(reference, args, recurrence, grads=grads)
+    truth = results_of(reference, rounded.to(torch.float64), recurrence, grads=grads)
+    found = results_of(backend, rounded, recurrence)
+    for name in ("A", "bias") if recurrence == "mamba" else ("bias",):
+        error, of_inputs = (
+            (r[name].double() - truth[name]).norm().item() for r in (found, unrounded)
+        )
+        assert 0 < 3 * error < of_inputs, f"{name}: {error}, {of_inputs}"
+
+
+@each
 @pytest.mark.parametrize("kappa_scale", [0.0, 1e3])
 def test_extreme_inputs_stay_finite_and_right(recurrence: str, kappa_scale: float) -> None:
     args = args_of(recurrence, (1, 18, 32, 4))
@@ -205,7 +222,8 @@ def test_operators_know_what_is_saved(
 ) -> None:
     args = args_of(recurrence, (1, 1, 4, 4), N, dtype)
     _, _, y_pre_gate, states = plan_of(backend, args, recurrence).forward(args, True)
-    y_pre_gate = args.x.new_empty(0, dtype=torch.float32) if y_pre_gate is None else y_pre_gate
+    summed = states.dtype if recurrence == EXACT else torch.float32
+    y_pre_gate = args.x.new_empty(0, dtype=summed) if y_pre_gate is None else y_pre_gate
     monkeypatch.setattr(registration, "_are_kept", lambda device: True)
     shapes = registration.saved_shapes(args.x, args.k, recurrence)
     assert shapes == tuple((t.shape, t.dtype) for t in (y_pre_gate, states))
