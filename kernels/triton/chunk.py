@@ -151,20 +151,15 @@ def _forward_kernel(
     """
     b, split, _, block = place_of_program(num_splits, 1, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    _forward_direction(
-        x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
-        out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
-        x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-        0, REVERSE, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
-    )  # fmt: skip
-    if z_ptr is not None:
-        # Lets a lane read the sum that it wrote, for any layout.
-        tl.debug_barrier()
+    for direction in tl.static_range(1 if z_ptr is None else 2):
+        if direction == 1:
+            tl.debug_barrier()  # lets a lane read the sum that it wrote, for any layout
         _forward_direction(
-            x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-            y_ptr, out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
+            x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
+            out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
             x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-            1, True, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
+            direction, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D,
+            BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
 
 
@@ -333,24 +328,28 @@ def _chunk_backward(
     return dstate, later, dskip, dbias
 
 
-@triton.jit
-def _backward_direction(
+@triton.jit(do_not_specialize=RUN_TIME)
+def _backward_kernel(
     x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
     states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
-    B, L, b, split, num_splits, split_chunks, d, block,
-    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b, direction,
-    DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
-    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
+    z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
+    z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through one direction of one split of one batch element and block of channels.
 
     Of two directions, direction 0 also writes the gradient of the gate.
     """
+    DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    b, split, direction, block = place_of_program(num_splits, DIRECTIONS, BLOCKS)
+    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    direction = direction if DIRECTIONS == 2 else 0
+    mask = token_mask(0, 1, d, D, BLOCK_D)
     chunks, begin = tl.cdiv(L, 16), split * split_chunks
     end = tl.minimum(begin + split_chunks, chunks)
     lane = ((direction * B + b) * num_splits + split) * D + d
-    mask = token_mask(0, 1, d, D, BLOCK_D)
     channel = mask[None, :]
     dstate = split_state(split_states_ptr, lane, d, D, BLOCK_D, BLOCK_M)
     bias = load_row(bias_ptr + direction * D + d, mask)
@@ -378,29 +377,6 @@ def _backward_direction(
     if dinitial_ptr is not None:
         left = tl.where(reverse, chunks - end, begin)
         store_states(dinitial_ptr, b * D + d, dstate, d, tl.where(left == 0, D, 0), BLOCK_M)
-
-
-@triton.jit(do_not_specialize=RUN_TIME)
-def _backward_kernel(
-    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
-    B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
-    z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
-    z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Backpropagate through one of the directions."""
-    DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
-    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    b, split, direction, block = place_of_program(num_splits, DIRECTIONS, BLOCKS)
-    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    _backward_direction(
-        x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-        states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr,
-        dinitial_ptr, B, L, b, split, num_splits, split_chunks, d, block, x_stride_dir, x_stride_b,
-        dt_stride_dir, dt_stride_b, z_stride_b, direction if DIRECTIONS == 2 else 0, DIRECTIONS, REVERSE,
-        x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
-    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------- plan

@@ -30,51 +30,6 @@ BACKWARD_PROGRAMS = 1024
 
 
 @triton.jit
-def _inside(row, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr):
-    """Return the mask of rows, given by number, and channels that are in the sequence."""
-    token = first + (row - BEFORE)
-    # ``first`` is in the sequence, so a row can leave it on one side only.
-    inside = tl.where(row < BEFORE, token >= 0, token < L)
-    return inside[:, None] & (channel < D)[None, :]
-
-
-@triton.jit
-def _load_rows(
-    row_ptr, stride_l, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr,
-    START: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
-    """Return rows START to END, each [BLOCK_D] in float32; the first BEFORE rows precede token ``first``.
-
-    ``row_ptr`` points at the channels of token ``first``. Rows outside the sequence are zeros. Rows are
-    loaded in tiles of 16, 8, 4, 2 and 1, so that the compiler has few accesses to analyse.
-    """
-    rows = ()
-    for bit in tl.static_range(5):
-        if (END - START) & (16 >> bit):
-            row = START + (END - START) // (32 >> bit) * (32 >> bit) + tl.arange(0, 16 >> bit)
-            tile = tl.load(
-                row_ptr[None, :] + ((row - BEFORE) * stride_l)[:, None],
-                mask=_inside(row, first, L, channel, D, BEFORE),
-                other=0.0,
-            ).to(tl.float32)
-            for i in tl.static_range(16 >> bit):
-                rows += (one_row(tile, i),)
-    return rows
-
-
-@triton.jit
-def _store_rows(row_ptr, stride_l, rows, FIRST: tl.constexpr, first, L, channel, D: tl.constexpr):
-    """Store four rows from row FIRST on; ``row_ptr`` points at the channels of row 0."""
-    row = tl.arange(0, 4)
-    tile = tl.zeros((4, channel.shape[0]), tl.float32)
-    for i in tl.static_range(4):
-        tile = tl.where(row[:, None] == i, rows[i][None, :], tile)
-    mask = _inside(FIRST + row, first, L, channel, D, 0)
-    rows = row_ptr[None, :] + ((FIRST + row) * stride_l)[:, None]
-    tl.store(rows, tile.to(row_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _in_every_lane(number, FAST: tl.constexpr):
     """Return a number in a form that hides from the compiler that all lanes agree on it.
 
@@ -125,38 +80,61 @@ def _joined(scalars, START: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _gather_rows(
-    row_ptr, stride_l, order, channel, D: tl.constexpr, START: tl.constexpr, END: tl.constexpr
-):
-    """Return rows START to END like ``_load_rows``, for the tokens in ``order``.
+def _rows(
+    row_ptr, stride_l, order, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr,
+    HALO: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to SIZE rows of channels from row START on, and the mask of those in the sequence.
 
-    ``row_ptr`` points at the channels of token 0. A row without a token is zeros.
+    The first BEFORE rows precede token ``first``, at whose channels ``row_ptr`` points. Given an order, whose
+    first HALO entries precede the tile, ``row_ptr`` points at the channels of token 0.
+    """
+    if order is None:
+        row = START + tl.arange(0, SIZE)
+        token = first + (row - BEFORE)
+        # ``first`` is in the sequence, so a row can leave it on one side only.
+        inside = tl.where(row < BEFORE, token >= 0, token < L)
+        offset = (row - BEFORE) * stride_l
+    else:
+        token = _joined(order, START + HALO - BEFORE, SIZE)
+        inside, offset = token >= 0, token.to(tl.int64) * stride_l
+    return row_ptr[None, :] + offset[:, None], inside[:, None] & (channel < D)[None, :]
+
+
+@triton.jit
+def _load_rows(
+    row_ptr, stride_l, order, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr,
+    HALO: tl.constexpr, START: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
+    """Return rows START to END of ``_rows``, each [BLOCK_D] in float32, zeros outside the sequence.
+
+    Rows are loaded in tiles of 16, 8, 4, 2 and 1, so that the compiler has few accesses to analyse.
     """
     rows = ()
     for bit in tl.static_range(5):
         if (END - START) & (16 >> bit):
-            token = _joined(order, START + (END - START) // (32 >> bit) * (32 >> bit), 16 >> bit)
-            tile = tl.load(
-                row_ptr[None, :] + (token.to(tl.int64) * stride_l)[:, None],
-                mask=(token >= 0)[:, None] & (channel < D)[None, :],
-                other=0.0,
-            ).to(tl.float32)
+            pointers, mask = _rows(
+                row_ptr, stride_l, order, first, L, channel, D, BEFORE, HALO,
+                START + (END - START) // (32 >> bit) * (32 >> bit), 16 >> bit,
+            )  # fmt: skip
+            tile = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
             for i in tl.static_range(16 >> bit):
                 rows += (one_row(tile, i),)
     return rows
 
 
 @triton.jit
-def _scatter_rows(row_ptr, stride_l, rows, order, START: tl.constexpr, channel, D: tl.constexpr):
-    """Store four rows to the tokens in ``order`` from START on."""
+def _store_rows(
+    row_ptr, stride_l, order, rows, first, L, channel, D: tl.constexpr, HALO: tl.constexpr,
+    START: tl.constexpr,
+):  # fmt: skip
+    """Store four rows of ``_rows``, of which none precedes token ``first``, from row START on."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
     for i in tl.static_range(4):
         tile = tl.where(row[:, None] == i, rows[i][None, :], tile)
-    token = _joined(order, START, 4)
-    mask = (token >= 0)[:, None] & (channel < D)[None, :]
-    rows = row_ptr[None, :] + (token.to(tl.int64) * stride_l)[:, None]
-    tl.store(rows, tile.to(row_ptr.dtype.element_ty), mask=mask)
+    pointers, mask = _rows(row_ptr, stride_l, order, first, L, channel, D, 0, HALO, START, 4)
+    tl.store(pointers, tile.to(row_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -214,16 +192,15 @@ def _forward_kernel(
 
     taps_0, bias_0, taps_1, bias_1 = _load_parameters(weight_ptr, bias_ptr, channel, D, K)
     direction = tl.cast(B, tl.int64) * L * D
+    order = None
+    x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
+    out_row_0 = out_ptr + UNIT * (batch * L * stride_l) + channel
     if order_ptr is None:
-        x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
-        x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, K - 1, 0, ROWS)
-        out_row_0 = out_ptr + UNIT * ((batch * L + first) * stride_l) + channel
+        x_row += UNIT * (first.to(tl.int64) * x_stride_l)
+        out_row_0 += UNIT * (first.to(tl.int64) * stride_l)
     else:
-        order_ptr += _in_every_lane(first, FAST)
-        order = _load_order(order_ptr, first, positions, K - 1, ROWS)
-        x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
-        x = _gather_rows(x_row, UNIT * x_stride_l, order, channel, D, 0, ROWS)
-        out_row_0 = out_ptr + UNIT * (batch * L * stride_l) + channel
+        order = _load_order(order_ptr + _in_every_lane(first, FAST), first, positions, K - 1, ROWS)
+    x = _load_rows(x_row, UNIT * x_stride_l, order, first, L, channel, D, K - 1, K - 1, 0, ROWS)
     out_row_1 = out_row_0 + direction
     out_0, out_1 = (), ()
     for row in tl.static_range(BLOCK_L):
@@ -235,12 +212,8 @@ def _forward_kernel(
         out_0 += (v_0 * sigmoid(v_0, 1.0, FAST),)
         out_1 += (v_1 * sigmoid(v_1, 1.0, FAST),)
         if row % 4 == 3:
-            if order_ptr is None:
-                _store_rows(out_row_0, D, out_0, row - 3, first, L, channel, D)
-                _store_rows(out_row_1, D, out_1, row - 3, first, L, channel, D)
-            else:
-                _scatter_rows(out_row_0, D, out_0, order, row - 4 + K, channel, D)
-                _scatter_rows(out_row_1, D, out_1, order, row - 4 + K, channel, D)
+            _store_rows(out_row_0, D, order, out_0, first, L, channel, D, K - 1, row - 3)
+            _store_rows(out_row_1, D, order, out_1, first, L, channel, D, K - 1, row - 3)
             out_0, out_1 = (), ()
 
 
@@ -289,19 +262,21 @@ def _backward_kernel(
     for tile in range(program, B * tiles_per_sequence, num_programs):
         batch = (tile // tiles_per_sequence).to(tl.int64)
         first = (tile % tiles_per_sequence) * BLOCK_L
+        order = None
+        x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
+        dx_row = dx_ptr + UNIT * (batch * dx_stride_b) + channel
+        offset = UNIT * (batch * L * stride_l) + channel
         if order_ptr is None:
-            x_row = x_ptr + UNIT * (batch * x_stride_b + first.to(tl.int64) * x_stride_l) + channel
-            x = _load_rows(x_row, UNIT * x_stride_l, first, L, channel, D, HALO, 0, 2 * HALO)
-            offset = UNIT * ((batch * L + first) * stride_l) + channel
-            dx_row = dx_ptr + UNIT * (batch * dx_stride_b + first.to(tl.int64) * dx_stride_l)
+            x_row += UNIT * (first.to(tl.int64) * x_stride_l)
+            dx_row += UNIT * (first.to(tl.int64) * dx_stride_l)
+            offset += UNIT * (first.to(tl.int64) * stride_l)
         else:
-            order_row = order_ptr + _in_every_lane(first, FAST)
-            order = _load_order(order_row, first, positions, HALO, BLOCK_L + 2 * HALO)
-            x_row = x_ptr + UNIT * (batch * x_stride_b) + channel
-            x = _gather_rows(x_row, UNIT * x_stride_l, order, channel, D, 0, 2 * HALO)
-            offset = UNIT * (batch * L * stride_l) + channel
-            dx_row = dx_ptr + UNIT * (batch * dx_stride_b)
-        dx_row += channel
+            order = _load_order(
+                order_ptr + _in_every_lane(first, FAST), first, positions, HALO, BLOCK_L + 2 * HALO
+            )
+        x = _load_rows(
+            x_row, UNIT * x_stride_l, order, first, L, channel, D, HALO, HALO, 0, 2 * HALO
+        )
         grad_row_0, grad_row_1 = grad_ptr + offset, grad_ptr + direction + offset
         grad_0, grad_1 = (), ()
         dv_0 = ()
@@ -309,29 +284,36 @@ def _backward_kernel(
         dxs = ()
         for i in tl.static_range(BLOCK_L + HALO):
             if i % 4 == 0:  # four rows ahead: more would cost registers
-                if order_ptr is None:
-                    x += _load_rows(
-                        x_row, UNIT * x_stride_l, first, L, channel, D, HALO,
-                        i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
-                    )  # fmt: skip
-                    grad_0 += _load_rows(
-                        grad_row_0, D, first, L, channel, D, 0, i, min(i + 4, BLOCK_L + HALO)
-                    )
-                    grad_1 += _load_rows(
-                        grad_row_1, D, first, L, channel, D, HALO, i, min(i + 4, BLOCK_L + HALO)
-                    )
-                else:
-                    x += _gather_rows(
-                        x_row, UNIT * x_stride_l, order, channel, D,
-                        i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
-                    )  # fmt: skip
-                    grad_0 += _gather_rows(
-                        grad_row_0, D, order, channel, D,
-                        i + HALO, min(i + 4, BLOCK_L + HALO) + HALO,
-                    )  # fmt: skip
-                    grad_1 += _gather_rows(
-                        grad_row_1, D, order, channel, D, i, min(i + 4, BLOCK_L + HALO)
-                    )
+                x += _load_rows(
+                    x_row, UNIT * x_stride_l, order, first, L, channel, D, HALO, HALO,
+                    i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
+                )  # fmt: skip
+                grad_0 += _load_rows(
+                    grad_row_0,
+                    D,
+                    order,
+                    first,
+                    L,
+                    channel,
+                    D,
+                    0,
+                    HALO,
+                    i,
+                    min(i + 4, BLOCK_L + HALO),
+                )
+                grad_1 += _load_rows(
+                    grad_row_1,
+                    D,
+                    order,
+                    first,
+                    L,
+                    channel,
+                    D,
+                    HALO,
+                    HALO,
+                    i,
+                    min(i + 4, BLOCK_L + HALO),
+                )
             v_0 = bias_0
             v_1 = bias_1
             for tap in tl.static_range(K):
@@ -363,12 +345,18 @@ def _backward_kernel(
                     dx += taps_1[tap] * dv_1[i - HALO + tap]
                 dxs += (dx,)
                 if (i - HALO) % 4 == 3:
-                    if order_ptr is None:
-                        _store_rows(
-                            dx_row, UNIT * dx_stride_l, dxs, i - HALO - 3, first, L, channel, D
-                        )
-                    else:
-                        _scatter_rows(dx_row, UNIT * dx_stride_l, dxs, order, i - 3, channel, D)
+                    _store_rows(
+                        dx_row,
+                        UNIT * dx_stride_l,
+                        order,
+                        dxs,
+                        first,
+                        L,
+                        channel,
+                        D,
+                        HALO,
+                        i - HALO - 3,
+                    )
                     dxs = ()
 
     mask = channel < D

@@ -13,8 +13,6 @@ import torch
 import triton
 from torch import Tensor
 
-from vil.kernels.triton import compile_lock
-
 _record: "list[Launch] | None" = None
 
 
@@ -53,7 +51,6 @@ class Kernel:
     ) -> None:
         options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": enable_fp_fusion}
         self.function, self.programs, self.constants = function, programs, constants | options
-        self._was_launched = False
 
     def __call__(self, on: Tensor, **tensors: Any) -> None:
         """Launch the kernel on the device of ``on``, with the given tensors."""
@@ -61,12 +58,7 @@ class Kernel:
             _record.append(Launch(self.function, tensors | self.constants))
             return
         with torch.cuda.device_of(on):
-            if self._was_launched:
-                self.function[(self.programs,)](**tensors, **self.constants)
-                return
-            with compile_lock.held(self.function.__name__):
-                self.function[(self.programs,)](**tensors, **self.constants)
-            self._was_launched = True
+            self.function[(self.programs,)](**tensors, **self.constants)
 
 
 @contextlib.contextmanager

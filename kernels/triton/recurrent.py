@@ -150,22 +150,15 @@ def _forward_kernel(
     """
     block, split, _, b = place_of_program(num_splits, B, D, BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    _forward_direction(
-        x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
-        y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
-        x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
-        z_stride_b, z_stride_l,
-        0, N, REVERSE, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
-    )  # fmt: skip
-    if N == 2:
-        # Lets a lane read the y that it wrote, for any layout.
-        tl.debug_barrier()
+    for direction in tl.static_range(N):
+        if direction == 1:
+            tl.debug_barrier()  # lets a lane read the y that it wrote, for any layout
         _forward_direction(
             x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
             y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
-            1, N, 1, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
+            direction, N, 1 if direction == 1 else REVERSE, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
         )  # fmt: skip
 
 
