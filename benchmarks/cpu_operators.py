@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import build
 from benchmarks.provenance import environment, processor
-from vil.profile import PASSES, step_of
+from benchmarks.steps import PASSES, step_of
 from vil.training.files import write_text
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")

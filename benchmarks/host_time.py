@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 import vil  # noqa: F401  (registers the models)
 from benchmarks.provenance import environment
+from benchmarks.steps import in_turns
 from vil.kernels import backends
 from vil.kernels.plan import forget_plans
-from vil.profile import in_turns
 from vil.training.files import write_text
 
 ROUTES, PASSES = ("cpu", "triton"), ("inference", "forward", "forward + backward")

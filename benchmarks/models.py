@@ -5,7 +5,7 @@
         [--dtype float32] [--threads 1] [--clock wall] [--rounds 5] [--seconds N] [--output FILE.json]
 
 A cell is a size, a batch, a pass and a way. It is a process of its own, in which all models take turns, round by round
-(``vil.profile``), so that a drift of the machine's speed hits all alike. A row has the median over rounds, and the
+(``benchmarks.steps``), so that a drift of the machine's speed hits all alike. A row has the median over rounds, and the
 median of the ratios to the first model, round by round.
 
     passes   inference, or training: forward, cross-entropy, backward and AdamW
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 import vil  # noqa: F401  (registers the models)
 from benchmarks.budget import UNFINISHED, Budget, add_seconds
 from benchmarks.provenance import environment
-from vil.profile import PASSES, Step, in_turns, step_of, watch_memory
+from benchmarks.steps import PASSES, Step, in_turns, step_of, watch_memory
 from vil.training.files import write_text
 from vil.weights.build import create
 from vil.weights.files import is_own

@@ -50,7 +50,6 @@ SHORTER = {
     "python train_imagenet.py --config configs/fashion_mnist.yaml": f"{SMALL} --data.path photos "
     "--data.val-fraction 0.5 --model.num-classes 2 --data.batch-size 8",
     "python train_imagenet.py --config configs/fractals_small.yaml": f"{SMALL} --model.num-classes 2",
-    "python -m vil.profile": "--img-size 64 --rounds 1",
     "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
     "--num-workers 0 --precision 32-true --model-kwargs embed_dim=16 depth=4 --pyramid-blocks 0 1 2 3",
 }
