@@ -1,4 +1,4 @@
-"""Arguments and compute dtype of a scan, shared by all backends."""
+"""Arguments and dtypes of a scan, shared by all backends."""
 
 from typing import NamedTuple
 
@@ -46,3 +46,11 @@ class ScanArgs(NamedTuple):
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of states and sums: float64 if x is float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of states that are kept for the backward pass on a GPU, given that of x.
+
+    bfloat16 for bfloat16: rounding x, keys and queries to it makes a larger error. float16 lacks the range.
+    """
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

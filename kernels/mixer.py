@@ -86,18 +86,11 @@ class MixerPlan:
         self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
         x_dbl = (B * L * columns, L * columns, columns, 1)
         kappa_scale = DtScale.kappa_scale_of(key.recurrence, self.tokens_per_ref)
-        self.scan = key.backend.scan_plan(
-            ScanKey(
-                *(key.recurrence, False, kappa_scale, (2, B, L, E), M, R),
-                *(
-                    (self.conv.out_strides, x_dbl, x_dbl, x_dbl, half),
-                    False,
-                    key.dtype,
-                    key.device,
-                    one,
-                ),
-            )
-        )
+        strides = (self.conv.out_strides, x_dbl, x_dbl, x_dbl, half)
+        described = ScanKey(
+            key.recurrence, False, kappa_scale, (2, B, L, E), M, R, strides, False, key.dtype, key.device, one
+        )  # fmt: skip
+        self.scan = key.backend.scan_plan(described)
         self.arena = getattr(key.backend, "arena", contextlib.nullcontext)
 
 

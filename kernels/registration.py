@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from vil.kernels import mixer
-from vil.kernels.args import ScanArgs, compute_dtype
+from vil.kernels.args import ScanArgs, compute_dtype, kept_dtype
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
     check_conv,
@@ -108,7 +108,7 @@ def saved_shapes(
         return ((0,), compute), ((0,), compute)
     lead = (N, B, -(-L // 16))  # chunks
     states = (*lead, D, max(16, 1 << (M - 1).bit_length())) if exact else (*lead, -(-M // 4), D, 4)
-    kept = torch.bfloat16 if x.dtype == torch.bfloat16 else compute
+    kept = kept_dtype(x.dtype)
     return ((B, L, D) if N == 2 else (0,), kept if exact else compute), (states, kept)
 
 

@@ -1,7 +1,7 @@
 """Size models: ``python -m vil.profile [MODEL ...] [--img-size PX]``.
 
-Prints parameters and multiply-adds of one image, scans included, for any models of timm; without a name, for those of
-this package. Exit status: 0, or 2 if timm has no such model, or the model refuses the size.
+Prints parameters and multiply-adds for one image, scans included. Takes any models of timm; without a name, it lists
+the models of this package. Exit status: 0, or 2 if timm has no such model, or the model refuses the size.
 
 PyTorch's FlopCounterMode supports the operators as soon as ``vil`` is imported. ``fvcore_handles`` and
 ``calflops_hooks`` return what those packages need to count them. For time and memory, see docs/speed.md.

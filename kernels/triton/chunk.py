@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels.args import ScanArgs
+from vil.kernels.args import ScanArgs, kept_dtype
 from vil.kernels.plan import ScanKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.chunk_parts import (
@@ -39,7 +39,7 @@ from vil.kernels.triton.chunk_parts import (
 )
 from vil.kernels.triton.chunk_splits import carry_kernel, summary_kernel
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.scan_plan import ScanPlan, Spread, saved_dtype
+from vil.kernels.triton.scan_plan import ScanPlan, Spread
 from vil.kernels.triton.tiles import (
     asm_identity,
     broadcast_rows,
@@ -265,18 +265,18 @@ def _chunk_backward(
         z_row, dz_row, y_row = z_ptr + gate, dz_ptr + gate, y_ptr + token + d
         divisor = kappa_ptr + chunk * (2 * T) + T
     # All loads go out before the gate is computed.
-    if RANK > 0:
+    if weight is not None:
         tokens = first + tl.where(reverse, -t16, t16)
         low = load_ranks(dt_ptr + tokens * dt_stride_l, t16 < T, RANK, FAST)
     if DIRECTIONS == 1:
         x = load_rows(x_row, sign * x_stride_l, channel)
-        if RANK == 0:
+        if weight is None:
             dt = load_rows(dt_row, sign * dt_stride_l, channel)
         alive = row_mask(num_valid, d, not REVERSE, D, BLOCK_D)
         dy = load_rows(dout_row, sign * D, alive)
     elif direction == 0:
         x = load_rows(x_row, x_stride_l, channel)
-        if RANK == 0:
+        if weight is None:
             dt = load_rows(dt_row, dt_stride_l, channel)
         dy = _through_gate(
             dout_row, y_row, z_row, dz_row, divisor, num_valid, d, channel, z_stride_l, D, True,
@@ -284,13 +284,13 @@ def _chunk_backward(
         )  # fmt: skip
     else:
         x = load_rows(x_row, -x_stride_l, channel)
-        if RANK == 0:
+        if weight is None:
             dt = load_rows(dt_row, -dt_stride_l, channel)
         dy = _through_gate(
             dout_row, y_row, z_row, dz_row, divisor, num_valid, d, channel, -z_stride_l, -D, False,
             D, BLOCK_D, FAST,
         )  # fmt: skip
-    if RANK > 0:
+    if weight is not None:
         dt = tl.dot(weight, tl.trans(low), input_precision=PRECISION)
         dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
     recalled = to_rows(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
@@ -360,8 +360,8 @@ def _backward_kernel(
     x_ptr += direction * x_stride_dir + b * x_stride_b
     dt_ptr += direction * dt_stride_dir + b * dt_stride_b
     later = round_tf32(dstate, PRECISION, FAST)
-    weight = bias
-    if RANK > 0:
+    weight = None
+    if dt_weight_ptr is not None:
         weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
     reverse = direction == 1 or REVERSE
     for i in range(begin, end):
@@ -400,7 +400,7 @@ class ChunkPlan(ScanPlan):
 
     def __init__(self, key: ScanKey) -> None:
         super().__init__(key)
-        self.block_m, self.sum_dtype = padded_states(key.states), saved_dtype(key.dtype)
+        self.block_m, self.sum_dtype = padded_states(key.states), kept_dtype(key.dtype)
         precision = tuning.dot_precision(key.dtype)
         backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
         ahead, back = (

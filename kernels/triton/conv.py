@@ -128,7 +128,7 @@ def _store_rows(
     row_ptr, stride_l, order, rows, first, L, channel, D: tl.constexpr, HALO: tl.constexpr,
     START: tl.constexpr,
 ):  # fmt: skip
-    """Store four rows of ``_rows``, of which none precedes token ``first``, from row START on."""
+    """Store four rows from row START on; no row precedes token ``first``. For places see ``_rows``."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
     for i in tl.static_range(4):
@@ -289,31 +289,11 @@ def _backward_kernel(
                     i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
                 )  # fmt: skip
                 grad_0 += _load_rows(
-                    grad_row_0,
-                    D,
-                    order,
-                    first,
-                    L,
-                    channel,
-                    D,
-                    0,
-                    HALO,
-                    i,
-                    min(i + 4, BLOCK_L + HALO),
-                )
+                    grad_row_0, D, order, first, L, channel, D, 0, HALO, i, min(i + 4, BLOCK_L + HALO),
+                )  # fmt: skip
                 grad_1 += _load_rows(
-                    grad_row_1,
-                    D,
-                    order,
-                    first,
-                    L,
-                    channel,
-                    D,
-                    HALO,
-                    HALO,
-                    i,
-                    min(i + 4, BLOCK_L + HALO),
-                )
+                    grad_row_1, D, order, first, L, channel, D, HALO, HALO, i, min(i + 4, BLOCK_L + HALO),
+                )  # fmt: skip
             v_0 = bias_0
             v_1 = bias_1
             for tap in tl.static_range(K):

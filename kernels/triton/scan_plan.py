@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from vil.kernels.args import ScanArgs
+from vil.kernels.args import ScanArgs, kept_dtype
 from vil.kernels.plan import ScanKey
 from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
@@ -32,14 +32,6 @@ class Spread(NamedTuple):
     """Number of channel blocks."""
     num_splits: int
     split_chunks: int
-
-
-def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states that are kept for the backward pass, given that of x.
-
-    bfloat16 for bfloat16: less error than by rounding x, keys and queries to it. float16 lacks the range.
-    """
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 class ScanPlan:
@@ -209,7 +201,7 @@ class ScanPlan:
         states = None
         if save:
             shape = self.state_shape(self.N, self.B, self.chunks)
-            states = self.empty(*shape, dtype=saved_dtype(self.key.dtype))
+            states = self.empty(*shape, dtype=kept_dtype(self.key.dtype))
         self.forward_kernel(
             out, **inputs, skip_ptr=args.D.contiguous(), split_states_ptr=split_states, y_ptr=y_pre_gate,
             out_ptr=out, states_ptr=states, final_ptr=final,
