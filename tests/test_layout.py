@@ -1,8 +1,6 @@
 """The rooms of the repository: who may import whom, and no circles."""
 
 import ast
-import importlib
-import traceback
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -127,39 +125,3 @@ def test_a_backend_knows_no_other_and_is_chosen_by_name(backend: str) -> None:
             assert all(n.startswith(allowed) for n in others), name
         elif room_of(name) == "vil.kernels":
             assert not any(n.startswith(backend) for n in others), name
-
-
-@pytest.mark.parametrize(
-    ("model", "kernels"), [("vil_tiny", "recurrent"), ("vil_tiny_exact", "chunk")]
-)
-def test_a_call_passes_few_files_from_the_model_to_the_kernel(
-    model: str, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    timm, torch = pytest.importorskip("timm"), pytest.importorskip("torch")
-    ops = importlib.import_module("vil.kernels.ops")
-    launch = importlib.import_module("vil.kernels.triton.launch")
-    passed = []
-
-    class Launched(Exception):  # noqa: N818
-        pass
-
-    def note(kernel: object, *_: object, **__: object) -> None:
-        files = dict.fromkeys(Path(frame.filename) for frame in traceback.extract_stack()[:-1])
-        passed[:] = [path.relative_to(ROOT) for path in files if path.is_relative_to(ROOT)]
-        if passed[-1].stem == kernels:
-            raise Launched
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    backbone = timm.create_model(model, img_size=16, embed_dim=16, depth=1).to(device)
-    monkeypatch.setattr(launch.Kernel, "__call__", note)
-    with ops.use_backend("triton"), pytest.raises(Launched):
-        backbone(torch.zeros(1, 3, 16, 16, device=device))
-    below = [str(path) for path in passed if path.parts[0] in ("vil", "kernels")]
-    assert below == [
-        "vil/backbone.py",
-        "vil/block.py",
-        "kernels/mixer.py",
-        "kernels/triton/scan_plan.py",
-        f"kernels/triton/{kernels}.py",
-    ]

@@ -130,8 +130,7 @@ def test_mixers_are_causal(name: str) -> None:
 # -------------------------------------------------------------------------------- runs and results
 
 
-@pytest.mark.parametrize("name", ["longhorn", "mamba", "softmax", "none"])
-def test_small_run_trains_and_tests(name: str) -> None:
+def test_a_small_run_trains_and_tests() -> None:
     small = {
         "dim": 8,
         "far_pairs": 2,
@@ -140,14 +139,7 @@ def test_small_run_trains_and_tests(name: str) -> None:
         "batch_size": 4,
         "test_count": 4,
     }
-    figures = recall.run_small(name, 1e-3, 0, steps=2, factors=(1, 2), **small)
-    assert figures == recall.run_small(name, 1e-3, 0, steps=2, factors=(1, 2), **small)
-    assert list(figures) == [
-        "parameters",
-        "accuracy",
-        "pairs 2",
-        "pairs 4",
-        "length 16",
-        "length 32",
-    ]
+    figures = recall.run_small("longhorn", 1e-3, 0, steps=2, factors=(1, 2), **small)
+    assert figures == recall.run_small("longhorn", 1e-3, 0, steps=2, factors=(1, 2), **small)
     assert figures["accuracy"] == (figures["pairs 2"] + figures["pairs 4"]) / 2
+    assert {"length 16", "length 32"} <= figures.keys()

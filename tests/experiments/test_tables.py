@@ -1,24 +1,9 @@
-"""The tables of docs/records.md equal their records."""
-
-import json
-from pathlib import Path
+"""The numbers of docs/records.md: tables equal their records, and statistics are right by hand."""
 
 import pytest
 
 from experiments import tables
-
-RUNS = [
-    {
-        "model": model,
-        "lr": lr,
-        "seed": seed,
-        "loss": loss + seed % 100 * (2 if model == "b" else 1),
-        "by": {"x": [seed % 100]},
-        "curve": [[0, 0], [2, seed % 100]],
-    }
-    for model, lr, loss in (("a", 1.0, 8.0), ("a", 2.0, 4.0), ("b", 1.0, 1.0), ("b", 2.0, 2.0))
-    for seed in (0, 1, 100)
-]
+from experiments.statistics import difference, sign_flip, spread
 
 
 def test_tables_of_the_page_are_what_their_commands_print() -> None:
@@ -27,30 +12,19 @@ def test_tables_of_the_page_are_what_their_commands_print() -> None:
     assert tables.rewrite(page) == page, "run python -m experiments.tables --write"
 
 
-def test_table_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each at the rate that seed 100 chose, 2 for a and 1 for b; b less a is -3 and -2."""
-    (tmp_path / "experiments" / "results").mkdir(parents=True)
-    (tmp_path / "experiments" / "results" / "r.json").write_text(json.dumps({"runs": RUNS}))
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    asked = [
-        "r",
-        "--by",
-        "model",
-        "lr",
-        "--tuned",
-        "loss",
-        "--show",
-        "x=by.x.0*10:1",
-        "y=curve@1:2",
-        "loss:2",
-    ]
-    found = tables.table(tables.parse([*asked, "--against", "a, 2.0"])).splitlines()
-    assert found[2] == "| a | 2.0 | 2 | 5.0 ± 7.1 | 0.25 ± 0.35 | 4.50 ± 0.71 |  |  |"
-    assert found[3].startswith(
-        "| b | 1.0 | 2 | 5.0 ± 7.1 | 0.25 ± 0.35 | 2.00 ± 1.41 | -2.50 (-8.85 to +3.85)"
-    )
-    faster = ["r", "--by", "model", "--where", "lr=1.0", "--show", "loss", "--against", "a"]
-    ratio = tables.table(tables.parse([*faster, "--times"])).splitlines()[3]
-    assert float(ratio.split(" | ")[3].split()[0]) == 4.9  # the geometric mean of 8 / 1 and 9 / 3
-    with pytest.raises(SystemExit, match="expected one of"):
-        tables.table(tables.parse([*faster[:-1], "c"]))
+def test_sign_flips_by_hand() -> None:
+    """Of four equal signs' 16 patterns two are as far from zero; a zero has either sign."""
+    assert sign_flip([1.0, 2, 3, 4]) == pytest.approx(2 / 16)
+    assert sign_flip([1.0, 2, 3, 0]) == pytest.approx(4 / 16)
+    assert sign_flip([0.0, 0]) == 1.0
+    assert sign_flip([1.0] * 30) == sign_flip([1.0] * 30) == 1e-4
+
+
+def test_difference_by_hand() -> None:
+    """Mean 2, standard error 1 / sqrt(3), t of 2 degrees of freedom 4.303 at 95 %, p of t = 3.464 is 0.0742."""
+    few = difference([1.0, 3, 5], [0.0, 1, 2])
+    assert few.mean == 2
+    assert (few.low, few.high, few.p) == pytest.approx((2 - 2.484, 2 + 2.484, 0.0742), abs=1e-3)
+    numbers = [float(i) for i in range(1, 9)]
+    assert difference(numbers, [0.0] * 8).p == pytest.approx(2 / 2**8)
+    assert spread([1.0, 3.0], 2) == "2.00 ± 1.41"
