@@ -417,7 +417,10 @@ class ConvPlan:
         self.key, self.padded, self.stored = key, P, _stored_dtype(key.dtype)
         self.dtype = _compute_dtype(self.stored)
         self.x = _Form((1, B, L, D), (0, *key.strides), key.dtype, self.stored, P)
-        positions = key.positions or 0
+        positions = L if key.positions is None else key.positions
+        self.missing = positions % 2  # the loops take pairs of positions
+        positions += self.missing
+        self.in_sequence = self._in_pairs(torch.arange(L, device="cpu"))
         order = _view(1, 1, 1, positions)
         inputs = (self.x.view, _view(2, 1, K, P), _view(2, 1, 1, P), _view(2, B, L, P))
         width = P if self.stored == key.dtype else D
@@ -427,8 +430,8 @@ class ConvPlan:
         self.dx = _Form((1, B, L, D), (0, *dx), key.dtype, self.stored, P)
         sums = _view(2, B, K + 1, P)  # the last row is the bias
         blocks, values = P // loops.WIDTH, B * L * P
-        scalars = (blocks, L, K, positions)
-        scratch = loops.conv_rows(L, K, positions) * loops.WIDTH
+        scalars = (blocks, K, positions)
+        scratch = (positions + 2 * K) * loops.WIDTH
         self._forward = _Loop(
             loops.conv_blocks, self.stored, B * blocks, 2 * K * values, scratch, scalars,
             (*inputs, order),
@@ -442,11 +445,17 @@ class ConvPlan:
         taps, offset = (_rows(t, self.dtype, self.padded) for t in (weight.mT, bias))
         return self.x(x), taps, offset
 
+    def _in_pairs(self, order: Tensor | None) -> Tensor:
+        """Return an order (P,), or that of the sequence, in the form that the loops take."""
+        if order is None:
+            return self.in_sequence
+        return F.pad(order.to(torch.int64), (0, self.missing), value=-1).contiguous()
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
         """Return the result of ``reference.causal_conv1d_bidirectional``."""
         B, L, D = self.key.shape
         y = workspace.empty((2, B, L, self.padded), self.stored)
-        self._forward(*self._inputs(x, weight, bias), y, _positions(order))
+        self._forward(*self._inputs(x, weight, bias), y, self._in_pairs(order))
         if self.padded != D or self.stored != x.dtype:
             y = y[..., :D].to(x.dtype)
         return y
@@ -467,17 +476,14 @@ class ConvPlan:
             dx = workspace.empty((B, L, P), self.stored)
         sums = torch.zeros((2, B, K + 1, P), dtype=self.dtype, device="cpu")
         of_bias = sums.select(2, K)
-        self._backward(*self._inputs(x, weight, bias), grad, dx, sums, of_bias, _positions(order))
+        self._backward(
+            *self._inputs(x, weight, bias), grad, dx, sums, of_bias, self._in_pairs(order)
+        )
         if given is not None and dx is not given:
             dx = given.copy_(dx[..., :D])
         sums = _cut(_sum(sums, 1), D)
         grads = (_cut(dx, D), sums.narrow(1, 0, K).mT, sums.select(1, K))
         return _in_dtypes_of((x, weight, bias), grads)
-
-
-def _positions(order: Tensor | None) -> Tensor | None:
-    """Return an order (P,) in the form that the loops take."""
-    return None if order is None else order.to(torch.int64).contiguous()
 
 
 conv_plan = plans(ConvPlan)

@@ -726,36 +726,22 @@ def scan_blocks(like):
     table, counter, tasks, scratch = _begin(like)
     recurrence, reverse, blocks = scalar(table, 0), scalar(table, 1), scalar(table, 2)
     directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
-    initial, z, y, final = view(table, 8), view(table, 9), view(table, 10), view(table, 11)
-    state, y_pre_gate = rows_after(scratch, 0), rows_after(scratch, M)
+    state, y = rows_after(scratch, 0), rows_after(scratch, M)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        y_rows, z_rows = rows_of(y, like, 0, b, c), rows_of(z, like, 0, b, c)
         for i in range(directions):
-            copy(rows_of(initial, wide(like), i, b, c), state, M)
-            inputs = direction_of(table, like, i, b, c)
-            backwards = reverse == 1 or i == 1
-            scan_direction(
-                recurrence,
-                M,
-                L,
-                backwards,
-                inputs,
-                state,
-                y_pre_gate,
-                i == 1,
-                y_pre_gate,
-                state,
-                False,
-            )
+            copy(rows_of(view(table, 8), wide(like), i, b, c), state, M)
+            inputs, backwards = direction_of(table, like, i, b, c), reverse == 1 or i == 1
+            scan_direction(recurrence, M, L, backwards, inputs, state, y, i == 1, y, state, False)
+        out = rows_of(view(table, 10), like, 0, b, c)
         if directions == 1:
-            copy(state, rows_of(final, wide(like), 0, b, c), M)
-            copy(y_pre_gate, y_rows, L)
+            copy(state, rows_of(view(table, 11), wide(like), 0, b, c), M)
+            copy(y, out, L)
         else:
+            z = rows_of(view(table, 9), like, 0, b, c)
             for t in range(L):
-                gate = silu(load(at(z_rows, t))) * 0.5
-                store(at(y_rows, t), load(at(y_pre_gate, t)) * gate)
+                store(at(out, t), load(at(y, t)) * (silu(load(at(z, t))) * 0.5))
         task = take(counter)
     restore(before)
 
@@ -903,14 +889,8 @@ def gate_gradients(directions, L, grad, z, g):
 
 # ------------------------------------------------------------------------------------ convolution
 #
-# An order assigns tokens to positions; without an order, token t is at position t. Rows are copied to scratch
-# memory in position order. Empty positions and K rows at both ends are zeros, so that no tap needs a check.
+# An order names the token at each of P positions, -1 if there is none. Rows are copied to scratch memory in this order. Empty positions and K rows at both ends are zeros, so that no tap needs a check.
 # Rows and taps are processed in pairs: loads, not products, take the time, and a pair shares its loads.
-
-
-def conv_rows(L: int, K: int, P: int) -> int:
-    """Return the number of scratch rows for P positions, or L without an order."""
-    return (P if P > 0 else L) + 2 * K
 
 
 @njit
@@ -923,40 +903,24 @@ def positions_after(start, n, K, P):
     return rows
 
 
-@njit
-def tokens_of(view, like):
-    """Return the token at each position."""
-    return integers(pointer(view[0], like))
+@njit(forceinline=True)
+def load_token(tokens, n, rows):
+    """Return the row of the token at a position, zeros if there is none."""
+    return load(at(rows, tokens[n])) if tokens[n] >= 0 else zeros(rows[0])
 
 
 @njit(forceinline=True)
-def token_at(tokens, n, P):
-    """Return the token at a position, -1 if empty."""
-    if n >= P:
-        return -1
-    return n if tokens is None else tokens[n]
-
-
-@njit(forceinline=True)
-def load_token(tokens, n, P, rows):
-    """Return the row of the token at a position, zeros if empty."""
-    t = token_at(tokens, n, P)
-    return load(at(rows, t)) if t >= 0 else zeros(rows[0])
-
-
-@njit(forceinline=True)
-def store_token(tokens, n, P, rows, value):
+def store_token(tokens, n, rows, value):
     """Write a row to the token at a position, if there is one."""
-    t = token_at(tokens, n, P)
-    if t >= 0:
-        store(at(rows, t), value)
+    if tokens[n] >= 0:
+        store(at(rows, tokens[n]), value)
 
 
 @njit
 def gather(tokens, P, source, target):
     """Copy the rows of tokens to their positions."""
     for n in range(P):
-        store(at(target, n), load_token(tokens, n, P, source))
+        store(at(target, n), load_token(tokens, n, source))
 
 
 @njit(forceinline=True)
@@ -984,42 +948,31 @@ def convolve(step, K, P, x, weight, bias, y, tokens):
     """Write the result of the direction whose taps are ``step`` rows apart."""
     for n in range(0, P, 2):
         first, second = add_all_taps(step, K, n, x, weight, bias, bias)
-        store_token(tokens, n, P, y, silu(first))
-        store_token(tokens, n + 1, P, y, silu(second))
-
-
-@njit
-def conv_task(table, like, b, c, x, P, tokens):
-    """Convolve one vector of channels, from c on, in both directions."""
-    K = scalar(table, 2)
-    gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
-    for i in range(2):
-        weight = rows_of(view(table, 1), wide(like), i, b, c)
-        bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
-        y = rows_of(view(table, 3), like, i, b, c)
-        if i == 1:
-            convolve(1, K, P, x, weight, bias, y, tokens)
-        else:
-            convolve(-1, K, P, x, weight, bias, y, tokens)
+        store_token(tokens, n, y, silu(first))
+        store_token(tokens, n + 1, y, silu(second))
 
 
 def conv_blocks(like):
     """Convolve. A task is both directions of one vector of channels.
 
-    Scalars: vectors of channels, L, K, and P (0 without an order). Views: x, weight, bias, y, and
-    the order in int64.
+    Scalars: vectors of channels, K, and P, which is even. Views: x, weight, bias, y, and the order in int64.
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
-    blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    x = positions_after(scratch, 0, K, P if P > 0 else L)
+    blocks, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2)
+    tokens, x = integers(pointer(view(table, 4)[0], like)), positions_after(scratch, 0, K, P)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        if P == 0:
-            conv_task(table, like, b, c, x, L, None)
-        else:
-            conv_task(table, like, b, c, x, P, tokens_of(view(table, 4), like))
+        gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
+        for i in range(2):
+            weight = rows_of(view(table, 1), wide(like), i, b, c)
+            bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
+            y = rows_of(view(table, 3), like, i, b, c)
+            if i == 1:
+                convolve(1, K, P, x, weight, bias, y, tokens)
+            else:
+                convolve(-1, K, P, x, weight, bias, y, tokens)
         task = take(counter)
     restore(before)
 
@@ -1030,8 +983,8 @@ def conv_activation_gradient(step, K, P, x, weight, bias, grad, dv, tokens):
     dbias = zeros(dv[0])
     for n in range(0, P, 2):
         first, second = add_all_taps(step, K, n, x, weight, bias, bias)
-        first = load_token(tokens, n, P, grad) * silu_gradient(first)
-        second = load_token(tokens, n + 1, P, grad) * silu_gradient(second)
+        first = load_token(tokens, n, grad) * silu_gradient(first)
+        second = load_token(tokens, n + 1, grad) * silu_gradient(second)
         store(at(dv, n), first)
         store(at(dv, n + 1), second)  # zeros after the last position
         dbias = dbias + first + second
@@ -1055,7 +1008,7 @@ def conv_weight_gradient(step, K, P, x, dv, dweight):
 @njit(forceinline=True)
 def conv_direction_backward(step, i, table, like, b, c, x, dv, P, tokens):
     """Write the gradients of one direction before the activation, and for its taps and bias."""
-    K = scalar(table, 2)
+    K = scalar(table, 1)
     weight = rows_of(view(table, 1), wide(like), i, b, c)
     bias = load(rows_of(view(table, 2), wide(like), i, b, c)[0])
     grad = rows_of(view(table, 3), like, i, b, c)
@@ -1067,24 +1020,15 @@ def conv_direction_backward(step, i, table, like, b, c, x, dv, P, tokens):
 @njit
 def conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens):
     """Write the gradient for x, given the gradients before the activation of both directions."""
-    K = scalar(table, 2)
+    K = scalar(table, 1)
     weight_0 = rows_of(view(table, 1), wide(like), 0, b, c)
     weight_1 = rows_of(view(table, 1), wide(like), 1, b, c)
     dx, zero = rows_of(view(table, 4), like, 0, b, c), zeros(dv_0[0])
     for n in range(0, P, 2):
         first, second = add_all_taps(1, K, n, dv_0, weight_0, zero, zero)
         first, second = add_all_taps(-1, K, n, dv_1, weight_1, first, second)
-        store_token(tokens, n, P, dx, first)
-        store_token(tokens, n + 1, P, dx, second)
-
-
-@njit
-def conv_task_backward(table, like, b, c, x, dv_0, dv_1, P, tokens):
-    """Backpropagate through the convolution of one vector of channels, from c on."""
-    gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
-    conv_direction_backward(-1, 0, table, like, b, c, x, dv_0, P, tokens)
-    conv_direction_backward(1, 1, table, like, b, c, x, dv_1, P, tokens)
-    conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens)
+        store_token(tokens, n, dx, first)
+        store_token(tokens, n + 1, dx, second)
 
 
 def conv_blocks_backward(like):
@@ -1096,17 +1040,15 @@ def conv_blocks_backward(like):
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
-    blocks, L, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2), scalar(table, 3)
-    N = P if P > 0 else L
-    x = positions_after(scratch, 0, K, N)
-    dv_0, dv_1 = positions_after(scratch, 1, K, N), positions_after(scratch, 2, K, N)
+    blocks, K, P = scalar(table, 0), scalar(table, 1), scalar(table, 2)
+    tokens, x = integers(pointer(view(table, 7)[0], like)), positions_after(scratch, 0, K, P)
+    dv_0, dv_1 = positions_after(scratch, 1, K, P), positions_after(scratch, 2, K, P)
     task = take(counter)
     while task < tasks:
         b, c = task // blocks, task % blocks * WIDTH
-        if P == 0:
-            conv_task_backward(table, like, b, c, x, dv_0, dv_1, L, None)
-        else:
-            tokens = tokens_of(view(table, 7), like)
-            conv_task_backward(table, like, b, c, x, dv_0, dv_1, P, tokens)
+        gather(tokens, P, rows_of(view(table, 0), like, 0, b, c), x)
+        conv_direction_backward(-1, 0, table, like, b, c, x, dv_0, P, tokens)
+        conv_direction_backward(1, 1, table, like, b, c, x, dv_1, P, tokens)
+        conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens)
         task = take(counter)
     restore(before)
