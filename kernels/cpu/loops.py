@@ -555,7 +555,7 @@ def copy(source, target, count):
         store(at(target, n), load(at(source, n)))
 
 
-@njit
+@njit(forceinline=True)
 def step_size(recurrence, M, v, k, kappa_scale):
     """Return eps, with |k|^2 times kappa_scale (Longhorn), or softplus(v) (Mamba); v is dt + bias."""
     if recurrence == MAMBA:
@@ -566,7 +566,7 @@ def step_size(recurrence, M, v, k, kappa_scale):
     return 1 / (1 + kappa_scale * kappa + exp_minus(v))
 
 
-@njit
+@njit(forceinline=True)
 def step_size_gradient(recurrence, v, step):
     """Return the derivative of the step size with respect to v."""
     if recurrence == MAMBA:
@@ -575,7 +575,7 @@ def step_size_gradient(recurrence, v, step):
     return step * (step * exp_minus(v))
 
 
-@njit
+@njit(forceinline=True)
 def recall(M, state, k):
     """Return k.S, in two sums because the additions of one sum would wait for each other."""
     even, odd = zeros(state[0]), zeros(state[0])
@@ -612,7 +612,7 @@ def advance(recurrence, M, before, after, x, step, A, k, q):
     return y
 
 
-@njit
+@njit(forceinline=True)
 def retreat(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, dA):
     """Backpropagate through one token; ``adjoint`` is the gradient for the state after it, then before it.
 
