@@ -5,7 +5,6 @@ import errno
 import io
 import pickle
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,13 +38,6 @@ def check_sums(path: Path) -> None:
     """Compare a file with its checksums, which torch.load does not; raises the same as ``load_archive``."""
     with _reading(path) as file:
         _check_members(file)
-
-
-def is_dictionary(value: Any) -> bool:
-    """Return whether a value is a dictionary; a file can give an OrderedDict a number as its ``items``."""
-    return isinstance(value, dict) and not any(
-        hasattr(OrderedDict, name) for name in getattr(value, "__dict__", ())
-    )
 
 
 def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
