@@ -3,8 +3,7 @@
     python -m benchmarks.kernels [--arch 90 gfx942] [--models vil_tiny vim_tiny] [--record]
     python -m benchmarks.kernels --arch 75 89 --models vil_tiny_exact --d-state 128
 
-Compiles every kernel that a step of training or of evaluation launches (``vil.warmup``): in bfloat16, for a batch that
-fills the GPU and for one long image, whose sequence is cut, and for weights of another grid. For NVIDIA it
+Compiles every kernel that a step of training or of evaluation launches: in bfloat16, for a batch that fills the GPU and for one long image, whose sequence is cut, and for weights of another grid. For NVIDIA it
 reads the machine code with the disassembler that Triton ships; for AMD it reads what the compiler says of it.
 
 Below the table it prints what changed since the record of the installed Triton version in ``results/kernels.json``: every
@@ -32,11 +31,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from vil.kernels import backends
+from vil.kernels import backends, ops
 from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
+from vil.kernels.triton.launch import Launch, recording
 from vil.training.files import write_text
-from vil.warmup import launches
 
 ARCHITECTURES = ("80", "90", "100", "120", "gfx942")
 MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
@@ -73,6 +72,41 @@ class Driver:
         return torch.device("cpu")
 
 
+def target(arch: str) -> None:
+    """Let Triton compile for an architecture, as of ``Driver``, in this process."""
+    triton.runtime.driver.set_active(Driver(arch))
+    amd = arch.startswith("gfx")
+    tuning.architecture = lambda device: arch if amd else f"sm_{arch}"
+    tuning.compiles_for_nvidia = lambda: not amd
+    backends._check_serves = lambda name, device, asked_by: None
+    forget_plans()  # of the architecture before
+
+
+def launches(
+    name: str, batch_size: int, img_size: int, trained_size: int, **arguments: Any
+) -> dict[str, list[Launch]]:
+    """Return what a step in bfloat16 launches in each mode, "train" and "eval", without running it.
+
+    Args:
+        name: Model of this package; one block of it, since all launch the same.
+        batch_size: Number of images.
+        img_size: Height and width in pixels.
+        trained_size: That of the weights.
+        **arguments: Further arguments of the model.
+    """
+    model = timm.create_model(name, img_size=trained_size, depth=1, **arguments)
+    model.set_input_size(img_size)
+    images, noted = torch.zeros(batch_size, 3, img_size, img_size), {}
+    for mode in ("train", "eval"):
+        model.train(mode == "train")
+        with ops.use_backend("triton"), recording() as noted[mode]:
+            with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(model.training):
+                logits = model(images)
+            if model.training:
+                logits.float().sum().backward()
+    return noted
+
+
 def compiled_kernels(
     arch: str, models: Sequence[str], d_state: int = 16
 ) -> Iterator[tuple[str, Any]]:
@@ -83,20 +117,13 @@ def compiled_kernels(
         models: Names of this package.
         d_state: Their states per channel.
     """
-    triton.runtime.driver.set_active(Driver(arch))
-    amd = arch.startswith("gfx")
-    tuning.architecture = lambda device: arch if amd else f"sm_{arch}"
-    tuning.compiles_for_nvidia = lambda: not amd
-    backends._check_serves = lambda name, device, asked_by: None
+    target(arch)
     tuning.num_splits = lambda warps, chunks, device, overhead: tuning.splits_for(
         PROCESSORS, warps, chunks, overhead
     )
-    forget_plans()  # of the architecture before
     seen: set[str] = set()
     for model, (shape, (batch, size, trained)) in itertools.product(models, SHAPES.items()):
-        net = timm.create_model(model, img_size=trained, depth=1, d_state=d_state)
-        net.set_input_size(size)
-        noted = launches(net, batch, size, torch.bfloat16, torch.device("cpu"))
+        noted = launches(model, batch, size, trained, d_state=d_state)
         for mode, launch in ((name, one) for name, own in noted.items() for one in own):
             kernel = launch.kernel.warmup(**launch.arguments, grid=(1,))
             if kernel.hash not in seen:

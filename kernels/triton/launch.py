@@ -1,7 +1,7 @@
 """Launch of Triton kernels: on one axis of programs, on the device of a tensor.
 
 A ``Kernel`` holds everything for a launch except the tensors, so that a plan can keep it. ``recording``
-records the launches of a ``with`` block instead of running them; ``vil.warmup`` compiles them ahead of time.
+records the launches of a ``with`` block instead of running them; ``benchmarks.kernels`` compiles them.
 """
 
 import contextlib

@@ -10,23 +10,33 @@ import pytest
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 MODELS = {"vil_tiny": 5, "vil_tiny_exact": 6, "vim_tiny": 5}  # kernels of a training step
 
 # Prints for every mode and size the kernels of a step.
-COUNT = f"""
+COUNT = """
 import json, sys
-sys.path.insert(0, {str(HERE)!r})
-import without_gpu
-import torch
-from vil import warmup
+from benchmarks.kernels import launches, target
+from triton import knobs
 
+found = set()
+
+def note(*, fn, compile, **_):
+    kernel = fn.jit_function
+    found.add((kernel.module, kernel.__name__, json.loads(compile["specialization_data"])["key"]))
+    return True  # do not compile
+
+target("90")
+knobs.runtime.jit_cache_hook = note
+sizes = ((8, 224, 224), (5, 224, 224), (8, 384, 384), (1, 208, 208), (8, 448, 224), (8, 672, 224))
 for name in sys.argv[1:]:
-    sizes = ((224, 8, None), (224, 5, None), (384, 8, None), (208, 1, None), (448, 8, 224), (672, 8, 224))
-    for img_size, batch_size, trained_size in sizes:
-        model = warmup._create(name, img_size, trained_size, torch.device("cpu"))
-        modes = warmup.launches(model, batch_size, img_size, torch.bfloat16, torch.device("cpu"))
-        kernels = {{mode: sorted(warmup.specializations(noted)) for mode, noted in modes.items()}}
+    for batch_size, img_size, trained_size in sizes:
+        kernels = {}
+        for mode, noted in launches(name, batch_size, img_size, trained_size).items():
+            found.clear()
+            for launch in noted:
+                launch.kernel.warmup(**launch.arguments, grid=(1,))
+            kernels[mode] = sorted(found)
         print(json.dumps([name, kernels]))
 """
 
@@ -36,6 +46,7 @@ def specializations(cache: Path) -> list[tuple[str, dict[str, list]]]:
     script = cache.with_suffix(".py")
     script.write_text(COUNT)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, str(script), *MODELS]
     out = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=600
