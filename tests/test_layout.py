@@ -14,8 +14,6 @@ ROOMS = (
     "vil.kernels",
     "vil",
     "vil.training",
-    "vil.maps",
-    "vil.data",
     "scripts",
     "examples",
     "downstream",

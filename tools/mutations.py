@@ -437,7 +437,7 @@ MUTATIONS = [
         "tests/vil",
     ),
     # The product over blocks in the wrong order.
-    ("vil/maps/scans.py", "else mixed @ total", "else total @ mixed", "tests/vil"),
+    ("vil/maps.py", "else mixed @ total", "else total @ mixed", "tests/vil"),
 ]
 
 

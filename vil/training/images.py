@@ -12,9 +12,9 @@ import re
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -264,22 +264,6 @@ def decode(
         raise DataError(reason.split(" <_io", 1)[0]) from error
     finally:
         Image.MAX_IMAGE_PIXELS = usual
-
-
-@contextmanager
-def read_head(path: Path) -> Iterator[tuple[Image.Image, bool]]:
-    """Open an image without decoding it; also say whether it may be transparent.
-
-    Raises:
-        DataError: If the file is not an image.
-        OSError: If it cannot be read.
-    """
-    with path.open("rb") as file:
-        try:
-            image = Image.open(file, formats=_formats())
-        except Exception as error:  # decoders raise many types for broken files
-            raise DataError(one_line(error).split(" <_io", 1)[0]) from error
-        yield image, _may_be_transparent(image)
 
 
 def decode_for(content: bytes, config: TrainConfig) -> Image.Image:

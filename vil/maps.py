@@ -1,4 +1,4 @@
-"""Maps of what the tokens of a block read from each other, write and forget.
+"""Maps of what the tokens of a block read from each other, write and forget; see docs/inspect.md.
 
 A mixer's scan is linear in its values. For given keys, queries and step sizes, it is an L x L matrix per
 channel. The matrix is computed by running the scan on unit values, one source token at a time, so no
@@ -23,7 +23,6 @@ from vil.kernels.backends import backend_for
 from vil.kernels.layout import TokenLayout
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
-from vil.maps.evaluating import check_images, evaluating
 from vil.tokens import class_token_first
 
 _MOST_NUMBERS = 2**22  # size of the tensor of unit values, and of the tensor of reads: 16 MiB each
@@ -204,7 +203,7 @@ def _backbone_of(model: nn.Module) -> VisionLonghorn:
     if len(found) != 1:
         raise ValueError(
             f"model must be one of this package (vil_*, vim_*) or have one in it, {type(model).__name__} "
-            f"has {len(found)}; evidence and receptive_field take any model of timm"
+            f"has {len(found)}"
         )
     return found[0]
 
@@ -212,7 +211,11 @@ def _backbone_of(model: nn.Module) -> VisionLonghorn:
 @torch.no_grad()
 def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) -> Iterator[_Scan]:
     """Yield the scan inputs of the given blocks, in block order: the class token is in the middle."""
-    check_images(images)
+    if images.ndim != 4 or not images.is_floating_point():
+        raise ValueError(
+            "images must be floating-point numbers (B, in_chans, height, width), got "
+            f"{images.dtype} {tuple(images.shape)}"
+        )
     count = len(backbone.blocks)
     for block in blocks:
         if not -count <= block < count:
@@ -222,10 +225,13 @@ def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) 
     hooks = [
         mixer.register_forward_pre_hook(lambda _, args: inputs.append(args)) for mixer in mixers
     ]
+    training = [module for module in backbone.modules() if module.training]
+    backbone.eval()
     try:
-        with evaluating(backbone):
-            backbone.forward_features(images)
+        backbone.forward_features(images)
     finally:
+        for module in training:
+            module.training = True
         for hook in hooks:
             hook.remove()
     for mixer, (tokens, layout, *_) in zip(mixers, inputs, strict=True):
