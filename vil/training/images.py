@@ -273,24 +273,6 @@ def decode_for(content: bytes, config: TrainConfig) -> Image.Image:
     return decode(content, mode, data.exif_rotation, data.max_pixels, data.background)
 
 
-def count_transparent(source: Source) -> tuple[int, int]:
-    """Return how many images of a sample have transparent pixels, and the size of the sample."""
-    sample = np.linspace(0, source.num_images - 1, min(source.num_images, _CONTENTS)).round()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda index: _is_transparent(source, int(index)), sample)
-    return sum(found), len(sample)
-
-
-def _is_transparent(source: Source, index: int) -> bool:
-    try:
-        image = Image.open(io.BytesIO(source.read(index)), formats=_formats())
-        if not _may_be_transparent(image):
-            return False
-        return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
-    except Exception:  # reported where the image is used
-        return False
-
-
 def _may_be_transparent(image: Image.Image) -> bool:
     return "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa")
 

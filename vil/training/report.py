@@ -5,7 +5,6 @@ import math
 import os
 import shlex
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,26 +25,13 @@ from vil.training.distributed import versions
 from vil.training.engine import StepResult
 from vil.training.errors import is_dead_loader, log
 from vil.training.files import csv_text, sync, write_atomically, write_text
-from vil.training.images import Source, count_transparent
 from vil.training.loader import Step, TrainData, ValData
 from vil.training.recipes import to_yaml
 from vil.training.settings import TrainConfig
-from vil.training.stopping import Signals
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
 _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv
 _CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
-_LIMIT = 60.0  # seconds for a tracker call
-_LIMIT_AT_SIGNAL = 5.0  # schedulers send SIGKILL 10 to 30 seconds after SIGTERM
-
-
-def _transparency(source: Source, background: str) -> str:
-    """Return a line about transparent training images, if a sample has any."""
-    count, sample = count_transparent(source)
-    if not count:
-        return ""
-    kept = "their stored colours are used" if background == "none" else f"on {background}"
-    return f"\nalpha    {count} of {sample} sampled images have transparent pixels; data.background {background}: {kept}"
 
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
@@ -60,9 +46,7 @@ class Report:
     Failures to print or write never stop the run.
     """
 
-    def __init__(
-        self, folder: Path, run: Run, train_data: TrainData, val_data: ValData, signals: Signals
-    ) -> None:
+    def __init__(self, folder: Path, run: Run, train_data: TrainData, val_data: ValData) -> None:
         """Start from the current state of a run, without output yet."""
         self.folder, self.run, self.config, self.state = folder, run, run.config, run.state
         self.train_data, self.val_data = train_data, val_data
@@ -71,7 +55,7 @@ class Report:
         self.unread: list[tuple[Step, StepResult]] = []
         """Steps, without images, whose loss is still on the device; reading it waits for the device."""
         self.failed_saves = 0
-        self.tracking = Tracking(run.config, folder, signals)
+        self.tracking = Tracking(run.config, folder)
         self.first_step = self.state.step
         self.start = self.drawn = self.saved = time.monotonic()
         self.stack = ExitStack()
@@ -252,7 +236,6 @@ class Report:
             f"{self.train_data.num_images:,} images to train on, {self.val_data.num_images:,} held out, "
             f"{config.model.num_classes} classes"
             + (f"; {excluded} without a usable label left out" if excluded else "")
-            + _transparency(self.run.train_source, config.data.background)
             + f"\nweights  {trainee.origin if state.step == 0 else 'of the run that is continued'}"
             f"\nepochs   {self.epochs} of {self.length:,} batches of {config.data.batch_size}"
             + (spread if world.size * parts > 1 else "")
@@ -447,14 +430,14 @@ class WandB:
 
 
 class Tracking:
-    """Send logs to the run's tracker, if any, until the tracker fails or times out.
+    """Send logs to the run's tracker, if any, until the tracker fails.
 
     The tracker receives the rows of steps.csv as step/..., the rows of log.csv as epoch/..., and the settings.
     """
 
-    def __init__(self, config: TrainConfig, folder: Path, signals: Signals) -> None:
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
         """Initialise without importing or writing anything yet."""
-        self.config, self.folder, self.signals = config, folder, signals
+        self.config, self.folder = config, folder
         self.tracker: TensorBoard | WandB | None = None
         self.coming: list[tuple[int, dict[str, float]]] = []
 
@@ -481,26 +464,13 @@ class Tracking:
             self._call(self.tracker.finish, failed)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the tracker in a thread; drop the tracker if the call fails or hangs, since threads cannot be killed."""
-        outcome: list[Any] = []
-
-        def work() -> None:
-            try:
-                outcome.extend((function(*arguments), None))
-            except BaseException as error:  # packages, servers and disks raise many types
-                outcome.extend((None, error))
-
-        thread = threading.Thread(target=work, daemon=True)  # must not keep the process alive
-        thread.start()
-        begun, limit = time.monotonic(), _LIMIT
-        while thread.is_alive() and time.monotonic() - begun < limit:
-            thread.join(0.1)  # check for signals in between
-            limit = _LIMIT_AT_SIGNAL if self.signals.received else _LIMIT
-        value, error = tuple(outcome) or (None, TimeoutError(f"no answer in {limit:g} s"))
-        if error is not None:
+        """Call the tracker; drop it if the call fails."""
+        try:
+            return function(*arguments)
+        except Exception as error:  # packages, servers and disks raise many types
             self.tracker = None
             why = f"{type(error).__name__}: {one_line(error)}"
             log.warning(
                 f"run.tracker {self.config.run.tracker} fails, training goes on without: {why}"
             )
-        return value
+            return None

@@ -67,10 +67,7 @@ def train(config: TrainConfig) -> None:
         state = run.state
         del saved, weights
 
-        with (
-            Signals(world) as signals,
-            Report(folder, run, train_data, val_data, signals) as report,
-        ):
+        with Signals(world) as signals, Report(folder, run, train_data, val_data) as report:
             steps = train_data.steps(state.step)
             for epoch in range(len(state.history), config.schedule.epochs):
                 trainee.model.train()
