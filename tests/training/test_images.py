@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image, features
 from timm.data import create_dataset
-from torchvision.transforms.functional import _compute_resized_output_size
 
 from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
@@ -26,7 +25,6 @@ from vil.training.images import (
     list_images,
 )
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig
-from vil.training.transforms import val_transform
 
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
 if features.check("avif"):
@@ -268,48 +266,6 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(config, image_fold
     (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
     with pytest.raises(DataError, match=rf"image .*ash/0\.jpg cannot be read: {message}"):
         val_data(config).verify()
-
-
-def test_size_of_every_image_in_between_is_limited(config) -> None:
-    """Of random shapes, sizes and limits, that which torchvision resizes to counts."""
-    draw, refused = np.random.default_rng(0), 0
-    for _ in range(100):
-        width, height = (2 ** draw.uniform(0, 12, 2)).astype(int).tolist()
-        size, share = int(draw.integers(8, 48)), round(draw.uniform(0.1, 1), 2)
-        limit = int(2 ** draw.uniform(8, 20))
-        model = dataclasses.replace(config.model, img_size=size)
-        data = dataclasses.replace(config.data, crop_pct=share, max_pixels=limit)
-        transform = val_transform(dataclasses.replace(config, model=model, data=data))
-        image = Image.new("RGB", (width, height))
-        wanted = _compute_resized_output_size((height, width), [int(size / share)])
-        if wanted[0] * wanted[1] <= limit:
-            assert transform(image).shape == (3, size, size)
-            continue
-        refused += 1
-        with pytest.raises(DataError, match=rf"{wanted[0] * wanted[1]:,} pixels.* {limit:,}$"):
-            transform(image)
-    assert 20 < refused < 80
-
-
-def test_every_image_that_grows_too_large_is_named_before_the_first_step(
-    config, image_folder
-) -> None:
-    """A few hundred bytes each, that would become gigabytes."""
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, img_size=64))
-    shapes = {"ash/0": (1, 65_500), "birch/1": (65_500, 1), "cedar/2": (1, 1_000_000)}
-    for name, shape in shapes.items():
-        for split in ("train", "val"):
-            path = image_folder / split / f"{name}.jpg"
-            assert path.exists()
-            path.write_bytes(encoded(Image.new("1", shape), "PNG"))
-    with pytest.raises(DataError, match="3 validation images are no good: ") as error:
-        val_data(config).verify()
-    for name, (width, height) in shapes.items():
-        assert f"{name}.jpg cannot be read: {width} x {height} px, with a shorter" in str(
-            error.value
-        )
-    step = next(train_data(config).steps(0))  # whose crops are no longer than wide
-    assert not step.bad_images
 
 
 # Rotated photographs

