@@ -63,7 +63,7 @@ class EvalDataConfig(Section):
     validation_batch_size: Count | None = None
     """Images per step."""
     max_pixels: Count | None = None
-    """Maximum number of pixels of an image, in its file and before the crop."""
+    """Maximum pixels of an image."""
     background: Background | None = None
     """Colour behind transparent pixels."""
     num_workers: Workers | None = None

@@ -134,7 +134,7 @@ class DataConfig(Section):
     """Maximum fraction of unreadable or unlabelled training images before the run stops. Unreadable images are
     replaced, unlabelled ones left out; skipped.txt lists both. In validation, none is tolerated."""
     max_pixels: Count = 89_478_485
-    """Maximum pixels of an image, in its file and when validation resizes it. Larger images count as unreadable."""
+    """Maximum pixels of an image; larger images count as unreadable."""
     exif_rotation: bool = False
     """Apply the EXIF orientation of photographs; the published recipes ignored it."""
     background: Background = "none"
