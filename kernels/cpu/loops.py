@@ -889,7 +889,8 @@ def gate_gradients(directions, L, grad, z, g):
 
 # ------------------------------------------------------------------------------------ convolution
 #
-# An order names the token at each of P positions, -1 if there is none. Rows are copied to scratch memory in this order. Empty positions and K rows at both ends are zeros, so that no tap needs a check.
+# An order names the token at each of P positions, -1 if there is none. Rows are copied to scratch memory in this
+# order. Empty positions and K rows at both ends are zeros, so that no tap needs a check.
 # Rows and taps are processed in pairs: loads, not products, take the time, and a pair shares its loads.
 
 
