@@ -3,8 +3,9 @@
     python -m benchmarks.kernels [--arch 90 gfx942] [--models vil_tiny vim_tiny] [--record]
     python -m benchmarks.kernels --arch 75 89 --models vil_tiny_exact --d-state 128
 
-Compiles every kernel that a step of training or of evaluation launches: in bfloat16, for a batch that fills the GPU and for one long image, whose sequence is cut, and for weights of another grid. For NVIDIA it
-reads the machine code with the disassembler that Triton ships; for AMD it reads what the compiler says of it.
+Compiles every kernel that a step of training or of evaluation launches, in bfloat16: for a batch that fills the GPU,
+for one long image, whose sequence is cut, and for weights of another grid. For NVIDIA it reads the machine code with the
+disassembler that Triton ships; for AMD it reads what the compiler says of it.
 
 Below the table it prints what changed since the record of the installed Triton version in ``results/kernels.json``: every
 version compiles the kernels differently. ``--record`` writes the new figures there. A loop is what lies between a label
