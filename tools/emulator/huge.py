@@ -1,9 +1,9 @@
-"""Offsets over 2^31: tensors that exist in address space only, and the programs at their ends.
+"""Check offsets over 2^31 with tensors that use address space but little memory.
 
     python tools/emulator/huge.py [--arch 80] [--ops conv longhorn mamba]
 
-Only the last batch element is written and only its programs run; compared with the float64
-reference. Forward kernels. Takes over 40 GB of address space, little of it memory.
+Only the last batch element is written, only its programs run, and only forward kernels are tested.
+Results are compared with the float64 reference. Needs over 40 GB of address space.
 """
 
 import argparse
@@ -23,16 +23,16 @@ CHUNKS = -(-L // 16)
 
 
 def zeros(*shape: int) -> torch.Tensor:
-    """Return zeros that take no memory until they are touched: fresh pages."""
+    """Return zeros whose pages take no memory until they are accessed."""
     make = torch.empty if torch.Size(shape).numel() > 1 << 29 else torch.zeros
     return make(*shape, dtype=torch.bfloat16)
 
 
 def last(programs: int) -> Callable[[str, int], list[int]]:
-    """Return which programs of a launch serve the last batch element."""
+    """Return a function that picks the programs of a launch for the last batch element."""
 
     def chosen(name: str, total: int) -> list[int]:
-        if name == "_pack_kernel":  # of both directions
+        if name == "pack_kernel":  # of both directions
             return [*range(total // 2 - CHUNKS, total // 2), *range(total - CHUNKS, total)]
         return list(range(total - programs, total))
 
@@ -55,7 +55,7 @@ def conv_error() -> float:
 
 
 def scan_error(recurrence: str) -> float:
-    """Return the error of a scan token by token in the last batch element."""
+    """Return the error of a token-by-token scan in the last batch element."""
     from vil.kernels import reference
     from vil.kernels.args import ScanArgs
     from vil.kernels.plan import scan_key
