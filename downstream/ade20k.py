@@ -1,4 +1,4 @@
-"""ADE20K: UperNet on a backbone with a pyramid, by the published recipe.
+"""Train UperNet on ADE20K with a pyramid backbone, by the published recipe.
 
     torchrun --nproc-per-node 4 -m downstream.ade20k --data ADEChallengeData2016 --output output/ade20k \
         --weights output/vil_tiny/best.pt
@@ -6,9 +6,8 @@
         --steps 4 --batch-size 4 --num-workers 0 --model-kwargs embed_dim=48 depth=4 \
         --pyramid-blocks 0 1 2 3
 
-The steps are those of the official code, 60,000 of 32 images; ``--steps 160000 --batch-size 16`` is a schedule
-of a third more. Published: 41.0 mIoU (Vim-T), 44.9 (Vim-S).
-The same command again goes on from the last checkpoint.
+As in the official code, the default is 60,000 steps of 32 images. ``--steps 160000 --batch-size 16`` trains on a
+third more images. Published: 41.0 mIoU (Vim-T), 44.9 (Vim-S). Repeat the command to resume.
 """
 
 import sys
@@ -31,13 +30,14 @@ from vil.training.errors import ConfigError, run_script
 from vil.training.recipes import parse
 from vil.training.settings import Count, CountFromZero
 
-# Of the official scripts of the two sizes; blocks of the depth of both.
+# From the official scripts of the two sizes.
 RATES = {
     "tiny": {"lr": 2e-4, "weight_decay": 0.1, "layer_decay": 0.92},
     "small": {"lr": 1e-4, "weight_decay": 0.05, "layer_decay": 0.95},
 }
+_FourBlocks = tuple[CountFromZero, CountFromZero, CountFromZero, CountFromZero]
 _AUXILIARY_WEIGHT = 0.4
-_FIRST_FACTOR = 1e-6  # of the learning rate, at the first step
+_FIRST_FACTOR = 1e-6  # share of the learning rate at the first step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +50,14 @@ class SceneOptions(Options):
     warmup_steps: CountFromZero = 1500
     val_steps: Count = 6000
     precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed"
-    pyramid_blocks: tuple[CountFromZero, CountFromZero, CountFromZero, CountFromZero] = (
-        5,
-        11,
-        17,
-        23,
-    )
-    """Blocks whose tokens the four maps are made of."""
+    pyramid_blocks: _FourBlocks = (5, 11, 17, 23)
+    """Blocks after which the four maps are taken."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size == world_size() * self.accumulate:
             raise ConfigError(
-                "--batch-size must have at least 2 images for each process and part, which batch "
+                "--batch-size must be at least 2 images per process and micro-batch, which batch "
                 f"normalisation needs, got {self.batch_size}"
             )
 
@@ -72,13 +67,13 @@ class SceneOptions(Options):
 
 
 class UperNet(nn.Module):
-    """A backbone of four maps, mmseg's UPerHead on them and its FCNHead on the third."""
+    """A backbone with mmsegmentation's UPerHead on its four maps, and its FCNHead on the third."""
 
     def __init__(self, backbone: nn.Module) -> None:
-        """Put heads on a backbone.
+        """Add heads to a backbone.
 
         Args:
-            backbone: Made by ``make_features``.
+            backbone: Result of ``make_features``.
         """
         super().__init__()
         channels = backbone.feature_info.channels()
@@ -98,14 +93,15 @@ class UperNet(nn.Module):
                 nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
             nn.init.normal_(head.classifier.weight, std=0.01)
             nn.init.zeros_(head.classifier.bias)
-            head.classifier = nn.Sequential(nn.Dropout2d(0.1), head.classifier)  # which mmseg has
+            # mmsegmentation has this dropout.
+            head.classifier = nn.Sequential(nn.Dropout2d(0.1), head.classifier)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, 150, H, W) of images (B, 3, H, W)."""
+        """Return logits (B, 150, H, W) for images (B, 3, H, W)."""
         return _enlarged(self.decode_head(self.backbone(images)), images)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses of the two heads, means over all pixels; 255 counts as a loss of 0.
+        """Return the losses of the two heads, averaged over all pixels; the loss of label 255 is 0.
 
         Args:
             images: (B, 3, H, W).
@@ -129,12 +125,12 @@ class Segmentation(Task):
     options: SceneOptions
 
     def __init__(self, *args: Any) -> None:
-        """Take what ``Task`` takes."""
+        """Same arguments as ``Task``."""
         super().__init__(*args)
         self.overlap = mean_overlap()
 
     def factor(self, step: int) -> float:
-        """Fall linearly to 0, after a linear rise."""
+        """Rise linearly, then fall linearly to 0."""
         done = min(1.0, step / max(self.options.warmup_steps, 1))
         rise = done + (1 - done) * _FIRST_FACTOR if self.options.warmup_steps else 1.0
         return rise * (1 - step / self.options.steps)
@@ -147,7 +143,7 @@ class Segmentation(Task):
         return self.finite(loss + _AUXILIARY_WEIGHT * auxiliary)
 
     def validation_step(self, batch: list, batch_idx: int) -> None:
-        """Compare an image with its labels, in its original size."""
+        """Compare the prediction for an image with its labels, at the original size."""
         (image,), (labels,) = batch
         size = self.options.img_size
         logits = by_windows(self.network, image[None], size, size * 2 // 3)
@@ -155,7 +151,7 @@ class Segmentation(Task):
         self.overlap.update(logits.argmax(1), labels[None])
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the mean overlap of the classes that occur, in percent."""
+        """Log the mean IoU in percent."""
         miou = 100 * self.overlap.compute()
         self.overlap.reset()
         self.log("miou", miou, prog_bar=True, sync_dist=True)
@@ -163,15 +159,15 @@ class Segmentation(Task):
 
 
 def mean_overlap() -> MulticlassJaccardIndex:
-    """Return mIoU over a data set: of the classes in predictions or labels, without pixels of 255."""
+    """Return the mean IoU of classes that occur in predictions or labels; pixels of label 255 do not count."""
     return MulticlassJaccardIndex(CLASSES, ignore_index=IGNORED)
 
 
 def train(options: SceneOptions) -> dict[str, float]:
-    """Train and validate; returns the step and the mean overlap in percent.
+    """Train and validate; return the step and the mean IoU in percent.
 
     Raises:
-        UserError: options, data or weights are not what a run can be made of.
+        UserError: If options, data or weights are invalid.
     """
     options = options.with_rates(RATES)
     seed_everything(options.seed)
@@ -189,7 +185,7 @@ def train(options: SceneOptions) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     train(parse(SceneOptions, sys.argv[1:]))
 
 

@@ -1,14 +1,14 @@
-"""Cascade Mask R-CNN with ViTDet's heads, of torchvision's parts.
+"""Cascade Mask R-CNN with ViTDet's heads, built from torchvision's parts.
 
 Papers:
-    Cascade R-CNN: Delving into High Quality Object Detection (CVPR 2018): three stages of heads, each of which
-    gets the boxes of the one before and learns from those that overlap an object more
-    Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet, ECCV 2022): no path from level
-    to level, heads with layer norm
+    Cascade R-CNN: Delving into High Quality Object Detection (CVPR 2018), for three stages of heads. Each
+    refines the boxes of the stage before, and needs a higher overlap with an object.
+    Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet, ECCV 2022), for pyramid levels
+    without paths between them, and heads with layer norm.
 
-torchvision has R-CNN with one stage. Where its parts and detectron2's differ, the README says so.
+torchvision has R-CNN with one stage. The README lists where its parts differ from detectron2's.
 
-Letters: B images, N boxes of all of them, K classes and the background, which is class 0.
+Letters: B images, n boxes of one image, N boxes of all images, K classes including the background, class 0.
 """
 
 from collections import OrderedDict
@@ -31,10 +31,10 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 CHANNELS = 256
 OVERLAPS = (0.5, 0.6, 0.7)
 BOX_WEIGHTS = ((10.0, 10.0, 5.0, 5.0), (20.0, 20.0, 10.0, 10.0), (30.0, 30.0, 15.0, 15.0))
-_LEVELS = ["0", "1", "2", "3"]  # of the five, those that heads look at
-_STRIDE = 4  # of the finest
+_LEVELS = ["0", "1", "2", "3"]  # used by the heads; the fifth is for proposals only
+_STRIDE = 4  # of the finest level
 _HIDDEN = 1024
-# Boxes that training looks at in an image, and the most of them that are objects
+# Boxes sampled per image in training, and the largest share of objects among them
 _SAMPLES, _POSITIVE = 512, 0.25
 _SCORE, _NMS, _DETECTIONS = 0.05, 0.5, 100
 
@@ -43,13 +43,13 @@ Target = dict[str, Tensor]
 
 
 class Necks(nn.Module):
-    """Maps of a backbone brought to 256 channels, each by itself, and one of stride 64."""
+    """Project each map of a backbone to 256 channels, and add a map of stride 64."""
 
     def __init__(self, features: nn.Module) -> None:
-        """Put convolutions on a backbone.
+        """Add convolutions to a backbone.
 
         Args:
-            features: Made by ``make_features``.
+            features: Result of ``make_features``.
         """
         super().__init__()
         self.features = features
@@ -57,9 +57,10 @@ class Necks(nn.Module):
         self.last = LastLevelMaxPool()
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Return five maps float32 (B, 256, h, w) of images (B, 3, H, W), the finest first.
+        """Return five float32 maps (B, 256, h, w) for images (B, 3, H, W), the finest first.
 
-        torchvision computes anchors in the dtype of the maps, and bfloat16 has steps of 4 px at 1000 px.
+        They are float32 because torchvision computes anchors in their dtype, and bfloat16 is only precise to
+        4 px at 1000 px.
         """
         maps = [
             neck(each).float() for neck, each in zip(self.necks, self.features(images), strict=True)
@@ -78,43 +79,43 @@ def _neck(dim: int) -> nn.Sequential:
 
 
 class Proposer(RPNHead):
-    """torchvision's, whose boxes are float32 in mixed precision, too."""
+    """torchvision's head for proposals, with float32 outputs under autocast."""
 
     def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what torchvision's does: objectness and codes of boxes for each map."""
+        """Return objectness and box codes for each map."""
         objectness, codes = super().forward(maps)
         return [each.float() for each in objectness], [each.float() for each in codes]
 
 
 class Pool(MultiScaleRoIAlign):
-    """torchvision's, with the strides that the maps have.
+    """torchvision's RoIAlign, with the true strides of the maps.
 
-    torchvision's guesses them for good from the first images, which jitter may have made much smaller than
-    what they are padded to.
+    torchvision's infers the strides once, from the sizes of the first images before padding. After jitter these
+    may be much smaller than the maps.
     """
 
     def __init__(self, size: int) -> None:
         """Create a pool.
 
         Args:
-            size: Height and width of what is cut out.
+            size: Height and width of the result.
         """
         super().__init__(_LEVELS, size, sampling_ratio=0)
 
     def forward(self, maps: dict[str, Tensor], boxes: Boxes, sizes: list) -> Tensor:
-        """Return what is in boxes (n, 4) of each image, (N, 256, size, size)."""
+        """Return the features inside boxes (n, 4) of each image, (N, 256, size, size)."""
         height, width = maps[_LEVELS[0]].shape[-2:]
         return super().forward(maps, boxes, [(height * _STRIDE, width * _STRIDE)])
 
 
 class BoxPredictor(nn.Module):
-    """Scores of each class, and codes of one box for all of them."""
+    """Class scores, and the code of one box for all classes."""
 
     def __init__(self, classes: int) -> None:
         """Create the layers.
 
         Args:
-            classes: K, with the background.
+            classes: Number of classes K.
         """
         super().__init__()
         self.scores = nn.Linear(_HIDDEN, classes)
@@ -124,21 +125,21 @@ class BoxPredictor(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores (N, K) and codes (N, 4), float32, of what the head makes (N, 1024)."""
+        """Return float32 scores (N, K) and codes (N, 4) for the head's output (N, 1024)."""
         return self.scores(x).float(), self.codes(x).float()
 
 
 class Stage(RoIHeads):
-    """The heads of one stage of the cascade, with its overlap and its code of boxes."""
+    """Heads of one stage of the cascade, with its overlap and its box encoding."""
 
     def __init__(self, pool: nn.Module, overlap: float, weights: tuple, classes: int) -> None:
         """Create a stage.
 
         Args:
-            pool: Cuts boxes out of the maps; shared by all stages.
-            overlap: With an object, from which on a box is its.
-            weights: Of the four numbers that encode a box.
-            classes: K.
+            pool: RoIAlign, shared by all stages.
+            overlap: Minimum IoU of a box with its object.
+            weights: Weights of the four numbers that encode a box.
+            classes: Number of classes K.
         """
         size = (CHANNELS, *pool.output_size)
         head = FastRCNNConvFCHead(size, [CHANNELS] * 4, [_HIDDEN], norm_layer=LayerNorm2d)
@@ -149,13 +150,13 @@ class Stage(RoIHeads):
     def predict(
         self, maps: dict[str, Tensor], proposals: Boxes, sizes: list, part: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Return scores (N, K) and codes (N, 4) of proposals.
+        """Return scores (N, K) and codes (N, 4) for proposals.
 
         Args:
-            maps: Of the backbone.
-            proposals: Boxes (n, 4) in pixels of each image.
+            maps: Maps by level.
+            proposals: Boxes (n, 4) of each image in pixels.
             sizes: Height and width of each image.
-            part: Of the gradient that the maps get.
+            part: Factor of the gradient that flows into the maps.
         """
         cut = self.box_roi_pool(maps, proposals, sizes)
         if cut.requires_grad:
@@ -163,9 +164,9 @@ class Stage(RoIHeads):
         return self.box_predictor(self.box_head(cut))
 
     def decode(self, codes: Tensor, proposals: Boxes, sizes: list) -> Boxes:
-        """Return the boxes that codes (N, 4) make of proposals, cut to the images, without gradient.
+        """Apply codes (N, 4) to proposals; return boxes clipped to the images, without gradient.
 
-        A proposal stays as it is where nothing of its box is in the image.
+        A box outside of the image is replaced by its proposal.
         """
         boxes = self.box_coder.decode(codes.detach(), proposals).flatten(0, 1)
         boxes = boxes.split([len(each) for each in proposals])
@@ -176,7 +177,7 @@ class Stage(RoIHeads):
         ]
 
     def match(self, proposals: Boxes, targets: list[Target]) -> tuple[Boxes, list[Tensor]]:
-        """Return the object's box (n, 4) and class (n) of each proposal; class 0 where it has none."""
+        """Return the box (n, 4) and class (n) of each proposal's object; class 0 if it has no object."""
         boxes = [target["boxes"].to(proposals[0].dtype) for target in targets]
         which, labels = self.assign_targets_to_proposals(
             proposals, boxes, [target["labels"] for target in targets]
@@ -187,13 +188,13 @@ class Stage(RoIHeads):
     def loss(
         self, scores: Tensor, codes: Tensor, labels: list[Tensor], aims: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of classes and of boxes.
+        """Return the losses of classes and boxes.
 
         Args:
             scores: (N, K).
             codes: (N, 4).
-            labels: Class (n) of each proposal of an image.
-            aims: Codes (n, 4) of the boxes of their objects.
+            labels: Classes (n) of the proposals of each image.
+            aims: Target codes (n, 4) of the proposals of each image.
         """
         labels, aims = torch.cat(labels), torch.cat(aims)
         own = labels > 0
@@ -202,13 +203,13 @@ class Stage(RoIHeads):
 
 
 class Cascade(RoIHeads):
-    """Three stages of box heads, and a mask head; in the place of torchvision's ``RoIHeads``."""
+    """Three stages of box heads and a mask head; replaces torchvision's ``RoIHeads``."""
 
     def __init__(self, classes: int) -> None:
         """Create the heads.
 
         Args:
-            classes: K, with the background.
+            classes: Number of classes K.
         """
         training = (OVERLAPS[0], OVERLAPS[0], _SAMPLES, _POSITIVE, BOX_WEIGHTS[0])
         pools = [Pool(size) for size in (7, 14)]
@@ -227,16 +228,16 @@ class Cascade(RoIHeads):
         image_shapes: list[tuple[int, int]],
         targets: list[Target] | None = None,
     ) -> tuple[list[Target], dict[str, Tensor]]:
-        """Return detections where not in training, and losses in training.
+        """Return detections in evaluation mode, and losses in training mode.
 
         Args:
-            features: Maps by their level.
-            proposals: Boxes (n, 4) in pixels of each image.
+            features: Maps by level.
+            proposals: Boxes (n, 4) of each image in pixels.
             image_shapes: Height and width of each image.
-            targets: In training, boxes (n, 4), labels (n) and masks uint8 (n, H, W) of each image.
+            targets: For training, boxes (n, 4), labels (n) and masks uint8 (n, H, W) of each image.
 
         Returns:
-            boxes, scores, labels and masks (n, 1, 28, 28) of each image, and losses by name.
+            Boxes, scores, labels and masks (n, 1, 28, 28) of each image, and losses by name.
         """
         if self.training:
             return [], self.losses(features, proposals, image_shapes, targets)
@@ -249,9 +250,10 @@ class Cascade(RoIHeads):
     def losses(
         self, maps: dict[str, Tensor], proposals: Boxes, sizes: list, targets: list[Target]
     ) -> dict[str, Tensor]:
-        """Return the losses of each stage and of the masks; arguments as of ``forward``.
+        """Return the losses of each stage and of the masks; same arguments as ``forward``.
 
-        Boxes are sampled for the first stage, whose objects get masks, and all kept for the others.
+        The first stage and the mask head learn from sampled boxes. The other stages learn from all boxes of the
+        stage before.
         """
         sampled = self.select_training_samples(proposals, targets)
         losses = {"loss_mask": self._mask_loss(maps, sizes, targets, *sampled[:3])}
@@ -269,13 +271,13 @@ class Cascade(RoIHeads):
     def detect(
         self, maps: dict[str, Tensor], proposals: Boxes, sizes: list
     ) -> tuple[Boxes, list[Tensor], list[Tensor]]:
-        """Return boxes of the last stage, with scores that are the mean of all, and labels."""
+        """Return the last stage's boxes, the mean scores of all stages, and labels."""
         total = torch.tensor(0.0)
         for stage in self.stages:
             scores, codes = stage.predict(maps, proposals, sizes)
             total = total.to(scores) + scores.softmax(-1)
             last, proposals = proposals, stage.decode(codes, proposals, sizes)
-        # torchvision's takes the softmax of these, and a box for each class
+        # torchvision applies the softmax to these logits, and expects one box per class.
         logits = (total / len(self.stages)).log()
         return stage.postprocess_detections(logits, codes.repeat(1, logits.shape[1]), last, sizes)
 
@@ -300,15 +302,15 @@ class Cascade(RoIHeads):
 
 
 def cascade_mask_rcnn(features: nn.Module, classes: int, size: int) -> GeneralizedRCNN:
-    """Return Cascade Mask R-CNN, which is called as torchvision's Mask R-CNN.
+    """Return Cascade Mask R-CNN with the interface of torchvision's Mask R-CNN.
 
-    In training images are taken as they are and padded to ``size``; else they are resized so that their
-    longer side is that, and boxes and masks are of the images as they were given.
+    Training pads images to ``size``. Evaluation resizes the longer side of an image to ``size``, and returns
+    boxes and masks for the original image.
 
     Args:
-        features: Made by ``make_features``.
-        classes: K, with the background.
-        size: Height and width in pixels of what the backbone gets.
+        features: Result of ``make_features``.
+        classes: Number of classes K.
+        size: Height and width of the backbone's input in pixels.
     """
     anchors = AnchorGenerator(((32,), (64,), (128,), (256,), (512,)), ((0.5, 1.0, 2.0),) * 5)
     rpn = RegionProposalNetwork(

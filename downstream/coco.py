@@ -1,11 +1,11 @@
-"""COCO: Cascade Mask R-CNN on a backbone with a pyramid, by the published recipe (ViTDet's).
+"""Train Cascade Mask R-CNN on COCO with a pyramid backbone, by the published recipe (ViTDet's).
 
     torchrun --nproc-per-node 8 -m downstream.coco --data coco --output output/coco \
         --weights output/vil_tiny/best.pt --accumulate 2
     python -m downstream.coco --generated 4 --output /tmp/dry --precision 32-true --img-size 64 \
         --steps 4 --batch-size 2 --num-workers 0 --model-kwargs embed_dim=48 depth=4
 
-Published: 45.7 box AP (Vim-T). The same command again goes on from the last checkpoint.
+Published: 45.7 box AP (Vim-T). Repeat the command to resume.
 """
 
 import sys
@@ -26,11 +26,11 @@ from vil.training.errors import run_script
 from vil.training.recipes import parse
 from vil.training.settings import Count, CountFromZero
 
-# Of the official configuration of tiny; small's is the same.
+# From the official configurations, which are the same for tiny and small.
 _RATES = {"lr": 1e-4, "weight_decay": 0.1, "layer_decay": 0.837}
 RATES = {"tiny": _RATES, "small": _RATES}
-_FALLS = (8 / 9, 26 / 27)  # of the steps: 163,889 and 177,546 of 184,375
-_FIRST_FACTOR = 1e-3  # of the learning rate, at the first step
+_FALLS = (8 / 9, 26 / 27)  # after steps 163,889 and 177,546 of 184,375
+_FIRST_FACTOR = 1e-3  # share of the learning rate at the first step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ class Detection(Task):
     options: ObjectOptions
 
     def __init__(self, *args: Any) -> None:
-        """Take what ``Task`` takes."""
+        """Same arguments as ``Task``."""
         super().__init__(*args)
         self.rows: list[dict[str, Any]] = []
 
     def factor(self, step: int) -> float:
-        """Fall to a tenth twice, after a linear rise."""
+        """Rise linearly, then fall to a tenth twice."""
         rise = step / self.options.warmup_steps if step < self.options.warmup_steps else 1.0
         falls = sum(step >= round(self.options.steps * fall) for fall in _FALLS)
         return (rise + (1 - rise) * _FIRST_FACTOR) * 0.1**falls
@@ -70,13 +70,13 @@ class Detection(Task):
         return self.finite(loss)
 
     def validation_step(self, batch: list, batch_idx: int) -> None:
-        """Keep what is found in an image, in its original size."""
+        """Collect the detections in an image, at its original size."""
         images, (number,) = batch
         (detections,) = self.network(images)
         self.rows += found(number, self.val_set.categories, detections)
 
     def on_validation_epoch_end(self) -> None:
-        """Keep the average precision of what all processes found."""
+        """Log the average precision of the detections of all processes."""
         parts: list[Any] = [self.rows]
         if world_size() > 1:
             parts = [None] * world_size()
@@ -89,10 +89,10 @@ class Detection(Task):
 
 
 def train(options: ObjectOptions) -> dict[str, float]:
-    """Train and validate; returns the step and the average precisions in percent.
+    """Train and validate; return the step and the average precisions in percent.
 
     Raises:
-        UserError: options, data or weights are not what a run can be made of.
+        UserError: If options, data or weights are invalid.
     """
     options = options.with_rates(RATES)
     seed_everything(options.seed)
@@ -111,7 +111,7 @@ def train(options: ObjectOptions) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     train(parse(ObjectOptions, sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""Backbones of the downstream runs: four maps, and the learning rate of every layer."""
+"""Backbones with four feature maps, and their layer-wise learning rates."""
 
 import re
 from typing import Any
@@ -17,20 +17,20 @@ STRIDES = [4, 8, 16, 32]
 def make_features(
     name: str, weights: str | None = None, grad_checkpointing: bool = False, **arguments: Any
 ) -> nn.Module:
-    """Build a backbone that makes four maps.
+    """Build a backbone with four feature maps.
 
     Args:
-        name: timm's name of the model: a ``*_pyramid``, or any whose last four stages have strides of
+        name: timm model name: a ``*_pyramid``, or another model whose last four stages have strides of
             4, 8, 16 and 32 px.
         weights: SOURCE of ``vil.load``; None for new weights.
-        grad_checkpointing: Compute each block again in the backward pass.
-        **arguments: Of ``timm.create_model``. ``img_size`` is left out for models that take none.
+        grad_checkpointing: Recompute each block in the backward pass.
+        **arguments: Arguments of ``timm.create_model``. Models without ``img_size`` do not get it.
 
     Returns:
-        A module from images (B, 3, height, width) to a list of four maps (B, C, H, W).
+        A module that returns four maps (B, C, h, w) for images (B, 3, H, W).
 
     Raises:
-        ConfigError: there is no such model, it refuses its arguments, or its strides are others.
+        ConfigError: If there is no such model, it refuses its arguments, or it has other strides.
     """
     if not timm.is_model(name):
         raise ConfigError(f"--model must be the name of a timm model, got {name}")
@@ -56,22 +56,22 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group the parameters of a network by learning rate and weight decay.
 
-    With D blocks, what is above the blocks has the learning rate lr, block i of them lr *
-    layer_decay^(D - i), the embeddings lr * layer_decay^(D + 1): those of BEiT, ViTDet and mmseg. What
-    has one dimension is not decayed, nor what the backbone's ``no_weight_decay`` names.
+    With D blocks, parameters above the blocks have the learning rate lr, block i has
+    lr * layer_decay^(D - i), and the embeddings have lr * layer_decay^(D + 1), as in BEiT, ViTDet and
+    mmsegmentation. One-dimensional parameters and the backbone's ``no_weight_decay`` are not decayed.
 
     Args:
-        network: The whole network.
-        features: The part of it that ``make_features`` made.
+        network: Whole network.
+        features: Backbone in the network, from ``make_features``.
         lr: Learning rate.
-        weight_decay: Of AdamW.
-        layer_decay: From a layer to the one below; 1 for one learning rate.
+        weight_decay: Weight decay of AdamW.
+        layer_decay: Factor from a layer to the layer below; 1 for one learning rate.
 
     Returns:
-        Groups for torch's optimizers, in the order of the network's parameters.
+        Parameter groups for torch's optimizers.
 
     Raises:
-        ConfigError: the backbone does not say which of its layers is where.
+        ConfigError: If the backbone does not define the order of its layers.
     """
     backbone = getattr(features, "model", features)
     prefix = next(name for name, module in network.named_modules() if module is backbone) + "."
@@ -94,7 +94,7 @@ def parameter_groups(
 
 
 def _prefixed(patterns: Any, prefix: str) -> Any:
-    """Put what names begin with before timm's patterns of names."""
+    """Add the prefix of the backbone's parameter names to timm's patterns."""
     if isinstance(patterns, str):
         return f"^{re.escape(prefix)}(?:{patterns.replace('^', '')})"
     return [(_prefixed(pattern, prefix), suffix) for pattern, suffix in patterns]

@@ -1,4 +1,4 @@
-"""Data sets of coloured shapes in the layout of ADE20K and COCO, to try a run without them."""
+"""Generate data sets of coloured shapes in the layouts of ADE20K and COCO, for dry runs."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 from vil.training.files import write_atomically, write_text
 
-# Of the three kinds of shapes: colour, label of ADE20K, category of COCO
+# Colours, ADE20K labels and COCO categories of the three kinds of shapes
 _COLOURS = ((220, 60, 60), (60, 220, 60), (60, 60, 220))
 _LABELS = (1, 75, 150)
 _CATEGORIES = (1, 3, 90)
@@ -20,9 +20,9 @@ def make_scenes(root: Path, images: int, size: int) -> Path:
     """Write scenes with labels, in ADE20K's layout.
 
     Args:
-        root: Folder to write; what is there by the same name is replaced.
-        images: To train on; half as many to validate on.
-        size: About the height and width of an image, in pixels.
+        root: Folder to write; files of the same names are replaced.
+        images: Number of training images; half as many are written for validation.
+        size: Approximate height and width of an image in pixels.
 
     Returns:
         The folder.
@@ -33,14 +33,14 @@ def make_scenes(root: Path, images: int, size: int) -> Path:
             labels = Image.new("L", image.size, 0)
             for kind, corners in shapes:
                 ImageDraw.Draw(labels).polygon(corners, fill=_LABELS[kind])
-            image = image.convert("L") if number == 0 else image  # ADE20K has a few grey ones
+            image = image.convert("L") if number == 0 else image  # ADE20K has a few grey images
             _save(image, root / "images" / split / f"ADE_{number:08}.jpg")
             _save(labels, root / "annotations" / split / f"ADE_{number:08}.png")
     return root
 
 
 def make_objects(root: Path, images: int, size: int) -> Path:
-    """Write images with polygons of objects, in COCO's layout; arguments as of ``make_scenes``."""
+    """Write images with polygons of objects, in COCO's layout; same arguments as ``make_scenes``."""
     for split, count in (("train2017", images), ("val2017", images // 2)):
         records, annotations = [], []
         for number in range(count):

@@ -1,9 +1,9 @@
-"""COCO's objects: reading them, large-scale jitter, and average precision.
+"""Read COCO's objects, augment them by large-scale jitter, and compute average precision.
 
 The folder has ``train2017``, ``val2017`` and ``annotations/instances_{train,val}2017.json``. Classes are
-COCO's categories in the order of their numbers, from 1 on; 0 is the background.
+COCO's categories in the order of their numbers, starting from 1; 0 is the background.
 
-Letters: H W an image, n objects in it.
+Letters: H, W height and width of an image, n objects in it.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from torchvision.tv_tensors import Image, Mask
 from vil.training.errors import DataError
 
 Target = dict[str, Tensor]
-_MASK = 0.5  # from which probability on a pixel is the object's
+_MASK = 0.5  # minimum probability of an object's pixel
 
 
 class Objects(CocoDetection):
-    """Images uint8 (3, H, W) and a dict of labels int64 (n), masks uint8 (n, H, W) and the image's number.
+    """Images uint8 (3, H, W), and dicts of labels int64 (n), masks uint8 (n, H, W) and the image's number.
 
-    Crowds are left out.
+    Crowds are excluded.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class Objects(CocoDetection):
         transform: Callable[[Tensor, Target], tuple],
         with_objects: bool,
     ) -> None:
-        """Read what is known of a split.
+        """Read the annotations of a split.
 
         Args:
-            root: The folder.
+            root: Folder of the data set.
             split: "train2017" or "val2017".
-            transform: From an image and its target to what is returned.
-            with_objects: Leave images without an object out, as is done in training.
+            transform: Function from an image and its target to a sample.
+            with_objects: Exclude images without objects, as in training.
 
         Raises:
-            DataError: there are no annotations.
+            DataError: If there are no annotations or no images.
         """
         path = root / "annotations" / f"instances_{split}.json"
         if not path.is_file():
             raise DataError(f"no annotations {path}")
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells how long it took
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints timings
             super().__init__(root / split, path, transforms=transform)
         self.categories = sorted(self.coco.cats)
         if with_objects:
@@ -75,10 +75,8 @@ class Objects(CocoDetection):
             raise DataError(f"cannot read {path}: {error}") from error
 
     def _load_target(self, id: int) -> Target:
-        size, objects = (
-            (self.coco.imgs[id][side] for side in ("height", "width")),
-            self._objects(id),
-        )
+        size = (self.coco.imgs[id][side] for side in ("height", "width"))
+        objects = self._objects(id)
         masks = [torch.from_numpy(self.coco.annToMask(each)) for each in objects]
         labels = [self.categories.index(each["category_id"]) + 1 for each in objects]
         return {
@@ -92,25 +90,25 @@ class Objects(CocoDetection):
 
 
 class Jitter:
-    """Large-scale jitter: scale by 0.1 to 2 of what fits, crop, mirror.
+    """Large-scale jitter: scale by 0.1 to 2 relative to the size that fits, crop, mirror.
 
     Simple Copy-Paste is a Strong Data Augmentation Method for Instance Segmentation (CVPR 2021), Section 3.
     """
 
     def __init__(self, size: int) -> None:
-        """Keep the size.
+        """Create the augmentation.
 
         Args:
-            size: Largest height and width of the result; it is not padded.
+            size: Maximum height and width of the result, which is not padded.
         """
         self.size = size
         self.scale = v2.ScaleJitter((size, size), (0.1, 2.0))
 
     def __call__(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
-        """Return an image float32 (3, h, w) in [0, 1] and what is left of its objects, with boxes (n, 4)."""
+        """Return an image float32 (3, h, w) in [0, 1] and its remaining objects, with boxes (n, 4)."""
         size = self.scale.make_params([image])["size"]
         image = Image(T.resize(image, size))
-        # torchvision resizes masks by the first pixel under one, which moves them right and down
+        # NEAREST takes the upper left pixel, which shifts masks to the right and down.
         masks = Mask(T.resize(target["masks"], size, v2.InterpolationMode.NEAREST_EXACT))
         crop = v2.RandomCrop([min(self.size, length) for length in image.shape[1:]])
         image, masks = v2.RandomHorizontalFlip()(*crop(image, masks))
@@ -121,28 +119,26 @@ class Jitter:
 
 
 def as_it_is(image: Tensor, target: Target) -> tuple[Tensor, int]:
-    """Return an image float32 (3, H, W) in [0, 1] and its number, for which nothing else is needed."""
+    """Return an image float32 (3, H, W) in [0, 1] and its number, for validation."""
     return T.to_dtype(image, torch.float32, scale=True), int(target["image"])
 
 
 def boxes_of(masks: Tensor) -> Tensor:
-    """Return the boxes float32 (n, 4) around masks (n, H, W) that are not empty, in pixels."""
-    boxes = masks_to_boxes(masks)
-    return boxes + boxes.new_tensor(
-        [0, 0, 1, 1]
-    )  # torchvision's end in the last pixel, not behind it
+    """Return the float32 boxes (n, 4) around non-empty masks (n, H, W), in pixels."""
+    boxes = masks_to_boxes(masks)  # these end in the last pixel, not behind it
+    return boxes + boxes.new_tensor([0, 0, 1, 1])
 
 
 def found(number: int, categories: list[int], detections: Target) -> list[dict[str, Any]]:
-    """Describe the detections of an image as COCO does.
+    """Convert the detections of an image to COCO's format.
 
     Args:
-        number: Of the image.
-        categories: COCO's numbers of the classes from 1 on.
-        detections: boxes (n, 4), scores (n), labels (n) and masks (n, 1, H, W), as torchvision's.
+        number: Number of the image.
+        categories: COCO's numbers of classes 1, 2, ...
+        detections: torchvision's boxes (n, 4), scores (n), labels (n) and masks (n, 1, H, W).
 
     Returns:
-        A dict of each: image_id, category_id, score, bbox (left, top, width, height), segmentation (RLE).
+        One dict per detection: image_id, category_id, score, bbox (left, top, width, height), segmentation (RLE).
     """
     boxes = detections["boxes"].cpu().clone()
     boxes[:, 2:] -= boxes[:, :2]
@@ -169,9 +165,9 @@ def average_precision(
     """Return COCO's average precision of boxes and masks, in percent.
 
     Args:
-        coco: The annotations.
-        rows: What ``found`` makes of all images.
-        images: Numbers of the images that were looked at.
+        coco: Annotations.
+        rows: Results of ``found`` for all images.
+        images: Numbers of the evaluated images.
     """
     figures = {}
     with contextlib.redirect_stdout(io.StringIO()):

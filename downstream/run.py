@@ -1,4 +1,4 @@
-"""What both runs share: their options, the stream of images, and Lightning's trainer."""
+"""Options, data order and Lightning trainer of the downstream runs."""
 
 import contextlib
 import dataclasses
@@ -39,67 +39,67 @@ from vil.training.settings import (
     key_values,
 )
 
-_TIMED = 20  # batches that tell the time of a step
-# What another start of the same run may have otherwise.
+_TIMED = 20  # minimum number of batches to measure the time of a step
+# Options that may change when a run is resumed.
 _FREE = ("data", "output", "num_workers", "grad_checkpointing", "val_steps", "checkpoint_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Section):
-    """Options of a run; the same command again goes on from its last checkpoint."""
+    """Options of a run; repeat the command to resume from its last checkpoint."""
 
     output: Path
-    """Folder for checkpoints, figures and the result."""
+    """Folder for checkpoints, logs and the result."""
     data: Path | None = None
     """Folder of the data set."""
     generated: Annotated[int, Field(ge=2)] | None = None
-    """Instead of --data: a dry run on so many generated training images, and half as many to validate."""
+    """Instead of --data: number of generated training images for a dry run; half as many are for validation."""
     model: str = "vil_tiny_pyramid"
-    """timm's name of the backbone."""
+    """timm model name of the backbone."""
     weights: str | None = None
-    """Weights to begin with, as of vil.load: a checkpoint, a folder, a .safetensors or .pth file, ..."""
+    """Initial weights, as for vil.load: a checkpoint, a folder, a .safetensors or .pth file, ..."""
     model_kwargs: tuple[str, ...] = ()
     """More arguments of the backbone, as key=value."""
     img_size: Count
-    """Height and width in pixels of what is trained on."""
+    """Height and width of training images in pixels."""
     steps: Count
-    """Steps of the optimizer."""
+    """Optimizer steps."""
     batch_size: Count
-    """Images of a step, of all processes together."""
+    """Images of a step, over all processes."""
     accumulate: Count = 1
-    """Parts that each process computes its images of a step in."""
+    """Micro-batches per step and process."""
     lr: Positive | None = None
-    """Learning rate; None takes that of the backbone's size, which the README lists."""
+    """Learning rate; None uses the published one for the backbone's size (see the README)."""
     weight_decay: Number | None = None
-    """Of AdamW; None as for the learning rate."""
+    """Weight decay of AdamW; None is the same as for the learning rate."""
     layer_decay: ShareAboveZero | None = None
-    """From a block to the one below; None as for the learning rate."""
+    """Factor from a block's learning rate to the block below; None is the same as for the learning rate."""
     drop_path: ShareBelowOne = 0.1
     """Stochastic depth of the last block."""
     warmup_steps: CountFromZero
     """Steps of linear warm-up."""
     grad_checkpointing: bool = False
-    """Compute each block again in the backward pass instead of keeping its activations."""
+    """Recompute each block in the backward pass instead of keeping its activations."""
     precision: Literal["bf16-mixed", "32-true"]
     """Autocast to bfloat16, or float32."""
     num_workers: Workers = 8
-    """Loader processes of each process."""
+    """Data-loading workers per process."""
     val_steps: Count
     """Steps between validations."""
     checkpoint_steps: Count = 1000
     """Steps between checkpoints."""
     seed: Seed = 0
-    """Of everything random."""
+    """Random seed."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can be made of."""
+        """Reject invalid combinations."""
         if (self.data is None) == (self.generated is None):
             raise ConfigError("give one of --data and --generated")
         parts = world_size() * self.accumulate
         if self.batch_size % parts:
             raise ConfigError(
-                f"--batch-size must be divisible by {world_size()} processes x {self.accumulate} parts, "
-                f"got {self.batch_size}"
+                f"--batch-size must be divisible by {world_size()} processes x {self.accumulate} "
+                f"micro-batches, got {self.batch_size}"
             )
 
     @property
@@ -109,16 +109,16 @@ class Options(Section):
         return own | key_values("--model-kwargs", self.model_kwargs)
 
     def with_rates(self, rates: dict[str, dict[str, float]]) -> "Options":
-        """Fill in what is None of lr, weight_decay and layer_decay from those of each size.
+        """Replace None in lr, weight_decay and layer_decay by the rates for the backbone's size.
 
         Raises:
-            ConfigError: there are none for the backbone's size.
+            ConfigError: If no rates are known for the backbone's size.
         """
         missing = [name for name in ("lr", "weight_decay", "layer_decay") if not self._has(name)]
         size = next((size for size in rates if f"_{size}" in self.model), None)
         if missing and size is None:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-            raise ConfigError(f"no published run is of {self.model}: give {options}")
+            raise ConfigError(f"{options} must be given: {self.model} has no published rates")
         return dataclasses.replace(self, **{name: rates[size][name] for name in missing})
 
     def _has(self, name: str) -> bool:
@@ -128,8 +128,7 @@ class Options(Section):
 class Task(lightning.LightningModule):
     """A network, its data and its schedule; the two runs are subclasses.
 
-    Everything random follows from the seed and the step, so that a run that was stopped goes on as if it
-    had not been.
+    All randomness depends on the seed and the step only, so a resumed run equals an uninterrupted one.
     """
 
     def __init__(
@@ -140,22 +139,22 @@ class Task(lightning.LightningModule):
         train: Dataset,
         val: Dataset,
     ) -> None:
-        """Keep what is to be trained.
+        """Create a task.
 
         Args:
             options: Options of the run, with rates.
-            network: What is trained.
-            features: The backbone in it.
-            train: Images and targets as the network takes them, by their number.
-            val: The same to validate.
+            network: Network to train.
+            features: Backbone in the network.
+            train: Training images and targets in the network's format.
+            val: Validation images and targets.
 
         Raises:
-            DataError: there are not enough images for a step.
+            DataError: If there are fewer images than in a batch.
         """
         super().__init__()
         if len(train) < options.batch_size:
             raise DataError(
-                f"{len(train)} training images are less than a batch of {options.batch_size}"
+                f"--batch-size must be at most the {len(train)} training images, got {options.batch_size}"
             )
         self.options = options
         self.network = network
@@ -164,17 +163,17 @@ class Task(lightning.LightningModule):
         )
         self.train_set, self.val_set = train, val
         self.result: dict[str, float] = {}
-        self.began: list[float] = []  # when each batch was, of this start, in seconds
+        self.began: list[float] = []  # start of each batch since this start of the run, in seconds
 
     def factor(self, step: int) -> float:
-        """Return the part of the learning rate that a step has."""
+        """Return the factor of the learning rate at a step."""
         raise NotImplementedError
 
     def finite(self, loss: Tensor) -> Tensor:
-        """Return a loss.
+        """Return the loss unchanged.
 
         Raises:
-            NonFiniteLossError: it is NaN or infinite.
+            NonFiniteLossError: If the loss is NaN or infinite.
         """
         if not loss.isfinite():
             raise NonFiniteLossError(
@@ -183,7 +182,7 @@ class Task(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW and its schedule by steps."""
+        """Return AdamW and its schedule per step."""
         scheduler = LambdaLR(torch.optim.AdamW(self.groups, betas=(0.9, 0.999)), self.factor)
         steps = {"scheduler": scheduler, "interval": "step"}
         return {"optimizer": scheduler.optimizer, "lr_scheduler": steps}
@@ -204,26 +203,26 @@ class Task(lightning.LightningModule):
         return self._loader(_Drawn(self.train_set, self.options.seed), batch_sampler=batches)
 
     def val_dataloader(self) -> DataLoader:
-        """Return the validation images of this process, each once, one at a time."""
+        """Return the validation images of this process, each once, in batches of one."""
         own = range(self.global_rank, len(self.val_set), world_size())
         return self._loader(Subset(self.val_set, own), batch_size=1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seed what the network draws."""
+        """Seed the network's randomness."""
         self.began.append(time.perf_counter())
         place = (self.options.seed, batch_idx, self.global_rank)
         torch.manual_seed(key("network", *place))
         self.log("lr", max(self.lr_schedulers().get_last_lr()))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the options beside the weights."""
+        """Store the options in the checkpoint."""
         checkpoint["options"] = self._described()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to go on with other options.
+        """Refuse to resume with other options.
 
         Raises:
-            ConfigError: names the first option that differs.
+            ConfigError: If an option differs; names the first one.
         """
         for name, value in self._described().items():
             if (was := checkpoint["options"].get(name)) != value:
@@ -249,14 +248,14 @@ class Task(lightning.LightningModule):
 
 
 class _WholeRun(MicroBatches):
-    """Lightning counts the batches of the whole run, those that an earlier start took, too."""
+    """Batches whose length is that of the whole run, as Lightning expects, even after resuming."""
 
     def __len__(self) -> int:
         return self.steps.stop * (self.batch_size // self.world_size // self.micro_batch)
 
 
 class _Drawn(Dataset):
-    """A data set that is read by draws, each with random numbers of its own."""
+    """A data set indexed by draws, which seeds the augmentation of each draw."""
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -267,31 +266,31 @@ class _Drawn(Dataset):
 
 
 def torch_order(num_images: int) -> Any:
-    """Return what draws an epoch's order of so many images."""
+    """Return a function that draws the order of an epoch."""
     return lambda generator: torch.randperm(num_images, generator=generator)
 
 
 def collate(samples: list[tuple]) -> list[list]:
-    """Return images and targets in a list each; only the network knows how to batch them."""
+    """Return a list of images and a list of targets; the network makes the batch."""
     return [list(column) for column in zip(*samples, strict=True)]
 
 
 def world_size() -> int:
-    """Return how many processes torchrun started."""
+    """Return the number of processes that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def run(task: Task) -> dict[str, float]:
     """Train from the last checkpoint, or from the start, and validate.
 
-    Writes ``last.ckpt``, ``log/version_*/metrics.csv`` of each start and, at the end, ``result.json`` and, where
-    there were steps enough to tell, ``speed.json``.
+    Writes ``last.ckpt``, one ``log/version_*/metrics.csv`` per start, ``result.json`` at the end, and
+    ``speed.json`` after more than 20 batches.
 
     Returns:
-        The figures of the last validation.
+        The scores of the last validation.
 
     Raises:
-        OutputError: another run writes to the folder.
+        OutputError: If another run writes to the folder.
     """
     task.options.output.mkdir(parents=True, exist_ok=True)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -309,9 +308,9 @@ def run(task: Task) -> dict[str, float]:
 
 
 def _speed(task: Task) -> dict[str, Any]:
-    """Tell how long a step took, waiting for images included, and how long the published run would.
+    """Return the time of a step, including waiting for images, and estimate the time of the published run.
 
-    The median, which neither the first steps nor validations between steps change.
+    The time is a median, so the first steps and validations between steps do not affect it.
     """
     batches = [after - before for before, after in itertools.pairwise(task.began)]
     step = statistics.median(batches) * task.options.accumulate
@@ -320,7 +319,7 @@ def _speed(task: Task) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "processes": world_size(),
         "seconds_per_step": step,
-        "hours": step * type(task.options).steps * world_size() / 3600,  # of all devices together
+        "hours": step * type(task.options).steps * world_size() / 3600,  # sum over all devices
     }
 
 
@@ -330,11 +329,11 @@ def _trained(task: Task) -> lightning.Trainer:
     last = options.output / "last.ckpt"
     trainer = _trainer(options)
     with warnings.catch_warnings():
-        # The stream is taken up at its step: `train_dataloader` is asked when that is known.
+        # Lightning calls `train_dataloader` after loading the step, so the batches start there.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
         trainer.fit(task, ckpt_path=last if last.exists() else None, weights_only=True)
     if trainer.global_step % options.checkpoint_steps:
-        trainer.save_checkpoint(last, weights_only=False)  # the optimizer, too
+        trainer.save_checkpoint(last, weights_only=False)  # with the optimizer
     return trainer
 
 
@@ -352,7 +351,7 @@ def _trainer(options: Options) -> lightning.Trainer:
     return lightning.Trainer(
         devices=devices,
         num_nodes=world_size() // devices,
-        # Processes validate different numbers of images, so nothing may be exchanged between them then.
+        # Processes validate different numbers of images, so validation must not communicate.
         strategy=DDPStrategy(broadcast_buffers=False) if distributed else "auto",
         sync_batchnorm=distributed and torch.cuda.is_available(),  # it has no CPU version
         precision=options.precision,

@@ -1,9 +1,9 @@
-"""ADE20K's scenes: reading them, augmenting them, and predicting one by windows.
+"""Read and augment ADE20K's scenes, and predict them by sliding windows.
 
-The folder is that of the scene parsing challenge: ``images/{training,validation}/*.jpg`` and
-``annotations/{training,validation}/*.png``, whose values are 0 for what is not labelled and 1 to 150.
+The folder of the scene parsing challenge has ``images/{training,validation}/*.jpg`` and
+``annotations/{training,validation}/*.png``. Labels are 1 to 150, and 0 for pixels without a label.
 
-Letters: B images, K classes, H W an image.
+Letters: B images, K classes, H, W height and width of an image.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ from vil.training.errors import DataError
 
 CLASSES = 150
 IGNORED = 255
-_CROPS = 11  # the first, and ten more if it shows little but one class
+_CROPS = 11  # attempts to find a crop that is not mostly one class
 _MAX_RATIO = 0.75
-_LONGEST = 4  # times the shorter side, that an image is resized to at most
+_LONGEST = 4  # maximum longer side of a resized image, in shorter sides
 
 
 class Scenes(Dataset):
-    """Images uint8 (3, H, W) and labels uint8 (H, W), 0 to 149 and 255 where there is none."""
+    """Images uint8 (3, H, W) and labels uint8 (H, W), 0 to 149; pixels without a label are 255."""
 
     def __init__(
         self, root: Path, split: str, transform: Callable[[Tensor, Tensor], tuple]
@@ -37,12 +37,12 @@ class Scenes(Dataset):
         """List a split.
 
         Args:
-            root: The folder of the challenge.
+            root: Folder of the challenge.
             split: "training" or "validation".
-            transform: From an image and its labels to what is returned.
+            transform: Function from an image and its labels to a sample.
 
         Raises:
-            DataError: there are no images, or one has no labels.
+            DataError: If there are no images, or an image has no labels.
         """
         self.images = sorted((root / "images" / split).glob("*.jpg"))
         self.labels = [root / "annotations" / split / f"{path.stem}.png" for path in self.images]
@@ -75,30 +75,30 @@ def _read(path: Path, take: Callable[[Image.Image], Tensor]) -> Tensor:
 
 
 def shifted(values: Tensor) -> Tensor:
-    """Return labels 0 to 149 of values 1 to 150, and 255 of 0; uint8 (H, W)."""
-    return values - 1  # uint8 goes from 0 round to 255
+    """Map uint8 values (H, W) from 1 to 150 to labels 0 to 149, and 0 to 255."""
+    return values - 1  # uint8 wraps around from 0 to 255
 
 
 class Distort(v2.RandomPhotometricDistort):
-    """Brightness, contrast, saturation and hue in mmseg's ranges; channels keep their order."""
+    """Change brightness, contrast, saturation and hue in mmsegmentation's ranges; keep the order of channels."""
 
     def __init__(self) -> None:
-        # 32 of 255 in brightness; 18 of OpenCV's 180 in hue
+        # mmsegmentation: 32 of 255 in brightness, 18 of OpenCV's 180 in hue
         super().__init__((0.875, 1.125), (0.5, 1.5), (0.5, 1.5), (-0.1, 0.1))
 
     def make_params(self, flat_inputs: list) -> dict:
-        """Draw what is changed and how far."""
+        """Draw the parameters of the changes."""
         return super().make_params(flat_inputs) | {"channel_permutation": None}
 
 
 class Augment:
-    """mmseg's training pipeline: scale by 0.5 to 2, crop, mirror, distort, normalise, pad."""
+    """mmsegmentation's training pipeline: scale by 0.5 to 2, crop, mirror, distort, normalise, pad."""
 
     def __init__(self, size: int) -> None:
-        """Keep the size.
+        """Create the pipeline.
 
         Args:
-            size: Height and width of the result; the shorter side of an image at scale 1.
+            size: Height and width of the result, and shorter side of an image at scale 1, in pixels.
         """
         self.size = size
         self.distort = Distort()
@@ -116,7 +116,7 @@ class Augment:
         return image.as_subclass(Tensor), labels.as_subclass(Tensor).long()
 
     def crop(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut a part out that is not three quarters of one class, if one is found."""
+        """Return a crop in which no class has three quarters of the pixels, if 11 attempts find one."""
         height, width = (min(self.size, length) for length in labels.shape)
         for _ in range(_CROPS):
             top = int(torch.randint(labels.shape[0] - height + 1, ()))
@@ -132,10 +132,10 @@ class Augment:
 
 
 class Whole:
-    """mmseg's test pipeline: the image at scale 1, its labels as they are."""
+    """mmsegmentation's test pipeline: the image at scale 1, its labels unchanged."""
 
     def __init__(self, size: int) -> None:
-        """Keep the size of the shorter side."""
+        """Set the shorter side of images in pixels."""
         self.size = size
 
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ class Whole:
 
 
 def resized(image: Tensor, shorter: float) -> Tensor:
-    """Resize an image (3, H, W) to a shorter side in pixels, or a longer one of four times that."""
+    """Resize an image (3, H, W) to a shorter side in pixels; limit the longer side to four times that."""
     height, width = image.shape[1:]
     factor = min(shorter / min(height, width), _LONGEST * shorter / max(height, width))
     size = [max(1, int(length * factor + 0.5)) for length in (height, width)]
@@ -152,7 +152,7 @@ def resized(image: Tensor, shorter: float) -> Tensor:
 
 
 def normalised(image: Tensor) -> Tensor:
-    """Return an image uint8 (3, H, W) as float32 with ImageNet's mean and deviation."""
+    """Convert an image uint8 (3, H, W) to float32, and normalise it by ImageNet's mean and std."""
     return T.normalize(
         T.to_dtype(image, torch.float32, scale=True),
         list(IMAGENET_DEFAULT_MEAN),
@@ -163,13 +163,13 @@ def normalised(image: Tensor) -> Tensor:
 def by_windows(
     predict: Callable[[Tensor], Tensor], images: Tensor, size: int, stride: int
 ) -> Tensor:
-    """Predict images of any size by windows, averaged where they overlap.
+    """Predict images of any size by sliding windows; average the logits where windows overlap.
 
     Args:
-        predict: From images (B, 3, h, w) to logits (B, K, h, w).
+        predict: Function from images (B, 3, h, w) to logits (B, K, h, w).
         images: (B, 3, H, W).
-        size: Height and width of a window; less where the image is smaller.
-        stride: Distance of windows; the last of a row ends where the image does.
+        size: Height and width of a window; smaller if the image is smaller.
+        stride: Distance between windows; the last window of a row ends at the image's border.
 
     Returns:
         Logits (B, K, H, W), float32.
@@ -186,7 +186,7 @@ def by_windows(
 
 
 def _spans(length: int, size: int, stride: int) -> Iterator[slice]:
-    """Return where windows begin and end along one side."""
+    """Return the ranges of windows along one side."""
     for start in range(0, max(length - size + stride, 1), stride):
         first = max(min(start, length - size), 0)
         yield slice(first, min(first + size, length))

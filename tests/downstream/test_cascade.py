@@ -1,4 +1,4 @@
-"""The cascade: what each stage is taught, what it hands on, and what the three say together."""
+"""The cascade: the targets of each stage, the boxes it passes on, and the result of all three."""
 
 from collections.abc import Iterator
 
@@ -148,8 +148,8 @@ TWO = ((4, 6, 40, 44), (20, 30, 60, 62))
 
 @pytest.mark.parametrize("objects", [(TWO, TWO[:1]), ((), TWO), ((), ())])
 def test_a_step_changes_every_parameter(objects: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where an image has no object; where none has, boxes and masks have nothing to learn."""
-    monkeypatch.setattr(cascade, "_SAMPLES", 512)  # objects among them for sure
+    """Images may have no objects; if none has any, box and mask parameters need not change."""
+    monkeypatch.setattr(cascade, "_SAMPLES", 512)  # enough to include the objects
     model = network().train()
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     images = [torch.rand(3, 64, 64), torch.rand(3, 48, 64)]
@@ -158,7 +158,7 @@ def test_a_step_changes_every_parameter(objects: tuple, monkeypatch: pytest.Monk
     assert set(losses) == names | {"loss_mask", "loss_objectness", "loss_rpn_box_reg"}
     assert all(loss.isfinite() for loss in losses.values())
     sum(losses.values()).backward()
-    # DistributedDataParallel waits for every gradient, also for one of zeros
+    # DistributedDataParallel waits for every gradient, even if it is zero
     assert [name for name, each in model.named_parameters() if each.grad is None] == []
     torch.optim.AdamW(model.parameters(), weight_decay=0).step()
     same = [name for name, each in model.named_parameters() if torch.equal(each, before[name])]

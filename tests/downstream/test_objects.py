@@ -1,4 +1,4 @@
-"""COCO's data and figures: masks and boxes that move together, and what perfect detections score."""
+"""COCO's data and metrics: masks and boxes move together, and perfect detections score 100."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_generated_objects_are_read_as_coco(tmp_path: Path) -> None:
         boxes = boxes_of(target["masks"])
         boxes[:, 2:] -= boxes[:, :2]
         stated = torch.tensor([each["bbox"] for each in described]).float()
-        assert (boxes - stated).abs().max() <= 1  # pixels are whole
+        assert (boxes - stated).abs().max() <= 1  # masks have whole pixels
 
 
 def test_crowds_and_images_without_objects_are_left_out(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_image_and_masks_are_jittered_together() -> None:
 
 
 def test_jittered_boxes_are_where_the_objects_are() -> None:
-    """In height, which nothing mirrors: half a pixel of the result off at most, and 0 in the mean."""
+    """Heights, which are never mirrored, are at most half an output pixel off; the mean is about 0."""
     masks = torch.zeros(1, 200, 200, dtype=torch.uint8)
     masks[0, 31:148, 53:170] = 1
     target = {"labels": torch.tensor([1]), "masks": masks, "image": torch.tensor(7)}

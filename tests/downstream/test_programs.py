@@ -1,4 +1,4 @@
-"""Whole runs on generated data: the same command again goes on, and ends as if nothing had been."""
+"""Runs on generated data: repeating the command resumes a run, which ends as if never stopped."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         assert torch.equal(ends[0][name], ends[1][name]), name
     with pytest.raises(ConfigError, match=r"--lr 0\.000[12], not 0.5"):
         train(program, tmp_path / "stopped", lr=0.5)
-    assert train(program, tmp_path / "stopped") == whole  # nothing is left but to validate
+    assert train(program, tmp_path / "stopped") == whole  # only validation is left
 
 
 def test_the_time_of_a_step_tells_the_hours_of_the_run(
@@ -93,7 +93,7 @@ def test_the_time_of_a_step_tells_the_hours_of_the_run(
     monkeypatch.setattr("downstream.run._TIMED", 3)
     clock = iter([0.0, 100.0, 101.0, 102.0, 104.0, 105.0, 106.0, 107.0])
     monkeypatch.setattr("downstream.run.time.perf_counter", lambda: next(clock))
-    train("ade20k", tmp_path)  # 4 steps of 2 parts
+    train("ade20k", tmp_path)  # 4 steps of 2 micro-batches
     speed = json.loads((tmp_path / "speed.json").read_text())
     assert speed["seconds_per_step"] == 2
     assert speed["hours"] == pytest.approx(2 * 60_000 / 3600)
@@ -105,7 +105,7 @@ def test_the_time_of_a_step_tells_the_hours_of_the_run(
         ("--lr -1", "lr must be greater than 0, got -1.0"),
         ("--steps 0", "steps must be greater than or equal to 1, got 0"),
         ("--generated 1", "generated must be greater than or equal to 2, got 1"),
-        ("--accumulate 5", "--batch-size must be divisible by 1 processes x 5 parts, got 32"),
+        ("--accumulate 5", "--batch-size must be divisible by 1 processes x 5 micro-batches"),
         ("--data folder", "give one of --data and --generated"),
     ],
 )

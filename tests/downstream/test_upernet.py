@@ -1,4 +1,4 @@
-"""UperNet: what its losses are means of, and that every part learns."""
+"""UperNet: losses are means over all pixels, and every part learns."""
 
 import pytest
 import torch
@@ -54,5 +54,5 @@ def test_the_figure_is_the_mean_of_the_classes_that_occur() -> None:
     overlap = mean_overlap()
     overlap.update(torch.tensor([[[3, 3, 7, 7]]]), torch.tensor([[[3, 3, 3, 255]]]))
     overlap.update(torch.tensor([[[7, 7, 9, 9]]]), torch.tensor([[[7, 7, 7, 255]]]))
-    # 3: 2 of 3; 7: 2 of 4, one of them in the first image; 9: 0 of 1, since one is where no label is
+    # Class 3: 2 of 3. Class 7: 2 of 4, one in the first image. Class 9: 0 of 1, one is ignored.
     assert overlap.compute().item() == pytest.approx((2 / 3 + 2 / 4 + 0) / 3)
