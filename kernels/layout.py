@@ -62,10 +62,7 @@ class GridSpec(NamedTuple):
         """
         rows = self.H * self.stride_height + self.patch_height - self.stride_height
         columns = self.W * self.stride_width + self.patch_width - self.stride_width
-        return (
-            (rows, self.ref_H * self.stride_height),
-            (columns, self.ref_W * self.stride_width),
-        )
+        return ((rows, self.ref_H * self.stride_height), (columns, self.ref_W * self.stride_width))
 
     @property
     def tokens_per_ref(self) -> float:
@@ -239,11 +236,7 @@ class _Conv(Protocol):
 
 
 def conv_forward(
-    conv: _Conv,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    layout: TokenLayout | None,
+    conv: _Conv, x: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout | None
 ) -> Tensor:
     """Convolve in both directions, then apply SiLU.
 
@@ -349,17 +342,13 @@ class DtScale:
             return
         rank = dt_weight.shape[-1]
         states = (x_proj_weight.shape[1] - rank) // 2
-        k, q = (
-            (1 / tokens_per_ref, 1.0)
-            if recurrence == "mamba"
-            else (tokens_per_ref**-0.5, tokens_per_ref**-0.5)
-        )
         self.rows = x_proj_weight.new_ones(x_proj_weight.shape[1])  # no blocking copy
-        self.rows[rank : rank + states] = k
-        self.rows[rank + states :] = q
-        self.x_proj_weight = x_proj_weight * self.rows[:, None]
         if recurrence == "mamba":
+            self.rows[rank : rank + states] = 1 / tokens_per_ref  # keys
             self.A = A / tokens_per_ref
+        else:
+            self.rows[rank:] = tokens_per_ref**-0.5  # keys and queries
+        self.x_proj_weight = x_proj_weight * self.rows[:, None]
 
     @staticmethod
     def kappa_scale_of(recurrence: str, tokens_per_ref: float) -> float:
@@ -374,8 +363,5 @@ class DtScale:
 
     def undo_A(self, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient of the given A, from the gradient of the scaled one."""
-        return (
-            gradient
-            if self.tokens_per_ref == 1.0 or gradient is None
-            else gradient / self.tokens_per_ref
-        )
+        unchanged = self.tokens_per_ref == 1.0 or gradient is None
+        return gradient if unchanged else gradient / self.tokens_per_ref

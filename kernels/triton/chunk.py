@@ -426,10 +426,8 @@ class ChunkPlan(ScanPlan):
             _backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,
             **shared_back, **_splits(back, back.block_d), RANK=ranks[1],
         )  # fmt: skip
-        sequences, keys = (
-            self.N * self.B * self.chunks,
-            {"M": key.states, "kappa_scale": key.kappa_scale},
-        )
+        sequences = self.N * self.B * self.chunks
+        keys = {"M": key.states, "kappa_scale": key.kappa_scale}
         self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
         self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
         self._between = [

@@ -146,9 +146,8 @@ class Report:
         ]
         self.unread.clear()
         good = [row[2:4] for row in rows if all(map(math.isfinite, row[2:4]))]
-        self.mean = [sum(values) / len(good) for values in zip(*good, strict=True)] or [
-            math.nan
-        ] * 2
+        means = [sum(values) / len(good) for values in zip(*good, strict=True)]
+        self.mean = means or [math.nan, math.nan]
         if self.is_main:
             self._try(self._append_steps, rows)
             for row in rows:
@@ -220,11 +219,8 @@ class Report:
 
     def _banner(self) -> None:
         config, state, trainee = self.config, self.state, self.run.trainee
-        size, world, parts = (
-            model_size(trainee.model, config),
-            trainee.world,
-            config.run.grad_accum_steps,
-        )
+        size, world = model_size(trainee.model, config), trainee.world
+        parts = config.run.grad_accum_steps
         excluded, done = len(self.run.train_source.excluded), len(state.history)
         sizes = ", ".join(map(str, config.data.img_sizes or ()))
         spread = f" = {world.size} processes x {parts} x {self.train_data.micro_batch}"
@@ -281,13 +277,8 @@ class Report:
 
     def _append_steps(self, rows: list[tuple[float, ...]]) -> None:
         with (self.folder / "steps.csv").open("a") as file:
-            for (
-                step,
-                epoch,
-                *numbers,
-                speed,
-                wait,
-            ) in rows:  # nine digits represent a float32 exactly
+            for step, epoch, *numbers, speed, wait in rows:
+                # Nine digits represent a float32 exactly.
                 told = ",".join(f"{number:.9g}" for number in numbers)
                 file.write(f"{step},{epoch},{told},{speed:.1f},{wait:.1f}\n")
         sync(self.folder / "steps.csv")
