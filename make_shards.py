@@ -3,7 +3,7 @@
     python make_shards.py /data/imagenet /data/shards
     python make_shards.py verify /data/shards
 
-The same command again finishes what was interrupted. Exit codes: see vil/training/errors.py.
+To finish an interrupted command, repeat it. Exit codes: see vil/training/errors.py.
 """
 
 import sys
@@ -14,7 +14,7 @@ from vil.training.recipes import parse
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Pack or verify shards, as the command line says."""
     if sys.argv[1:2] == ["verify"]:
         verify_shards(parse(VerifyOptions, sys.argv[2:]))
     else:

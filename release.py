@@ -2,8 +2,8 @@
 
     python release.py output/vil_tiny/best.pt vil_tiny_in1k
 
-timm.create_model("local-dir:vil_tiny_in1k", pretrained=True) then loads it; the folder can be pushed to
-a hub as it is.
+timm.create_model("local-dir:vil_tiny_in1k", pretrained=True) then loads it. You can push the folder to
+a hub unchanged.
 Exit codes: see vil/training/errors.py.
 """
 

@@ -7,7 +7,7 @@ Without arguments: a small ViL on handwritten digits, about a minute on two CPU 
     torchrun --nproc-per-node 8 --max-restarts 5 train_imagenet.py --config configs/vil_tiny.yaml \
         --data.path /data/imagenet
 
-The same command again, with the --run.output of a run, continues it where it was.
+To resume a run, repeat its command with the same --run.output.
 Exit codes: see vil/training/errors.py.
 """
 

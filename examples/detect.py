@@ -1,10 +1,10 @@
-"""Detection with a backbone of timm: RetinaNet of torchvision on a feature pyramid network.
+"""Train a detector on a timm backbone: torchvision's RetinaNet with a feature pyramid network.
 
     python examples/detect.py
     python examples/detect.py --backbone resnet18 --data FOLDER --img-size 512
 
-It learns shapes by default, and FOLDER is laid out as COCO is (``CocoFolder`` in folders.py). AP is COCO's,
-the mean over overlaps of 0.5 to 0.95, and AP50 that at 0.5, of held-out images at ``--img-size``.
+By default it learns generated shapes. FOLDER has COCO's layout (``CocoFolder`` in folders.py). AP is COCO's
+mean over overlaps of 0.5 to 0.95, and AP50 is the AP at 0.5, both on held-out images at ``--img-size``.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from pictures import draw_boxes
 from training import backbone, batches, fit, options
 
 Targets = list[dict[str, Tensor]]  # boxes (N, 4) in pixels, labels (N,), and scores if predicted
-SHOWN = 8  # images
+SHOWN = 8  # images in picture.png
 _norm = partial(nn.GroupNorm, 8)
 
 
 class Pyramid(nn.Module):
-    """A backbone's maps of stride 8 and more, brought to one width; bfloat16 within on GPUs."""
+    """Feature pyramid of one width on a backbone's maps of stride 8 and more; bfloat16 on GPUs."""
 
     def __init__(self, features: nn.Module, out_channels: int = 64) -> None:
-        """Put a feature pyramid network behind a timm model made with ``features_only``."""
+        """Add a feature pyramid network to a timm model made with ``features_only``."""
         super().__init__()
         self.features, self.out_channels = features, out_channels
         self.strides = [s for s in features.feature_info.reduction() if s >= 8]
@@ -50,7 +50,7 @@ class Pyramid(nn.Module):
 
 
 def main() -> None:
-    """Train, and leave log, weights and picture."""
+    """Train, and save log, weights and a picture."""
     args = options(__doc__, "output/detect", epochs=3).parse_args()
     torch.manual_seed(args.seed)
     train, val = batches(args, CocoFolder, listed)
@@ -65,13 +65,13 @@ def main() -> None:
 
 
 def listed(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[list[Tensor], Targets]:
-    """Return a batch as torchvision's detectors take it: images of 0 to 1, and what is in each."""
+    """Return a batch for torchvision's detectors: a list of images in 0 to 1, and their targets."""
     targets = [{key: found[key] for key in ("boxes", "labels")} for _, found in items]
     return [image for image, _ in items], targets
 
 
 def detector(args: argparse.Namespace, num_classes: int) -> RetinaNet:
-    """Return the model that the command line asks for; anchors are from four strides long on."""
+    """Return the model that the command line asks for; the smallest anchors are four strides long."""
     pyramid = Pyramid(backbone(args))
     sizes = tuple(tuple(4 * s * 2 ** (k / 3) for k in range(3)) for s in pyramid.strides)
     anchors = AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes))
@@ -94,7 +94,7 @@ def loss_of(model: nn.Module, device: str, images: list[Tensor], targets: Target
 
 
 def predict(model: nn.Module, device: str, images: list[Tensor]) -> Targets:
-    """Return what the model finds in images."""
+    """Return the detections in images, on the CPU."""
     found = model([image.to(device) for image in images])
     return [{key: value.cpu() for key, value in one.items()} for one in found]
 

@@ -1,4 +1,4 @@
-"""Your own data for the examples: folders of images and masks, and COCO's layout of boxes."""
+"""Read your own data in the examples: folders of images and masks, or boxes in COCO's layout."""
 
 import contextlib
 import io
@@ -12,15 +12,15 @@ from torchvision import tv_tensors
 from torchvision.datasets import CocoDetection, VisionDataset
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-IGNORED = 255  # in masks: pixels that are neither learned from nor counted
+IGNORED = 255  # in masks: pixels that count neither in the loss nor in the metric
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 
 
 class MaskFolder(VisionDataset):
-    """One split of a folder of images and of masks with a class index in each pixel.
+    """One split of a folder of images and masks with a class index in each pixel.
 
-    It has ``images/SPLIT/NAME.jpg`` (or another format), ``masks/SPLIT/NAME.png``, grey or with a
-    palette, and ``classes.txt``, the name of a class in each line, that of index 0 first.
+    The folder has ``images/SPLIT/NAME.jpg`` (or another format) and ``masks/SPLIT/NAME.png``, grey or
+    with a palette. ``classes.txt`` has a class name in each line, starting with index 0.
     """
 
     def __init__(self, folder: Path, split: str, transform: Callable = lambda *item: item) -> None:
@@ -29,10 +29,10 @@ class MaskFolder(VisionDataset):
         Args:
             folder: The folder.
             split: "train" or "val".
-            transform: Of torchvision's v2; gets the image and the dict.
+            transform: torchvision v2 transform of the image and the dict.
 
         Raises:
-            FileNotFoundError: classes.txt, the images or a mask are not there.
+            FileNotFoundError: If classes.txt, the images or a mask are missing.
         """
         super().__init__(folder, transforms=transform)
         images = folder / "images" / split
@@ -53,12 +53,12 @@ class MaskFolder(VisionDataset):
         """Read an image and its mask.
 
         Returns:
-            The image, (3, H, W), uint8; and a dict of the ``mask``, (H, W), int64, class indices and
+            The image, (3, H, W), uint8, and a dict with the ``mask``, (H, W), int64: class indices, and
             255 for pixels to ignore.
 
         Raises:
-            OSError: a file cannot be read.
-            ValueError: the mask has another size than the image, colours, or a class too many.
+            OSError: If a file cannot be read.
+            ValueError: If the mask's mode is not L or P, its size not the image's, or a class too high.
         """
         image, path = _image(self.images[index]), self.masks[index]
         with Image.open(path) as file:
@@ -74,13 +74,13 @@ class MaskFolder(VisionDataset):
 
 
 class CocoFolder(CocoDetection):
-    """One split of a folder laid out as COCO is, of images and boxes.
+    """One split of a folder of images and boxes in COCO's layout.
 
-    It has ``SPLIT/*`` or ``SPLIT2017/*`` with images, and ``annotations/instances_SPLIT.json`` or
-    ``annotations/instances_SPLIT2017.json``. Annotations of crowds and boxes without an area are left out.
+    The folder has images in ``SPLIT/*`` or ``SPLIT2017/*``, and ``annotations/instances_SPLIT.json`` or
+    ``annotations/instances_SPLIT2017.json``. Crowd annotations and boxes without an area are left out.
 
-    An item is the image, (3, H, W), uint8; and a dict of ``boxes``, (N, 4), float32, left, top, right
-    and bottom in pixels, and ``labels``, (N,), int64, from 1 on in the order of the category ids.
+    An item is the image, (3, H, W), uint8, and a dict. ``boxes``, (N, 4), float32, are left, top, right and
+    bottom in pixels. ``labels``, (N,), int64, count from 1 in the order of the category ids.
     """
 
     def __init__(self, folder: Path, split: str, transform: Callable = lambda *item: item) -> None:
@@ -89,13 +89,13 @@ class CocoFolder(CocoDetection):
         Args:
             folder: The folder.
             split: "train" or "val".
-            transform: Of torchvision's v2; gets the image and the dict.
+            transform: torchvision v2 transform of the image and the dict.
 
         Raises:
-            FileNotFoundError: the folder has no annotations or no images of the split.
+            FileNotFoundError: If annotations or images of the split are missing or ambiguous.
         """
         path = _only(folder / "annotations", f"instances_{split}*.json")
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells how long it took
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints timings
             super().__init__(_only(folder, f"{split}*"), path, transforms=transform)
         self.numbers = sorted(self.coco.cats)
         self.classes = ["background", *(self.coco.cats[n]["name"] for n in self.numbers)]
@@ -120,7 +120,7 @@ class CocoFolder(CocoDetection):
 
 
 def _image(path: Path) -> tv_tensors.Image:
-    """Read an image in colour, or say which file it was that cannot be read."""
+    """Read an image as RGB; if that fails, raise an OSError that names the file."""
     try:
         with Image.open(path) as file:
             return tv_tensors.Image(pil_to_tensor(file.convert("RGB")))
@@ -129,7 +129,7 @@ def _image(path: Path) -> tv_tensors.Image:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    """Return the one thing in a folder that has such a name."""
+    """Return the only path in a folder that matches a pattern."""
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "nothing"

@@ -1,12 +1,12 @@
-"""Training without labels: a backbone learns to tell the pixels of patches that it does not see.
+"""Pretrain a backbone without labels: hide patches of an image and predict their pixels.
 
     python examples/masked.py
     python examples/masked.py --way mae --data FOLDER --img-size 256 --model-kwargs
 
-Hidden patches are a learnt token to the backbone (simmim), or it encodes the others alone and a block of its
-own decodes (mae, faster). Images are those of segment.py. Before training and after each epoch a linear map
-from frozen tokens tells what is at the centre of each patch; printed is its mean IoU over held-out images,
-all classes counting the same. ``backbone.pt`` is for ``vil.load``, and for --weights of the other examples.
+With simmim, a learned token replaces each hidden patch. With mae (faster), the backbone encodes visible
+patches only, and one extra block decodes. Images are as in segment.py. Before training and after each epoch,
+a linear probe on frozen tokens predicts the class at each patch's centre. Its mean IoU over held-out images,
+with equal class weights, is printed. Use ``backbone.pt`` in ``vil.load`` or as --weights of other examples.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from vil.training.files import write_atomically
 
 
 def main() -> None:
-    """Train, and leave log and weights."""
+    """Train, and save log and weights."""
     parser = options(__doc__, "output/masked", epochs=4)
     parser.add_argument("--way", choices=("simmim", "mae"), default="simmim")
     parser.add_argument("--hide", type=float, default=0.6, help="part of the patches")
@@ -44,10 +44,10 @@ def main() -> None:
 
 
 class Masked(nn.Module):
-    """A backbone, and what tells hidden patches by its tokens."""
+    """Predict the pixels of hidden patches from the tokens of a backbone."""
 
     def __init__(self, backbone: vil.VisionLonghorn, way: str, hide: float) -> None:
-        """Put a mask token beside a backbone, and a linear map to the pixels of a patch behind it."""
+        """Add a mask token, a linear map to the pixels of a patch and, for mae, a one-block decoder."""
         super().__init__()
         own = isinstance(backbone, vil.VisionLonghorn)
         if not own or len({*backbone.patch_embed.stride, *backbone.patch_embed.patch_size}) > 1:
@@ -63,13 +63,13 @@ class Masked(nn.Module):
         self.pixels = nn.Linear(dim, 3 * size**2)
 
     def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return patches, (B, H, W, C), and normalised images of those of 0 to 1, (B, 3, height, width)."""
+        """Return patches, (B, H, W, C), and normalised images, (B, 3, height, width), of images in 0 to 1."""
         cfg = self.backbone.pretrained_cfg
         images = normalize(images.to(self.mask_token.device), cfg["mean"], cfg["std"])
         return self.backbone.patch_embed(images), images
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the mean absolute error in pixels of hidden patches, others in each image."""
+        """Return the mean absolute pixel error over hidden patches, drawn at random for each image."""
         patches, images = self.patches(images)
         B, H, W, C = patches.shape
         shown = torch.rand(B, H * W, device=images.device).argsort(1)[:, self.hide :]
@@ -88,7 +88,7 @@ class Masked(nn.Module):
 
     @torch.inference_mode()
     def tokens(self, batches: DataLoader) -> tuple[Tensor, Tensor]:
-        """Return tokens, (N, C + 1) with a 1 for a linear map, and classes (N,) at their centres."""
+        """Return tokens with an added 1, (N, C + 1), and classes at their centres, (N,), unless ignored."""
         found, size = [], self.size
         for images, masks in batches:
             tokens = self.backbone.forward_patches(self.patches(images)[0])[:, self.prefix :]
@@ -99,7 +99,7 @@ class Masked(nn.Module):
 
 
 def mean_iou_of_probe(model: Masked, train: DataLoader, val: DataLoader) -> dict[str, float]:
-    """Return how well the classes of held-out patches follow from their tokens by a linear map."""
+    """Fit a linear probe on training tokens and return its mean IoU on held-out patches."""
     model.eval()
     tokens, classes = model.tokens(train)
     weight = classes.bincount()[classes, None].rsqrt()  # all classes count the same

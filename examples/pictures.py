@@ -1,4 +1,4 @@
-"""Pictures of what a model predicts, below what is there."""
+"""Save pictures that show predictions below the ground truth."""
 
 from collections.abc import Sequence
 from colorsys import hsv_to_rgb
@@ -10,19 +10,19 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks, make
 
 from vil.training.files import write_atomically
 
-_SURE = 0.5  # the least score of a box that is drawn
+_SURE = 0.5  # lowest score of a predicted box to draw
 
 
 def draw_masks(
     path: Path, images: Tensor, truth: Tensor, predicted: Tensor, num_classes: int
 ) -> None:
-    """Draw images, (B, 3, H, W) of 0 to 1, the classes of their pixels, (B, H, W), and those predicted.
+    """Save images, (B, 3, H, W) in 0 to 1, above their true and predicted pixel classes, (B, H, W).
 
-    A class has the same colour everywhere; pixels of a class to ignore stay as they are.
+    Each class has a fixed colour. Pixels to ignore keep the colours of the image.
     """
     pixels, classes = _bytes(images), torch.arange(num_classes)[:, None, None]
     hues = [hsv_to_rgb(k / num_classes, min(k, 1), min(k, 1)) for k in range(num_classes)]
-    colours = [tuple(round(255 * part) for part in hue) for hue in hues]  # that of class 0 is black
+    colours = [tuple(round(255 * part) for part in hue) for hue in hues]  # class 0 is black
     painted = [
         draw_segmentation_masks(image, mask == classes, alpha=0.6, colors=colours)
         for masks in (truth, predicted)
@@ -38,19 +38,19 @@ def draw_boxes(
     found: Sequence[dict[str, Tensor]],
     names: Sequence[str],
 ) -> None:
-    """Draw images, each (3, H, W) of 0 to 1 and of one size, with what is there, and with what was found.
+    """Save images with their true boxes and, in the row below, their predicted boxes.
 
     Args:
-        path: The file.
-        images: As above.
-        truth: The ``boxes``, (N, 4), and ``labels``, (N,), of each image.
-        found: The same, and their ``scores``, (N,).
-        names: Of the labels.
+        path: Output file, PNG.
+        images: Images of one size, (3, H, W) each, in 0 to 1.
+        truth: ``boxes``, (N, 4), and ``labels``, (N,), of each image.
+        found: Predicted ``boxes`` and ``labels``, with ``scores``, (N,).
+        names: Class names, indexed by label.
     """
     sure = [{key: value[one["scores"] >= _SURE] for key, value in one.items()} for one in found]
     drawn = [
         draw_bounding_boxes(_bytes(image), one["boxes"], [names[k] for k in one["labels"]], "white")
-        if len(one["boxes"])  # of none it warns
+        if len(one["boxes"])  # torchvision warns about an empty set of boxes
         else _bytes(image)
         for targets in (truth, sure)
         for image, one in zip(images, targets, strict=True)

@@ -1,10 +1,10 @@
-"""Semantic segmentation with a backbone of timm: an FPN of segmentation_models_pytorch on top.
+"""Train semantic segmentation on a timm backbone, with the FPN of segmentation_models_pytorch.
 
     python examples/segment.py
     python examples/segment.py --backbone resnet18 --data FOLDER --img-size 256
 
-It learns shapes by default, and FOLDER is laid out as ``MaskFolder`` in folders.py says. The mean IoU is
-that of all classes, background among them, over the pixels of all held-out images at ``--img-size``.
+By default it learns generated shapes. See ``MaskFolder`` in folders.py for the layout of FOLDER. The mean
+IoU covers all classes, background included, and all pixels of the held-out images at ``--img-size``.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from folders import IGNORED, MaskFolder
 from pictures import draw_masks
 from training import backbone, batches, fit, model_kwargs, options, stack
 
-SHOWN = 8  # images
+SHOWN = 8  # images in picture.png
 
 
 def main() -> None:
-    """Train, and leave log, weights and picture."""
+    """Train, and save log, weights and a picture."""
     args = options(__doc__, "output/segment", epochs=4).parse_args()
     torch.manual_seed(args.seed)
     train, val = batches(args, MaskFolder, stack)
@@ -41,9 +41,9 @@ def main() -> None:
 
 
 def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:
-    """Return the model that the command line asks for, behind the normalisation of its images."""
-    # By its name the backbone is built with what its channels depend on, and again with everything:
-    # an argument depth would be taken for the one that segmentation_models_pytorch has itself.
+    """Return the model that the command line asks for, which normalises its images first."""
+    # smp builds the backbone by name to learn its channels; one with all arguments replaces it below.
+    # Leave out depth, which smp would take for its own argument of that name.
     kwargs = {key: value for key, value in model_kwargs(args).items() if key != "depth"}
     model = smp.FPN(
         f"tu-{args.backbone}",
@@ -63,14 +63,14 @@ def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:
 
 
 def predict(model: nn.Module, images: Tensor) -> Tensor:
-    """Return logits, (B, classes, H, W), float32, where the model is; in bfloat16 on GPUs."""
+    """Return logits, (B, classes, H, W), float32, on the model's device; bfloat16 inside on GPUs."""
     device = next(model.parameters()).device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         return model(images.to(device)).float()
 
 
 def loss_of(model: nn.Module, images: Tensor, masks: Tensor) -> Tensor:
-    """Return the loss of a batch: cross-entropy, and Dice's, which counts rare classes as much."""
+    """Return cross-entropy plus Dice loss, in which rare classes count as much as frequent ones."""
     logits = predict(model, images)
     masks = masks.to(logits.device)
     dice = smp.losses.DiceLoss("multiclass", ignore_index=IGNORED)

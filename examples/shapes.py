@@ -1,8 +1,8 @@
-"""Pictures of shapes, computed as they are read: data for the examples that needs no download.
+"""Generate pictures of shapes when they are read: data for the examples that needs no download.
 
-Each has one to four shapes of random kind, size, place, colour and tilt, some in part behind others, on
-noise of several scales, strongest at the coarsest. Colours say nothing about the kind, and those of
-shapes and background overlap.
+Each picture has one to four shapes of random kind, size, place, colour and tilt. Some are partly hidden.
+They lie on noise of several scales, strongest at the coarsest. Colours do not depend on the kind, and
+shapes and background draw from overlapping colours.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.ops import masks_to_boxes
 
-# Where points are inside, for a shape of radius 1 around the origin.
+# Whether a point (x, y) is inside a shape of radius 1 around the origin.
 KINDS = {
     "circle": lambda x, y: np.hypot(x, y) <= 1,
     "triangle": lambda x, y: np.maximum(np.abs(x) * math.sqrt(0.75) - y / 2, y) <= 0.6,
@@ -26,15 +26,15 @@ KINDS = {
     "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.8) <= 0.2,
 }
 CLASSES = ("background", *KINDS)
-_RADII = (0.15, 0.3)  # of the image's side
-_TILT = math.radians(20)  # at most, either way
-_LEAST_VISIBLE = 0.8  # of a shape's area, so that its kind can be told
+_RADII = (0.15, 0.3)  # fractions of the image's side
+_TILT = math.radians(20)  # largest tilt, either way
+_LEAST_VISIBLE = 0.8  # of a shape's area, so that its kind stays recognisable
 _CONTRAST = (0.35, 0.65)  # between the mean colours of shape and background; colours are 0 to 1
 _BACKGROUND_NOISE, _SHAPE_NOISE = 0.15, 0.07  # standard deviations
 
 
 class Shapes(Dataset):
-    """Image i follows from (seed, i, img_size) alone; those of two seeds have nothing in common."""
+    """Pictures of shapes: image i depends on (seed, i, img_size) only, and seeds are independent."""
 
     classes = CLASSES
 
@@ -44,13 +44,13 @@ class Shapes(Dataset):
         """Describe a set of images.
 
         Args:
-            seed: Names the set, at least 0.
+            seed: Seed of the set, at least 0.
             length: Number of images.
             img_size: Height and width in pixels, at least 32.
-            transform: Of torchvision's v2; gets the image and the dict.
+            transform: torchvision v2 transform of the image and the dict.
 
         Raises:
-            ValueError: img_size is too small.
+            ValueError: If img_size is too small.
         """
         if img_size < 32:
             raise ValueError(f"img_size of shapes must be at least 32, got {img_size}")
@@ -61,16 +61,16 @@ class Shapes(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[tv_tensors.Image, dict[str, Tensor]]:
-        """Compute an image and what is in it.
+        """Compute an image and its targets.
 
         Returns:
-            The image, (3, img_size, img_size), uint8; and a dict of the ``mask`` of classes,
-            (img_size, img_size), int64, 0 for background; and of each shape's ``boxes``, (N, 4),
-            float32, left, top, right and bottom of what is seen of it, in pixels, the last two
-            exclusive, and ``labels``, (N,), int64, 1 to 4.
+            The image, (3, img_size, img_size), uint8, and a dict. ``mask`` is the class of each pixel,
+            (img_size, img_size), int64, 0 for background. ``boxes``, (N, 4), float32, are left, top,
+            right and bottom of the visible part of each shape, in pixels, the last two exclusive.
+            ``labels`` are (N,), int64, 1 to 4.
 
         Raises:
-            IndexError: there is no such image.
+            IndexError: If there is no such image.
         """
         if not 0 <= index < self.length:
             raise IndexError(f"image {index} of {self.length}")
@@ -114,16 +114,15 @@ def _colour_near(rng: np.random.Generator, background: np.ndarray) -> np.ndarray
 
 
 def _noise(rng: np.random.Generator, size: int, deviation: float) -> np.ndarray:
-    """Return noise of mean 0 and that deviation, a sum of grids of 2, 4, 8, ... cells and of pixels.
+    """Return noise, (size, size, 3): a sum of grids of 2, 4, 8, ... cells and of pixels.
 
-    Returns:
-        (size, size, 3).
+    Its mean is 0 and its standard deviation is ``deviation``.
     """
     cells = [2**k for k in range(1, int(math.log2(size - 1)) + 1)] + [size]
-    scales = np.array(cells, np.float32) ** -0.5  # strongest where coarsest, as in photographs
+    scales = np.array(cells, np.float32) ** -0.5  # coarse grids are strongest, as in photographs
     scales *= deviation / np.linalg.norm(scales)
     total = torch.zeros(1, 3, 1, 1)
-    for count, scale in zip(cells, scales, strict=True):  # of each size, added to what is coarser
+    for count, scale in zip(cells, scales, strict=True):  # from coarse to fine
         grid = torch.from_numpy(rng.standard_normal((1, 3, count, count), np.float32) * scale)
         total = F.interpolate(total, (count, count), mode="bilinear") + grid
     return total[0].permute(1, 2, 0).numpy()
@@ -132,7 +131,7 @@ def _noise(rng: np.random.Generator, size: int, deviation: float) -> np.ndarray:
 def _tensors(
     image: np.ndarray, instances: np.ndarray, labels: list[int]
 ) -> tuple[tv_tensors.Image, dict[str, Tensor]]:
-    """Turn pixels, the numbers of the shapes seen in them, and the shapes' kinds into an item."""
+    """Return an item, from an image, the number of the visible shape at each pixel, and the labels."""
     pixels = torch.from_numpy(np.uint8(image.clip(0, 1) * 255)).permute(2, 0, 1).contiguous()
     numbers = torch.from_numpy(instances)
     each = torch.stack([numbers == k + 1 for k in range(len(labels))])

@@ -1,4 +1,4 @@
-"""What the examples share: options, batches, the backbone, and the loop over epochs."""
+"""Code that the examples share: options, batches, the backbone and the training loop."""
 
 import argparse
 import time
@@ -20,18 +20,18 @@ from shapes import Shapes
 from vil.training.files import csv_text, write_atomically, write_text
 
 BACKBONE = "vil_tiny_pyramid"
-# Of the default backbone: with these, two cores train it in minutes.
+# Arguments of the default backbone: at this size, two cores train it in minutes.
 SMALL = {"embed_dim": 128, "depth": 4, "patch_size": 8}
-HELD_OUT = 200  # shapes
+HELD_OUT = 200  # pictures of shapes
 
 
 def options(description: str, output: str, epochs: int) -> argparse.ArgumentParser:
-    """Return the command line of an example.
+    """Return the command-line parser of an example.
 
     Args:
-        description: What it does.
-        output: Folder that its files go to by default.
-        epochs: By default.
+        description: Help text of the example.
+        output: Default output folder.
+        epochs: Default number of epochs.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -56,20 +56,20 @@ def options(description: str, output: str, epochs: int) -> argparse.ArgumentPars
 def batches(
     args: argparse.Namespace, folder: Callable[..., torch.utils.data.Dataset], collate: Callable
 ) -> tuple[DataLoader, DataLoader]:
-    """Return batches to learn from, shuffled and mirrored at random, and held-out ones.
+    """Return training batches, shuffled and mirrored at random, and held-out batches.
 
     Args:
-        args: Of the command line.
-        folder: Class of the data set in ``--data``.
-        collate: Makes a batch of items: images of 0 to 1, float32, and what is in them.
+        args: Options of the command line.
+        folder: Data set class for ``--data``.
+        collate: Makes a batch from a list of items: images in 0 to 1, float32, and their targets.
 
     Raises:
-        ValueError: the batch is larger than the data.
+        ValueError: If the batch is larger than the data, or train and val have different classes.
     """
     resize, scale = v2.Resize((args.img_size,) * 2), v2.ToDtype(torch.float32, scale=True)
     mirrored = v2.Compose([resize, v2.RandomHorizontalFlip(), scale])
     plain = v2.Compose([resize, scale])
-    if args.data is None:  # seeds of shapes: even to learn from, odd held out
+    if args.data is None:  # seeds of shapes: even for training, odd for held-out data
         train = Shapes(2 * args.seed, args.images, args.img_size, mirrored)
         val = Shapes(2 * args.seed + 1, HELD_OUT, args.img_size, plain)
     else:
@@ -89,19 +89,19 @@ def batches(
 
 
 def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor]:
-    """Return a batch: images, (B, 3, H, W), of 0 to 1, and class indices, (B, H, W)."""
+    """Return a batch: images, (B, 3, H, W), in 0 to 1, and class indices, (B, H, W)."""
     return torch.stack([i for i, _ in items]), torch.stack([found["mask"] for _, found in items])
 
 
 def backbone(args: argparse.Namespace, **arguments: object) -> nn.Module:
-    """Return the feature extractor that the command line asks for; arguments are timm's."""
+    """Return the backbone that the command line asks for; ``arguments`` go to timm."""
     arguments = {"features_only": True, "img_size": args.img_size} | arguments | model_kwargs(args)
     create = partial(vil.load, args.weights) if args.weights else vil.weights.build.create
     return create(args.backbone, **arguments)
 
 
 def model_kwargs(args: argparse.Namespace) -> dict[str, object]:
-    """Return the arguments that the command line has for the backbone, or those by default."""
+    """Return --model-kwargs; if empty, SMALL for the default backbone without --weights, else {}."""
     return args.model_kwargs or (SMALL if args.backbone == BACKBONE and not args.weights else {})
 
 
@@ -113,15 +113,15 @@ def fit(
     loss_of: Callable[..., Tensor],
     evaluate: Callable[[], dict[str, float]],
 ) -> None:
-    """Train a model; print and log a line after every epoch, and save its weights in the end.
+    """Train a model; print and log a line after every epoch, and save its weights at the end.
 
     Args:
-        args: Of the command line.
-        model: On its device.
-        features: Its backbone.
-        train: Batches.
-        loss_of: Gives the loss of a batch, whose parts it is called with.
-        evaluate: Gives what is measured on held-out data.
+        args: Options of the command line.
+        model: Model, on its device.
+        features: Backbone of the model.
+        train: Training batches.
+        loss_of: Returns the loss of a batch; called with the parts of the batch.
+        evaluate: Returns metrics on held-out data.
     """
     whole, own = (sum(p.numel() for p in part.parameters()) for part in (model, features))
     print(f"{args.backbone}: {own:,} parameters, and {whole - own:,} of the head")

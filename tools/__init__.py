@@ -1,1 +1,1 @@
-"""What shows that the library is right, beside its tests: an emulator of GPUs, injected faults, bits of two checkouts."""
+"""Checks beside the tests: a GPU emulator, injected faults, and a bit-exact comparison of two checkouts."""

@@ -1,18 +1,18 @@
-"""Show that a change keeps every bit: hash models and short training runs of one or two checkouts.
+"""Show that a change keeps results bit-identical: hash models and short training runs of checkouts.
 
     python tools/golden.py CHECKOUT [OTHER]
 
 With one checkout, print a line for each case: its name and a hash. With two, print the cases whose hashes differ,
 and exit with 1 if there are any.
 
-- **Models**: logits, gradients and initial weights of three recurrences, for the trained grid, 1.5 and 2 times its side,
-  and padded images, in float32 and bfloat16, by the compiled CPU loops and by the reference.
-- **Runs**: weights, optimiser state, averages and the log after two epochs on digits, on a folder (workers, repeated
-  augmentation), on shards of the same images, with gradient accumulation, and with two processes.
+- **Models**: logits, gradients and initial weights of three recurrences, with the trained grid, 1.5 and 2 times its
+  side, and padded images. All run in float32 and bfloat16, on the compiled CPU loops and on the reference.
+- **Runs**: weights, optimiser state, averages and the log after two epochs. The runs use digits, a folder (workers,
+  repeated augmentation), shards of the same images, gradient accumulation, and two processes.
 
 Hashes depend on the processor and on the versions of PyTorch and numba, so none are stored: run both checkouts in one
-environment. The script uses public names and commands only. Tensors are compared as a set, whatever their names are
-and in whatever order they come, so that a change may rename or reorder them.
+environment. The script uses public names and commands only. It compares tensors as a set, without names and order,
+so a change may rename or reorder them.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def digest_of_set(tensors: Iterable[Any]) -> str:
-    """Return one hash of the contents of tensors, whatever their order is."""
+    """Return one hash of the contents of tensors, independent of their order."""
     import torch
 
     plain = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors)
@@ -56,7 +56,7 @@ def digest_of_set(tensors: Iterable[Any]) -> str:
 
 
 def hash_models() -> None:
-    """Print the hashes of models, by the backend that VIL_BACKEND names."""
+    """Print the hashes of models on the backend that VIL_BACKEND names."""
     import timm
     import torch
 
@@ -88,7 +88,7 @@ def hash_models() -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Yield all tensors of more than one floating-point number in nested containers."""
+    """Yield the floating-point tensors with more than one element in nested containers."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -117,7 +117,7 @@ def make_images(folder: Path) -> None:
 
 
 def hash_runs(checkout: Path) -> Iterator[tuple[str, str]]:
-    """Train in a checkout for a moment and yield the name and the hash of everything that is left."""
+    """Train briefly in a checkout; yield the name and the hash of each checkpoint and log."""
     import torch
 
     with tempfile.TemporaryDirectory() as name:
@@ -151,7 +151,7 @@ def hash_runs(checkout: Path) -> Iterator[tuple[str, str]]:
 
 
 def command(checkout: Path, *arguments: str, backend: str | None = None) -> str:
-    """Run Python in a checkout and return what it prints."""
+    """Run Python in a checkout and return its output."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     if backend is not None:
         environment["VIL_BACKEND"] = backend
@@ -169,7 +169,7 @@ def command(checkout: Path, *arguments: str, backend: str | None = None) -> str:
 
 
 def hashes(checkout: Path) -> dict[str, str]:
-    """Return all hashes of a checkout by the name of the case, printing each as it comes."""
+    """Return all hashes of a checkout by the name of the case."""
     found = {}
     for backend in ("cpu", "reference"):
         lines = command(checkout, __file__, "--models", backend=backend).splitlines()
@@ -179,7 +179,7 @@ def hashes(checkout: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print hashes, or what differs between two checkouts."""
+    """Print hashes, or the cases in which two checkouts differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
 """Cases of every kernel: inputs, launcher, float64 reference.
 
-``errors(case)`` runs in whatever executes Triton kernels in this process: the emulator
-(``runtime``) or Triton's interpreter.
+``errors(case)`` uses the emulator (``runtime``) or Triton's interpreter, depending on which one
+executes Triton kernels in this process.
 """
 
 import math
@@ -18,7 +18,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one operation, and what is special about them."""
+    """Inputs of one operation, and their special properties."""
 
     op: str  # exact, longhorn, mamba, conv, mixer, model
     B: int
@@ -29,19 +29,19 @@ class Case:
     directions: int = 2
     reverse: bool = False
     splits: bool = False
-    extreme: str = ""  # what is extreme; which mixer or model
+    extreme: str = ""  # extreme values, or the name of a mixer or model
     K: int = 4  # taps; blocks of a model
     parameters: str = "f32"
     strides: str = "backbone"
-    quick: bool | int = False  # or only on one architecture
+    quick: bool | int = False  # in --quick; or the only architecture there
     initial: bool = True
     saved: bool = True
     kappa_scale: float = 1.0
-    order: int = 0  # phases of the convolution's tokens; 0 for none
+    order: int = 0  # phases that the convolution takes the tokens in; 0 for none
 
     @property
     def name(self) -> str:
-        """What is printed and asked for."""
+        """Name of the case, printed and matched by --only and --skip."""
         parts = [self.op, f"B{self.B}", f"L{self.L}", f"D{self.D}"]
         parts.append(f"K{self.K}" if self.op in ("conv", "model") else f"M{self.M}")
         parts.append(self.dtype)
@@ -73,7 +73,7 @@ def _odd(t: torch.Tensor) -> torch.Tensor:
 
 
 def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
-    """Return arguments of a scan, the gradient of its output and that of its last state."""
+    """Return the arguments of a scan and the gradients of its output and its last state."""
     g = torch.Generator().manual_seed(hash((c.L, c.D, c.M)) % 2**31)
     randn, dtype, N = _randn(g), DTYPES[c.dtype], c.directions
     pad = 3 if c.strides != "aligned" else 0
@@ -90,7 +90,7 @@ def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
     if c.strides == "transposed":
         x, dt, q, k = (t.mT.contiguous().mT for t in (x, dt, q, k))
         z = None if z is None else z.mT.contiguous().mT
-    if c.strides == "odd":  # base and rows no multiple of anything
+    if c.strides == "odd":  # base and rows without alignment
         x, dt, z = _odd(x), _odd(dt), None if z is None else _odd(z)
     A = -randn(N, c.D, c.M).exp() if c.op == "mamba" else None
     D, bias = randn(N, c.D), randn(N, c.D)
@@ -107,7 +107,7 @@ def _recurrence(c: Case) -> str:
 def scan_reference(
     c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
 ) -> tuple[list, list]:
-    """Return outputs and gradients of the reference in float64."""
+    """Return the outputs and gradients of the float64 reference."""
     from vil.kernels import reference
 
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
@@ -116,7 +116,7 @@ def scan_reference(
     grads = [g.double() for g in (dout, dfinal) if g is not None]
     gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], grads)
     outputs = [o.detach() for o in outputs]
-    if c.directions == 2:  # and the float32 sum before the gate, which no rounding hides
+    if c.directions == 2:  # also the float32 sum before the gate, where no rounding hides errors
         with torch.no_grad():
             args = args._replace(z=None)
             ways = [ScanArgs(*(None if t is None else t[n : n + 1] for t in args)) for n in (0, 1)]
@@ -131,7 +131,7 @@ def scan_reference(
 def scan_run(
     c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
 ) -> tuple[list, list]:
-    """Return the same of the kernels."""
+    """Return the outputs and gradients of the kernels."""
     from vil.kernels.plan import scan_key
     from vil.kernels.triton import backend
 
@@ -160,9 +160,9 @@ def scan_results(c: Case) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def scales(c: Case) -> dict[str, float]:
-    """Return the factor by which every output and gradient of a scan is too large, less 1.
+    """Return how much too large each output and gradient of a scan is: its factor less 1.
 
-    That of least squares: rounding to nearest leaves it 0 but for noise, cutting does not.
+    The factor is the least-squares one. Rounding to nearest leaves only noise; truncation does not.
     """
     results = {n: (a.double(), b.double()) for n, (a, b) in scan_results(c).items()}
     return {n: float((a * b).sum() / b.square().sum()) - 1 for n, (a, b) in results.items()}
@@ -179,7 +179,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @contextmanager
 def in_splits(on: bool) -> Iterator[None]:
-    """Cut scans into splits of two chunks, which no small input would otherwise be."""
+    """Cut scans into splits of two chunks (one if there are few); small inputs would not be cut."""
     from vil.kernels.plan import forget_plans
     from vil.kernels.triton import tuning
 
@@ -207,7 +207,7 @@ def errors(c: Case) -> dict[str, float]:
 
 
 def conv_order(c: Case) -> torch.Tensor | None:
-    """Return an order of phases, gaps between, without every fifth token, or None."""
+    """Return the tokens by phase, with gaps after each and without every fifth token, or None."""
     if not c.order:
         return None
     phases = [
@@ -244,7 +244,7 @@ def conv_errors(c: Case) -> dict[str, float]:
         plan.forward(x, weight, bias, order),
         plan.backward(grad, x, weight, bias, order),
     )
-    if order is not None:  # whose other tokens have rows that nothing is written to
+    if order is not None:  # tokens without a place have rows that nothing writes
         absent = torch.arange(c.L) % 5 == 1
         out, dx = (t.masked_fill(absent[:, None], 0) for t in (out, dx))
     ours = (out, dx, *others)
@@ -318,12 +318,12 @@ def model_errors(c: Case) -> dict[str, float]:
     return error
 
 
-# Large enough that the noise of rounding is far below what cutting operands would do.
+# Large enough that rounding noise is far below the effect of truncating operands.
 BIAS = Case("exact", 8, 197, 72, M=16, dtype="bf16")
 
 
 def all_cases() -> list[Case]:
-    """Return every case, in the order in which they share compiled kernels."""
+    """Return every case, in an order in which cases reuse compiled kernels."""
     cases = []
 
     def add(op, B, L, D, **k):

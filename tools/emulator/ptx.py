@@ -1,6 +1,6 @@
 """Decode PTX text into the instructions that ``emulator.cpp`` executes.
 
-Everything that is not known is an error: no instruction, modifier or operand is passed over.
+An unknown instruction, modifier or operand is an error; none is ignored.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ COMPILE = ("g++", "-O2", "-march=native", "-ffp-contract=off", "-std=c++17", "-w
 
 
 def library() -> ctypes.CDLL:
-    """Compile the emulator, once for a source, a compiler and a processor, and load it."""
+    """Load the emulator; compile it first if this source, compiler or processor is new."""
     query = [*COMPILE, "-dM", "-E", "-x", "c++", os.devnull]
     machine = subprocess.run(query, check=True, capture_output=True).stdout
     digest = hashlib.sha256(SOURCE.read_bytes() + machine).hexdigest()[:16]
@@ -69,7 +69,7 @@ CONVERSIONS = {
     "u64.u16": ("CVTU64U16", "dr", 0), "s64.s16": ("CVTS64S16", "dr", 0),
     "u16.u64": ("CVTU32U64", "rd", 0), "s16.s8": ("CVTS32S8", "rr", 0),
 }  # fmt: skip
-CACHING = ("L1::no_allocate", "ca", "cg", "cs", "wb", "weak")  # hints, without a meaning here
+CACHING = ("L1::no_allocate", "ca", "cg", "cs", "wb", "weak")  # hints, without effect here
 SBASE = 1024
 CMP = ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
 
@@ -100,7 +100,7 @@ class Program:
 
 
 class Decoder:
-    """PTX text of one kernel on its way to a ``Program``."""
+    """Decoder of the PTX text of one kernel into a ``Program``."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -129,7 +129,7 @@ class Decoder:
             raise PTXError("not exactly one kernel")
         for v in re.findall(r"^\s*\.(?:func|global|const|visible \.func|weak)\b.*", text, re.M):
             g = re.match(r"\s*\.global \.align 1 \.b8 (\S+?)\[\d+\] = ", v)
-            if not g or text.count(g[1]) != 1:  # a string that nothing refers to
+            if not g or text.count(g[1]) != 1:  # allow only a string that nothing refers to
                 raise PTXError(f"functions or global variables: {v[:80]}")
         self.name = m[1]
         pos = m.end()
@@ -228,7 +228,7 @@ class Decoder:
                         )
                     pos = m.end()
                     continue
-                # an instruction: to the semicolon
+                # an instruction ends at the semicolon
                 e = text.index(";", pos)
                 raw = re.sub(r"//[^\n]*", "", text[pos:e])
                 self.locs[line] = loc
@@ -384,7 +384,7 @@ class Decoder:
             if ops[1] not in ("-1", "1", "0"):
                 self.simple("MOVP", ops, "pp")
                 return
-            # a predicate constant, by comparing constants
+            # set a constant predicate by comparing two constants
             one, compare = self.const("r", 0), "eq" if ops[1] != "0" else "ne"
             slots = [self.operand(ops[0], "p"), -1, one, one]
             self.emit("SETPS32", slots, f0=CMP.index(compare))
@@ -407,7 +407,7 @@ class Decoder:
             self.simple(f"MOV{bits}", ops, 2 * wide, 8 * w)
 
     def _int(self, name, m, ops, count=3):
-        """add, sub, mul.lo ... of integers, by width."""
+        """Emit an integer operation (add, sub, mul.lo, ...) for the width of its type."""
         w = WIDTH[m[-1]]
         kind, bits = {8: ("d", 64), 2: ("r", 16)}.get(w, ("r", 32))
         self.simple(f"{name}{bits}", ops, kind * count, bits)
@@ -433,7 +433,7 @@ class Decoder:
         self.simple(name, ops, "r" * count, f0=flags)
 
     def _half_and_float(self, name, m, ops):
-        """Compute on half-precision numbers and a last one in float32 (from sm_100 on), as if all were float32."""
+        """Convert all but the last operand from half precision to float32, then compute (sm_100 and later)."""
         convert, _, flags = CONVERSIONS[f"f32.{m[-1]}"]
         target, *halves, last = ops
         wide = [self._new("r", 1) for _ in halves]
@@ -511,7 +511,7 @@ class Decoder:
         self._typed("REM", m, ops)
 
     def _extreme(self, name, m, ops):
-        """The least or greatest of two float32 numbers, or of three (from sm_100 on)."""
+        """Emit the minimum or maximum of two float32 numbers, or of three (sm_100 and later)."""
         target, *rest = ops
         while len(rest) > 2:  # the target holds the result so far
             if target in rest[2:]:
@@ -680,7 +680,7 @@ class Decoder:
         self.simple(name, ops, kinds, f0=f0)
 
     def op_cvta(self, m, ops):
-        # generic addresses are the global ones here
+        # generic addresses equal global ones here
         if m not in (["to", "global", "u64"], ["global", "u64"]):
             raise PTXError("address conversion")
         self.simple("MOV64", ops, "dd", 64)
@@ -711,7 +711,7 @@ class Decoder:
             if offset or w != WIDTH[t]:
                 raise PTXError("part of a parameter")
             k = "d" if w == 8 else "r"
-            if w == 4 and (self.register(ops[0]) or "?")[0] == "d":  # extended to 64 bits
+            if w == 4 and (self.register(ops[0]) or "?")[0] == "d":  # extend to 64 bits
                 name, kind = "CVTS64S32" if m[1][0] == "s" else "CVTU64U32", "d"
             else:
                 name, kind = "MOV64" if w == 8 else "MOV32", k
@@ -731,7 +731,7 @@ class Decoder:
         slots, wide = [], []
         for d in dst:
             reg = self.register(d)
-            if w < 8 and reg and reg[0] == "d":  # a wider register: extended
+            if w < 8 and reg and reg[0] == "d":  # a wider register: extend
                 slots.append(self._new("r", 1))
                 wide.append((reg[1], slots[-1]))
             else:
@@ -754,7 +754,7 @@ class Decoder:
         slots = []
         for o in src:
             reg = self.register(o)
-            if w < 8 and reg and reg[0] == "d":  # a wider register: its low bits
+            if w < 8 and reg and reg[0] == "d":  # a wider register: store its low bits
                 slots.append(self._new("r", 1))
                 self.emit("CVTU32U64", [slots[-1], reg[1]])
             else:
@@ -898,7 +898,7 @@ class Decoder:
             raise PTXError("scales")
         if ops[6:] != (
             ["0"] * (1 + shared) if kind else []
-        ):  # of operands of 16 bits: not transposed
+        ):  # 16-bit operands must not be transposed
             raise PTXError("transposed operand")
         line, regs = self.inflight or (self.line, set())
         self.inflight = (line, regs | set(d) | (set() if shared else set(a)))
@@ -961,11 +961,7 @@ _I32, _U64, _POINTER = ctypes.c_int32, ctypes.c_uint64, ctypes.c_void_p
 
 
 class _Region(ctypes.Structure):
-    _fields_ = (
-        *_fields(_U64, "size"),
-        *_fields(_POINTER, "data flags"),
-        *_fields(_I32, "unit id"),
-    )
+    _fields_ = (*_fields(_U64, "size"), *_fields(_POINTER, "data flags"), *_fields(_I32, "unit id"))
 
 
 class _Launch(ctypes.Structure):
@@ -1010,16 +1006,16 @@ class _Report(ctypes.Structure):
 class Options:
     """How a launch is executed."""
 
-    seed: int = 1  # of the order in which warps run
-    slice: int = 0  # most instructions of a warp before another one's turn; 0: up to a barrier
+    seed: int = 1  # seed of the order in which warps run
+    slice: int = 0  # most instructions of a warp at a time; 0: up to the next barrier
     noise: int = 0  # 1: approximate instructions are off by their documented error
     tcmode: int = 1  # bit 0: sums cut as tensor cores do; bit 1: operands rounded to TF32, not cut
-    budget: int = 2_000_000_000  # instructions of a warp, beyond which it hangs
+    budget: int = 2_000_000_000  # instructions after which a warp counts as hung
 
 
 @dataclass
 class Memory:
-    """One storage: where it is; per byte, whether it is written and belongs to a tensor."""
+    """Address and size of a storage; per byte, whether it is written and belongs to a tensor."""
 
     data: int
     size: int
@@ -1028,7 +1024,7 @@ class Memory:
 
 
 def address_of(region: int, offset: int) -> int:
-    """Return the address that a kernel sees: far from those of other storages."""
+    """Return the address that a kernel sees; storages are far apart."""
     return ((region + 1) << 40) + (1 << 39) + offset
 
 
@@ -1044,7 +1040,7 @@ def execute(
     """Run CTAs of a launch.
 
     Returns:
-        Findings, statistics, and an error that stopped it or "".
+        Findings, statistics, and the error that stopped the launch, or "".
     """
     keep = []
 

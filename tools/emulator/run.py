@@ -1,10 +1,10 @@
-"""Execute the compiled PTX of every Triton kernel of vil on the CPU and judge it.
+"""Execute the compiled PTX of every Triton kernel of vil on the CPU and check it.
 
     python tools/emulator/run.py [--arch 80 90 120] [--quick | --bias] [--only TEXT ...] [--json FILE]
 
-Exit status 0 only if the emulator reported every planted fault, every case agrees with the float64
-reference and no launch had a race, an access out of bounds or misaligned, or a read of what was
-never written. See README.md.
+The exit status is 0 only if the emulator reported every planted fault, every case agrees with the
+float64 reference, and no launch had a fault. Faults are races, out-of-bounds and misaligned
+accesses, and reads of unwritten memory. See README.md.
 """
 
 import argparse
@@ -25,13 +25,13 @@ import cases
 import runtime
 import selftest
 
-# Largest error relative to the largest value: what the project's own tests allow on a GPU, except
-# that the exact form multiplies its float32 state in TF32 where activations are half precision.
+# Largest error relative to the largest value, as in the project's tests on a GPU. Exception: the
+# exact form multiplies its float32 state in TF32 where activations are half precision.
 TOLERANCE = {"f32": 1e-5, "bf16": 2**-7, "f16": 2**-10}
 EXACT_TOLERANCE = {**TOLERANCE, "f16": 2**-9}
 BIAS_TOLERANCE = 1e-4
 
-# Runs cases in Triton's interpreter: names in, [name, errors] out, a line each.
+# Runs cases in Triton's interpreter: names on stdin, a JSON line [name, errors] for each on stdout.
 INTERPRETER = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -48,7 +48,7 @@ for c in cases.all_cases():
 
 
 def interpret(names: list[str]) -> dict[str, dict]:
-    """Return the errors of cases in Triton's interpreter, which gets a process of its own."""
+    """Return the errors of cases in Triton's interpreter, which runs in a separate process."""
     command = [sys.executable, "-c", INTERPRETER, str(HERE)]
     with tempfile.TemporaryDirectory() as cache:
         env = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": cache}
@@ -67,18 +67,18 @@ def tolerance(c: cases.Case) -> float:
 
 
 def judge(c: cases.Case, measure: Callable[[cases.Case], dict[str, float]], limit: float) -> dict:
-    """Run a case and return what came of it.
+    """Run a case and return its result.
 
     Args:
         c: The case.
         measure: Returns a number for every output and gradient of a case.
-        limit: The largest that may be, in magnitude.
+        limit: Largest magnitude allowed for these numbers.
     """
     runtime.clear()
     start = time.time()
     try:
         errors, failure = measure(c), ""
-    except Exception as error:  # whatever it is, the other cases run
+    except Exception as error:  # any failure must leave the other cases running
         errors, failure = {}, f"{type(error).__name__}: {error}"[:300]
     worst = max(errors, key=lambda n: abs(errors[n])) if errors else ""
     records = runtime.STATE.records
@@ -100,7 +100,7 @@ def judge(c: cases.Case, measure: Callable[[cases.Case], dict[str, float]], limi
 
 
 def report(result: dict) -> None:
-    """Print a result and, once for a source line, what was found."""
+    """Print a result and its findings, each source line once."""
     text = result["failure"] or f"{result['errors'][result['worst']]:.1e} ({result['worst']}"
     if not result["failure"]:
         known = [v for v in result["interpreter"].values() if isinstance(v, float)]
@@ -127,7 +127,7 @@ def report(result: dict) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the options given."""
+    """Return the options of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -146,7 +146,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what was asked for and return the exit status."""
+    """Run the chosen cases and return the exit status."""
     args = arguments()
     begin = time.time()
     bad = 0 if args.no_selftest else selftest.main(args.arch)

@@ -1,7 +1,7 @@
-"""Let Triton's own launch path compile for a chosen GPU and run the result in the emulator.
+"""Let Triton compile for a chosen GPU and run the result in the emulator.
 
-``install(arch)`` gives Triton a driver that is no GPU: specialisation, compilation and caching are
-Triton's own; what a launch would hand to CUDA goes to ``ptx.execute``.
+``install(arch)`` replaces Triton's driver. Specialisation, compilation and caching stay Triton's;
+a launch passes its kernel to ``ptx.execute`` instead of CUDA.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 
 import ptx
 
-# A cache of its own: what is kept here as machine code is PTX, of no use to a GPU.
+# A separate cache: its machine code is PTX, which a GPU could not use.
 os.environ["TRITON_CACHE_DIR"] = str(ptx.CACHE / "triton")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-# Architecture -> bytes of shared memory that a program may have.
+# Architecture -> largest shared memory of a program, in bytes.
 SHARED_LIMIT = {
     80: 166912,
     86: 101376,
@@ -36,7 +36,7 @@ SHARED_LIMIT = {
     120: 101376,
 }
 
-# What a finding that is no failure means. "note": not a fault by itself.
+# Severity of findings that are not failures. "note": no fault on its own.
 SEVERITY = {
     "SAMEVAL_WAW_G": "note",
     "SAMEVAL_WAW_S": "note",
@@ -78,13 +78,13 @@ class State:
     arch: int = 80
     options: ptx.Options = field(default_factory=ptx.Options)
     records: list[LaunchRecord] = field(default_factory=list)
-    keep: list[torch.Tensor] = field(default_factory=list)  # so that no address is used twice
-    flags: dict[int, np.ndarray] = field(default_factory=dict)  # of a storage: what was written
+    keep: list[torch.Tensor] = field(default_factory=list)  # keeps addresses from being reused
+    flags: dict[int, np.ndarray] = field(default_factory=dict)  # by storage: state of each byte
     # Seeds of the orders in which warps run; results must not depend on them.
     orders: tuple[int, ...] = (0, 1)
-    cta_filter: Callable[[str, int], list[int]] | None = None  # kernel, programs -> those that run
+    cta_filter: Callable[[str, int], list[int]] | None = None  # kernel, total -> chosen programs
     edit: Callable[[str], str] | None = None  # PTX text -> PTX text, for planted faults
-    sparse_limit: int = 1 << 28  # bytes of a storage, beyond which its bytes are not tracked
+    sparse_limit: int = 1 << 28  # bytes; larger storages are not tracked byte by byte
     opcodes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     raise_on_error: bool = True
 
@@ -104,7 +104,7 @@ class _Utils:
 
 
 class Launcher:
-    """What Triton calls in the place of its compiled launcher."""
+    """Replacement for Triton's compiled launcher."""
 
     def __init__(self, src, metadata) -> None:
         self.src, self.metadata = src, metadata
@@ -114,7 +114,7 @@ class Launcher:
 
 
 class Driver:
-    """What Triton asks for the GPU and gets the emulated one."""
+    """Driver that reports the emulated GPU to Triton."""
 
     launcher_cls = Launcher
     utils = _Utils()
@@ -141,14 +141,14 @@ class Driver:
         return torch.cuda
 
 
-# Triton's name of a type -> code of struct.
+# Triton's type name -> format code of struct.
 _SCALARS = {"fp32": "f", "f32": "f", "fp64": "d", "i1": "b", "u1": "B"}
 _SCALARS |= {f"i{bits}": code for bits, code in ((8, "b"), (16, "h"), (32, "i"), (64, "q"))}
 _SCALARS |= {f"u{bits}": code for bits, code in ((8, "B"), (16, "H"), (32, "I"), (64, "Q"))}
 
 
 def _memories(tensors) -> tuple[dict, list[ptx.Memory], list[str]]:
-    """Return the storages of (name, tensor) pairs by address, for the emulator, and their names."""
+    """Return the storages of (name, tensor) pairs: a dict by address, memories, and names."""
     storages, memories, names = {}, [], []
     for name, t in tensors:
         s = t.untyped_storage()
@@ -182,7 +182,7 @@ def _memories(tensors) -> tuple[dict, list[ptx.Memory], list[str]]:
 
 
 def _parameters(program: ptx.Program, values, storages: dict) -> bytearray:
-    """Return the parameters of a launch as the kernel reads them."""
+    """Return the parameters of a launch, in the layout that the kernel reads."""
     params = bytearray()
     layout = iter(program.param_layout)
     for kind, arg in values:
@@ -209,7 +209,7 @@ def _finding(kind: str, line: int, what: str) -> dict:
 
 
 def launch(src, metadata, grid: tuple[int, int, int], text: str, args: Iterable) -> None:
-    """Execute a kernel in every order of warps and record what was found."""
+    """Execute a kernel in every order of warps and record the findings."""
     state = STATE
     if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
         raise NotImplementedError("clusters, cooperative or dependent launches")
@@ -306,7 +306,7 @@ _installed = False
 
 
 def _register(t: torch.Tensor) -> torch.Tensor:
-    """Take a tensor that torch.empty made for one whose bytes nothing has written."""
+    """Mark a tensor from torch.empty as unwritten and fill it with 0xFF, unless it is too large."""
     if t.device.type != "cpu" or type(t) is not torch.Tensor or t.numel() == 0:
         return t
     s = t.untyped_storage()
@@ -338,7 +338,7 @@ def install(arch: int) -> State:
 
 
 def install_project() -> None:
-    """Make vil's launchers choose what they would on the emulated GPU."""
+    """Make vil's launchers choose the same as on the emulated GPU."""
     from vil.kernels import backends
     from vil.kernels.triton import tuning
 
@@ -368,7 +368,7 @@ def _findings(*severities: str) -> list[tuple[str, dict]]:
 
 
 def warnings() -> list[tuple[str, dict]]:
-    """Return the findings that are no failures but no mere notes either, with their kernel."""
+    """Return the findings between failures and notes, with their kernel."""
     return _findings("warn", "lane")
 
 

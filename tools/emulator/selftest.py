@@ -1,4 +1,4 @@
-"""Kernels that the emulator must get right, and faults that it must report."""
+"""Check that the emulator computes kernels right and reports planted faults."""
 
 import re
 import sys
@@ -82,7 +82,7 @@ _failures = 0
 
 
 def expect(name: str, ok: bool, detail: object = "") -> None:
-    """Print whether something is as it should be, and count it if not."""
+    """Print whether a check passed, and count failed checks."""
     global _failures
     _failures += not ok
     print(f"{'ok  ' if ok else 'FAIL'} sm_{runtime.STATE.arch} {name} {detail}", flush=True)
@@ -94,7 +94,7 @@ def failing() -> set[str]:
 
 
 def is_right(name: str, error: float, tolerance: float, least: float = 0) -> None:
-    """Expect a small error and no findings."""
+    """Expect an error in [least, tolerance) and no failures."""
     ok = least <= error < tolerance and not failing()
     expect(f"{name} is right", ok, f"error {error:.1e} {failing() or ''}")
 
@@ -134,7 +134,7 @@ def reduce() -> float:
 
 
 def arithmetic(arch: int) -> None:
-    """Kernels whose results it must get right."""
+    """Check the results of kernels."""
     for precision, n, k, warps, tolerance in (
         ("ieee", 32, 16, 4, 1e-6),
         ("tf32", 64, 32, 4, 2e-3),
@@ -163,7 +163,7 @@ def arithmetic(arch: int) -> None:
 
 
 def memory() -> None:
-    """Accesses that it must report, and the same without a fault."""
+    """Plant faulty memory accesses; check that they are reported, and correct ones are not."""
     runtime.clear()
     x, y = torch.randn(256), torch.empty(256)
     racy[(1,)](x.clone(), y, n=256, BARRIER=True, num_warps=4)
@@ -195,7 +195,7 @@ def memory() -> None:
 
 
 def misaligned() -> None:
-    """A pointer that Triton is told is aligned and is not: the kernel of aligned ones gets it."""
+    """Pass an unaligned pointer to a kernel compiled for aligned pointers."""
     runtime.clear()
     uninitialised[(1,)](torch.randn(512), torch.empty(512), n=512, num_warps=4)
     expect("aligned copy is clean", not failing(), failing() or "")
@@ -212,14 +212,14 @@ def misaligned() -> None:
 
 
 def run_edited(call: Callable, edit: Callable[[str], str]) -> None:
-    """Run kernels with their PTX changed."""
+    """Run kernels with edited PTX."""
     runtime.STATE.edit = edit
     call()
     runtime.STATE.edit = None
 
 
 def barriers(name: str, call: Callable) -> None:
-    """Delete each bar.sync of a kernel in turn."""
+    """Delete each bar.sync of a kernel, one at a time, and expect a report."""
     texts = []
     run_edited(call, lambda text: texts.append(text) or text)
     parts = re.split(r"(?=\tbar\.sync)", texts[0])
@@ -230,7 +230,7 @@ def barriers(name: str, call: Callable) -> None:
         )
         run_edited(call, lambda text, broken=broken: broken)
         if not failing() & EXCHANGES:
-            # one that only parts lanes of a warp is reported as such
+            # a barrier that only separates lanes of a warp is reported as LANE_*
             (lanes if any(k.startswith("LANE_") for k in runtime.kinds()) else missed).append(i)
     count = len(parts) - 1
     note = f"{len(lanes)} of them between lanes of one warp only" if lanes else ""
@@ -242,7 +242,7 @@ def barriers(name: str, call: Callable) -> None:
 
 
 def main(archs: list[int]) -> int:
-    """Return how many expectations failed on some architectures."""
+    """Return how many checks failed on the given architectures."""
     global _failures
     _failures = 0
     for arch in archs:

@@ -1,4 +1,4 @@
-"""The library of disk_faults.c: compiled, preloaded, and told which calls are to fail."""
+"""Compile disk_faults.c and control the preloaded library, which lets chosen file calls fail."""
 
 import ctypes
 import errno
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("disk_faults.c")
 COMPILER = shutil.which("cc")
-HALF = -1  # in the place of an errno: only half of the bytes are read or written
+HALF = -1  # instead of an errno: only half of the bytes are read or written
 KINDS = (
     *("open", "read", "write", "sync", "close", "truncate", "rename"),
     *("link", "unlink", "mkdir", "stat", "list", "lock", "all"),
@@ -23,22 +23,22 @@ _FOREVER = (1 << 62) - 1
 
 @dataclass(frozen=True)
 class DiskFault:
-    """Calls that fail."""
+    """File calls to fail."""
 
     disk: int
-    """Number of the folder that they are about."""
+    """Index of the folder whose files are affected."""
     kind: str
     """One of KINDS."""
     error: int
     """errno, or HALF."""
     lasts: bool
-    """From then on, or once."""
+    """Whether every later call fails too, or only the first."""
     first: int = 0
-    """Which of these calls is the first."""
+    """Index of the first call to fail, from 0, among the calls on this disk and of this kind."""
 
     @classmethod
     def parse(cls, disk: str, kind: str, error: str, how: str, first: str) -> "DiskFault":
-        """Return the fault that words describe, as __str__ writes them."""
+        """Parse the five words that ``__str__`` writes."""
         number = HALF if error == "half" else getattr(errno, error)
         return cls(int(disk), kind, number, {"once": False, "always": True}[how], int(first))
 
@@ -48,21 +48,21 @@ class DiskFault:
 
 
 class Call(NamedTuple):
-    """A call about a file on a disk."""
+    """A counted call on a file of a disk."""
 
     disk: int
     kind: str
     function: str
-    """Of the C library."""
+    """Function of the C library."""
     failed: bool
     path: str
 
 
 def compile_library(folder: Path) -> Path:
-    """Compile the library.
+    """Compile disk_faults.c into a folder and return the path of the library.
 
     Raises:
-        subprocess.CalledProcessError: the compiler refused.
+        subprocess.CalledProcessError: If the compiler fails.
     """
     library = folder / "disk_faults.so"
     command = [COMPILER, "-shared", "-fPIC", "-O2", "-w", "-o", library, SOURCE, "-ldl"]
@@ -71,18 +71,18 @@ def compile_library(folder: Path) -> Path:
 
 
 def arm(disks: Iterable[Path], fault: DiskFault | None, log: Path) -> None:
-    """Begin to count the calls of this process and of those that it will fork, and to let some fail.
+    """Count the file calls of this process and its later forks, and let the chosen ones fail.
 
     Args:
-        disks: The folders.
-        fault: Which calls fail; None lets none.
-        log: Receives a line about each call.
+        disks: Folders to watch.
+        fault: Calls to fail; None lets none fail.
+        log: File that gets a line for each call.
 
     Raises:
-        RuntimeError: the library was not preloaded, or cannot remember the folders.
+        RuntimeError: If the library is not preloaded, or cannot store the folders.
     """
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    told = fcntl.fcntl(opened, fcntl.F_DUPFD, 500)  # out of the way of numbers that a run reuses
+    told = fcntl.fcntl(opened, fcntl.F_DUPFD, 500)  # a high number, which the run does not reuse
     os.close(opened)
     fault = fault or DiskFault(-1, "all", 0, False)
     library = ctypes.CDLL(None)
@@ -98,7 +98,7 @@ def arm(disks: Iterable[Path], fault: DiskFault | None, log: Path) -> None:
 
 
 def read_calls(log: Path) -> list[Call]:
-    """Return the calls that were counted, in order."""
+    """Return the counted calls, in order."""
     calls = []
     for line in log.read_text(errors="replace").splitlines():
         disk, kind, function, failed, path = line.split("\t", 4)

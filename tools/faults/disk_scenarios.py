@@ -1,4 +1,4 @@
-"""The small runs of train_imagenet.py that are made on failing disks: their data and their recipe."""
+"""Data and recipes of the small train_imagenet.py runs on failing disks."""
 
 import shutil
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ from vil.training.settings import (
 )
 
 DISKS = ("data", "run")
-IMAGES = {"train": 4, "val": 1}  # of a class
+IMAGES = {"train": 4, "val": 1}  # per class
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run into which the faults are injected."""
+    """A run to inject faults into."""
 
     name: str
     dataset: str = "folder"
     workers: int = 0
     resumes: bool = False
-    """Whether it continues from checkpoints in the middle of the second epoch."""
+    """Whether it resumes from checkpoints in the middle of the second epoch."""
     coarse: int = 1
-    """Of how many calls alike to try one."""
+    """How many similar calls to try one of."""
 
 
 SCENARIOS = (
@@ -45,7 +45,7 @@ SCENARIOS = (
 
 
 def make_data(folder: Path, dataset: str) -> None:
-    """Write tiny images, in folders or in shards as other programs make them."""
+    """Write tiny images, in folders or in shards as other programs write them, without indexes."""
     images = folder if dataset == "folder" else folder.with_name("images")
     for split, images_of_class in IMAGES.items():
         for label, name in enumerate(CLASSES):
@@ -64,7 +64,7 @@ def make_data(folder: Path, dataset: str) -> None:
 
 
 def write_recipe(place: Path, scenario: Scenario) -> Path:
-    """Write the recipe of 2 epochs of 2 steps, with a checkpoint before and after each."""
+    """Write the recipe: 2 epochs of 2 steps, with a checkpoint before and after each step."""
     splits = {"train_split": "train-{0..1}.tar", "val_split": "val-{0..1}.tar"}
     config = TrainConfig(
         model=ModelConfig(

@@ -1,24 +1,23 @@
-"""Let every call of a training run about its files fail, one run for each, and tell what became of it.
+"""Let each file call of a training run fail, one run per call, and report how each run ends.
 
     python -m tools.faults.disk_sweep [--every N] [--jobs N] [--only NAME ...]
 
-A library is put between Python and the C library (disk_faults.c). It counts the calls about files below the
-folder of the data and the folder of the run, by kind, and lets the n-th one fail, once or from then on, with
-what a disk says: no space left, no locks, an error of input or output, or half of the bytes. Each n of each
-kind is a run of train_imagenet.py on the CPU with a minuscule model, and another one after it without the
-fault where that was not the end. All of it takes hours on one core; --every 1000, one call of each function about
-each file, takes 15 minutes. Each run ends in one of these ways:
+A preloaded library (disk_faults.c) sits between Python and the C library. It counts the calls on files in the data
+folder and the run folder, by kind. It lets the n-th call fail, once or from then on, as a disk would: no space left,
+no locks, an I/O error, or half of the bytes. Each n of each kind is a run of train_imagenet.py on the CPU with a tiny
+model. If it does not end as an undisturbed run does, a second run without the fault follows. The whole sweep takes
+hours on one core. With --every 1000, one call of each function on each file, it takes 15 minutes. A run ends in one of
+these ways:
 
-- went on: exit 0, with the same bits as a run left alone;
-- warned: exit 0 and a warning about a file that was not written; the same command again writes it, but for rows of
-  steps.csv and the weights of an epoch that is over;
-- stopped: exit 3 (data) or 5 (run) and one line that names the place; the same command, when the fault is gone, ends
-  with the same bits as a run left alone;
-- lost: anything else, which is printed, and makes the exit status 1.
+- went on: exit 0, bit-identical to an undisturbed run;
+- warned: exit 0 and a warning about a file that was not written. Repeating the command writes it, except for rows of
+  steps.csv and the weights of a finished epoch;
+- stopped: exit 3 (data) or 5 (run) and one line that names the place. Without the fault, repeating the command ends
+  bit-identical to an undisturbed run, with the same exceptions for files that the line names;
+- lost: anything else. It is printed and makes the exit status 1.
 
-In the first three no temporary file is left, no good checkpoint put aside, and no file of the user touched. A line
-about a loss has five words, of which the first is 0 for the disk of the data and 1 for that of the run. --fault takes
-them, to see that run alone:
+The first three leave no temporary file, set aside no good checkpoint and change no file of the user. In the line of a
+loss, five words name the fault, the first 0 (data disk) or 1 (run disk). Pass them to --fault to repeat that run:
 
     python -m tools.faults.disk_sweep --only "going on" --fault 1 read EIO once 40
 """
@@ -37,7 +36,7 @@ from tools.faults.disk_sweep_runs import Sweep, faulty_server
 
 
 def main() -> int:
-    """Print what was lost, and how many runs ended how; return the exit status."""
+    """Print losses and the number of runs per ending; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="of calls alike every N-th only")
     parser.add_argument("--most", type=int, default=sys.maxsize, help="runs, drawn among all")

@@ -1,4 +1,4 @@
-"""Small runs of train_imagenet.py on disks that fail, and what must be so at their ends."""
+"""Run train_imagenet.py on failing disks, and judge how each run ends."""
 
 import errno
 import hashlib
@@ -27,10 +27,10 @@ from vil.training import report, shards
 from vil.training import train as loop
 from vil.training.files import write_atomically
 
-PATIENCE = 60.0  # seconds after which a run hangs
-EXIT_CODES = {"data": 3, "run": 5}  # documented, of an error about a disk
+PATIENCE = 60.0  # seconds after which a run counts as hung
+EXIT_CODES = {"data": 3, "run": 5}  # documented exit codes for disk errors
 
-# What disks say, by the kind of call. The last one is a disk that is gone.
+# Errors of disks, by kind of call. The last kind, all, is a disk that is gone.
 _ERRORS = {
     "open": (errno.ESTALE, errno.EACCES, errno.EINTR),
     "read": (errno.EIO, errno.EINTR, HALF),
@@ -48,13 +48,13 @@ _ERRORS = {
     "all": (errno.EIO,),
 }
 _ONCE = (errno.EINTR,)
-_ALWAYS = (errno.EACCES, errno.EINVAL)  # no time changes what is allowed, or what a disk can do
+_ALWAYS = (errno.EACCES, errno.EINVAL)  # permissions and a disk's features do not change by waiting
 
 _NAMES = re.compile("|".join((*CLASSES, "[0-9]+")))
 
 
 class Verdict(NamedTuple):
-    """What became of a run."""
+    """How a run ended."""
 
     end: str
     """"not reached", "went on", "warned", "stopped" or "lost"."""
@@ -63,12 +63,12 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Point:
-    """A fault in a run."""
+    """A fault in a run, and how the run ended."""
 
     scenario: Scenario
     fault: DiskFault
     call: Call
-    """The first that fails."""
+    """First call that failed."""
     verdict: Verdict
     printed: str
 
@@ -81,14 +81,14 @@ class Point:
 
 @dataclass
 class Attempt:
-    """An end of a run."""
+    """Exit code, output and calls of a run."""
 
     code: int | None
     printed: str
     calls: list[Call]
 
     def lines(self, beginning: str) -> list[str]:
-        """Return the rests of the lines that begin so, those of a list under one with it."""
+        """Return the remainder of each line that starts with ``beginning``, with its list items."""
         return re.findall(rf"^{beginning}(.*(?:\n  - .*)*)", self.printed, re.MULTILINE)
 
 
@@ -99,20 +99,20 @@ class Sweep:
     root: Path
     scenario: Scenario
     numbers: Iterator[int] = field(default_factory=count)
-    """Of its runs, which may be made by several threads."""
+    """Numbers for the runs, which several threads may start."""
     calls: list[Call] = field(init=False)
-    """Of the run left alone."""
+    """Calls of the undisturbed run."""
     outcome: dict[str, str] = field(init=False)
     resumed: list[str] = field(init=False)
-    """From where that run went on."""
+    """Where that run resumed."""
     data: dict[str, bytes] = field(init=False)
-    """Files of the data when that run was over."""
+    """Hash of each data file after that run."""
 
     def __post_init__(self) -> None:
         """Make the data, and run without faults.
 
         Raises:
-            RuntimeError: that failed.
+            RuntimeError: If a run without faults fails.
         """
         self.root.mkdir()
         self.original = self.root / "original"
@@ -131,22 +131,21 @@ class Sweep:
         shutil.rmtree(place)
 
     def faults(self, every: int = 1) -> Iterator[DiskFault]:
-        """Return faults in the calls of the run left alone, one for each error that a call may meet.
+        """Yield a fault for each error that a call of the undisturbed run may meet.
 
         Args:
-            every: Of the calls of one function about one file, or files alike, take every n-th, and at
-                least one.
+            every: Take every n-th call of a function on a file, or on similar files; at least one.
         """
         for disk, (kind, errors) in product(range(len(DISKS)), _ERRORS.items()):
             calls = [c for c in self.calls if c.disk == disk and kind in (c.kind, "all")]
             for first in thin([site_of(call) for call in calls], every):
                 for error, lasts in product(errors, (False, True)):
-                    # All calls fail for good only: once is what the kinds do.
+                    # Let all calls fail for good only; the other kinds cover single failures.
                     if error not in (_ONCE if lasts else _ALWAYS) and (lasts or kind != "all"):
                         yield DiskFault(disk, kind, error, lasts, first)
 
     def inject(self, fault: DiskFault) -> Point:
-        """Run with a fault, and again without it if that is what the user is told to do."""
+        """Run with a fault, then without it if the user would have to repeat the command."""
         place = self._place()
         try:
             attempt = self._attempt(place, fault)
@@ -164,7 +163,7 @@ class Sweep:
             shutil.rmtree(place)
 
     def _judge(self, place: Path, fault: DiskFault, attempt: Attempt) -> Verdict:
-        """Judge the end of a run, continuing it without the fault where that is due."""
+        """Judge the end of a run, after resuming it without the fault if it stopped or warned."""
         errors, warnings = attempt.lines("error: "), attempt.lines("warning: ")
         noise = re.search(r"^(Traceback|Exception|\w*Warning: ).*", attempt.printed, re.MULTILINE)
         if attempt.code is None:
@@ -193,7 +192,7 @@ class Sweep:
         if self.scenario.resumes and not again.lines("resumed  "):
             return Verdict("lost", f"{told}; then anew from the beginning")
         changed = self._changed(place)
-        # Rows that were warned of are not written later, nor are the weights of an epoch that is over.
+        # Rows with a warning and the weights of a finished epoch are not written later.
         tolerated = ["steps.csv"] if "steps.csv" in told else []
         tolerated += ["best ", "files"] if re.search(r"(best|last)\.pt", told) else []
         if changed and not all(part.startswith(tuple(tolerated)) for part in changed.split(", ")):
@@ -201,7 +200,7 @@ class Sweep:
         return Verdict("stopped" if errors else "warned", told)
 
     def _changed(self, place: Path) -> str:
-        """Name what is not as in the run left alone, once it is over."""
+        """Name the parts of a finished run that differ from the undisturbed run."""
         try:
             changed = differing(self.outcome, outcome(place / "run"))
         except Exception as error:
@@ -215,7 +214,7 @@ class Sweep:
         return ", ".join(changed)
 
     def _place(self) -> Path:
-        """Return a copy of the folders that a run begins with."""
+        """Copy the initial folders of a run and return the path of the copy."""
         return Path(shutil.copytree(self.original, self.root / str(next(self.numbers))))
 
     def _attempt(self, place: Path, fault: DiskFault | None, die: int = -1) -> Attempt:
@@ -226,7 +225,7 @@ class Sweep:
         arguments = ["--config", str(recipe), "--run.output", str(place / "run")]
         process = CONTEXT.Process(target=_train, args=(arguments, place, fault, die))
         process.start()
-        # Another thread that starts one would read its exit code, which can be read once.
+        # An exit code can be read once; a thread that starts another process would read this one.
         multiprocessing.process._children.discard(process)
         process.join(PATIENCE)
         code = process.exitcode
@@ -237,7 +236,7 @@ class Sweep:
         return Attempt(code, printed, read_calls(calls) if calls.exists() else [])
 
     def _stop_in_second_epoch(self) -> None:
-        """Put a run into the folders to begin with that was killed there, and a file of the user."""
+        """Put a run killed in its second epoch, and a file of the user, into the initial folders."""
         stopped = self._attempt(self.original, None, die=3)
         if stopped.code != -signal.SIGKILL:
             raise RuntimeError(f"the run to be continued failed:\n{stopped.printed}")
@@ -247,12 +246,12 @@ class Sweep:
 
 
 def site_of(call: Call) -> str:
-    """Return what is alike for calls that do the same."""
+    """Return the function and the path of a call, with class names and numbers replaced by *."""
     return f"{call.function} {_NAMES.sub('*', call.path)}"
 
 
 def thin(sites: list[str], every: int) -> list[int]:
-    """Return the places of every n-th of the calls of each site, and of at least one."""
+    """Return the indices of every n-th call of each site, and of at least one."""
     places = defaultdict(list)
     for place, site in enumerate(sites):
         places[site].append(place)
@@ -263,7 +262,7 @@ def thin(sites: list[str], every: int) -> list[int]:
 
 @contextmanager
 def faulty_server(folder: Path) -> Iterator[None]:
-    """Have a process with all imports made and the library preloaded, which runs are forked from."""
+    """Provide a fork server with all imports done and the library preloaded."""
     os.environ["LD_PRELOAD"] = str(compile_library(folder))
     try:
         with fork_server():
@@ -273,7 +272,7 @@ def faulty_server(folder: Path) -> Iterator[None]:
 
 
 def _train(arguments: list[str], place: Path, fault: DiskFault | None, die: int) -> None:
-    """Be train_imagenet.py on disks that fail."""
+    """Run train_imagenet.py on failing disks, in this process."""
     _make_pauses_short()
     # One thread opens the shards, so that the order of the calls is the same in every run.
     shards.ThreadPoolExecutor = lambda _: ThreadPoolExecutor(1)
@@ -285,12 +284,12 @@ def _train(arguments: list[str], place: Path, fault: DiskFault | None, die: int)
 
 
 def _make_pauses_short() -> None:
-    """Let what waits for a disk to come back wait for no time."""
+    """Make code that waits for a disk to come back wait for no time."""
     time.sleep = lambda seconds: None
 
 
 def _write_a_picture(path: Path, state: object) -> None:
-    """Stand in for a curve, whose drawing would take half of a run's time; the file is written alike."""
+    """Replace the curve, which takes half of a run's time to draw; write the file in the same way."""
     picture = Image.new("RGB", (1080, 420))
     write_atomically(path, lambda file: picture.save(file, format="png"))
 
@@ -307,12 +306,12 @@ def _die_at_step(number: int) -> None:
 
 
 def _names(attempt: Attempt, disk: Path) -> list[str]:
-    """Return what an error may call the place of its fault: the disk's folder, or a file."""
+    """Return the names that an error may give for its place: the disk's folder or a file."""
     return [str(disk), *(Path(call.path).name for call in attempt.calls if call.failed)]
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Return a hash of each file, of indexes without what says when their shards were written."""
+    """Return a hash of each file, leaving out the times and checksums in the indexes of shards."""
     times = re.compile(rb'"(crc32|[mc]time_ns)":"?[0-9a-f]+"?,?')
     return {
         str(path.relative_to(folder)): hashlib.blake2b(times.sub(b"", path.read_bytes())).digest()
@@ -322,7 +321,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _nameless(text: str, place: Path) -> str:
-    """Remove what differs from run to run, so that what is alike can be counted."""
+    """Replace details that differ from run to run, so that equal messages can be counted."""
     text = " ".join(text.replace(str(place), "").split())
     text = re.sub(r"\(\d+ MiB free\)", "(1234 MiB free)", text)
     text = re.sub(r"process \d+ on \S+", "process 1234 on host", text)

@@ -1,12 +1,12 @@
-"""Kill training runs at random moments, start them again, and compare with a run left alone.
+"""Kill training runs at random moments, resume them, and compare with an undisturbed run.
 
     python -m tools.faults.kills --kills 40 [--seed 0]
 
-Killed and continued as often as chance has it, a run must end with the same bits in weights, average, optimiser
-state, log, best checkpoint and names of what was skipped. --kills counts SIGKILLs that hit a living process, over
-images in folders and in shards, 0 and 2 loader processes, and 1, 2 and 4 training processes. Half of the moments are
-drawn uniformly over the run; the others aim at the writing of checkpoints, what follows it, and evaluation.
-All is on CPUs, with a minuscule model. Ends with status 1 if anything differs or goes wrong.
+However often it is killed and resumed, a run must end bit-identical in weights, average, optimiser state, log, best
+checkpoint and skipped.txt. --kills counts SIGKILLs that hit a living process. The cases are images in
+folders and in shards, 0 and 2 data-loading workers, and 1, 2 and 4 training processes. Half of the moments are drawn
+uniformly over the run; the other half aim at checkpoint writing, the time after it, and evaluation.
+Everything runs on CPUs with a tiny model. The exit status is 1 if anything differs or goes wrong.
 """
 
 import argparse
@@ -41,19 +41,19 @@ from vil.training.checkpoint import CHECKPOINTS, load_checkpoint
 from vil.training.distributed import versions
 from vil.training.errors import OutputError
 
-SAVE_MINUTES = (0.0, 0.005, 1e6)  # at every step, some times an epoch, after epochs only
-MOST_KILLS = 6  # of a run
-GRACE = 5.0  # seconds that the others have to end by themselves after one is killed
+SAVE_MINUTES = (0.0, 0.005, 1e6)  # save at every step, several times an epoch, after epochs only
+MOST_KILLS = 6  # per run
+GRACE = 5.0  # seconds for the other processes to exit after one is killed
 
 
 class Attempt:
-    """The processes of a run, started once."""
+    """One start of all processes of a run."""
 
     sessions: ClassVar[set[int]] = set()
-    """Of all processes ever started; their loader processes belong to them."""
+    """Sessions of all processes ever started; their data-loading workers stay in them."""
 
     def __init__(self, case: Case, recipe: Path, folder: Path, save_minutes: float) -> None:
-        """Start them; their output goes to a file beside the run's folder."""
+        """Start the processes; their output goes to a file beside the run's folder."""
         self.last, self.log = folder / "last.pt", folder.with_suffix(".log")
         self.activities = CONTEXT.RawArray("b", case.processes)
         arguments = ["--config", str(recipe), "--run.output", str(folder)]
@@ -71,7 +71,7 @@ class Attempt:
             self.sessions.add(process.pid)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until one has failed or all have ended, or for some seconds; tell whether it is so."""
+        """Wait until a process fails or all end; return False if this takes longer than ``seconds``."""
         deadline = time.monotonic() + seconds
         while running := [process for process in self.processes if process.exitcode is None]:
             if any(process.exitcode for process in self.processes):
@@ -81,10 +81,10 @@ class Attempt:
         return True
 
     def kill(self, rng: random.Random, duration: float) -> str | None:
-        """Kill one process at a moment of a run that takes so long when left alone.
+        """Kill one process at a random moment; ``duration`` is the seconds of an undisturbed run.
 
         Returns:
-            What it was doing, or None if the run ended before.
+            The activity of the killed process, or None if the run ended first.
         """
         seconds, event, count = _moment(rng, duration)
         if event is not None and not self._await(event, count):
@@ -100,7 +100,7 @@ class Attempt:
         return activity if victim.exitcode == -signal.SIGKILL else None
 
     def settle(self) -> None:
-        """Wait for all to end once one has, as torchrun would, and kill the others."""
+        """Give all processes GRACE seconds to end, then kill the rest, as torchrun would after a failure."""
         deadline = time.monotonic() + GRACE
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
@@ -109,7 +109,7 @@ class Attempt:
                 process.join()
 
     def _await(self, event: str, count: int) -> bool:
-        """Wait until something happens for the nth time; False if a process ends before."""
+        """Wait for the ``count``-th event; return False if a process ends or time runs out first."""
         before = self._state(event)
         while all(process.exitcode is None for process in self.processes):
             now = self._state(event)
@@ -123,14 +123,14 @@ class Attempt:
         return False
 
     def _state(self, event: str) -> int:
-        """Return what changes to another number, not 0, with each event."""
+        """Return a number that changes to a new value, not 0, with each event."""
         if event == "replaced":
             return self.last.stat().st_ino if self.last.exists() else 0
         return int(self.activities[0] == ACTIVITIES.index(event))
 
 
 def _moment(rng: random.Random, duration: float) -> tuple[float, str | None, int]:
-    """Draw seconds after the start, or after the main process did something for the nth time."""
+    """Draw a delay after the start (None), or after the n-th time that rank 0 does something."""
     kind = rng.random()
     if kind < 0.5:
         return rng.uniform(0, duration), None, 0
@@ -147,19 +147,19 @@ class Tally:
 
     case: str
     reference: dict[str, str]
-    """Outcome of the run left alone."""
+    """Outcome of the undisturbed run."""
     seconds: float
-    """Of that run."""
+    """Duration of that run."""
     runs: int = 0
     resumes: int = 0
     """Starts that found a checkpoint and steps left to do."""
     at: Counter = field(default_factory=Counter)
-    """What the killed processes were doing."""
+    """Activities of the killed processes."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def kills(self) -> int:
-        """Those that hit."""
+        """Number of kills that hit."""
         return self.at.total()
 
 
@@ -176,7 +176,7 @@ def left_alone(root: Path, case: Case, epochs: int = 3) -> Tally:
 
 
 def kill_case(root: Path, case: Case, kills: int, seed: int) -> Tally:
-    """Kill runs of a case until a number of kills has hit; each goes on until it ends."""
+    """Kill runs of a case until ``kills`` kills have hit; resume each run until it ends."""
     tally = left_alone(root, case)
     while tally.kills < kills and len(tally.problems) < 3:
         rng = random.Random(f"{seed} {case} {tally.runs}")
@@ -185,7 +185,7 @@ def kill_case(root: Path, case: Case, kills: int, seed: int) -> Tally:
 
 
 def _kill_run(root: Path, case: Case, tally: Tally, rng: random.Random, most: int) -> None:
-    """Kill a run, continue it until it ends, and compare."""
+    """Kill a run, resume it until it ends, and compare its outcome."""
     folder, recipe = root / f"{case.slug}-{tally.runs}", write_recipe(root, case)
     save_minutes = SAVE_MINUTES[tally.runs % len(SAVE_MINUTES)]
     tally.runs += 1
@@ -204,7 +204,7 @@ def _kill_run(root: Path, case: Case, tally: Tally, rng: random.Random, most: in
     printed = attempt.log.read_text()
     tally.resumes += printed.count("resumed  after")
     codes = [process.exitcode for process in attempt.processes]
-    # Of several, others fail when one is killed; so do loader processes whose parent is.
+    # After a kill, the other ranks and the killed rank's data-loading workers fail with tracebacks.
     if any(codes) or ((case.processes, case.workers) == (1, 0) and "Traceback" in printed):
         how = f"ended with {codes}" if ended else "hung"
         tally.problems.append(f"{folder.name}: {how}\n{tail(attempt.log)}")
@@ -213,7 +213,7 @@ def _kill_run(root: Path, case: Case, tally: Tally, rng: random.Random, most: in
 
 
 def _faults(folder: Path) -> list[str]:
-    """Say what is wrong with a killed run's folder: a checkpoint that is there must load."""
+    """Return the problems of a killed run's folder: each of its checkpoints must load."""
     found = []
     for name in CHECKPOINTS:
         try:
@@ -227,7 +227,7 @@ def _faults(folder: Path) -> list[str]:
 
 
 def orphans(seconds: float = 20.0) -> list[str]:
-    """Wait for the loader processes of killed processes to notice, and name those that do not."""
+    """Wait until the data-loading workers of killed processes exit, and name the ones that remain."""
     deadline = time.monotonic() + seconds
     while True:
         left = [str(pid) for pid, stat in processes() if int(stat[3]) in Attempt.sessions]
@@ -237,7 +237,7 @@ def orphans(seconds: float = 20.0) -> list[str]:
 
 
 def main() -> int:
-    """Run, print a line for each case and torchrun, and return the exit status."""
+    """Kill runs of every case, print a line for each case, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=40, help="SIGKILLs that hit, over all cases")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")

@@ -1,4 +1,4 @@
-"""Tiny runs of train_imagenet.py in processes that are forked from one with all imports made, and their outcomes."""
+"""Images, recipes and a fork server for tiny runs of train_imagenet.py, and hashes of their outcomes."""
 
 import csv
 import hashlib
@@ -32,15 +32,15 @@ from vil.training.settings import (
 )
 
 CLASSES = ("ash", "birch", "cedar", "dogwood")
-TIMES = ("images_per_s", "seconds")  # of an epoch; all else of its row must be equal
-PATIENCE = 120.0  # seconds after which a process hangs
+TIMES = ("images_per_s", "seconds")  # of an epoch; all other columns of its row must be equal
+PATIENCE = 120.0  # seconds after which a process counts as hung
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def make_images(root: Path) -> None:
-    """Write 128 tiny images to train on, two of them broken, and 19 held out: folders and shards.
+    """Write 128 training images, two of them broken, and 19 held-out images, in folders and shards.
 
-    19, so that two processes have unequal shares.
+    Two processes get unequal shares of 19 images.
     """
     for split, count in {"train": 32, "val": 5}.items():
         for label, name in enumerate(CLASSES):
@@ -70,7 +70,7 @@ def write_shard(path: Path, images: list[Path]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to run the training."""
+    """A configuration of the training."""
 
     dataset: str
     workers: int
@@ -78,12 +78,12 @@ class Case:
 
     @property
     def equals(self) -> tuple[str, int]:
-        """Cases that have this in common must end alike."""
+        """Key of the cases that must have the same outcome."""
         return self.dataset, self.processes
 
     @property
     def slug(self) -> str:
-        """Beginning of the names of its files."""
+        """Prefix of its file names."""
         return f"{self.dataset}-{self.workers}-{self.processes}"
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ CASES = [
 
 
 def write_recipe(root: Path, case: Case, epochs: int = 3) -> Path:
-    """Write the recipe of a case, with everything random switched on: 16 steps per epoch."""
+    """Write the recipe of a case: 16 steps per epoch, with everything random switched on."""
     shards = {"train_split": "train-{0..2}.tar", "val_split": "val-{0..2}.tar"}
     config = TrainConfig(
         model=ModelConfig(
@@ -123,7 +123,7 @@ def write_recipe(root: Path, case: Case, epochs: int = 3) -> Path:
         run=RunConfig(
             device="cpu",
             num_threads=1,
-            # One process of a folder trains without, two do with; of shards the other way round.
+            # Folders accumulate gradients with two processes only, shards with one process only.
             grad_accum_steps=1 + ((case.dataset == "folder") == (case.processes == 2)),
             log_interval=5,
         ),
@@ -134,7 +134,7 @@ def write_recipe(root: Path, case: Case, epochs: int = 3) -> Path:
 
 
 def outcome(folder: Path) -> dict[str, str]:
-    """Hash each part of what a finished run left that must not depend on interruptions."""
+    """Hash each part of a finished run that must not depend on interruptions."""
     last = load_checkpoint(folder / "last.pt")
     best = load_checkpoint(folder / "best.pt") if (folder / "best.pt").exists() else {}
     for row in last["run"]["history"]:
@@ -163,7 +163,7 @@ def _digest(value: Any) -> str:
 
 
 def _leaves(value: Any) -> Iterator[bytes]:
-    """Walk through dictionaries, lists and tensors; repr of a float is exact."""
+    """Yield the bytes of nested dictionaries, lists and tensors; the repr of a float is exact."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         yield value.contiguous().numpy().tobytes()
@@ -186,7 +186,7 @@ def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
 
 @contextmanager
 def fork_server() -> Iterator[None]:
-    """Have a process with all imports made, which children are forked from."""
+    """Provide a fork server with all imports done."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     added = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in added}
@@ -215,7 +215,7 @@ def tail(log: Path) -> str:
 
 
 def processes() -> Iterator[tuple[int, list[str]]]:
-    """List all processes with state, parent, group and session, and more."""
+    """Yield the ID of each process with its state, parent, group, session and further fields."""
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has just ended
             yield int(path.parent.name), path.read_text().rpartition(")")[2].split()

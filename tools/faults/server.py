@@ -1,6 +1,6 @@
-"""What training processes are started from: all imports made, all loops compiled, and caches filled once.
+"""Do all imports, compile all loops and fill caches once, in the server that training processes fork from.
 
-A process that starts anew imports for seconds, of which none would tell anything about a kill.
+A fresh process would spend seconds on imports, in which a kill shows nothing.
 """
 
 import ctypes
@@ -38,18 +38,18 @@ def train(
     activities: ctypes.Array,
     rank: int,
 ) -> None:
-    """Be train_imagenet.py, in a session of its own, which tells its loader processes.
+    """Run train_imagenet.py in a new session, which identifies its data-loading workers.
 
     Args:
-        arguments: Its command line.
-        environment: Its further environment variables.
-        log: File that its output is added to.
-        activities: Shared memory that says what each process is doing, by its place in ACTIVITIES.
-        rank: Which process this is.
+        arguments: Command line of the script.
+        environment: Additional environment variables.
+        log: File that its output is appended to.
+        activities: Shared memory with the current activity of each rank, as an index into ACTIVITIES.
+        rank: Rank of this process.
     """
     os.setsid()
-    multiprocessing.set_start_method(None, force=True)  # for the loaders: as in any new process
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
+    multiprocessing.set_start_method(None, force=True)  # start workers as in any new process
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
     os.environ.update(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
@@ -76,14 +76,12 @@ def train(
 
 
 def _compile_loops() -> None:
-    """Run a model forward; backward would start threads, which a fork does not survive."""
+    """Run a model forward only; backward would start threads, which do not survive a fork."""
     model = timm.create_model("vil_tiny", img_size=16, patch_size=8, embed_dim=16, depth=1)
     with torch.inference_mode():
         model(torch.zeros(1, 3, 16, 16))
 
 
 _compile_loops()
-load_config(
-    [], ROOT / "configs" / "digits.yaml"
-)  # the parser of command lines keeps what it learns
-gc.freeze()  # or each process copies, in its first collection, all that it shares with this one
+load_config([], ROOT / "configs" / "digits.yaml")  # fills the command-line parser's caches
+gc.freeze()  # otherwise the first collection in each process would copy all shared memory

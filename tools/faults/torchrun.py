@@ -1,9 +1,9 @@
-"""Kill workers of real torchruns, which must go on by themselves, and stop torchruns that are started again.
+"""Kill workers of real torchrun jobs, which must resume on their own, and stop jobs that are then restarted.
 
     python -m tools.faults.torchrun [--kills 2] [--seed 0]
 
-Each must end with the same bits as one left alone; for every fourth that loses a worker, one gets SIGTERM. Ends with
-status 1 if anything differs.
+Each job must end bit-identical to an undisturbed one. For every four jobs that lose a worker, rounded up, one job
+gets SIGTERM. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from tools.faults.runs import (
 )
 from tools.faults.server import ROOT
 
-EPOCHS = 10  # long enough to be hit
+EPOCHS = 10  # long enough for a signal to hit
 
 
 class Torchrun:
     """A real torchrun of two workers."""
 
     def __init__(self, case: Case, root: Path, folder: Path) -> None:
-        """Start it; its output is added to a file beside the run's folder."""
+        """Start torchrun; its output is appended to a file beside the run's folder."""
         self.log = folder.with_suffix(".log")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", "2", "--max-restarts", "3", str(ROOT / "train_imagenet.py")]
@@ -51,7 +51,7 @@ class Torchrun:
         self.restarts = 0
 
     def workers(self) -> dict[int, int]:
-        """Return the process of each rank, and note how often they were started."""
+        """Return the process of each rank, and record how often torchrun restarted them."""
         found = {}
         for pid, stat in list(processes()):
             if int(stat[1]) == self.process.pid:
@@ -64,12 +64,12 @@ class Torchrun:
         return found
 
     def wait_for(self, path: Path) -> None:
-        """Wait until a file is there, or the end."""
+        """Wait until a file exists or torchrun ends."""
         while not path.exists() and self.process.poll() is None:
             time.sleep(0.01)
 
     def wait(self) -> int:
-        """Wait for the end, counting restarts, and return the exit code."""
+        """Wait for torchrun to end, counting restarts, and return its exit code."""
         deadline = time.monotonic() + PATIENCE
         while self.process.poll() is None:
             self.workers()
@@ -83,16 +83,14 @@ class Torchrun:
 def disturb(
     root: Path, case: Case, alone: Tally, number: int, rng: random.Random, kill: bool
 ) -> dict:
-    """Kill a worker of a torchrun, which must go on by itself, or send torchrun SIGTERM and start it again.
+    """Kill a worker, after which torchrun must resume on its own, or send torchrun SIGTERM and restart it.
 
     Returns:
-        What happened; "hit" is False if the run ended before.
+        A row of results; "hit" is False if the run ended before the signal.
     """
     folder = root / f"torchrun-{'kill' if kill else 'stop'}-{number}"
     run = Torchrun(case, root, folder)
-    run.wait_for(
-        folder / "previous.pt"
-    )  # the second checkpoint: it has begun, and shall not end before
+    run.wait_for(folder / "previous.pt")  # the second checkpoint: training is under way
     time.sleep(rng.uniform(0, alone.seconds / 2))
     victim = run.workers().get(rng.randrange(2)) if kill else run.process.pid
     with suppress(ProcessLookupError):
@@ -103,7 +101,7 @@ def disturb(
     if not kill:
         good = Torchrun(case, root, folder).wait() == 0 and run.restarts == 0
     printed = run.log.read_text()
-    # Workers that had trained every epoch and were about to end have nothing to save.
+    # Workers that have trained every epoch and are about to exit have nothing to save.
     hit = hit and "resumed  finished before" not in printed
     good = good and printed.count("resumed  ") == 1
     row = {"case": str(case), "signal": "SIGKILL" if kill else "SIGTERM", "code": code}
@@ -112,7 +110,7 @@ def disturb(
 
 
 def _torchrun_problem(run: Torchrun, alone: Tally, folder: Path, good: bool) -> str | None:
-    """Say what is wrong with a finished torchrun, if anything is."""
+    """Return the problem of a finished torchrun, or None."""
     if not good:
         return f"{folder.name} went wrong:\n{tail(run.log)}"
     found = differing(alone.reference, outcome(folder))
@@ -120,7 +118,7 @@ def _torchrun_problem(run: Torchrun, alone: Tally, folder: Path, good: bool) -> 
 
 
 def torchrun_rows(root: Path, count: int, seed: int) -> Iterator[dict]:
-    """Kill a worker of so many torchruns, and stop a quarter as many; those not hit count extra."""
+    """Kill a worker of ``count`` torchruns and stop a quarter as many; repeat a run that was not hit."""
     alone: dict = {}
     for kill, wanted in ((True, count), (False, -(-count // 4))):
         hits = 0
@@ -137,7 +135,7 @@ def torchrun_rows(root: Path, count: int, seed: int) -> Iterator[dict]:
 
 
 def main() -> int:
-    """Print a line for each torchrun; return the exit status."""
+    """Print a line for each torchrun and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=2, help="torchruns that lose a worker")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
