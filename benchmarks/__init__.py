@@ -1,1 +1,1 @@
-"""Speed: what a scan, a model, a training step and a loader take, beside what else does the job."""
+"""Speed of scans, models, training steps and data loading, next to other implementations."""

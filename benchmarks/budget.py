@@ -1,4 +1,4 @@
-"""Time that a benchmark may take: what to do when it is up, and how to interrupt a compiler."""
+"""Time budgets: stop a benchmark so that it can be resumed, and interrupt a compiler."""
 
 import argparse
 import contextlib
@@ -7,14 +7,14 @@ import signal
 import time
 from collections.abc import Iterator
 
-UNFINISHED = 75  # exit status: the time was up, the same command continues (EX_TEMPFAIL)
+UNFINISHED = 75  # exit status: out of time, repeat the command to resume (EX_TEMPFAIL)
 
 
 class Budget:
-    """Seconds from now on."""
+    """A number of seconds that starts to run now."""
 
     def __init__(self, seconds: float | None) -> None:
-        """Start the clock; None is for ever."""
+        """Start the clock; None means no limit."""
         self.seconds = math.inf if seconds is None else seconds
         self._start = time.monotonic()
 
@@ -25,7 +25,7 @@ class Budget:
 
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--seconds`` to a benchmark that continues what it could not finish."""
+    """Add the option ``--seconds`` to a benchmark that can be resumed."""
     parser.add_argument(
         "--seconds",
         type=float,
@@ -39,7 +39,7 @@ class TimeLimitError(Exception):
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str = "not compiled") -> Iterator[None]:
-    """Raise TimeLimitError within the block once ``seconds`` have passed; for the main thread."""
+    """Raise TimeLimitError in the block after ``seconds``; works in the main thread only."""
 
     def stop(*_: object) -> None:
         raise TimeLimitError(f"{what} within {seconds:.3g} s")

@@ -1,22 +1,22 @@
-"""What ``scan.py`` times: every contestant's code, its layout of the inputs, and what is right.
+"""Contestants of ``scan.py``: their code, the layout of their inputs, and the exact results.
 
-The task is the mixer's: scan in both directions with step bias and skip D, average the two, gate by
-silu(z); activations in bfloat16, parameters in float32. A contestant gets the inputs in the layout
-it is used with, made before the clock starts.
+The task is the mixer's: scan in both directions with step bias and skip D, average the two outputs,
+gate by silu(z). Activations are bfloat16, parameters float32. A contestant gets the inputs in its
+usual layout, made before the clock starts.
 
-mamba-ssm: two calls of its CUDA selective scan on channels-first tensors (B, D, L), each with the
-gate z as in Vision Mamba ("bimamba v2"), then averaged. Vision Mamba flips x and z before the second
-direction and its output after; those three flips, and those of their gradients, are timed. Step, keys
-and queries of that direction it computes in flipped order: they are given so. The compiled module is
-called directly, because importing the package pulls in language models and their dependencies.
+mamba-ssm: the average of two calls of its CUDA selective scan on channels-first tensors (B, D, L),
+each with the gate z as in Vision Mamba ("bimamba v2"). Vision Mamba flips x and z before the second
+direction and its output afterwards; these three flips and their gradients' are timed. Step, keys
+and queries of that direction are given flipped, as Vision Mamba computes them. The compiled module
+is called directly: importing the package pulls in language models and their dependencies.
 
-The PyTorch scan under torch.compile: the diagonal recurrence is linear, S <- a S + b with one a and b
-per state, so chunks of 16 tokens can run at once. Each chunk is scanned from zero for its end state
-and its product of a, a scan over chunks, by the same rule, gives the state before each, and a second
-pass over the 16 tokens reads the outputs. Work stays linear in L, the loops unrolled are 16 steps
-long whatever L is, and autograd goes through it. A loop over all tokens takes the compiler minutes at
-L = 197; torch's own associative_scan is not public yet and writes all L x M states to memory; a
-cumulative sum of logarithms overflows where a is small.
+The PyTorch scan under torch.compile: the diagonal recurrence is linear, S <- a S + b with one a and
+b per state. So chunks of 16 tokens can run at once. Each chunk is scanned from zero for its end
+state and its product of a. A scan over chunks, by the same rule, gives the state before each chunk.
+A second pass over the 16 tokens reads the outputs. Work stays linear in L, unrolled loops always
+have 16 steps, and autograd works. A loop over all tokens would take the compiler minutes at L =
+197. torch's own associative_scan is not public yet and writes all L x M states to memory. A
+cumulative sum of logarithms would overflow where a is small.
 
 Letters: B batch, L tokens, D channels of the scan, M states per channel.
 """
@@ -53,9 +53,9 @@ class Contestant:
     Attributes:
         name: Shown in the results.
         task: A recurrence of the library, or "attention".
-        run: What is timed: takes the tensors of ``arrange``, in order, and returns the output.
-        ours: Whether it is this library's.
-        missing: Why it cannot run on this machine, "" if it can.
+        run: Function to time: takes the tensors of ``arrange``, in order, and returns the output.
+        ours: Whether it belongs to this library.
+        missing: Reason why it cannot run on this machine, "" if it can.
     """
 
     name: str
@@ -69,21 +69,21 @@ class Contestant:
         return tuple(tensors.values())
 
     def restore(self, own: tuple[Tensor, ...], names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return gradients, given in the layout of this contestant, by name in the common one."""
+        """Return gradients by name in the common layout, given this contestant's layout."""
         return dict(zip(names, own, strict=True))
 
     def turn(self, out: Tensor) -> Tensor:
-        """Bring an output or its gradient, (B, L, D), to the layout of this contestant or back."""
+        """Convert an output or its gradient, (B, L, D), to this contestant's layout or back."""
         return out
 
 
 class SelectiveScanPair(Contestant):
-    """The contestant whose activations are channels-first and apart for each direction."""
+    """The contestant with channels-first activations, in separate tensors for each direction."""
 
-    REVERSED = ("dt", "q", "k")  # those that Vision Mamba computes in the order of the scan
+    REVERSED = ("dt", "q", "k")  # computed by Vision Mamba in the order of the scan
 
     def arrange(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return both directions of each input but z in turn, activations as (B, D or M, L)."""
+        """Return both directions of each input, or z once; activations are (B, D or M, L)."""
         own = []
         for name, tensor in tensors.items():
             if name in PARAMETERS:
@@ -111,7 +111,7 @@ class SelectiveScanPair(Contestant):
         return tensors
 
     def turn(self, out: Tensor) -> Tensor:
-        """Exchange the axes of tokens and channels."""
+        """Swap the axes of tokens and channels."""
         return out.transpose(1, 2).contiguous()
 
 
@@ -148,12 +148,12 @@ def _mamba(*tensors: Tensor) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend with heads of 64 channels by flash attention; q, k, v and the result are (B, L, D)."""
     q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in (q, k, v))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # or an error, never another one silently
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # no silent fallback to another
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def mamba_ssm() -> Contestant:
-    """Return mamba-ssm's scan in both directions, or why it is missing."""
+    """Return the contestant of mamba-ssm; ``missing`` says why it cannot be imported."""
     missing, extension = "", None
     if importlib.util.find_spec("selective_scan_cuda") is None:
         missing = "not installed"
@@ -210,13 +210,13 @@ def selective_scan_by(extension: ModuleType | None) -> Callable[..., Tensor]:
 
 
 def selective_scan_pair(selective_scan_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return Vision Mamba's use of a selective scan: once as it is, once on flipped copies.
+    """Return Vision Mamba's bidirectional scan: once on the inputs, once on flipped copies.
 
     Args:
-        selective_scan_fn: ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn`` or its like.
+        selective_scan_fn: ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn`` or similar.
 
     Returns:
-        A function of the tensors of ``SelectiveScanPair.arrange``, to (B, D, L).
+        A function that takes the tensors of ``SelectiveScanPair.arrange`` and returns (B, D, L).
     """
 
     def run(*own: Tensor) -> Tensor:
@@ -235,9 +235,9 @@ def selective_scan_pair(selective_scan_fn: Callable[..., Tensor]) -> Callable[..
 def chunked_scan(
     x: Tensor, dt: Tensor, q: Tensor, k: Tensor, D: Tensor, bias: Tensor, z: Tensor
 ) -> Tensor:
-    """Scan both ways by the diagonal Longhorn recurrence, all chunks at once.
+    """Scan in both directions by the diagonal Longhorn recurrence, all chunks at once.
 
-    Args as of ``vil.kernels.ops.bidirectional_scan``; computes in float32, float64 if x is.
+    Arguments as in ``vil.kernels.ops.bidirectional_scan``. Computes in float32, or float64 if x is.
     """
     length, out_dtype = x.shape[2], x.dtype
     dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
@@ -256,14 +256,14 @@ def chunked_scan(
 
 
 def _by_token(tensor: Tensor, padding: float = 0.0) -> tuple[Tensor, ...]:
-    """Split (2, B, L, ...) into the 16 tokens of a chunk, each of all chunks, (2, B, C, ...)."""
+    """Split (2, B, L, ...) into 16 tensors (2, B, C, ...); the i-th has token i of all C chunks."""
     missing = -tensor.shape[2] % CHUNK
     padded = F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, missing), value=padding)
     return padded.unflatten(2, (-1, CHUNK)).unbind(3)
 
 
 def _states(steps: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return S <- a S + b after every token, given (a, b) of each, (2, B, C, D, M)."""
+    """Return S <- a S + b after every token, given each token's (a, b) of (2, B, C, D, M)."""
     decay, end = steps[0]
     for a, b in steps[1:]:
         decay, end = decay * a, a * end + b
@@ -274,7 +274,7 @@ def _states(steps: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _before(decay: Tensor, end: Tensor) -> Tensor:
-    """Return the state before each chunk, given what each does to a state."""
+    """Return the state before each chunk, given its product of a and its end state from zero."""
     if end.shape[2] == 1:
         return torch.zeros_like(end)
     steps = list(zip(_by_token(decay, 1.0), _by_token(end), strict=True))
@@ -292,8 +292,8 @@ def make_inputs(
 
     Args:
         shape: (B, L, D).
-        device: Where they are made.
-        dtype: Of the activations; parameters are float32, or float64 if that is.
+        device: Device of the inputs.
+        dtype: Dtype of the activations; parameters are float64 if it is, else float32.
     """
     B, L, D = shape
     generator = torch.Generator(device).manual_seed(0)

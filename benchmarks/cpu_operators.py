@@ -1,11 +1,11 @@
-"""Where a CPU's time goes: the tiny backbones and deit_tiny by operator.
+"""Show where a CPU's time goes in the tiny backbones and deit_tiny, by operator.
 
     python -m benchmarks.cpu_operators [--models NAME ...] [--size 224] [--batch 8] [--threads 1]
         [--steps 3] [--output FILE.json]
 
-PyTorch's profiler times each operator without those that it calls; the loops of the CPU backend are named
-"loops::...". Times are shown in percent of what all of the first model takes. The profiler makes steps longer:
-benchmarks.models has their times without it.
+PyTorch's profiler times each operator without the operators that it calls. The loops of the CPU backend are
+named "loops::...". Times are percentages of the first model's total. The profiler makes steps longer:
+benchmarks.models times them without it.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from benchmarks.steps import PASSES, step_of
 from vil.training.files import write_text
 
 MODELS = ("deit_tiny_patch16_224", "vil_tiny", "vil_tiny_exact", "vim_tiny")
-SHOWN = 0.01  # of a model's time; what takes less is one row
+SHOWN = 0.01  # of a model's time; operators below it share one row
 REST, ALL = "all others", "all"
 
 
 def milliseconds(name: str, pass_name: str, size: int, batch: int, steps: int) -> dict[str, float]:
-    """Return the time of each operator per image, the longest first, and of the rest.
+    """Return each operator's milliseconds per image, the longest first, then the rest.
 
     Args:
         name: Model, as timm knows it.
         pass_name: One of ``PASSES``.
         size: Height and width in pixels.
-        batch: Images.
-        steps: How many are profiled, after two that are not.
+        batch: Number of images.
+        steps: Number of profiled steps, after two that are not profiled.
     """
     cell = {"size": size, "batch": batch, "device": "cpu"}
     run = step_of(*build(name, cell), pass_name)
@@ -54,7 +54,7 @@ def milliseconds(name: str, pass_name: str, size: int, batch: int, steps: int) -
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table for each pass: an operator a row, a model a column."""
+    """Return a Markdown table for each pass, with operators as rows and models as columns."""
     parts = []
     for pass_name in dict.fromkeys(row["pass"] for row in rows):
         columns = {row["model"]: row["ms"] for row in rows if row["pass"] == pass_name}

@@ -1,15 +1,15 @@
-"""Time what Python and PyTorch take around the kernels: a block of ours beside one of DeiT, on few tokens.
+"""Time the work of Python and PyTorch around the kernels: one of our blocks next to one of DeiT, on few tokens.
 
     python -m benchmarks.host_time [--models vil_tiny vil_tiny_exact vim_tiny] [--routes cpu triton] [--dim 192]
         [--size 32] [--rounds 200] [--output FILE.json]
 
-Images are so small that kernels hardly count: 4 patches and a class token at 32 px. Times are CPU seconds of one thread,
-medians over rounds in which all parts take turns; ratios are to DeiT's block, round by round.
+Images are so small that kernels take little time: 4 patches and a class token at 32 px. Times are CPU seconds of
+one thread: medians over rounds in which all parts take turns. Ratios are to DeiT's block, round by round.
 
-    block      norm, mixer and residual; attention and MLP in DeiT's
-    operator   the mixer without its two outer projections, which PyTorch does: what this library adds
-    routes     cpu: compiled loops, which compute; triton: every launch is left out, and counted, so that what remains
-               is the time of the host. Triton itself takes about 12 us for a launch, which is not in it.
+    block      norm, mixer and residual; for DeiT, attention and MLP
+    operator   the part that this library adds: the mixer without its two outer projections, which PyTorch does
+    routes     cpu: the compiled loops run. triton: launches are counted but not made, which leaves the host's time.
+               Triton itself takes about 12 us for a launch, which is not included.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from vil.kernels.plan import forget_plans
 from vil.training.files import write_text
 
 ROUTES, PASSES = ("cpu", "triton"), ("inference", "forward", "forward + backward")
-CALLS = 10  # of a part in a step: the clock itself takes a tenth of a microsecond
+CALLS = 10  # of a part in a step, since reading the clock takes a tenth of a microsecond
 
 
 class Sink:
-    """Takes the place of a record of launches, and only counts them."""
+    """Count launches, in place of a list that records them."""
 
     count = 0
 
@@ -50,7 +50,7 @@ class Sink:
 
 @contextlib.contextmanager
 def routed(route: str) -> Iterator[Sink]:
-    """Serve all operations by a backend; that of Triton launches nothing, as if for an H100."""
+    """Use one backend within a ``with`` block; "triton" acts as on an H100 but launches nothing."""
     sink = Sink()
     with contextlib.ExitStack() as stack:
         if route == "triton":
@@ -69,7 +69,7 @@ def routed(route: str) -> Iterator[Sink]:
 
 
 def parts(name: str, dim: int, size: int) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
-    """Return what is timed of a model and of DeiT, each as a call on inputs that want gradients."""
+    """Return each part to time: a call on inputs that require gradients, and its module."""
     torch.manual_seed(0)
     model = timm.create_model(name, img_size=size, embed_dim=dim, depth=2)
     deit = timm.create_model("deit_tiny_patch16_224", img_size=size, embed_dim=dim, depth=2)
@@ -86,7 +86,7 @@ def parts(name: str, dim: int, size: int) -> dict[str, tuple[Callable[[], Tensor
 
 
 def step_of(call: Callable[[], Tensor], module: nn.Module, pass_name: str) -> Callable[[], None]:
-    """Return a function that makes several calls, in inference or as in training."""
+    """Return a function that makes ``CALLS`` calls in the mode of one of ``PASSES``."""
     grad = torch.ones_like(call())
 
     def step() -> None:
@@ -145,7 +145,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, and write the record."""
+    """Measure, write the record if asked to, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--models", nargs="+", default=["vil_tiny", "vil_tiny_exact", "vim_tiny"])

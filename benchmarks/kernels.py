@@ -1,21 +1,21 @@
-"""Count what the Triton kernels cost, without a GPU: registers, spills, shared memory, instructions.
+"""Count registers, spills, shared memory and instructions of the Triton kernels, without a GPU.
 
     python -m benchmarks.kernels [--arch 90 gfx942] [--models vil_tiny vim_tiny] [--record]
     python -m benchmarks.kernels --arch 75 89 --models vil_tiny_exact --d-state 128
 
-Compiles every kernel that a step of training or of evaluation launches, in bfloat16: for a batch that fills the GPU,
-for one long image, whose sequence is cut, and for weights of another grid. For NVIDIA it reads the machine code with the
-disassembler that Triton ships; for AMD it reads what the compiler says of it.
+The program compiles, in bfloat16, every kernel that a step of training or of evaluation launches. There are three
+cases: a batch that fills the GPU, one long image whose sequence is split, and weights of another grid. For NVIDIA it
+reads the machine code with the disassembler that Triton ships; for AMD it reads the compiler's own figures.
 
-Below the table it prints what changed since the record of the installed Triton version in ``results/kernels.json``: every
-version compiles the kernels differently. ``--record`` writes the new figures there. A loop is what lies between a label
-and the last branch back to it, if no other loop lies there too. Latencies and cache misses are not modelled, so
-these numbers show when a kernel gets worse, but do not replace a measurement.
+Below the table it prints the changes since the record of the installed Triton version in ``results/kernels.json``, as
+every version compiles the kernels differently. ``--record`` writes the new figures there. A loop is the code between
+a label and the last branch back to it, unless it contains another loop. Latencies and cache misses are not modelled:
+the numbers show when a kernel gets worse, but do not replace a measurement.
 """
 
 import os
 
-os.environ.pop("TRITON_INTERPRET", None)  # what the interpreter has wrapped cannot be compiled
+os.environ.pop("TRITON_INTERPRET", None)  # kernels wrapped by the interpreter cannot be compiled
 
 import argparse
 import itertools
@@ -41,14 +41,14 @@ from vil.training.files import write_text
 ARCHITECTURES = ("80", "90", "100", "120", "gfx942")
 MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
 SHAPES = {"batch": (128, 224, 224), "long": (1, 1024, 1024), "grid": (128, 384, 224)}
-"""Batch, size in pixels, and the size that the weights were trained at."""
-PROCESSORS = 132  # an H100's, which decide how the long sequence is cut
+"""Batch size, image size in pixels, and the image size that the weights were trained at."""
+PROCESSORS = 132  # multiprocessors of an H100; they decide how the long sequence is split
 RECORDS = Path(__file__).parent / "results" / "kernels.json"
 Figures = dict[str, Any]
 
 
 class Driver:
-    """What Triton asks of a GPU before it launches, for one that is not there."""
+    """Answer what Triton asks the GPU's driver before a launch, without a GPU."""
 
     def __init__(self, arch: str) -> None:
         """Create a driver; ``arch`` is a compute capability without its point, or an AMD name."""
@@ -57,7 +57,7 @@ class Driver:
         self.number = int(re.sub(r"\D", "", arch))
 
     def get_current_device(self) -> int:
-        """Return a number of its own for each architecture, by which Triton keeps what it compiled."""
+        """Return a number unique to the architecture, by which Triton caches compiled kernels."""
         return self.number
 
     def get_current_stream(self, device: int) -> int:
@@ -65,35 +65,35 @@ class Driver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """Return what to compile for."""
+        """Return the target to compile for."""
         return self.target
 
     def get_active_torch_device(self) -> torch.device:
-        """Return where the tensors are."""
+        """Return the device of the tensors."""
         return torch.device("cpu")
 
 
 def target(arch: str) -> None:
-    """Let Triton compile for an architecture, as of ``Driver``, in this process."""
+    """Let Triton compile for an architecture in this process; ``arch`` as in ``Driver``."""
     triton.runtime.driver.set_active(Driver(arch))
     amd = arch.startswith("gfx")
     tuning.architecture = lambda device: arch if amd else f"sm_{arch}"
     tuning.compiles_for_nvidia = lambda: not amd
     backends._check_serves = lambda name, device, asked_by: None
-    forget_plans()  # of the architecture before
+    forget_plans()  # made for the previous architecture
 
 
 def launches(
     name: str, batch_size: int, img_size: int, trained_size: int, **arguments: Any
 ) -> dict[str, list[Launch]]:
-    """Return what a step in bfloat16 launches in each mode, "train" and "eval", without running it.
+    """Return the launches of a bfloat16 step in each mode, "train" and "eval", without running them.
 
     Args:
-        name: Model of this package; one block of it, since all launch the same.
+        name: Name of a model of this package; one block is built, since all blocks launch the same.
         batch_size: Number of images.
         img_size: Height and width in pixels.
-        trained_size: That of the weights.
-        **arguments: Further arguments of the model.
+        trained_size: Image size that the weights were trained at.
+        **arguments: More keyword arguments of the model.
     """
     model = timm.create_model(name, img_size=trained_size, depth=1, **arguments)
     model.set_input_size(img_size)
@@ -111,12 +111,12 @@ def launches(
 def compiled_kernels(
     arch: str, models: Sequence[str], d_state: int = 16
 ) -> Iterator[tuple[str, Any]]:
-    """Compile what models launch, each kernel once; yields its name and what Triton made.
+    """Compile each kernel that the models launch once; yield its name and Triton's compiled kernel.
 
     Args:
-        arch: As of ``Driver``.
-        models: Names of this package.
-        d_state: Their states per channel.
+        arch: Architecture, as in ``Driver``.
+        models: Names of models of this package.
+        d_state: States per channel of the models.
     """
     target(arch)
     tuning.num_splits = lambda warps, chunks, device, overhead: tuning.splits_for(
@@ -135,11 +135,11 @@ def compiled_kernels(
 
 
 def figures(kernel: Any) -> Figures:
-    """Count what a compiled kernel costs; instructions and loops of NVIDIA's only.
+    """Count what a compiled kernel costs; instructions and loops are for NVIDIA only.
 
     Returns:
-        "warps" of a program, vector "registers" of a lane, "spills" (instructions that access spilled registers, or
-        on AMD spilled registers), bytes of "shared" memory, "instructions", and "loops": the lengths of inner ones.
+        "warps" of a program, vector "registers" of a lane, "spills", bytes of "shared" memory, "instructions", and
+        "loops" (lengths of inner loops). Spills count instructions that access spilled registers; on AMD, registers.
     """
     found = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
     if "amdgcn" in kernel.asm:
@@ -155,7 +155,7 @@ def figures(kernel: Any) -> Figures:
 
 
 def _disassemble(cubin: bytes) -> tuple[int, str]:
-    """Return the registers of a lane and the disassembly."""
+    """Return the number of registers of a lane, and the disassembly."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
@@ -172,7 +172,7 @@ def _parse(listing: str) -> tuple[list[str], list[int]]:
     """Return the opcode of every instruction, without modifiers, and the lengths of inner loops."""
     labels: dict[str, int] = {}
     opcodes: list[str] = []
-    ends: dict[int, int] = {}  # of loops, by first instruction
+    ends: dict[int, int] = {}  # first instruction of a loop -> its end
     for line in listing.splitlines():
         if label := re.match(r"(\.L\w+):", line):
             labels[label[1]] = len(opcodes)
@@ -220,7 +220,7 @@ def changes(old: dict[str, Figures], new: dict[str, Figures]) -> list[str]:
 
 
 def costs(arch: str, models: Sequence[str], d_state: int = 16) -> dict[str, Figures]:
-    """Return the figures of every kernel of an architecture by name; names that repeat are numbered."""
+    """Return the figures of every kernel of an architecture by name; repeated names are numbered."""
     found: dict[str, Figures] = {}
     for name, kernel in compiled_kernels(arch, models, d_state):
         key = f"{arch} {name}"
@@ -230,7 +230,7 @@ def costs(arch: str, models: Sequence[str], d_state: int = 16) -> dict[str, Figu
 
 
 def write_records(records: dict[str, dict[str, Figures]]) -> None:
-    """Write the figures by version of Triton and kernel, a line for each kernel."""
+    """Write the figures by Triton version and kernel, with one line per kernel."""
     versions = []
     for version, rows in sorted(records.items()):
         lines = (f"{json.dumps(name)}: {json.dumps(one)}" for name, one in rows.items())
@@ -239,7 +239,7 @@ def write_records(records: dict[str, dict[str, Figures]]) -> None:
 
 
 def main() -> None:
-    """Print the table and what changed since the record."""
+    """Print the tables and the changes since the record; write the record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="as 90 or gfx942")
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")

@@ -5,21 +5,21 @@
     python -m benchmarks.loader --record FILE  # the table of a record
 
 The recipe is DeiT's: bicubic random resized crop to 224, flip, RandAugment rand-m9-mstd0.5-inc1.
-What is counted is the CPU time of all loader processes and of the training process's share of the
-loading, per image: on a machine whose cores do nothing but load, 1000 ms / CPU-ms images per second
-and core. Wall time is that of this machine, whatever else ran on it. Every round runs each loader in
-turn, so that a drift of the machine's speed hits all alike; a loader's figure is the median over the
-rounds, its ratio the median of the round-by-round ratios to timm's folder without mixing. Each run
-starts its loader processes anew, and their start is counted.
+The main figure is CPU time per image. It covers all data-loading workers and the training process's
+share of the loading. On a machine whose cores only load, each core loads 1000 / (CPU ms
+per image) images per second. Wall time also depends on other programs of this machine. Each round
+runs every loader once, so a drift in the machine's speed affects all equally. A loader's figure is
+the median over the rounds. Its ratio is the median of the round-by-round ratios to timm's folder
+without mixing. Each run starts new workers, and their start is counted.
 
-timm mixes in its loader processes (FastCollateMixup, as its train.py does), and so do the rows of it
-that say so; this package mixes on the training device, as timm can, too, so that like for like is timm's row
-without mixing, which is its faster one. Both normalise and erase there, too. Repeated augmentation decodes an
-image once for its three draws; timm has none in a single process.
+timm mixes in its workers (FastCollateMixup, as its train.py does), and so do the rows named
+"mixup". This package mixes on the training device, which timm supports, too. So the fair comparison
+is timm's row without mixing, which is its faster one. Both also normalise and erase on the device.
+Repeated augmentation decodes an image once for its three draws; timm has none in a single process.
 
-The images are generated: smooth random fields with noise, 500 x 375, JPEG of quality 90, 110 kB in
-the mean, as those of ImageNet. Exit status 1 if for the same image and seed any pixel differs from
-timm's.
+The images are generated: smooth random fields with noise, 500 x 375, JPEG of quality 90, 110 kB on
+average, like ImageNet's. The exit status is 1 if any pixel differs from timm's for the same image
+and seed.
 """
 
 import argparse
@@ -61,7 +61,7 @@ from vil.training.transforms import Transform, train_transform
 SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16
 MODEL = ModelConfig(name="vil_tiny", num_classes=CLASSES)
-EPOCHS = 3  # of one run, so that starting the processes weighs little
+EPOCHS = 3  # in one run, so that starting the workers weighs little
 CPU = torch.device("cpu")
 RECIPE = {
     "is_training": True,
@@ -74,17 +74,17 @@ MIX = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1, "num_cla
 
 @dataclass
 class Row:
-    """What loading cost, per image, in every round."""
+    """Milliseconds per image of one loader, wall and CPU, in every round."""
 
     name: str
     wall_ms: list[float]
     cpu_ms: list[float]
     ratio: float = 1.0
-    """Images per second and core, relative to the row that is compared with."""
+    """Images per second and core, relative to the baseline row."""
 
     @property
     def wall_rate(self) -> float:
-        """Images per second here."""
+        """Images per second of wall time."""
         return 1e3 / statistics.median(self.wall_ms)
 
     @property
@@ -94,11 +94,11 @@ class Row:
 
 
 def generate(count: int) -> Iterator[bytes]:
-    """Yield JPEG files of random fields, from coarse to as fine as a pixel."""
+    """Yield JPEG files of random fields, with detail from coarse down to one pixel."""
     width, height = SIZE
     for number in range(count):
         rng = np.random.default_rng(number)
-        noise = rng.uniform(8, 32)  # what most of a file's size is made of
+        noise = rng.uniform(8, 32)  # makes up most of a file's size
         pixels = 128 + rng.normal(0, noise, (height, width, 1)).astype(np.float32)
         for columns, contrast in ((4, 70), (12, 35), (40, 18), (120, noise)):
             field = rng.normal(0, contrast, (columns * 3 // 4, columns, 3)).astype(np.float32)
@@ -110,14 +110,14 @@ def generate(count: int) -> Iterator[bytes]:
 
 
 def sample(folder: Path, count: int) -> Iterator[bytes]:
-    """Yield a random sample of the images in a folder per class."""
+    """Yield a random sample of the images in ``folder/<class>/``."""
     paths = sorted(folder.glob("*/*"))
     for path in random.Random(0).sample(paths, min(count, len(paths))):
         yield path.read_bytes()
 
 
 def store(images: Iterable[bytes], root: Path) -> list[bytes]:
-    """Write images as a folder per class and as shards below a folder; the classes mean nothing."""
+    """Write images to ``root`` as class folders and as shards, with arbitrary classes; return them."""
     files = list(images)
     for folder in (*(f"train/{label}" for label in range(CLASSES)), "shards"):
         (root / folder).mkdir(parents=True)
@@ -153,7 +153,7 @@ def our_config(
 def run_ours(
     root: Path, shards: bool, repeats: int, batch_size: int, workers: int
 ) -> Iterator[int]:
-    """Load as the training does, yielding the images of each batch."""
+    """Load as our trainer does; yield 0 once the data is open, then the size of each batch."""
     config = our_config(root, shards, repeats, batch_size, workers)
     data = TrainData(config, open_source(config.data, config.model, training=True), World())
     yield 0
@@ -162,7 +162,7 @@ def run_ours(
 
 
 def run_timm(root: Path, shards: bool, mixup: bool, batch_size: int, workers: int) -> Iterator[int]:
-    """Load as timm's trainer does, without its prefetcher's device part."""
+    """Load as timm's train.py does, without the device part of its prefetcher; yield as ``run_ours``."""
     if shards:
         count = len(list((root / "train").glob("*/*")))
         dataset = create_dataset(
@@ -190,7 +190,7 @@ def run_timm(root: Path, shards: bool, mixup: bool, batch_size: int, workers: in
 
 
 Contestant = Callable[..., Iterator[int]]
-BASE = "timm, folder"  # as ours it leaves the mixing to the training device
+BASE = "timm, folder"  # like ours, it leaves mixing to the training device
 
 CONTESTANTS: dict[str, Contestant] = {
     "timm, folder": partial(run_timm, shards=False, mixup=False),
@@ -204,7 +204,7 @@ CONTESTANTS: dict[str, Contestant] = {
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of those of its children that have ended."""
+    """Return the CPU seconds of this process and of its finished child processes."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -217,14 +217,11 @@ def measure(batches: Iterator[int]) -> tuple[float, float]:
     count = sum(batches)
     if multiprocessing.active_children():
         raise RuntimeError("loader processes outlived their loader: their time is not counted")
-    return (
-        1e3 * (time.perf_counter() - wall) / count,
-        1e3 * (cpu_seconds() - cpu) / count,
-    )
+    return (1e3 * (time.perf_counter() - wall) / count, 1e3 * (cpu_seconds() - cpu) / count)
 
 
 def compare(contestants: dict[str, Callable[[], Iterator[int]]], rounds: int) -> list[Row]:
-    """Measure loaders against each other, in turn."""
+    """Measure every loader once in each round and return their rows."""
     rows = [Row(name, [], []) for name in contestants]
     for _ in range(rounds):
         for row, start in zip(rows, contestants.values(), strict=True):
@@ -235,7 +232,7 @@ def compare(contestants: dict[str, Callable[[], Iterator[int]]], rounds: int) ->
 
 
 def related(rows: list[Row]) -> list[Row]:
-    """Fill in what the rows are relative to ``BASE``, or else to the first, round by round."""
+    """Set each row's ratio to ``BASE``, or to the first row if it is missing, round by round."""
     compared = next((row for row in rows if row.name == BASE), rows[0])
     for row in rows:
         pairs = zip(compared.cpu_ms, row.cpu_ms, strict=True)
@@ -249,7 +246,7 @@ def timm_decode(content: bytes) -> Image.Image:
 
 
 def our_decode(content: bytes) -> Image.Image:
-    """Decode as the training does."""
+    """Decode as our trainer does."""
     return decode(content, "RGB")
 
 
@@ -259,7 +256,7 @@ def timm_transform() -> Transform:
 
 
 def differing(files: list[bytes], transform: Transform, expected: Transform) -> list[int]:
-    """Return the images that decode or augment to other pixels than timm's, each seeded alike."""
+    """Return the numbers of images whose decoded or augmented pixels differ, with equal seeds."""
     found = []
     for number, content in enumerate(files):
         ours, theirs = our_decode(content), timm_decode(content)
@@ -307,7 +304,7 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the machine, data and versions that the figures depend on."""
     kilobytes = statistics.mean(len(file) for file in files) / 1e3
     return {
         "cores": os.cpu_count(),
@@ -321,7 +318,7 @@ def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, print the tables, write the figures if asked to, and return the exit status."""
+    """Measure, print the table, write the figures if asked to, and return the exit status."""
     args = parse_args(arguments)
     if args.record:
         figures = json.loads(args.record.read_text())

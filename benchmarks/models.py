@@ -1,21 +1,21 @@
-"""Time models of timm beside each other, on a CPU or a GPU: inference, training, and ways of deployment.
+"""Compare the time and memory of timm models on a CPU or a GPU: inference, training, and ways of deployment.
 
     python -m benchmarks.models deit_tiny_patch16_224 vil_tiny --sizes 224 1024 --batches 1 8
         [--passes inference training] [--ways eager compile graphs onnx aoti] [--memory] [--device cuda]
         [--dtype float32] [--threads 1] [--clock wall] [--rounds 5] [--seconds N] [--output FILE.json]
 
-A cell is a size, a batch, a pass and a way. It is a process of its own, in which all models take turns, round by round
-(``benchmarks.steps``), so that a drift of the machine's speed hits all alike. A row has the median over rounds, and the
-median of the ratios to the first model, round by round.
+A cell is a combination of size, batch, pass and way. Each cell is a new process, in which all models take turns,
+round by round (``benchmarks.steps``), so that a drift of the machine's speed affects all equally. A row has the
+median over rounds, and the median of the round-by-round ratios to the first model.
 
     passes   inference, or training: forward, cross-entropy, backward and AdamW
-    ways     eager; compile: torch.compile of every block, or of the model if it has none; graphs: a CUDA graph; onnx:
+    ways     eager; compile: torch.compile of every block, or of a model without blocks; graphs: a CUDA graph; onnx:
              ONNX Runtime; aoti: AOTInductor. The last two are for inference on a CPU.
-    clock    wall, or cpu: CPU seconds of the process, which other programs change less
-    memory   the most that a step takes beyond what was before it, resident on a CPU, allocated on a GPU
+    clock    wall; or cpu: CPU seconds of the process, which depend less on other programs
+    memory   peak memory of a step minus the memory before it: resident on a CPU, allocated on a GPU
 
-What another way computes is compared with eager mode before it is timed. A model that fails is a row that says so. Rows
-are written as they come, and the same command continues. On a GPU the dtype is bfloat16 by autocast if not named.
+In inference, the logits of other ways are compared with eager mode before timing. The row of a failed model has the
+error. Rows are written one by one; repeat the command to resume. The default dtype on a GPU is bfloat16 by autocast.
 """
 
 import argparse
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("eager", "compile", "graphs", "onnx", "aoti")
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # of logits, relative to their norm
-SMALL = 64  # px, of the step that compiles
+SMALL = 64  # px, of the first step, which compiles
 
 
 # ------------------------------------------------------------------------------------------- ways
@@ -63,7 +63,7 @@ def build(name: str, cell: Row, **arguments: Any) -> tuple[nn.Module, Tensor]:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """Compile a model's blocks, which are alike and take the compiler once, or all of it."""
+    """Compile a model's blocks, which share one compilation, or the whole model if it has none."""
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
         return torch.compile(model, dynamic=False)
@@ -73,7 +73,7 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture a step in a CUDA graph; return what replays it and returns the step's result."""
+    """Capture a step in a CUDA graph; return a function that replays it and returns its result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -92,7 +92,7 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def onnx_runtime(name: str, cell: Row, folder: Path) -> Program:
-    """Return a model as ONNX Runtime runs it, with the weights of ``build``."""
+    """Return a model in ONNX Runtime, with the weights of ``build``."""
     import onnxruntime
 
     extra = {"exportable": True} if is_own(name) else {}
@@ -118,10 +118,10 @@ def aot_inductor(name: str, cell: Row, folder: Path) -> Program:
 
 
 def step_by(name: str, cell: Row, folder: Path) -> Step:
-    """Return a function that does one step of a model in the cell's way.
+    """Return a function that runs one step of a model in the cell's way.
 
     Raises:
-        RuntimeError: If the way gives other logits than eager mode, or logits that are not finite.
+        RuntimeError: If the logits differ from eager mode's, or are not finite.
     """
     model, images = build(name, cell)
     dtype, way = getattr(torch, cell["dtype"]), cell["way"]
@@ -151,7 +151,7 @@ def _logits(program: Program, images: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise RuntimeError unless logits are finite and as far from others as rounding may be."""
+    """Raise RuntimeError unless logits are finite and within ``tolerance`` of the expected ones."""
     if not torch.isfinite(found).all():
         raise RuntimeError("the logits are not finite")
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -163,7 +163,7 @@ def check(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def memory_of(name: str, cell: Row) -> int:
-    """Return the bytes that a step takes, after a small one that loads libraries and compiles."""
+    """Return the bytes that a step takes, after a small step that loads libraries and compiles."""
     dtype = getattr(torch, cell["dtype"])
     small = {**cell, "size": SMALL, "batch": 1}
     step_of(*build(name, small), cell["pass"], dtype)()
@@ -186,7 +186,7 @@ def measure(cell: Row) -> list[Row]:
                     rows[name]["bytes"] = memory_of(name, cell)
                 steps[name] = step_by(name, cell, Path(folder))
                 steps[name]()
-            except Exception as error:  # the next model may do better
+            except Exception as error:  # the other models may still run
                 steps.pop(name, None)
                 first = (str(error).strip().splitlines() or [""])[0]
                 rows[name]["error"] = f"{type(error).__name__}: {first}"
@@ -205,7 +205,7 @@ def measure(cell: Row) -> list[Row]:
 
 
 def in_process(cell: Row) -> list[Row]:
-    """Run ``measure`` in a process of its own; a cell whose process dies says so in every row."""
+    """Run ``measure`` in a new process; if that process dies, every row says so."""
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(cell["threads"]))
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.models", "--cell", json.dumps(cell)],
@@ -224,7 +224,7 @@ def in_process(cell: Row) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows as a Markdown table; one that was not timed says why."""
+    """Return rows as a Markdown table; a row without times gives the reason."""
     heads = ("px", "batch", "pass", "way", "model", "ms per image", "ratio", "MiB", "ratio")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
@@ -274,7 +274,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cells(args: argparse.Namespace) -> list[Row]:
-    """Return what to measure: all combinations, but ONNX Runtime and AOTInductor do not train."""
+    """Return all combinations to measure, except training by ONNX Runtime and AOTInductor."""
     shapes = [
         (int(size), int(batch))
         for size, _, own in (text.partition(":") for text in args.sizes)
@@ -288,7 +288,7 @@ def cells(args: argparse.Namespace) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what a record lacks, print the table, and return the exit status."""
+    """Measure the cells that the record lacks, print the table, and return the exit status."""
     args = parse(arguments)
     if args.cell is not None:
         print(json.dumps(measure(args.cell)))

@@ -1,19 +1,19 @@
-r"""Run on a GPU what this repository wants to know of one: 25 minutes, in calls of at most ten.
+r"""Run this repository's checks and benchmarks on a GPU: 25 minutes in total, at most ten in one call.
 
-    python -m benchmarks.on_gpu              # again and again, until it ends with another status than 75
-    python -m benchmarks.on_gpu --report     # what the records say
-    python -m benchmarks.on_gpu --toy        # every part tiny, on the CPU, to see that it would run
+    python -m benchmarks.on_gpu              # repeat it until its exit status is not 75
+    python -m benchmarks.on_gpu --report     # print the records
+    python -m benchmarks.on_gpu --toy        # run every part on the CPU with tiny sizes, to check that it works
 
-The order is that of ``PARTS``: kernels against the reference, tiny models at 224 px, scans against the roofline,
-training steps, then everything else. Every part is a process of its own with a share of the 25 minutes. One that fails or
-hangs costs its share, and the rest goes on; one that lacked time gets what the others leave.
+Parts run in the order of ``PARTS``: kernels against the reference, tiny models at 224 px, scans against the
+roofline, training steps, then everything else. Each part runs in separate processes, with a share of the 25
+minutes. A failed or hanging part costs only its share. A part that lacked time gets the time that the rest leaves.
 
-A call ends after ``--call`` minutes with status 75, and the same command continues. It may also be killed at any moment:
-records are written row by row, and the part that ran continues. Records, logs and compiled kernels are in
-output/on_gpu/GPU, which git ignores. Bring that folder along to continue on another machine. A record of other versions
-is refused. ``--again PART`` runs a part anew, after a repair say; every part names its commit.
+A call ends after ``--call`` minutes with status 75; repeat it to resume. You may also kill it at any moment:
+records are written row by row, and the interrupted part is resumed. Records, logs and compiled kernels are in
+output/on_gpu/GPU, which git ignores. Copy that folder to resume on another machine. Records of other versions or
+another GPU are refused. ``--again PART`` deletes a part's results and repeats it. Every part names its commit.
 
-What a machine without a network lacks comes as wheels, installed here and copied there:
+For a machine without a network, install the missing wheels here and copy them there:
 
     pip install --target site --python-version 3.12 --only-binary :all: --no-deps tyro docstring-parser typeguard \
         webdataset braceexpand pydantic pydantic-core annotated-types typing-inspection 'pillow<13'
@@ -41,18 +41,18 @@ from benchmarks.budget import UNFINISHED
 from vil.training.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORTEST_S = 10.0  # less than that is no time for any part
-SAMPLE_S = 5.0  # from one reading of clock and power to the next
-SHARE = 0.9  # of its time after which a part begins nothing new
+SHORTEST_S = 10.0  # no part starts with less time left
+SAMPLE_S = 5.0  # between two readings of clock and power
+SHARE = 0.9  # of a part's time, after which it starts nothing new
 PASSED, FAILED, LACKED_TIME, NOT_RUN = "passed", "failed", "lacked time", "not run"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Commands, one after the other, in one process group.
+    """Commands that run one after the other, each in a separate process group.
 
-    In their arguments {output} is the folder of the records, and {seconds} the time after which a command should begin
-    nothing new.
+    In their arguments, {output} is the folder of the records. {seconds} is the time after which a command
+    should start nothing new.
     """
 
     name: str
@@ -102,7 +102,7 @@ PARTS = (
         f"{_SCANS} --toy --repetitions 2",
     ),
     Part(
-        "steps",  # 1,000 in bfloat16; the trainer counts those that it skips
+        "steps",  # 1,000 steps in bfloat16; the trainer counts skipped steps
         200,
         f"{_IMAGES} 100 --images 640 --jobs 14 && {_STEPS} 100 --run.amp --data.num-workers 14"
         " --data.batch-size 64 --augment.mix-size 64",
@@ -131,26 +131,26 @@ PARTS = (
 )
 
 AIM = 0.75
-"""Of the speed that bytes and instructions allow."""
+"""Share of the speed that bytes and instructions allow, which models should reach."""
 ALLOWED = {
     "H100": {"vil_tiny": 3.45, "vil_tiny_exact": 2.31},
     "H200": {"vil_tiny": 4.23, "vil_tiny_exact": 2.34},
 }
-"""Least time of a training step relative to deit_tiny's, at 224 px.
+"""Least time of a training step at 224 px, relative to deit_tiny's.
 
-The H200's follows from kernels/README.md, "What moves through memory". The H100's is the same count with its 3.35 TB/s,
-made once outside of this repository.
+The H200's times follow from kernels/README.md, "What moves through memory". The H100's times come from the same
+count with its 3.35 TB/s, made once outside of this repository.
 """
 
 
 class Session:
-    """What all calls of the command with one folder know."""
+    """State shared by all calls of the command with the same folder."""
 
     def __init__(self, folder: Path, about: dict[str, Any], toy: bool) -> None:
-        """Open the record, or begin it.
+        """Open the record, or create it.
 
         Raises:
-            SystemExit: The folder has a record of another GPU or of other versions.
+            SystemExit: If the folder has a record of another GPU or of other versions.
         """
         self.folder, self.toy = folder, toy
         self.about = about | {"toy": toy}
@@ -175,20 +175,20 @@ class Session:
         write_text(self.path, json.dumps(content, indent=1) + "\n")
 
     def again(self, names: Sequence[str]) -> None:
-        """Forget what parts did, but not the time that they took."""
+        """Delete the results of parts, but keep the time that they took."""
         for name in names:
             self.parts[name]["status"] = NOT_RUN
             (self.folder / f"{_file(name)}.json").unlink(missing_ok=True)
-            shutil.rmtree(self.folder / name, ignore_errors=True)  # of the steps
+            shutil.rmtree(self.folder / name, ignore_errors=True)  # output of "steps"
             (self.folder / "logs" / f"{_file(name)}.log").unlink(missing_ok=True)
 
     def next(self) -> Part | None:
-        """Return the first part that has time of its own left, else the first that lacked time."""
+        """Return the first unfinished part with time left in its share, else the first unfinished one."""
         left = [p for p in PARTS if self.parts[p.name]["status"] in (NOT_RUN, LACKED_TIME)]
         return min(left, key=lambda p: self.parts[p.name]["seconds"] >= p.seconds, default=None)
 
     def run(self, minutes: float, call_minutes: float) -> int:
-        """Run parts until a time is up; return the exit status."""
+        """Run parts until the time is up; return the exit status."""
         end = time.monotonic() + 60 * call_minutes
         while part := self.next():
             entry = self.parts[part.name]
@@ -215,7 +215,7 @@ class Session:
                 while (code := process.poll()) is None and time.monotonic() < end:
                     entry["seconds"] = round(before + time.monotonic() - start, 1)
                     entry.setdefault("mhz_and_watts", []).extend(_mhz_and_watts())
-                    self.write()  # so that the time of a call that is killed counts, too
+                    self.write()  # so that the time counts even if this call is killed
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(min(SAMPLE_S, max(end - time.monotonic(), 0.1)))
             status = {0: PASSED, None: LACKED_TIME, UNFINISHED: LACKED_TIME}.get(code, FAILED)
@@ -225,7 +225,7 @@ class Session:
 
     @contextlib.contextmanager
     def _process(self, command: str, output: IO[bytes]) -> Iterator[subprocess.Popen]:
-        """Run Python in a process group of its own, which ends with the block."""
+        """Run Python in a new process group, which is killed at the end of the ``with`` block."""
         variables = dict(os.environ, PYTHONUNBUFFERED="1", VIL_COMMIT=self.commit)
         variables["TRITON_CACHE_DIR"] = str(self.folder / "triton")
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
@@ -248,7 +248,7 @@ def _die_with_parent() -> None:
 
 
 def _mhz_and_watts() -> Iterator[list[float]]:
-    """Yield MHz of the multiprocessors and watts, if there is a GPU."""
+    """Yield the GPU's clock in MHz and power in watts, or nothing without a GPU."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
@@ -258,9 +258,9 @@ def _mhz_and_watts() -> Iterator[list[float]]:
 
 
 def facts() -> tuple[bool, dict[str, Any]]:
-    """Return whether there is a GPU, and what figures depend on.
+    """Return whether there is a GPU, and the device and versions that figures depend on.
 
-    Asked of another process, so that this one holds no memory of the GPU.
+    A subprocess asks PyTorch, so that this process holds no GPU memory.
     """
     code = "import json, torch; from benchmarks.provenance import environment; "
     code += "print(json.dumps([torch.cuda.is_available(), environment()]))"
@@ -279,7 +279,7 @@ def _tail(log: Path, characters: int = 2000) -> str:
 
 
 def report(folder: Path) -> str:
-    """Return how every part ended, the aims, and the end of every log as Markdown."""
+    """Return the status of every part, the aims, and the end of every log as Markdown."""
     content = json.loads((folder / "on_gpu.json").read_text())
     about = content["environment"]
     lines = [f"{'TOY, nothing was measured: ' if about['toy'] else ''}{about}", ""]
@@ -303,7 +303,7 @@ def report(folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line says and return the exit status."""
+    """Run or report, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=25.0, help="of all calls together")
     parser.add_argument("--call", type=float, default=9.0, help="minutes of this call")

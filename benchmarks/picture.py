@@ -18,10 +18,10 @@ def draw(axes: Axes, title: str, rows: list[dict[str, Any]], figure: str, unit: 
 
     Args:
         axes: Where to draw.
-        title: What is drawn, and its unit.
+        title: Title of the axes, with the unit.
         rows: Rows of one pass.
         figure: "seconds" or "bytes".
-        unit: How much of it the axis counts as one.
+        unit: Amount that the axis shows as 1.
     """
     for model, (label, colour) in MODELS.items():
         own = [row for row in rows if row["model"] == model]

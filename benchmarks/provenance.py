@@ -1,6 +1,6 @@
-"""Where a figure was measured: the commit, the device and the versions.
+"""Say where a figure was measured: the commit, the device and the versions.
 
-Importing this imports no torch, so that a command that only starts others does not wait for it.
+Importing this module does not import torch, so commands that only start other commands start quickly.
 """
 
 import os
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def revision() -> str:
-    """Return the commit of the checkout, or "unknown"; "-dirty" follows if its files are not the commit's.
+    """Return the commit of the checkout, or "unknown"; "-dirty" is added if its files differ.
 
-    Records are no part of what figures depend on: a checkout in which one grows stays clean. VIL_COMMIT
-    comes first, for copies that have no history.
+    Figures do not depend on records, so changed records do not make a checkout dirty. The variable
+    VIL_COMMIT takes precedence, for copies that have no history.
     """
     if os.environ.get("VIL_COMMIT"):
         return os.environ["VIL_COMMIT"]
@@ -47,7 +47,7 @@ def processor() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return what figures depend on: the device, the versions and the commit."""
+    """Return the device, the versions and the commit that figures depend on."""
     import timm
     import torch
 

@@ -1,12 +1,12 @@
-"""The least time a bidirectional scan can take on a GPU, by what its kernels move and issue.
+"""Compute the least time of a bidirectional scan on a GPU from bytes moved and instructions issued.
 
-With N = B L D token-channels, U = 2 N M updates of a state in both directions
-and R lane-instructions per second (multiprocessors x 4 schedulers x 32 lanes x the highest clock),
+With N = B L D token-channels, each with 2 M state updates in both directions, and R lane-instructions
+per second (multiprocessors x 4 schedulers x 32 lanes x the highest clock),
 
     time = max(bytes per token-channel x N / bandwidth, instructions x N / R)
 
-where bandwidth is that of a large copy on the device, measured in the same run, reads and writes
-counted. Training is the sum of its forward and its backward. The table is ``COSTS``.
+where bandwidth is measured with a large copy on the device in the same run, counting reads and
+writes. Training is the sum of its forward and its backward. Tables: ``COSTS`` and ``BYTES``.
 
 Letters: B batch, L tokens, D channels of the scan, M states per channel.
 """
@@ -19,35 +19,35 @@ M = 16
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one token-channel, both directions together, by pass."""
+    """Cost of one token-channel in each pass, both directions together."""
 
     inference: float
-    forward: float  # which saves what the backward pass needs
+    forward: float  # in training, including tensors saved for the backward pass
     backward: float
 
 
-# Instructions that a lane issues, M = 16: counted in machine code compiled for sm_90.
-# Diagonal: per update; exact: per token-channel and direction, whatever M is. Mamba: a bound, not a
-# count: one exponential per update, at an eighth of the rate of other instructions.
+# Instructions that a lane issues for M = 16, counted in machine code compiled for sm_90. Diagonal:
+# per update. Exact: per token-channel and direction, independent of M. Mamba: a bound, not a count,
+# of one exponential per update, at an eighth of the rate of other instructions.
 COSTS = {
     "longhorn": Cost(7.3 * 2 * M, 7.3 * 2 * M, 24 * 2 * M),
     "longhorn_exact": Cost(52 * 2, 60 * 2, 100 * 2),
     "mamba": Cost(8 * 2 * M, 8 * 2 * M, 8 * 2 * M),
 }
 
-# Inference: x, dt of both directions, z, out. Training: the sum of the scans and float32 states saved
-# every 16 tokens; backward those again, the gradients, and partial sums of those of q and k.
+# Inference: x, dt of both directions, z, out. Training adds the sum of the scans and float32 states
+# every 16 tokens. Backward: these again, the gradients, and partial sums of the q and k gradients.
 BYTES = Cost(12, 22, 44)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the roofline needs to know of a GPU.
+    """Rates of a GPU that the roofline needs.
 
     Attributes:
-        name: As the driver names it.
-        multiprocessors: Each with 4 schedulers of 32 lanes.
-        clock_hz: The highest of the multiprocessors, as the driver reports it.
+        name: Name from the driver.
+        multiprocessors: Number of multiprocessors, each with 4 schedulers of 32 lanes.
+        clock_hz: Highest clock of the multiprocessors in Hz, from the driver.
         bandwidth: Bytes per second of a large copy, reads and writes counted.
     """
 
@@ -69,7 +69,7 @@ def roofline_ms(task: str, pass_name: str, shape: tuple[int, int, int], device: 
         task: A recurrence.
         pass_name: One of ``PASSES``.
         shape: (B, L, D).
-        device: Its rates.
+        device: Rates of the GPU.
     """
     B, L, D = shape
     N, cost = B * L * D, COSTS[task]

@@ -1,22 +1,22 @@
-"""Time the bidirectional scans of this library on a CUDA GPU against what else does the job.
+"""Time this library's bidirectional scans on a CUDA GPU against other implementations.
 
     python -m benchmarks.scan [--shapes 128,197,384 ...] [--repetitions 50] [--output FILE.json]
         [--resume] [--seconds N]
 
-Contestants and the task they share: ``contestants.py``. Before anything is timed, each one's output
-(with and without autograd) and all gradients are compared with the reference in float64 at the full
-shape. One that disagrees is not timed, is named in every output, and makes the exit status 1.
+``contestants.py`` has the contestants and their common task. Before any timing, each output (with
+and without autograd) and all gradients are compared with the float64 reference at the full shape.
+A contestant that disagrees is not timed, is named in every output, and makes the exit status 1.
 
-Time: of the GPU, between two CUDA events, the median over repetitions. Before each, the GPU waits for
-as long as the CPU takes to submit the work, so that launch overhead, which a network hides behind
-the layers before, is not in it, and a buffer of at least twice the L2 cache is read, so that inputs
-come from memory. Contestants take turns, so that a drift of the clock hits all alike; a ratio is the
-median of the ratios turn by turn.
+Times are GPU times between two CUDA events, medians over repetitions. Before each repetition, the
+GPU waits for at least as long as the CPU takes to submit the work. This excludes launch overhead,
+which a network hides behind earlier layers. The GPU also reads a buffer of at least twice the L2
+cache, so that inputs come from memory. Contestants take turns, so that a drift of the clock
+affects all equally. A ratio is the median of the ratios turn by turn.
 
-Ratios to the design's roofline: ``roofline.py``.
+``roofline.py`` explains the ratios to the design's roofline.
 
-Without a GPU, ``--toy`` runs all of this on the CPU, our scans through the reference; its times are
-those of nothing.
+Without a GPU, ``--toy`` runs everything on the CPU, our scans on the reference backend; its times
+mean nothing.
 
 mamba-ssm is optional.
 """
@@ -57,13 +57,13 @@ from vil.training.files import write_text
 
 SHAPES = ((128, 197, 384), (64, 197, 768), (8, 6085, 384), (1, 6085, 384))
 
-# Largest error allowed, as measured by ``worst_error``: twice the spacing of bfloat16 numbers, as
-# python -m vil.selfcheck allows. Attention also rounds its L x L weights to bfloat16.
+# Largest allowed ``worst_error``: twice the spacing of bfloat16 numbers, as in vil.selfcheck.
+# Attention may have twice as much, since it also rounds its L x L weights to bfloat16.
 _EPS = torch.finfo(torch.bfloat16).eps
 TOLERANCES = dict.fromkeys(RECURRENCES, 2 * _EPS) | {"attention": 4 * _EPS}
 
 LIMIT_S = 240.0  # for one contestant to compile, per shape
-PEERS = (MAMBA_SSM, MAMBA_TRITON, FLASH, COMPILED)  # that ratios are told to
+PEERS = (MAMBA_SSM, MAMBA_TRITON, FLASH, COMPILED)  # that ratios refer to
 TOY_SHAPES = ((1, 17, 64), (2, 33, 64))
 
 
@@ -71,10 +71,10 @@ TOY_SHAPES = ((1, 17, 64), (2, 33, 64))
 
 
 def worst_error(results: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[str, float]:
-    """Return the result furthest from the exact one, and its error.
+    """Return the name of the result furthest from the exact one, and its error.
 
-    The error is the larger of two: the largest one relative to the largest value, and the root mean
-    square relative to that of the values. It is infinite for NaN and for a wrong shape.
+    The error is the larger of two ratios: largest error to largest exact value, and root mean
+    square error to root mean square exact value. It is infinite for NaN and for a wrong shape.
     """
     errors = {}
     for name, expected in exact.items():
@@ -94,11 +94,11 @@ class Entry:
     """A contestant at one shape.
 
     Attributes:
-        contestant: Which.
-        status: "ok", or why it is not timed.
-        disagrees: Whether that is a wrong result.
-        error: Its worst error against the reference, None if it gave no results.
-        passes: What is to be timed, by name; empty unless ok.
+        contestant: The contestant.
+        status: "ok", or the reason why it is not timed.
+        disagrees: Whether the reason is a wrong result.
+        error: Worst error against the reference, or None without results.
+        passes: Functions to time, by pass; empty unless the status is "ok".
     """
 
     contestant: Contestant
@@ -111,13 +111,13 @@ class Entry:
 def admit(
     contestant: Contestant, inputs: dict[str, Tensor], exact: dict[str, Tensor], limit_s: float
 ) -> Entry:
-    """Let a contestant compute everything once, compare it with the truth, and admit or refuse it.
+    """Run a contestant once, compare all results with the exact ones, and admit or refuse it.
 
     Args:
-        contestant: Who.
-        inputs: As of ``make_inputs``.
-        exact: As of ``truth`` for its task.
-        limit_s: Seconds it may take, compilation included.
+        contestant: The contestant.
+        inputs: Inputs from ``make_inputs``.
+        exact: Exact results from ``truth`` for the contestant's task.
+        limit_s: Seconds that the contestant may take, including compilation.
     """
     if contestant.missing:
         return Entry(contestant, contestant.missing)
@@ -135,7 +135,7 @@ def admit(
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), own, grad)
 
-    # Of one thread, so that the limit also interrupts the compilation of a backward pass.
+    # Backward stays on this thread, so that the limit also interrupts its compilation.
     try:
         with time_limit(limit_s), torch.autograd.set_multithreading_enabled(False):
             results = {
@@ -160,7 +160,7 @@ def admit(
 
 
 class CudaClock:
-    """CUDA events around work that is already submitted, the L2 cache full of something else."""
+    """Clock of CUDA events around submitted work, with unrelated data in the L2 cache."""
 
     def __init__(self, clock_hz: float) -> None:
         l2 = torch.cuda.get_device_properties().L2_cache_size
@@ -168,7 +168,7 @@ class CudaClock:
         self._clock_hz = clock_hz
 
     def warm_up(self, run: Callable[[], object]) -> float:
-        """Run it several times; return the seconds the CPU took to submit it the last time."""
+        """Call ``run`` five times; return the seconds the CPU took to submit the last call."""
         for _ in range(5):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -178,7 +178,7 @@ class CudaClock:
         return submitted - start
 
     def time(self, run: Callable[[], object], submission_s: float) -> float:
-        """Run it once; return the milliseconds the GPU took."""
+        """Call ``run`` once; return the milliseconds the GPU took."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int((2 * submission_s + 2e-4) * self._clock_hz))
         self._other.sum()
@@ -189,7 +189,7 @@ class CudaClock:
         return start.elapsed_time(end)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Run it once; return the most memory it held at a time, results included."""
+        """Call ``run`` once; return its peak memory in bytes, including its results."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -198,20 +198,20 @@ class CudaClock:
 
 
 class WallClock:
-    """The same on a CPU, for toys: what a call takes, and no memory."""
+    """Stand-in for ``CudaClock`` on a CPU, for ``--toy``: wall time, and no memory."""
 
     def warm_up(self, run: Callable[[], object]) -> float:
-        """Do nothing: toys are not timed for their times."""
+        """Return 0: toy times mean nothing, so no warm-up is needed."""
         return 0.0
 
     def time(self, run: Callable[[], object], submission_s: float) -> float:
-        """Run it once; return the milliseconds it took."""
+        """Call ``run`` once; return the milliseconds it took."""
         start = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - start)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Return 0: nobody counts a CPU's memory here."""
+        """Return 0: memory is not measured on a CPU."""
         return 0
 
 
@@ -221,7 +221,7 @@ def measure(
     """Time one pass of all admitted contestants in turns.
 
     Returns:
-        For each, by name: "ms" of every repetition, "submission_s" and "peak_bytes".
+        For each contestant by name: "ms" of every repetition, "submission_s" and "peak_bytes".
     """
     runs = {e.contestant.name: e.passes[pass_name] for e in entries if e.passes}
     measured = {
@@ -286,14 +286,14 @@ def run_shape(
     place: str = "cuda",
     limit_s: float = LIMIT_S,
 ) -> list[dict[str, Any]]:
-    """Check all contestants at one shape, time those that are right, and return the rows.
+    """Check all contestants at one shape, time the correct ones, and return the rows.
 
     Args:
         shape: (B, L, D).
         players: The contestants.
         device: Rates for the roofline.
-        clock: How to time.
-        repetitions: Per contestant and pass.
+        clock: Clock that times a call.
+        repetitions: Number of repetitions per contestant and pass.
         place: Type of the torch device.
         limit_s: Seconds that a contestant may take to compile.
     """
@@ -306,7 +306,7 @@ def run_shape(
                 if place == "cuda":
                     _poison()
                 entries[player.name] = admit(player, inputs, exact, limit_s)
-                # Compilers are silent for minutes.
+                # Show progress: compilers are silent for minutes.
                 print(f"{shape} {player.name}: {entries[player.name].status}", file=sys.stderr)
     in_order = [entries[player.name] for player in players]
     rows = []
@@ -317,12 +317,12 @@ def run_shape(
 
 
 def _poison() -> None:
-    """Leave NaN in the memory handed out next, where a result that is not written shows."""
+    """Fill the memory that PyTorch hands out next with NaN, which exposes unwritten results."""
     torch.full((1 << 28,), float("nan"), dtype=torch.bfloat16, device="cuda")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table; one that is not timed says why."""
+    """Return the rows as a Markdown table; a row without times gives the reason."""
     lines = [
         "| shape | pass | contestant | ms | IQR | x roofline | x faster than mamba-ssm | peak MiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -347,7 +347,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def refused(rows: list[dict[str, Any]]) -> str:
     """Return a line for each contestant that disagrees with the reference, and for ours if untimed.
 
-    Empty if all is well; a contestant of others may be missing or fail.
+    The text is empty if all is well; contestants of other libraries may be missing or fail.
     """
     bad = [row for row in rows if row["disagrees"] or (row["ours"] and "ms" not in row)]
     lines = (
@@ -365,7 +365,7 @@ def probe() -> Device:
 
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
-    # In kHz.
+    # The driver reports kHz.
     clock_hz = 1e3 * driver.active.utils.get_device_properties(index)["sm_clock_rate"]
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
@@ -383,7 +383,7 @@ def probe() -> Device:
 
 
 def environment(device: Device) -> dict[str, Any]:
-    """Return what the times depend on."""
+    """Return the device and versions that the times depend on."""
     versions = {}
     for package in ("triton", "mamba-ssm"):
         try:
@@ -431,7 +431,7 @@ def recorded(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         path: The record, which need not exist.
-        about: As of ``environment``; its bandwidth is measured anew each time and may differ.
+        about: Result of ``environment``; its bandwidth is measured each time and may differ.
     """
     if not path.exists():
         return []
@@ -441,7 +441,7 @@ def recorded(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def toy_contestants() -> list[Contestant]:
-    """Return the contestants, the compiled one left as it was written: it takes a CPU minutes."""
+    """Return the contestants without torch.compile, which takes minutes on a CPU."""
     return [
         replace(player, run=chunked_scan) if player.name == COMPILED else player
         for player in contestants()
@@ -451,7 +451,7 @@ def toy_contestants() -> list[Contestant]:
 def failed_shape(
     shape: tuple[int, int, int], players: list[Contestant], error: BaseException
 ) -> list[dict[str, Any]]:
-    """Return rows that say that a shape could not be measured at all."""
+    """Return a row per contestant and pass that says why a shape could not be measured."""
     lines = str(error).strip().splitlines() or [""]
     status = f"failed: {type(error).__name__}: {lines[0]}"
     nothing = Device("", 1, 1, 1)
@@ -478,7 +478,7 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [shape for shape in args.shapes if shape not in done]
     while missing and budget.left:
         shape = missing.pop(0)
-        torch.compiler.reset()  # every shape is compiled for itself; torch keeps only a few
+        torch.compiler.reset()  # each shape compiles separately; torch keeps only a few
         torch.cuda.empty_cache()
         limits = {"place": place, "limit_s": max(10.0, min(args.limit, budget.left / 2))}
         try:
@@ -489,7 +489,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows += new
         print(table(new), flush=True)
         result = {"environment": about, "tolerances": TOLERANCES, "rows": rows}
-        write_text(args.output, json.dumps(result, indent=1))  # a run cut short leaves what it has
+        write_text(args.output, json.dumps(result, indent=1))  # so an interruption keeps the rows
     complaint = refused(rows)
     print(complaint, end="\n" if complaint else "", file=sys.stderr)
     if missing and not complaint:

@@ -1,4 +1,4 @@
-"""Steps of inference and training, timed in turns, and the memory that they take."""
+"""Build inference and training steps, time them in turns, and measure their memory."""
 
 import ctypes
 import gc
@@ -112,7 +112,7 @@ def _clock(device: str) -> float:
 
 
 def watch_memory(device: str) -> Callable[[], int]:
-    """Start to track memory; the returned function gives the peak since then minus the current usage.
+    """Start tracking memory; return a function that gives the peak so far minus the memory at the start.
 
     Bytes: memory allocated by PyTorch on a GPU, or resident memory of this process on a CPU. Other
     threads of the process should be idle.

@@ -1,19 +1,19 @@
-"""Count the bytes that a block moves through memory, without a GPU and without computing anything.
+"""Count the bytes that one block of a model moves through memory, without a GPU or any computation.
 
     python -m benchmarks.traffic [MODEL] [--img-size 224] [--fast-norm] [--every-kernel]
 
-One block of a model goes forth and back on tensors without data, in bfloat16 under autocast, 128 images at a
-time. Each operation of PyTorch counts as one kernel that reads its inputs and writes its outputs once; of our own
-kernels, launches are noted instead of run, and ``TOUCHES`` says how often each goes through what it is given.
-What several programs read at about the same time (neighbouring tokens of the convolution, keys for every
-block of channels) counts once. Caches are not modelled, nor that a normalisation's or a sum's backward may be two
-kernels: a GPU moves more, or less where a tensor written is still in its L2 when it is read.
+The block runs forward and backward on fake tensors, in bfloat16 under autocast, with 128 images. Each
+PyTorch operation counts as one kernel that reads its inputs and writes its outputs once. Launches of our own
+kernels are recorded instead of run; ``TOUCHES`` says how often each argument is read and written. Data that several
+programs read at about the same time counts once: neighbouring tokens of the convolution, keys for every block of
+channels. Caches are not modelled, nor that the backward pass of a normalisation or a sum may be two kernels. So a
+GPU moves more bytes, or fewer where a written tensor is still in its L2 cache when it is read.
 
-Autocast is that of CPUs, which takes the same operations of these models to bfloat16 as that of GPUs; the
-kernels are cut as for an H200. Printed are bytes per token of the three passes, beside those of timm's
-deit_tiny_patch16_224 with fused attention, and the least time in which an H200 moves them; then what all blocks keep
-for the backward pass. ``--fast-norm`` lets norms take and return bfloat16, as timm's scripts do with that option.
-``--every-kernel`` adds a table of each pass.
+Autocast is the CPU's, which casts the same operations of these models to bfloat16 as the GPU's. Kernels use the
+block sizes and sequence splits of an H200. The program prints the bytes per token of three passes, next to timm's
+deit_tiny_patch16_224 with fused attention, and the least time of an H200 to move them. It then prints the bytes
+that all blocks keep for the backward pass. ``--fast-norm`` lets norms take and return bfloat16, as timm's scripts
+do with this option. ``--every-kernel`` adds a table for each pass.
 """
 
 import argparse
@@ -45,12 +45,12 @@ IMAGES = 128
 PASSES = ("inference", "training forward", "forward + backward")
 PEER = "deit_tiny_patch16_224"
 
-# An H200.
+# H200.
 BANDWIDTH = 4.8e12  # bytes per second
 MULTIPROCESSORS = 132
 
-# Kernel -> argument -> how often it is read and written, each element of it. What is None at a launch is
-# not; of `y`, that a scan which saves writes twice, see `touches`. Parameters are read once.
+# Kernel -> argument -> (reads, writes) of each element. An argument that is None at a launch counts as 0.
+# A scan that saves states writes `y` once more (see `touches`). Parameters are read once.
 _SCAN = dict.fromkeys(("x", "dt", "z", "bias", "skip"), (1, 0))
 _RECURRENT = _SCAN | {"kq": (1, 0), "rates": (1, 0)}
 _EXACT = _SCAN | dict.fromkeys(("keys", "gram", "kappa", "dt_weight"), (1, 0))
@@ -61,7 +61,7 @@ _CONV = {"x": (1, 0), "weight": (1, 0), "bias": (1, 0), "order": (1, 0)}
 TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
     "recurrent_parts.pack_kernel": {"q": (1, 0), "k": (1, 0), "kq": (0, 1)},
     "recurrent._forward_kernel": _RECURRENT | _FORWARD,
-    # The scratch of all programs that run at a time stays in L2.
+    # The scratch memory of the programs that run at one time stays in L2.
     "recurrent._backward_kernel": _RECURRENT
     | _BACKWARD
     | {"split_states": (1, 0), "scratch": (0, 0), "dkq": (0, 1), "drates": (0, 1)},
@@ -85,9 +85,9 @@ class Move:
     """A tensor that a kernel reads or writes.
 
     Attributes:
-        what: Its name, or its elements per token and dtype.
-        bytes: Of all its elements, as often as each is read or written.
-        written: Whether it is written.
+        what: Name of the argument, or elements per token (else the shape) and dtype.
+        bytes: Bytes of all elements, times the number of reads or writes of each.
+        written: Whether the tensor is written; otherwise it is read.
     """
 
     what: str
@@ -97,12 +97,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and what it moves.
+    """A kernel and the tensors that it moves.
 
     Attributes:
-        name: Of an operation of PyTorch, or module and function of one of our kernels.
+        name: Name of a PyTorch operation, or module and function of one of our kernels.
         moves: Reads, then writes.
-        launch: If it is one of ours.
+        launch: Recorded launch if the kernel is ours, else None.
     """
 
     name: str
@@ -116,16 +116,16 @@ class Kernel:
 
 
 def kernel_name(one: Launch) -> str:
-    """Return module and function of a kernel, as in ``TOUCHES``."""
+    """Return the module and function of a launched kernel, as in ``TOUCHES``."""
     function = one.kernel.fn
     return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
 
 def touches(one: Launch) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Yield the tensors of a launch, by name, and how often each is read and written.
+    """Yield each tensor of a launch: its name, the tensor, its reads and its writes.
 
     Raises:
-        KeyError: ``TOUCHES`` does not know the kernel or one of its tensors.
+        KeyError: If ``TOUCHES`` lacks the kernel or one of its tensors.
     """
     known = TOUCHES[kernel_name(one)]
     for argument, tensor in one.arguments.items():
@@ -138,25 +138,25 @@ def touches(one: Launch) -> Iterator[tuple[str, Tensor, int, int]]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of the elements of a tensor, once where it is expanded."""
+    """Return the bytes of a tensor's elements; an expanded axis counts once."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size for size, stride in axes if stride)
 
 
 class Counter(TorchDispatchMode):
-    """Notes, in ``kernels``, what PyTorch's operations and our own launches move."""
+    """Record in ``kernels`` what PyTorch operations and our own launches move."""
 
     def __init__(self, tokens: int, launches: list[Launch]) -> None:
-        """Take the number of tokens, by which tensors are named, and the list that launches are noted in."""
+        """Take the number of tokens, to describe tensors per token, and the list of recorded launches."""
         super().__init__()
         self.tokens, self.kernels, self._launches = tokens, [], launches
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note an operation, or what it calls if it is one of ours or of no kernel of its own."""
+        """Record an operation, or what our own and composite operations consist of."""
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question about a tensor
+        if func.namespace == "prim":  # a query about a tensor, no kernel
             return func(*args, **kwargs)
         with self:
             if func.namespace == "vil":
@@ -200,13 +200,13 @@ class Counter(TorchDispatchMode):
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    """Stand for what is one kernel on GPUs alone: this one writes a mean besides, four bytes a token."""
+    """Replace RMSNorm, one kernel on GPUs only, by LayerNorm, which also writes a mean (4 bytes a token)."""
     return F.layer_norm(x, shape, weight, None, 1e-6 if eps is None else eps)
 
 
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[list[Launch]]:
-    """Let our kernels serve tensors on a CPU, as an H200's; note launches in the list returned."""
+    """Let our kernels accept CPU tensors as if on an H200; yield the list of recorded launches."""
 
     def splits(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
         return tuning.splits_for(MULTIPROCESSORS, warps, chunks, overhead)
@@ -221,7 +221,7 @@ def _as_on_a_gpu() -> Iterator[list[Launch]]:
         mock.patch.object(torch, "rms_norm", _rms_norm),
         warnings.catch_warnings(),
     ):
-        # Whether a tensor without data is aligned to two elements: zero is.
+        # Our alignment check reads the pointer of a fake tensor: it is 0, which counts as aligned.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         forget_plans()
         try:
@@ -231,7 +231,7 @@ def _as_on_a_gpu() -> Iterator[list[Launch]]:
 
 
 def _inputs_of_block(model: nn.Module, images: Tensor) -> tuple[tuple, dict[str, Any]]:
-    """Return what the first block is given, of a model that is given images."""
+    """Return the arguments that the first block of a model gets when the model is given images."""
     given: list[tuple[tuple, dict[str, Any]]] = []
     hook = model.blocks[0].register_forward_pre_hook(
         lambda block, args, kwargs: given.append((args, kwargs)), with_kwargs=True
@@ -243,7 +243,7 @@ def _inputs_of_block(model: nn.Module, images: Tensor) -> tuple[tuple, dict[str,
 
 @contextlib.contextmanager
 def _saving(block: nn.Module) -> Iterator[dict[int, int]]:
-    """Note the bytes of each storage that is kept for the backward pass, but of parameters, by its address."""
+    """Yield a dict of the bytes of each storage kept for the backward pass, by address, without parameters."""
     parameters, kept = {id(p) for p in block.parameters()}, {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -257,10 +257,10 @@ def _saving(block: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]], int]:
-    """Return the tokens of all images, the kernels of a block by the names of ``PASSES``, and bytes kept by all blocks.
+    """Return the tokens of all images, one block's kernels by pass, and the bytes that all blocks keep.
 
     Args:
-        name: A model as of ``timm.create_model`` that has ``blocks``.
+        name: Name of a timm model that has ``blocks``.
         img_size: Height and width in pixels.
     """
     depth = len(timm.create_model(name, img_size=img_size, device="meta").blocks)
@@ -277,7 +277,7 @@ def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]], int]:
         tokens = x.shape[0] * x.shape[1]
 
         def run(training: bool) -> tuple[list[Kernel], int, int]:
-            """Return the kernels, how many of them are of the forward pass, and the bytes that all blocks keep."""
+            """Return the kernels, the number of forward kernels, and the bytes that all blocks keep."""
             block.train(training)
             given = x.detach().requires_grad_(training)
             counter = Counter(tokens, launches)
@@ -297,7 +297,7 @@ def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]], int]:
 
 
 def table(kernels: list[Kernel], tokens: int) -> str:
-    """Return a Markdown table of kernels, for each token: bytes, and ns to move them."""
+    """Return a Markdown table of kernels with bytes per token and the ns to move them."""
     lines = ["| kernel | reads | writes | bytes | ns to move |", "|---|---|---|---|---|"]
     for kernel in kernels:
         reads, writes = (

@@ -2,11 +2,11 @@
 
     python -m benchmarks.tune [--shape 128 197 384] [--jobs 14] [--output FILE.json] [--seconds N]
 
-Nothing is tuned when models run: what is printed here takes effect by being committed, and is then
-the same on every rank and in every run. With an output, every time is written there as it is measured,
-and the same command measures what is missing. With ``--jobs``, processes compile side by side what is
-then timed in one, from Triton's cache of compiled kernels. ``--toy`` is for trying this without a GPU: a tiny shape
-in Triton's interpreter, whose times mean nothing.
+Models tune nothing when they run. Commit the printed row, and every rank and every run uses the
+same block sizes. With ``--output``, each time is written as soon as it is measured; repeat the
+command to measure the rest. With ``--jobs``, several processes compile in parallel into Triton's
+cache. One process then does the timing. ``--toy`` tries this without a GPU: a tiny shape in
+Triton's interpreter, whose times mean nothing.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from vil.kernels.triton import tuning
 from vil.training.files import write_text
 
 # The scans have one channel per lane, the convolution may have several.
-_SCAN = ((1, 1), (2, 2), (4, 4), (8, 8))  # (warps' worth of channels, warps)
+_SCAN = ((1, 1), (2, 2), (4, 4), (8, 8))  # (BLOCK_D / lanes of a warp, warps)
 _CANDIDATES = {
     "exact_forward": _SCAN,
     "exact_backward": _SCAN,
@@ -46,7 +46,7 @@ Trial = tuple[str, tuple[int, int]]  # a kernel and its (BLOCK_D, warps)
 
 @contextmanager
 def blocks_of(arch: str, kernel: str, block: tuple[int, int]) -> Iterator[None]:
-    """Let a kernel have other blocks on an architecture within a ``with`` block."""
+    """Override a kernel's block size on an architecture within a ``with`` block."""
     before = dict(tuning.BLOCKS)
     tuning.BLOCKS[arch] = {**before.get(arch, before["default"]), kernel: block}
     try:
@@ -57,11 +57,11 @@ def blocks_of(arch: str, kernel: str, block: tuple[int, int]) -> Iterator[None]:
 
 
 def steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return what runs each kernel: the forward pass, or forward and backward.
+    """Return a function that runs each kernel: the forward pass, or forward and backward.
 
     Args:
-        shape: B, L and D of the scan.
-        device: A GPU.
+        shape: (B, L, D) of the scan.
+        device: Device of the inputs.
     """
     B, L, D = shape
 
@@ -98,14 +98,14 @@ def steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callab
 
 
 def warm(kernel: str, block: tuple[int, int], arch: str, shape: tuple[int, int, int]) -> None:
-    """Compile what runs a kernel in a block, for the cache; of what fails the timing will tell."""
+    """Compile a kernel with one block size into Triton's cache; the timing will show any error."""
     device = torch.device("cuda", torch.cuda.current_device())
     with ops.use_backend("triton"), blocks_of(arch, kernel, block), contextlib.suppress(Exception):
         steps(shape, device)[kernel]()
 
 
 def compile_all(trials: Sequence[Trial], *where: object, jobs: int, seconds: float) -> None:
-    """Compile side by side with the further arguments of ``warm``, for no longer than some seconds."""
+    """Compile in parallel for at most ``seconds``; ``where`` are the last arguments of ``warm``."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(warm, *trial, *where) for trial in trials]
         wait(futures, None if math.isinf(seconds) else seconds)
@@ -113,14 +113,14 @@ def compile_all(trials: Sequence[Trial], *where: object, jobs: int, seconds: flo
 
 
 def once(run: Callable[[], object]) -> float:
-    """Return the milliseconds of one call on this machine's clock."""
+    """Return the wall time of one call in milliseconds."""
     start = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - start)
 
 
 def on_gpu(run: Callable[[], object]) -> float:
-    """Return the median milliseconds of a call on the GPU; infinite if it does not fit there."""
+    """Return the median milliseconds of a call on the GPU; infinity if the kernel does not fit."""
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 

@@ -1,1 +1,1 @@
-"""Training to learn something: recall, images, fine-tuning, and the documents made of the records."""
+"""Training experiments (recall, images, fine-tuning), and the documents made from their records."""

@@ -3,9 +3,9 @@
     python -m experiments.draw                     # draws all of them
 
 A comment ``<!-- python -m experiments.draw FILE ARGUMENTS -->`` names a file of docs/ and the arguments of a table
-(``tables.py``). With ``--against`` the picture has a dot for each seed's difference, their mean and its 95 % interval.
-Otherwise it has a line for each row: through the columns, whose titles begin with their place, as in "2 x"; or the mean
-of the seeds' curves, if the column is one, whose title names both axes, as in "top-1 (%) over CPU seconds".
+(``tables.py``). With ``--against``, the picture has a dot for each seed's difference, their mean and its 95 %
+interval. If a column's title names both axes ("top-1 (%) over CPU seconds"), it has the mean of the seeds' curves.
+Otherwise it has a line for each row through the columns, whose titles begin with their place ("2 x").
 """
 
 import re
@@ -24,7 +24,7 @@ COMMENT = re.compile(r"<!-- python -m experiments\.draw (\S+) (.*?) -->")
 
 
 def dots(axes: Axes, rows: dict[str, list[Row]], column: Column, against: str, times: bool) -> None:
-    """Draw how each row differs from one of them, seed by seed."""
+    """Draw the difference of each row to the row ``against``, seed by seed."""
     base = by_seed(column, rows.pop(against), times)
     for i, own in enumerate(rows.values()):
         found = by_seed(column, own, times)
@@ -47,7 +47,7 @@ def dots(axes: Axes, rows: dict[str, list[Row]], column: Column, against: str, t
 
 
 def lines(axes: Axes, rows: dict[str, list[Row]], columns: list[Column]) -> None:
-    """Draw the means of each row over the columns' places."""
+    """Draw each row's means at the places named in the column titles."""
     for name, own in rows.items():
         points = [(float(c.title.split()[0]), c.numbers(own)) for c in columns]
         places = [place for place, numbers in points if numbers]
@@ -58,7 +58,7 @@ def lines(axes: Axes, rows: dict[str, list[Row]], columns: list[Column]) -> None
 
 
 def curves(axes: Axes, rows: dict[str, list[Row]], column: Column) -> None:
-    """Draw the mean of each row's curves, point by point, and those of the seeds behind it."""
+    """Draw the mean of each row's curves, point by point, with the seeds' curves behind it."""
     for i, (name, own) in enumerate(rows.items()):
         points = np.array([at(row, column.figure) for row in own])  # (seeds, points, 2)
         for places, heights in np.moveaxis(points, 2, 1):
@@ -73,8 +73,8 @@ def draw(path: Path, arguments: list[str]) -> None:
     """Draw one picture.
 
     Args:
-        path: Destination, SVG.
-        arguments: Of a table.
+        path: SVG file to write.
+        arguments: Arguments of ``tables.py``.
     """
     args = parse(arguments)
     found = groups([row for record in args.records for row in select(record, args)], args.by)

@@ -2,8 +2,8 @@
 
     apt-get install dataset-fashion-mnist && python -m experiments.fashion_mnist
 
-The images go to ``output/fashion_mnist_images``, 60,000 in train/ and 10,000 in val/. ``output/fashion_mnist_tuning`` is made
-of training images alone, 10,000 to train on and 10,000 others to choose learning rates by.
+``output/fashion_mnist_images`` gets 60,000 images in train/ and 10,000 in val/. ``output/fashion_mnist_tuning``
+gets training images only: 10,000 to train on and 10,000 more to choose learning rates.
 """
 
 import gzip
@@ -20,7 +20,7 @@ PARTS = {
     "fashion_mnist_tuning/train": ("train", slice(1000)),
     "fashion_mnist_tuning/val": ("train", slice(1000, 2000)),
 }
-"""The package's name of each part, and which images of each class are taken."""
+"""Prefix of each part's files in the package, and the slice of images taken from each class."""
 NAMES = (
     *("t-shirt", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "boot"),
@@ -33,7 +33,7 @@ def _read(path: Path, header: int) -> np.ndarray:
 
 
 def unpack() -> None:
-    """Write the images unless they are there.
+    """Write the images unless they exist.
 
     Raises:
         SystemExit: If the package is not installed.

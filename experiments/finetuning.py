@@ -5,9 +5,9 @@
     python train_imagenet.py --config configs/fractals_small.yaml
     python -m experiments.finetuning TIMM/train.py
 
-The images are Debian's package openclipart-png, on white. Classes are its folders of at least 44 images, without
-"unsorted"; of larger ones, 120 images are taken. A hash of the name sends a fifth of them to validation. All runs start
-from the same weights and take the same number of steps, with the settings of ``configs/finetune.yaml``.
+The images come from Debian's package openclipart-png, on white. Each folder of at least 44 images is a class, except
+"unsorted"; larger folders give 120 images. A hash of the file name puts a fifth of the images into validation. All
+runs start from the same weights and take the same number of steps, with the settings of ``configs/finetune.yaml``.
 """
 
 import argparse

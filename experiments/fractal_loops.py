@@ -4,13 +4,13 @@ A system is an array (MAPS, NUMBERS), float64. Row i holds a, b, c, d, e, f and 
 
     (x, y) -> (a x + b y + e, c x + d y + f),
 
-which the chaos game applies with probability p; rows of p = 0 are not in use. Random numbers are
-SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), and
-the arithmetic is sums, products, quotients and square roots, which IEEE 754 defines to the last bit:
-a seed gives the same pixels on every machine.
+which the chaos game applies with probability p; rows with p = 0 are unused. Random numbers are
+SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+All arithmetic is sums, products, quotients and square roots, which IEEE 754 defines to the last
+bit. So a seed gives the same pixels on every machine.
 
-Functions are compiled when this module is imported, or read from numba's cache, so that processes
-forked later share them. They stand in one file since that cache compares only this file's time stamp.
+Functions are compiled when this module is imported, or loaded from numba's cache, and processes
+forked later share them. They share one file, as the cache compares only this file's time stamp.
 """
 
 import math
@@ -20,29 +20,29 @@ import numpy as np
 from numba import njit, types
 from numba.core.typing.templates import Signature
 
-MAPS = 8  # most maps of a system; the least is 2
+MAPS = 8  # maximum number of maps of a system; the minimum is 2
 NUMBERS = 7  # of a map, a to f and p
 VARIATION = 0.2  # an instance scales one coefficient of all maps by 1 - VARIATION ... 1 + VARIATION
-_ORBITS = 4  # played at once, since each waits for its own last point: a random number serves four
+_ORBITS = 4  # advanced together by one random number, since each orbit waits for its last point
 _CHOICES = 4096  # probabilities are rounded to multiples of its inverse
-_LEAST_AREA = 0.01  # stands for |det| below it, or else a flat map were never applied
+_LEAST_AREA = 0.01  # minimum of |det|, or else a flat map would never be applied
 _SETTLING = 32  # steps that bring an orbit to the attractor
 _BOX_STEPS = 1024  # steps that find the attractor's bounding box
 _GRID = 64  # cells per axis that the filling rate is counted over
 _MARGIN = 0.04  # of the image, on each side of the attractor
-_LEVELS = np.uint64(0x00FF_00FF_00FF)  # of a colour; the sum of 256 still fits its lane
-_ONE, _FULL = np.uint64(1 << 48), np.uint64(256 << 48)  # counts, in the fourth lane
+_LEVELS = np.uint64(0x00FF_00FF_00FF)  # mask of the colour lanes; a sum of 256 still fits a lane
+_ONE, _FULL = np.uint64(1 << 48), np.uint64(256 << 48)  # counts of points, in the fourth lane
 _SYSTEM = types.Array(types.float64, 2, "C", readonly=True)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _compiled(signature: str | Signature) -> Callable[[Callable], Callable]:
-    """Compile at once, and cache where numba finds a folder that can be written to."""
+    """Compile at once, with a cache if numba finds a writable folder."""
 
     def compile_it(function: Callable) -> Callable:
         try:
             return njit(signature, cache=True, error_model="numpy")(function)
-        except RuntimeError:  # neither this folder nor the user's cache can be written to
+        except RuntimeError:  # neither this folder nor the user's cache is writable
             return njit(signature, error_model="numpy")(function)
 
     return compile_it
@@ -73,7 +73,7 @@ def _contracts(a, b, c, d):
 
 @_compiled("boolean(float64[::1])")
 def _contracts_always(m):
-    """Whether a map contracts under every variation: the singular value is convex in each factor."""
+    """Whether a map contracts at both ends of each variation; by convexity, also in between."""
     for i in range(4):
         kept = m[i]
         for factor in (1.0 - VARIATION, 1.0 + VARIATION):
@@ -106,7 +106,7 @@ def _draw_system(state, system):
 
 @_compiled("uint8[::1](float64[:, ::1])")
 def _choices(system):
-    """Return which map each of _CHOICES equally likely numbers stands for."""
+    """Return the map that each of _CHOICES equally likely numbers selects."""
     table = np.empty(_CHOICES, np.uint8)
     i, reached = 0, system[0, 6]
     for k in range(_CHOICES):
@@ -130,7 +130,7 @@ def _play(system, table, bits, points):
 
 @_compiled("void(uint64[::1], float64[:, ::1], uint8[::1], float64[:, ::1], float64, float64)")
 def _frame(state, system, table, points, start, extent):
-    """Bring all points to the attractor, and its bounding box to start ... start + extent."""
+    """Move all points to the attractor, and scale its bounding box to start ... start + extent."""
     points[:] = 0.0
     for _ in range(_SETTLING):
         _play(system, table, _next(state), points)
@@ -157,7 +157,7 @@ def _frame(state, system, table, points, start, extent):
 
 @_compiled("float64(uint64[::1], float64[:, ::1])")
 def filling_rate(state, system):
-    """Return the share of _GRID x _GRID cells of the bounding box that 4 points a cell meet."""
+    """Return the share of the bounding box's _GRID x _GRID cells hit by 4 points per cell."""
     framed, table, points = system.copy(), _choices(system), np.empty((_ORBITS, 2))
     _frame(state, framed, table, points, 0.0, float(_GRID))
     met = np.zeros((_GRID, _GRID), np.uint8)
@@ -188,11 +188,11 @@ def _vary(state, system):
     j = np.int64(_next(state) % np.uint64(6))
     system[:, j] *= _uniform(state, 1.0 - VARIATION, 1.0 + VARIATION)
     flips = _next(state)
-    if flips & np.uint64(1):  # x -> -x turns the signs of b, c and e
+    if flips & np.uint64(1):  # x -> -x flips the signs of b, c and e
         system[:, 1] *= -1.0
         system[:, 2] *= -1.0
         system[:, 4] *= -1.0
-    if flips & np.uint64(2):  # y -> -y those of b, c and f
+    if flips & np.uint64(2):  # y -> -y flips the signs of b, c and f
         system[:, 1] *= -1.0
         system[:, 2] *= -1.0
         system[:, 5] *= -1.0
@@ -237,8 +237,8 @@ def _splat(state, system, colours, num_points, light):
             colour = colours[table[bits % np.uint64(_CHOICES)]]
             bits >>= np.uint64(16)
             mixed[k] = ((mixed[k] + colour) >> np.uint64(1)) & _LEVELS
-            # Unsigned: what lies left of the image or above is too large. A full lane stays as it
-            # is, which hardly shows: the pixel has its colour by then.
+            # As unsigned numbers, points left of or above the image are too large. A pixel with a
+            # full count stays as it is, which hardly shows: it has its colour by then.
             x, y = np.uint64(np.int64(points[k, 0])), np.uint64(np.int64(points[k, 1]))
             if x < size and y < size and light[y, x] < _FULL:
                 light[y, x] += mixed[k] + _ONE

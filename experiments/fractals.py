@@ -1,15 +1,15 @@
-"""Images of fractals: a stand-in for ImageNet that needs no download, read one by one or written as a folder.
+"""Generate images of fractals: a stand-in for ImageNet without a download, in memory or as a folder.
 
     python -m experiments.fractals output/fractals --classes 1000 --images 1000 --size 224
 
-writes train/<class>/<number>.png and, a twentieth as many, val/<class>/<number>.png; the same command again writes what
-is missing. Classes and images follow from --seed, class, number, split and size, to the bit.
+writes train/<class>/<number>.png and, a twentieth as many, val/<class>/<number>.png. Repeat the command to
+write missing images. --seed, class, number, split and size determine classes and images to the bit.
 
-After FractalDB (Kataoka et al., "Pre-training without Natural Images", ACCV 2020, arXiv:2101.08515): a
-class is an iterated function system, found at random by the share of the image that it fills; its
-instances vary coefficients, mirror it, and draw other points in other colours. Other than there, every
-map contracts, whatever the variation, so that no orbit diverges; a coefficient's factor is drawn from
-a range instead of five values; and points are blended in colour instead of painted in grey.
+The method follows FractalDB (Kataoka et al., "Pre-training without Natural Images", ACCV 2020,
+arXiv:2101.08515). A class is a random iterated function system that fills enough of the image. Its images
+vary coefficients, mirror the system, and draw other points in other colours. Unlike FractalDB, every map
+contracts under every variation, so no orbit diverges. A coefficient's factor is drawn from a range instead of
+five values, and points are blended in colour instead of painted in grey.
 """
 
 import argparse
@@ -27,29 +27,29 @@ from vil.training.draws import key
 from vil.training.files import write_atomically
 from vil.training.images import Source, fingerprint
 
-VALIDATION_IMAGES = 50  # of a class; as ImageNet has
+VALIDATION_IMAGES = 50  # per class, as in ImageNet
 FILLING_RATE = 0.2  # FractalDB's best
 _POINTS_PER_PIXEL = 4
 
 
 class FractalSource(Source):
-    """One split of as many classes of fractals as wanted, each image computed when it is read.
+    """One split of fractal images in any number of classes; each image is computed when it is read.
 
-    An image follows from the seed, its class, its number in the class, the split and the size alone.
-    Index i is image i // num_classes of class i % num_classes, so that any stretch is balanced.
+    An image depends only on the seed, its class, its number in the class, the split and the size.
+    Index i is image i // num_classes of class i % num_classes, so any index range is balanced.
     """
 
     def __init__(
         self, seed: int, num_classes: int, images_per_class: int, size: int, training: bool
     ) -> None:
-        """Find the classes, before loader processes are forked, which then share them.
+        """Find the classes now, so that data-loading workers forked later share them.
 
         Args:
-            seed: Names the data set; class k follows from it and from k.
+            seed: Seed of the data set; class k depends only on it and on k.
             num_classes: Number of classes.
-            images_per_class: Images of each; those of a smaller number are the first of them.
+            images_per_class: Number of images of each class; a smaller number gives the first ones.
             size: Height and width in pixels, at least 16.
-            training: Training split, or validation; they have no image in common.
+            training: Training split, or else validation; they have no image in common.
         """
         if size < 16:
             raise ValueError(f"size must be at least 16, got {size}")
@@ -58,7 +58,7 @@ class FractalSource(Source):
         self.labels = np.tile(np.arange(num_classes, dtype=np.int64), images_per_class)
         self.classes = tuple(str(number) for number in range(num_classes))
         place = (seed, num_classes, images_per_class, size, int(training))
-        # The pixels stand for how images are drawn, should that ever change.
+        # One image's pixels are included, so that a change of the drawing code changes it.
         self.listing = fingerprint(str(place).encode(), self._systems, self.read(0))
 
     def read(self, index: int) -> bytes:
@@ -85,14 +85,14 @@ class FractalSource(Source):
 
 @functools.lru_cache(maxsize=4)
 def find_classes(seed: int, num_classes: int) -> np.ndarray:
-    """Search an iterated function system for each class; both splits share the outcome.
+    """Search an iterated function system for each class; both splits use the same systems.
 
     Args:
-        seed: Names the data set.
+        seed: Seed of the data set.
         num_classes: Number of classes.
 
     Returns:
-        (num_classes, 8, 7), float64, read-only; fractal_loops.py says what a system is.
+        Read-only float64 array (num_classes, 8, 7); fractal_loops.py explains a system.
     """
     systems = np.empty((num_classes, fractal_loops.MAPS, fractal_loops.NUMBERS))
     for label, system in enumerate(systems):
@@ -102,12 +102,12 @@ def find_classes(seed: int, num_classes: int) -> np.ndarray:
 
 
 def _seed(purpose: str, *place: int) -> np.uint64:
-    """Mix 64 bits: of 32, two images among those of a thousand classes would draw the same."""
+    """Return a 64-bit seed: with 32 bits, two images of a thousand classes would share a seed."""
     return np.uint64(key(purpose, *place) | key(f"{purpose}, upper half", *place) << 32)
 
 
 def write_image(source: FractalSource, folder: Path, index: int) -> None:
-    """Write an image as PNG below a split's folder, unless it is there."""
+    """Write an image as PNG below a split's folder, unless it exists."""
     number, label = divmod(index, len(source.classes))
     path = folder / source.classes[label] / f"{number}.png"
     if not path.exists():
@@ -117,7 +117,7 @@ def write_image(source: FractalSource, folder: Path, index: int) -> None:
 
 
 def main() -> int:
-    """Write a folder as the command line says."""
+    """Write the folder that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--classes", type=int, default=1000)

@@ -1,4 +1,4 @@
-"""Train small models on images under one recipe, and compare accuracy, loss and time.
+"""Train small models on images with one recipe, and compare accuracy, loss and time.
 
     python -m experiments.images digits --per-class 32 --steps 300 --rates 1e-3 2e-3 4e-3 --seeds 0 1 2
     python -m experiments.images fractals --models ViL ViM DeiT "DeiT x 4" --rates 1e-3
@@ -6,13 +6,13 @@
     python -m experiments.images photos --per-class 100        # a folder with train/<class>/ and val/<class>/
     python -m experiments.tables output/images_digits.json --by model lr --show top1:1 loss:3 --tuned loss
 
-All models have about as many parameters and make as many steps on the same images in the same order. A name
-says what is changed: "DeiT x 4" makes 4 times the steps, "ViL, averaged" averages tokens instead of a class token.
-``variants.py`` has more names. If you give several rates, each model takes the one with the lowest loss for a seed
-that is not reported.
+All models have about as many parameters and train for as many steps on the same images in the same order. A name
+can change this: "DeiT x 4" trains for 4 times the steps, "ViL, averaged" averages tokens instead of using a class
+token. ``variants.py`` has more names. If you give several rates, each model takes the rate with the lowest mean
+loss over seeds that are not reported.
 
-``--start WEIGHTS`` trains each model twice, from the weights ("fine-tuned") and without them ("from scratch"). The
-same command again continues a record.
+``--start WEIGHTS`` trains each model twice, from the weights ("fine-tuned") and without them ("from scratch").
+Repeat the command to resume a record.
 """
 
 import argparse
@@ -70,21 +70,21 @@ _PLAIN = ("--augment.degrees", "0", "--augment.translate", "0", "--augment.zoom"
 
 @dataclass(frozen=True)
 class Images:
-    """A data set, and how long to train on it."""
+    """A data set, and settings to train on it."""
 
     arguments: tuple[str, ...]
-    """Of train_imagenet.py, on top of the recipe."""
+    """Arguments of train_imagenet.py, on top of the recipe."""
     per_class: int | None
     """Training images of each class."""
     steps: int
     """Optimiser steps."""
     recipe: str = "configs/digits.yaml"
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of train_imagenet.py, for models whose sizes are others here."""
+    """Arguments of train_imagenet.py, for models with other sizes on this data set."""
     choice: tuple[str, ...] = ()
-    """Of train_imagenet.py, for the runs that choose learning rates, ..."""
+    """Arguments of train_imagenet.py, for the runs that choose learning rates."""
     choice_steps: int | None = None
-    """... and their optimiser steps."""
+    """Optimiser steps of the runs that choose learning rates; None: ``steps``."""
     choice_seeds: int = 1
     every_epoch: bool = False
     """Whether the held-out images are scored after every epoch."""
@@ -94,7 +94,7 @@ class Images:
 
     @property
     def to_choose(self) -> "Images":
-        """The images that learning rates are chosen on."""
+        """The data and settings of the runs that choose learning rates."""
         steps = self.choice_steps or self.steps
         arguments = (*self.arguments, *self.choice)
         return dataclasses.replace(
@@ -102,7 +102,7 @@ class Images:
         )
 
 
-FASHION = Images(  # 4 epochs; 10,000 of the training images choose rates on 10,000 others
+FASHION = Images(  # 4 epochs; rates: train on 10,000 training images, test on 10,000 more
     (),
     per_class=None,
     steps=3748,
@@ -131,7 +131,7 @@ DATA = {
         steps=480,
     ),
     "fashion_mnist": FASHION,
-    "fashion_mnist_changes": dataclasses.replace(  # of the block, on 10,000 training images
+    "fashion_mnist_changes": dataclasses.replace(  # changed blocks, on 10,000 images
         FASHION.to_choose,
         compared=(
             "ViL exact",
@@ -171,12 +171,12 @@ def data_named(name: str) -> Images:
 
 
 def base(model: str) -> str:
-    """Return the name of the model that is trained in another way."""
+    """Return a model's name without the changes " x N" and ", averaged"."""
     return model.partition(TIMES)[0].partition(AVERAGED)[0]
 
 
 def configure(data: Images, model: str, lr: float, seed: int, start: str | None) -> TrainConfig:
-    """Return a run's configuration: the recipe, its epochs and warm-up stretched to the steps."""
+    """Return a run's configuration: the recipe, with epochs and warm-up scaled to the steps."""
     recipe = ROOT / data.recipe
     arguments = ["--config", str(recipe), *data.arguments, *(MODELS | data.models)[base(model)]]
     if data.per_class:
@@ -197,7 +197,7 @@ def configure(data: Images, model: str, lr: float, seed: int, start: str | None)
 
 
 def opened(config: TrainConfig, training: bool) -> Source:
-    """Open one split of the images, fractals among them, which are computed as they are read."""
+    """Open one split of the images; fractals are computed when they are read."""
     model, data = config.model, config.data
     if data.path != "fractals":
         return open_source(data, model, training)
@@ -208,10 +208,10 @@ def opened(config: TrainConfig, training: bool) -> Source:
 def train(
     trainee: Trainee, data: TrainData, held_out: ValData, config: TrainConfig, every_epoch: bool
 ) -> tuple[list[float], list[tuple[float, Score]]]:
-    """Train to the end, or to the end of every epoch, and score the held-out images there.
+    """Train, and score the held-out images at the end, or after every epoch.
 
     Returns:
-        The loss of every step; the CPU or GPU seconds of training until each score, and the score.
+        The loss of every step; pairs of training seconds so far (CPU time, or wall time on a GPU) and score.
     """
     clock = time.perf_counter if trainee.world.device.type == "cuda" else time.process_time
     losses, scores, seconds = [], [], 0.0
@@ -238,15 +238,15 @@ def trained(
 
     Args:
         data: The images.
-        model: A key of ``MODELS``, and how it is trained.
-        lr: Peak learning rate of a batch of optim.lr_base_size images.
-        seed: Of weights, order and augmentation.
+        model: A key of ``MODELS``, with optional changes such as " x 4" or ", averaged".
+        lr: Peak learning rate for a batch of optim.lr_base_size images.
+        seed: Seed of weights, order and augmentation.
         start: File of weights, which decide the model's sizes.
-        load: Whether to load them.
+        load: Whether to load the weights.
 
     Returns:
         The figures are held-out loss and top-1 in percent, mean training loss of the last tenth of the steps,
-        parameters, steps, CPU ms of a training step, and top-1 over CPU seconds if it was scored every epoch.
+        parameters, steps, and CPU ms of a step. If scored every epoch, "curve" is top-1 over CPU seconds.
     """
     config = configure(data, model, lr, seed, start)
     with connect(config.run) as world:
@@ -278,8 +278,8 @@ def run(data: Images, weights: str | None, *, start: str = TUNED, **chosen: Any)
     Args:
         data: The images.
         weights: File to start from, if any.
-        start: TUNED or SCRATCH.
-        **chosen: Model, lr and seed, as of ``trained``.
+        start: ``TUNED`` or ``SCRATCH``.
+        **chosen: Arguments model, lr and seed of ``trained``.
     """
     return trained(data, **chosen, start=weights, load=start == TUNED)[2]
 
@@ -295,12 +295,12 @@ def execute(
     """Make the runs that a record lacks, and return the exit status.
 
     Args:
-        record: Of the runs.
-        one: Makes a run that chooses a rate, if there are several; its seed is not reported.
-        final: Makes a run that is reported.
-        axes: Values of every run but its rate and its seed.
-        args: As of ``parse``.
-        choice_seeds: How many seeds choose a rate, by the lowest mean loss.
+        record: Record of the runs.
+        one: Function of a run that chooses a rate, if there are several; its seed is not reported.
+        final: Function of a run that is reported.
+        axes: Values for the runs, except rates and seeds.
+        args: Arguments of ``parse``'s parser.
+        choice_seeds: Number of seeds that choose a rate, by the lowest mean loss.
     """
     budget = Budget(args.seconds)
     seeds = range(CHOICE_SEED, CHOICE_SEED + choice_seeds)
@@ -316,7 +316,7 @@ def execute(
 
 
 def parse(description: str) -> argparse.ArgumentParser:
-    """Return a parser of what ``images`` and ``sizes`` share."""
+    """Return a parser of the arguments that ``images`` and ``sizes`` share."""
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     add("data", help=f"{', '.join(DATA)}, or a folder of images")
@@ -340,7 +340,7 @@ def parse(description: str) -> argparse.ArgumentParser:
 
 
 def asked(parser: argparse.ArgumentParser, program: str) -> tuple[argparse.Namespace, Images]:
-    """Read the command line of ``parse``'s parser, and the data set that it names."""
+    """Read the command line with ``parse``'s parser; return it and its data set."""
     args = parser.parse_args()
     if args.data.startswith("fashion_mnist"):
         fashion_mnist.unpack()

@@ -1,9 +1,9 @@
-"""Causal token mixers that differ in nothing but their recurrence.
+"""Causal token mixers that differ only in their recurrence.
 
-Every mixer is Mamba's block (arXiv 2312.00752, Fig. 3): a projection to values and gate, a causal
-depthwise convolution with SiLU, queries and keys of ``d_state`` channels projected from the values,
-the recurrence, a skip, the gate, and a projection back. ``recurrences.py`` has the recurrences and the
-letters.
+Every mixer is Mamba's block (arXiv 2312.00752, Fig. 3). It projects to values and gate, then applies
+a causal depthwise convolution with SiLU. It projects the values to queries and keys of ``d_state``
+channels. The recurrence, a skip, the gate and a projection back follow. ``recurrences.py`` explains
+the recurrences and letters.
 """
 
 import math
@@ -35,11 +35,11 @@ class Mixer(nn.Module):
             d_state: State size N per channel.
             d_conv: Taps of the depthwise convolution.
             expand: Channels of the recurrence per channel of the block.
-            depth: Number of mixers in the residual stack; the output projection starts smaller by
-                its square root.
+            depth: Number of mixers in the residual stack; the initial output projection is divided
+                by its square root.
 
         Raises:
-            ValueError: ``recurrence`` is unknown.
+            ValueError: If ``recurrence`` is unknown.
         """
         super().__init__()
         if recurrence not in RECURRENCES:
@@ -65,11 +65,11 @@ class Mixer(nn.Module):
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Convolve every channel over the tokens up to its own.
+    """Convolve every channel over each token and the tokens before it.
 
     Args:
         x: (B, L, E).
-        weight: Taps, (K, E); the last one meets the token itself.
+        weight: Taps, (K, E); the last one multiplies the token itself.
         bias: (E,).
 
     Returns:

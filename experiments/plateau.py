@@ -1,11 +1,11 @@
-"""Train to recall until a run leaves the plateau; how many steps that takes is its one number.
+"""Train associative recall until a run leaves the plateau; the result is the number of steps.
 
-Runs first name any of the K values of a sequence, which is right once in K times, and stay there for
-some hundred steps or for good (``recall_task.py``). A run *has left* at the first step at which the mean share
-of right answers in the last ``WINDOW`` batches is at least ``TIMES`` the mean of 1/K over the settings'
-numbers of pairs. Sequences are fresh and answered before the step that learns from them, so this is
-accuracy on unseen ones. The learning rate rises for ``WARMUP`` steps and then stays, so that what happens
-until a step does not depend on the limit at which a run that stays is given up (it is *censored*).
+At first, runs name any of the K values of a sequence, which is right once in K times. They stay on this plateau
+for some hundred steps or for good (``recall_task.py``). A run *has left* at the first step at which the mean
+share of right answers in the last ``WINDOW`` batches is at least ``TIMES`` the mean of 1/K over the settings'
+numbers of pairs. Sequences are fresh and answered before the step that learns from them, so this is accuracy on
+unseen sequences. The learning rate rises for ``WARMUP`` steps and then stays constant. So a run's course does
+not depend on the step limit at which it is given up (it is *censored*).
 """
 
 import math
@@ -20,22 +20,22 @@ import torch.nn.functional as F
 from experiments.recall_task import WEIGHT_DECAY, LanguageModel, sample
 from experiments.records import Row
 
-WINDOW = 60  # steps: 20 of each number of pairs, whose share then varies by about 0.02
+WINDOW = 60  # steps, 20 for each number of pairs; the share then varies by about 0.02
 TIMES = 2.0
 WARMUP = 50  # steps
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the runs of a setting share."""
+    """Settings that runs share."""
 
     length: int
     """Tokens of a sequence."""
     pairs: tuple[int, ...]
-    """Of a sequence; batches of each take turns."""
+    """Numbers of pairs K in a sequence; batches alternate between them."""
     d_state: int
     limit: int
-    """Steps after which a run that stays is given up."""
+    """Steps after which a run that is still on the plateau is given up."""
     dim: int = 64
     depth: int = 1
     vocabulary: int = 64
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def left_at(self) -> float:
-        """Share of right answers from which on a run has left."""
+        """Share of right answers at which a run has left the plateau."""
         return TIMES * statistics.fmean(1 / k for k in self.pairs)
 
 
@@ -54,18 +54,18 @@ SETTINGS = {
 
 
 def run(setting: str, recurrence: str, lr: float, seed: int) -> Row:
-    """Train a model until it has left the plateau, or the limit.
+    """Train a model until it leaves the plateau or reaches the step limit.
 
     Args:
         setting: A key of ``SETTINGS``.
         recurrence: A key of ``RECURRENCES``.
         lr: Learning rate after the warm-up.
-        seed: Of the initial values and of the sequences, which are the same for all recurrences.
+        seed: Seed of the initial weights and of the sequences, which all recurrences share.
 
     Returns:
-        "left", whether it did; "steps", after how many it did, or else the limit; "accuracy" and
-        "train_loss", means of the last window; "cpu_seconds". A loss that is not finite ends a run, which
-        then counts as one that stays, and has the "train_loss" None.
+        "left" (whether it left), "steps" (steps until it left, or else the limit), "accuracy" and
+        "train_loss" (means of the last window), and "cpu_seconds". A loss that is not finite ends the
+        run: it counts as staying on the plateau, with "train_loss" None.
     """
     start = time.process_time()
     settings = SETTINGS[setting]

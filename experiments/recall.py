@@ -5,13 +5,13 @@
     python -m experiments.recall --setting published --lengths 512 --dims 64          # for a GPU
     python -m experiments.tables output/recall.json --by recurrence lr --show accuracy*100:1
 
-A sequence lists K pairs and then asks for the value of each key once, at gaps drawn from a power law.
-All models are the same but for the recurrence (``mixer.py``). ``short`` (32 tokens), ``long`` (64) and ``longer`` (128)
-train one layer on fresh sequences of several K, and test each K apart and at longer sequences. ``published`` is the
+A sequence lists K pairs and then asks for the value of each key once, at gaps drawn from a power law. All models
+differ only in the recurrence (``mixer.py``). ``short`` (32 tokens), ``long`` (64) and ``longer`` (128) train one
+layer on fresh sequences of several K. They test each K separately, and longer sequences. ``published`` is the
 grid of Fig. 4 of the Longhorn paper. ``--measure steps`` trains until a run leaves the plateau (``plateau.py``).
 
-Runs are recorded one by one, and the same command continues. After ``--seconds`` no run begins; runs of ``published``
-end with their epoch then, and are recorded as stopped ("by_epoch" tells how far each was).
+Runs are recorded one by one; repeat the command to resume. After ``--seconds`` no run starts. A ``published`` run
+then stops after its current epoch and is recorded as stopped; "by_epoch" has the accuracies so far.
 """
 
 import argparse
@@ -44,17 +44,17 @@ from experiments.recurrences import RECURRENCES
 OUTPUT = Path("output/recall.json")
 RATES = (1e-4, 4.6e-4, 2.2e-3, 1e-2)  # the paper's
 DATA_SEED, TEST_SEED = 123, 2**31
-TEST_TOKENS = 16384  # in a batch: bounds the memory of attention to all earlier tokens
+TEST_TOKENS = 16384  # in a batch, which bounds the memory of softmax attention
 
 # ------------------------------------------------------------------------- the setting for a CPU
 
 
 @dataclass(frozen=True)
 class Small:
-    """What the runs on a CPU share.
+    """Settings that the runs on a CPU share.
 
-    The numbers of pairs are half the state size, as many and twice as many. One layer, since two
-    need far more examples to find the task; few pairs among many, since they are found first.
+    The numbers of pairs are 0.5, 1 and 2 times the state size. Small numbers are included because
+    they are learned first. There is one layer, since two need far more examples to find the task.
     """
 
     dim: int = 64
@@ -63,14 +63,14 @@ class Small:
     vocabulary: int = 64
     length: int = 32
     pairs: tuple[int, ...] = (2, 4, 8)
-    """Of a sequence; batches of each take turns."""
+    """Numbers of pairs K in a sequence; batches alternate between them."""
     batch_size: int = 64
     steps: int = 1200
     warmup: int = 50
     factors: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Lengths of a further test, in trained ones ..."""
+    """Lengths of the test by length, in multiples of the trained length."""
     far_pairs: int = 4
-    """... and the pairs of its sequences."""
+    """Number of pairs in the test by length."""
     test_count: int = 500
 
 
@@ -84,17 +84,17 @@ SMALL = {
 
 
 def run_small(recurrence: str, lr: float, seed: int, **settings: Any) -> Row:
-    """Train on fresh sequences, the numbers of pairs in turn, and test.
+    """Train on fresh sequences, alternating between the numbers of pairs, and test.
 
     Args:
         recurrence: A key of ``recurrences.RECURRENCES``.
         lr: Highest learning rate.
-        seed: Of the initial values and of the sequences.
+        seed: Seed of the initial weights and of the sequences.
         settings: Fields of ``Small``.
 
     Returns:
-        Figures "accuracy" (mean over the numbers of pairs, at the trained length), "pairs K" for
-        each number of pairs, and "length T" for each length, with ``far_pairs`` pairs.
+        "parameters" and accuracies: "pairs K" for each K at the trained length, "accuracy" (their
+        mean), and "length T" for each tested length with ``far_pairs`` pairs.
     """
     small = Small(**settings)
     torch.manual_seed(seed)
@@ -133,13 +133,13 @@ def figures_of(model: LanguageModel, small: Small) -> Row:
 
 # ----------------------------------------------------------------------------- published setting
 
-# Tokens: pairs and examples of a batch.
+# Length in tokens -> (pairs, batch size).
 PUBLISHED = {64: (4, 512), 128: (8, 512), 256: (16, 256), 512: (64, 128)}
 
 
 @dataclass(frozen=True)
 class Published:
-    """What the runs of the published setting share."""
+    """Settings that the published runs share."""
 
     depth: int = 2
     d_state: int = 16
@@ -167,13 +167,13 @@ def run_published(
         length: A key of ``PUBLISHED``.
         dim: Channels C.
         lr: Learning rate of the first epoch.
-        seed: Of the initial values. All runs of a length are trained and tested on the same data.
-        deadline: By ``time.time``: the run stops after the epoch in which this passes.
+        seed: Seed of the initial weights. All runs of a length train and test on the same data.
+        deadline: Value of ``time.time``; the run stops after the epoch in which it passes.
         settings: Fields of ``Published``.
 
     Returns:
-        Figures "accuracy" (the last epoch's), "by_epoch", "epochs", "parameters" and "seconds", and
-        "stopped" if the deadline ended it.
+        Figures "accuracy" (of the last epoch), "by_epoch", "epochs", "parameters" and "seconds", and
+        "stopped" if the deadline ended the run.
     """
     setting = Published(**settings)
     pairs, batch_size = PUBLISHED[length]
@@ -182,7 +182,7 @@ def run_published(
     train = sample_many(DATA_SEED, setting.train_count, *shape).to(device)
     valid = sample_many(TEST_SEED, setting.test_count, *shape).to(device)
     torch.manual_seed(seed)
-    # Attention alone has no other way to tell one position from another.
+    # Only attention needs embeddings to distinguish positions.
     positions = length if recurrence == "softmax" else None
     sizes = (setting.vocabulary, dim, setting.depth, setting.d_state, positions)
     model = LanguageModel(recurrence, *sizes).to(device)
@@ -234,7 +234,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what is missing of a record and return the exit status."""
+    """Make the runs that the record lacks and return the exit status."""
     args = parse()
     budget = Budget(args.seconds)
     axes = {"recurrence": args.recurrences, "lr": args.rates or RATES, "seed": args.seeds}

@@ -1,4 +1,4 @@
-"""Associative recall: sequences with pairs of keys and values, and a small language model (MQAR, arXiv 2312.04927)."""
+"""Associative recall (MQAR, arXiv 2312.04927): sequences with pairs of keys and values, and a small language model."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences with what to recall in them."""
+    """Sequences with their queries and answers."""
 
     tokens: Tensor
-    """(B, T)."""
+    """Tokens, (B, T)."""
     queries: Tensor
     """Positions at which a value is asked for, in the order of the pairs, (B, K)."""
     answers: Tensor
-    """These values, (B, K)."""
+    """Values that are asked for, (B, K)."""
 
     def __getitem__(self, which: slice) -> "Sequences":
         return Sequences(self.tokens[which], self.queries[which], self.answers[which])
@@ -45,14 +45,14 @@ def sample(
     pairs, with probability proportional to (g + 1)^(a - 1), a = 0.01.
 
     Args:
-        generator: Of the CPU, so that the sequences do not depend on the device.
+        generator: CPU generator, so that the sequences do not depend on the device.
         count: Number of sequences B.
-        length: Tokens T of each.
-        pairs: Pairs K of each.
-        vocabulary: Number of tokens; keys are of the lower half without 0, values of the upper.
+        length: Tokens T of each sequence.
+        pairs: Pairs K of each sequence.
+        vocabulary: Number of tokens; keys are in the lower half without 0, values in the upper half.
 
     Raises:
-        ValueError: the pairs do not fit the length or the vocabulary.
+        ValueError: If the pairs do not fit the length or the vocabulary.
     """
     places, half = (length - 2 * pairs) // 2, vocabulary // 2
     if not 0 < pairs <= places:
@@ -61,7 +61,7 @@ def sample(
         raise ValueError(f"vocabulary must be at least {2 * pairs + 2} for {pairs} pairs")
     keys = 1 + torch.rand(count, half - 1, generator=generator).topk(pairs).indices
     answers = half + torch.rand(count, vocabulary - half, generator=generator).topk(pairs).indices
-    # The highest of log p plus Gumbel noise are a draw without replacement, in the order of drawing.
+    # Gumbel top-k: the largest log p + noise are a draw without replacement, in the order of drawing.
     log_p = (GAP_POWER - 1) * torch.arange(1, places + 1, dtype=torch.float64).log()
     noise = torch.empty(count, places, dtype=torch.float64).exponential_(generator=generator)
     gaps = (log_p - noise.log()).topk(pairs).indices
@@ -73,7 +73,7 @@ def sample(
 
 
 def sample_many(seed: int, count: int, length: int, pairs: int, vocabulary: int) -> Sequences:
-    """Draw as ``sample``, in parts that bound the memory."""
+    """Draw sequences like ``sample``, in parts of 1,000 to bound the memory."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [len(part) for part in torch.arange(count).split(1000)]
     parts = [sample(generator, size, length, pairs, vocabulary) for size in sizes]
@@ -85,7 +85,7 @@ def sample_many(seed: int, count: int, length: int, pairs: int, vocabulary: int)
 
 
 class LanguageModel(nn.Module):
-    """Embedding, mixers with residuals, and the embedding again as the head."""
+    """Embedding, mixers with residuals, and a head that shares the embedding's weights."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
             dim: Channels C.
             depth: Number of layers.
             d_state: State size N.
-            positions: Learn an embedding of that many positions; none if None.
+            positions: Number of positions with a learned embedding; None for no such embedding.
         """
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim)
@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
-        """Return logits (B, K, V) of the tokens (B, T) that answer those at ``queries`` (B, K)."""
+        """Return logits (B, K, V) at the positions ``queries`` (B, K) of the tokens (B, T)."""
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
@@ -137,7 +137,7 @@ def loss_of(model: LanguageModel, batch: Sequences) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: LanguageModel, sequences: Sequences, batch_size: int) -> float:
-    """Return the share of right answers; all sequences have as many, so it is their mean's."""
+    """Return the share of right answers over all queries of all sequences."""
     right = 0
     for start in range(0, len(sequences), batch_size):
         batch = sequences[start : start + batch_size]

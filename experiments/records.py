@@ -1,7 +1,7 @@
-"""Records of experiments: runs, each with its seed and figures, in one JSON file that can be continued.
+"""Keep the runs of an experiment, each with its seed and figures, in one JSON file that can be resumed.
 
-A record names the command and the versions, each run its commit and device. The record is written after every run, so
-that the same command finishes what an interrupted one began; with other settings or versions it refuses.
+A record names the command and the versions, each run its commit and device. The file is written after every run,
+so you can resume by repeating the command. A command with other settings or versions is refused.
 """
 
 import itertools
@@ -28,14 +28,14 @@ class Record:
     """The runs of one experiment."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Open a record, or begin it.
+        """Open a record, or create it.
 
         Args:
             path: JSON file, read if it exists.
-            settings: What all runs share.
+            settings: Settings that all runs share.
 
         Raises:
-            SystemExit: the file holds runs of other settings or versions.
+            SystemExit: If the file holds runs of other settings or versions.
         """
         self.path = path
         versions = environment()
@@ -64,7 +64,7 @@ class Record:
 
 
 def dump(head: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Return a record as JSON, a line for each run."""
+    """Return a record as JSON, with one line per run."""
     ordered = sorted(rows, key=lambda row: json.dumps(row))
     lines = ",\n".join("  " + json.dumps(row) for row in ordered)
     return json.dumps(head, indent=1)[:-2] + f',\n "runs": [\n{lines}\n ]\n}}\n'
@@ -81,15 +81,15 @@ def run_all(
     """Add the missing runs to a record.
 
     Args:
-        record: Receives each run with its figures.
-        function: Returns the figures of a run, given it as keyword arguments; importable by name.
-        runs: What distinguishes each run; distinct from each other.
-        jobs: Runs at a time, each in a process of its own.
-        threads: Threads of each.
-        budget: No run is begun once it is used up.
+        record: Record that receives each run with its figures.
+        function: Importable function from a run's keyword arguments to its figures.
+        runs: Keyword arguments of each run; no two are equal.
+        jobs: Number of processes; each makes one run at a time.
+        threads: PyTorch threads of each process.
+        budget: No run starts once it is used up.
 
     Returns:
-        How many runs are missing still.
+        Number of runs that are still missing.
     """
     missing = record.missing(runs)
     queue, futures, number = list(missing), {}, 0

@@ -1,9 +1,9 @@
-"""The recurrences that mixers differ in (``mixer.py``).
+"""Recurrences for the mixers of ``mixer.py``.
 
-All but ``softmax`` and ``none`` keep a state of E x N numbers, written by one key and read by one query
-per token that all channels share; keys and queries are projected from the values.
-Letters: B batch, L tokens, C channels of the block, E = expand * C channels of the recurrence, N state
-size, R rank of projections that give step sizes.
+All but ``softmax`` and ``none`` keep a state of E x N numbers. Per token, one key writes it and one
+query reads it; all channels share them. Keys and queries are projected from the values. Letters: B
+batch, L tokens, C channels of the block, E = expand * C channels of the recurrence, N state size, R
+rank of projections that give step sizes.
 
 With value x_i of channel i, key k_j, query q_j and y_i = q.S_i:
 
@@ -20,11 +20,11 @@ With value x_i of channel i, key k_j, query q_j and y_i = q.S_i:
     softmax                y = softmax(q k^T / sqrt(C)) x, q and k of width C  arXiv 1706.03762
     none                   y = 0
 
-These are the recurrences, not the architectures that they were published in. Left out are: linear
-attention's feature map and normaliser; RetNet's rotation of queries and keys and its group
-normalisation; GLA's output normalisation and its keys per head; DeltaNet's SiLU on queries and keys,
-its normalised queries and its output normalisation; several heads of attention and its position
-embedding. RetNet's heads h are groups of channels that share queries and keys.
+These are the recurrences, not the published architectures. Linear attention lacks its feature map
+and normaliser. RetNet lacks its rotation of queries and keys and its group normalisation. GLA lacks
+its output normalisation and its keys per head. DeltaNet lacks its SiLU on queries and keys, its
+normalised queries and its output normalisation. Attention has one head and no position embedding.
+RetNet's heads h are groups of channels that share queries and keys.
 """
 
 import math
@@ -44,16 +44,16 @@ GLA_CHUNK, GLA_STRONGEST = 32, -2.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a mixer: what its recurrence is built from."""
+    """Sizes of a mixer that its recurrence is built from."""
 
     dim: int
-    """C."""
+    """Channels C of the block."""
     inner: int
-    """E."""
+    """Channels E of the recurrence."""
     state: int
-    """N."""
+    """State size N."""
     rank: int
-    """R."""
+    """Rank R of the projections that give step sizes."""
 
 
 # ------------------------------------------------------------------ recurrences of this library
@@ -67,7 +67,7 @@ class Longhorn(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        # One beta for all channels needs no detour over a low rank.
+        # One beta for all channels needs no low-rank projection.
         self.splits = [1 if self.scalar else sizes.rank, sizes.state, sizes.state]
         self.x_proj = nn.Linear(sizes.inner, sum(self.splits), bias=False)
         self.dt_proj = nn.Identity() if self.scalar else nn.Linear(sizes.rank, sizes.inner)
@@ -121,7 +121,7 @@ class Mamba(nn.Module):
         return mamba_scan(x, self.dt_proj(dt), -torch.exp(self.A_log), q, k)
 
 
-# ------------------------------------------------------ others, in the parallel form of each
+# ------------------------------------------------------- other recurrences, in parallel form
 
 
 class LinearAttention(nn.Module):
@@ -170,7 +170,7 @@ def retention(x: Tensor, q: Tensor, k: Tensor, decays: Tensor) -> Tensor:
         x: Values, (B, L, E).
         q: Queries, (B, L, N).
         k: Keys, (B, L, N).
-        decays: Of H heads of E / H neighbouring channels, (H,).
+        decays: Decays of H heads of E / H neighbouring channels, (H,).
 
     Returns:
         (B, L, E).
@@ -205,8 +205,8 @@ def gated_linear_attention(x: Tensor, q: Tensor, k: Tensor, log_decay: Tensor) -
         x: Values, (B, L, E).
         q: Queries, (B, L, N).
         k: Keys, (B, L, N).
-        log_decay: Logarithm of what remains of the state at each token, (B, L, N), at least
-            ``GLA_STRONGEST``.
+        log_decay: Logarithm of the share of the state that remains at each token, (B, L, N), at
+            least ``GLA_STRONGEST``.
 
     Returns:
         (B, L, E).
@@ -241,14 +241,14 @@ class DeltaNet(nn.Module):
 def delta_rule(x: Tensor, q: Tensor, k: Tensor, step: Tensor) -> Tensor:
     """Scan with the delta rule, all tokens at once.
 
-    The state is sum of k_s u_s, where u_t = step_t (x_t - sum of (k_t.k_s) u_s over s < t): a
-    triangular system (the UT transform of arXiv 2406.06484, Eq. 10).
+    The state is the sum of k_s u_s, where u_t = step_t (x_t - sum of (k_t.k_s) u_s over s < t) is
+    solved as a triangular system (the UT transform of arXiv 2406.06484, Eq. 10).
 
     Args:
         x: Values, (B, L, E).
         q: Queries, (B, L, N).
         k: Keys, (B, L, N).
-        step: (B, L, 1).
+        step: Step sizes, (B, L, 1).
 
     Returns:
         (B, L, E).
@@ -259,7 +259,7 @@ def delta_rule(x: Tensor, q: Tensor, k: Tensor, step: Tensor) -> Tensor:
     return linear_attention(u, q, k)
 
 
-# --------------------------------------------------------------------------- what has no state
+# -------------------------------------------------------------------------------- without state
 
 
 class Softmax(nn.Module):

@@ -1,12 +1,12 @@
-"""Train small models at one size, and evaluate them on images of other sizes.
+"""Train small models at one image size, and evaluate them at other sizes.
 
     python -m experiments.sizes digits --models ViL ViM "DeiT x 4" --rates 1e-3 2e-3 4e-3 --jobs 2
     python -m experiments.tables output/sizes_digits.json --by model --show "2 x=grids.8x8.0:1"
 
-Models and data are those of ``images.py``. A trained model meets the held-out images stretched to every grid of
-patches from half to twice the trained side, square, wide and high, and some larger squares. Each grid has two figures:
-top-1 of the model as it is, and of the same images resized to the trained size first. DeiT's position embedding is
-resampled. "finer" is top-1 with patches at half the stride, on images as in training.
+Models and data are the same as in ``images.py``. The held-out images are stretched to every patch grid from half to
+twice the trained side (square, wide and tall), and to some larger squares. Each grid has two figures: top-1 of the
+model as it is, and top-1 on the same images resized to the trained size first. DeiT's position embedding is
+resampled. "finer" is top-1 with patches at half the stride, on images of the trained size.
 """
 
 import copy
@@ -28,11 +28,11 @@ from vil.training.transforms import Normalize
 
 DEVICE = torch.device("cpu")
 FAR = (2.5, 3, 4)
-"""Multiples of the side beyond twice it."""
+"""Sides of the larger squares, in multiples of the trained side."""
 
 
 def grids_of(trained: int, far: tuple[float, ...] = FAR) -> list[tuple[int, int]]:
-    """Return the grids (rows, columns) to evaluate at: square, wide and high ones."""
+    """Return the grids (rows, columns) to evaluate at: square, wide and tall."""
     sides = range(-(-trained // 2), 2 * trained + 1)
     squares = [(side, side) for side in (*sides, *(round(times * trained) for times in far))]
     others = [(trained, side) for side in sides if side != trained]
@@ -42,7 +42,7 @@ def grids_of(trained: int, far: tuple[float, ...] = FAR) -> list[tuple[int, int]
 def images_at(
     config: TrainConfig, size: tuple[int, int]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return batches of held-out images of (height, width) pixels, normalised, and their classes."""
+    """Return batches of normalised held-out images of (height, width) pixels, and their classes."""
     normalize = Normalize(config, DEVICE)
     model = dataclasses.replace(config.model, img_size=max(size))
     config = dataclasses.replace(config, model=model)
@@ -64,14 +64,14 @@ def top1(net: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> fl
 
 
 def evaluate_grids(net: nn.Module, config: TrainConfig, far: tuple[float, ...]) -> Row:
-    """Return top-1 by grid, "5x7" say: by default, and of images resized to the trained size."""
+    """Return two top-1 values for each grid, such as "5x7": as is, and with resized images."""
     found: Row = {}
     patch, side = config.model.patch_size, config.model.img_size
     for rows, columns in grids_of(side // patch, far):
         size = (rows * patch, columns * patch)
         batches = images_at(config, size)
         other = copy.deepcopy(net)
-        if not hasattr(net, "ref_feat_shape"):  # a model of timm takes one size at a time
+        if not hasattr(net, "ref_feat_shape"):  # timm's models take one size at a time
             other.set_input_size(img_size=size)
         resized = [(_resize(images, (side, side)), targets) for images, targets in batches]
         found[f"{rows}x{columns}"] = [top1(other, batches), top1(net, resized)]
@@ -79,7 +79,7 @@ def evaluate_grids(net: nn.Module, config: TrainConfig, far: tuple[float, ...]) 
 
 
 def at_half_stride(net: nn.Module, config: TrainConfig) -> float:
-    """Return the top-1 of images as in training, in four times as many patches."""
+    """Return the top-1 on images of the trained size with four times as many patches."""
     model = dataclasses.replace(config.model, patch_stride=config.model.patch_size // 2)
     finer = build_model(model).eval()
     finer.load_state_dict(net.state_dict())
@@ -92,13 +92,13 @@ def run_sizes(data: Images, model: str, lr: float, seed: int, far: tuple[float, 
 
     Args:
         data: The images.
-        model: As of ``images.trained``.
+        model: Model, as in ``images.trained``.
         lr: Peak learning rate.
-        seed: Of weights, order and augmentation.
-        far: Multiples of the side beyond twice it.
+        seed: Seed of weights, order and augmentation.
+        far: Sides of the larger squares, in multiples of the trained side.
 
     Returns:
-        The figures of ``images.trained``, top-1 in percent by grid, and with patches at half the stride.
+        The figures of ``images.trained``, top-1 in percent by grid, and "finer" except for DeiT.
     """
     trainee, config, row = trained(data, model, lr, seed)
     net = trainee.model.eval()

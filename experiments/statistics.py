@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from scipy.stats import permutation_test, ttest_1samp
 
 CHOICE_SEED = 100
-"""Runs with seeds from this one on chose learning rates, and are not reported."""
+"""Runs with this seed or a higher one chose learning rates, and are not reported."""
 SIGN_FLIP_SEEDS = 8
-"""From so many pairs on the sign-flip test can find something at the levels that many questions need."""
+"""Minimum number of pairs with which the sign-flip test can reach the levels that many questions need."""
 _DRAWS = 19_999
-_EXACT = 14  # numbers; 2**14 signs are fewer than the draws
+_EXACT = 14  # numbers; their 2**14 sign patterns are fewer than the draws
 
 
 def spread(numbers: Sequence[float], digits: int) -> str:
@@ -22,16 +22,16 @@ def spread(numbers: Sequence[float], digits: int) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference of runs that share their seed, and how sure it is."""
+    """The mean difference of runs with equal seeds, its 95 % interval and its p."""
 
     mean: float
     low: float
-    """End of the 95 % interval by the t distribution."""
+    """Lower end of the 95 % interval by the t distribution."""
     high: float
     p: float
-    """Two-sided, by ``sign_flip`` from ``SIGN_FLIP_SEEDS`` pairs on, else by the paired t-test."""
+    """Two-sided: by ``sign_flip`` with ``SIGN_FLIP_SEEDS`` pairs or more, else by the paired t-test."""
     at_most: bool
-    """Whether p is the smallest number that the draws of ``sign_flip`` can show, so that it may be smaller."""
+    """Whether p is the smallest that the draws of ``sign_flip`` can show; the true p may be smaller."""
 
     @property
     def p_text(self) -> str:
@@ -40,11 +40,11 @@ class Difference:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Compare two figures of the same seeds.
+    """Compare two groups of runs seed by seed.
 
     Args:
         first: One number for each seed, at least 2.
-        second: The same of other runs, in the same order.
+        second: Numbers of the other runs, with seeds in the same order.
     """
     pairs = [a - b for a, b in zip(first, second, strict=True)]
     found = ttest_1samp(pairs, 0)
@@ -57,9 +57,9 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def sign_flip(pairs: Sequence[float]) -> float:
-    """Return how often a mean is as far from 0 if either sign of each number is equally likely.
+    """Return the probability that random signs of the numbers give a mean at least as far from 0.
 
-    The probability is exact for up to ``_EXACT`` numbers. Beyond, draws with a fixed seed estimate it.
+    It is exact for up to ``_EXACT`` numbers. For more, draws with a fixed seed estimate it.
     """
     found = permutation_test(
         (pairs, [0.0] * len(pairs)),

@@ -1,15 +1,15 @@
-"""Print tables of records, and keep those of docs/records.md equal to their records.
+"""Print tables of records, and update the tables of docs/records.md.
 
     python -m experiments.tables RECORD... --by KEY... --show COLUMN...   # print one table
-    python -m experiments.tables --write                                  # print all tables of the page anew
+    python -m experiments.tables --write                                  # update all tables of the page
 
 A cell is the mean ± the standard deviation over seeds. COLUMN is ``[TITLE=]FIGURE[*FACTOR][:DIGITS]``. A FIGURE
-with dots lies deeper in the run, as in ``grids.4x4.0``, and ``curve@250`` is a curve's height at 250, interpolated.
-Runs with a seed from 100 on chose learning rates: they are not shown.
+with dots is nested in the run, as in ``grids.4x4.0``. ``curve@250`` is a curve's height at 250, interpolated. Runs
+with a seed of 100 or more chose learning rates and are not shown.
 
-``--against ROW`` compares the last column with another row's, seed by seed, since runs of a seed share their data. It
-adds the mean difference with its 95 % interval, and p (``experiments/statistics.py``). p is of one comparison: if you
-read many, ask for less than 0.05 divided by their number.
+``--against ROW`` compares the last column with another row's, seed by seed, since runs of a seed share their data.
+It adds the mean difference with its 95 % interval, and p (``experiments/statistics.py``). p is for one comparison:
+if you read many, require p below 0.05 divided by their number.
 """
 
 import argparse
@@ -35,7 +35,7 @@ BLOCK = re.compile(r"<!-- python -m experiments\.tables (.*?) -->\n\n(.*?)\n(?=\
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of runs and how it is written."""
+    """A figure of runs, and its title and format."""
 
     title: str
     figure: str
@@ -51,12 +51,12 @@ class Column:
         return Column(title or figure, figure, float(factor or 1), int(digits or 0))
 
     def numbers(self, rows: Sequence[Row]) -> list[float]:
-        """Return the figure of every run that has it."""
+        """Return the figure, times ``factor``, of every run that has it."""
         found = [at(row, self.figure) for row in rows]
         return [self.factor * number for number in found if number is not None]
 
     def cell(self, rows: Sequence[Row]) -> str:
-        """Return the mean and the deviation as text, the mean alone of what is true or false."""
+        """Return mean ± standard deviation as text, or the mean alone of a true-or-false figure."""
         numbers = self.numbers(rows)
         if numbers and isinstance(at(rows[0], self.figure), bool):
             return f"{statistics.fmean(numbers):.{self.digits}f}"
@@ -64,7 +64,7 @@ class Column:
 
 
 def at(row: Row, path: str) -> Any:
-    """Return what a run has at a path of keys and places, None if there is nothing."""
+    """Return the value at a dotted path of keys and indices, or None; ``@x`` interpolates a curve."""
     path, _, place = path.partition("@")
     found: Any = row
     for key in path.split("."):
@@ -76,7 +76,7 @@ def at(row: Row, path: str) -> Any:
 
 
 def groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple, list[Row]]:
-    """Return the runs by their values of some keys, in the order of the record."""
+    """Group runs by their values of ``keys``, in the order of the record."""
     found: dict[tuple, list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(at(row, key) for key in keys), []).append(row)
@@ -88,9 +88,9 @@ def at_best_rate(rows: Sequence[Row], keys: Sequence[str], figure: str, lowest: 
 
     Args:
         rows: Runs.
-        keys: Of a group.
-        figure: The mean of "steps" is geometric.
-        lowest: Whether the lowest mean is the best.
+        keys: Keys that define a group.
+        figure: Name of the figure; the mean of "steps" is geometric.
+        lowest: Whether the lowest mean is the best, else the highest.
     """
     scale = math.log2 if figure == "steps" else float
 
@@ -102,18 +102,18 @@ def at_best_rate(rows: Sequence[Row], keys: Sequence[str], figure: str, lowest: 
 
 
 def tuned(rows: Sequence[Row], keys: Sequence[str], figure: str) -> list[Row]:
-    """Return the runs at the rate at which the seeds that chose rates have the lowest mean of a figure."""
+    """Return the runs at each group's best rate: the lowest mean figure of the seeds that chose rates."""
     tried = [row for row in rows if row["seed"] >= CHOICE_SEED]
     chosen = groups(at_best_rate(tried, keys, figure, lowest=True), [*keys, "lr"])
     return [row for key, own in groups(rows, [*keys, "lr"]).items() if key in chosen for row in own]
 
 
 def unfold(rows: Sequence[Row], paths: Sequence[str]) -> Iterator[Row]:
-    """Return a row for each key of a dictionary in a run: ``each`` is the key, and its value is added.
+    """Yield a row for each key of a dictionary in a run, with the key as ``each`` and its value added.
 
     Args:
         rows: Runs.
-        paths: Of dictionaries with equal keys. A value that is no dictionary gets the name of its path.
+        paths: Paths of dictionaries with equal keys. A value that is no dictionary is named by its path.
     """
     for row in rows:
         for key in at(row, paths[0]):
@@ -141,7 +141,7 @@ def select(record: str, args: argparse.Namespace) -> list[Row]:
 
 
 def by_seed(column: Column, rows: Sequence[Row], logarithm: bool) -> dict[int, float]:
-    """Return the mean of a figure by seed, over records and rates, or that of its logarithm to base 2."""
+    """Return each seed's mean of a figure over records and rates, or the mean of its base-2 logarithm."""
     found = {seed: column.numbers(own) for (seed,), own in groups(rows, ["seed"]).items()}
     return {
         seed: statistics.fmean(map(math.log2, numbers) if logarithm else numbers)
@@ -150,7 +150,7 @@ def by_seed(column: Column, rows: Sequence[Row], logarithm: bool) -> dict[int, f
 
 
 def compared(column: Column, own: Sequence[Row], base: Sequence[Row], times: bool) -> list[str]:
-    """Return the cells of a comparison: the difference, or how many times fewer, and p."""
+    """Return two cells that compare runs: the difference (or how many times fewer), and p."""
     first, second = (by_seed(column, rows, times) for rows in (own, base))
     seeds = sorted(first.keys() & second.keys())
     found = difference([first[seed] for seed in seeds], [second[seed] for seed in seeds])
@@ -230,7 +230,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def rewrite(page: str) -> str:
-    """Return a page with every table printed anew by the command in the comment above it."""
+    """Return a page with every table rebuilt by the command in the comment above it."""
 
     def block(match: re.Match[str]) -> str:
         printed = table(parse(shlex.split(match[1])))
@@ -240,7 +240,7 @@ def rewrite(page: str) -> str:
 
 
 def main() -> None:
-    """Print a table, or those of the page."""
+    """Print a table, or update the page."""
     args = parse(None)
     if args.write:
         PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Backbones for ablations, registered with timm: ``VisionLonghorn`` with one choice made otherwise.
+"""Register ablation backbones with timm: ``VisionLonghorn`` with one design choice changed.
 
-Most variants' parameters are those of the model that they change, reshaped by torch's parametrizations. So the library's
-own mixer and scans compute them. ``GridMixer`` is a mixer of its own.
+Most variants reshape the parameters of the original model with torch's parametrizations. So the library's own mixer
+and scans compute them. ``GridMixer`` is a separate mixer.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _PER_CHANNEL = ("dt_weight", "dt_bias")
 
 
 class SharedByChannels(nn.Module):
-    """One row for each group of neighbouring channels: (2, E / size, ...) -> (2, E, ...)."""
+    """Share one row among ``size`` neighbouring channels: (2, E / size, ...) -> (2, E, ...)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -32,21 +32,21 @@ class SharedByChannels(nn.Module):
         return rows.repeat_interleave(self.size, 1)
 
     def right_inverse(self, rows: Tensor) -> Tensor:
-        """Begin with those of each group's first channel."""
+        """Return the row of each group's first channel."""
         return rows[:, :: self.size].clone()
 
 
 class GridMixer(BidirectionalMixer):
-    """Longhorn's mixer with one 3x3 depthwise convolution of the patches; a class token keeps the causal ones."""
+    """Longhorn's mixer with a 3x3 depthwise convolution of patches; a class token keeps the causal ones."""
 
     def __init__(self, dim: int, grid: tuple[int, int], class_token: bool, **kwargs: Any) -> None:
         """Create a mixer.
 
         Args:
             dim: Channels C.
-            grid: Rows and columns of patches; other grids are refused.
-            class_token: Whether the middle token is no patch.
-            **kwargs: Of ``BidirectionalMixer``.
+            grid: Rows and columns of patches; other grids are not supported.
+            class_token: Whether the middle token is a class token.
+            **kwargs: More arguments of ``BidirectionalMixer``.
         """
         super().__init__(dim, **kwargs)
         channels = self.D.shape[1]
@@ -66,7 +66,7 @@ class GridMixer(BidirectionalMixer):
         return self.out_proj(y)
 
     def _convolved(self, x: Tensor) -> Tensor:
-        """Convolve (B, L, E) -> (2, B, L, E); patches are equal in both directions."""
+        """Convolve (B, L, E) -> (2, B, L, E); both directions have equal patches."""
         rows, columns = self.grid
         middle = rows * columns // 2
         after = middle + self.class_token
@@ -91,10 +91,10 @@ class Variant(VisionLonghorn):
         """Create a variant.
 
         Args:
-            channels_per_step_size: Neighbouring channels that share their step size; 0 for all (the
-                authors' ablation).
+            channels_per_step_size: Number of neighbouring channels that share a step size; 0 for all
+                channels (the authors' ablation).
             grid_conv: Convolve over the grid of patches (``GridMixer``).
-            **kwargs: Of ``VisionLonghorn``.
+            **kwargs: More arguments of ``VisionLonghorn``.
         """
         super().__init__(**kwargs)
         for block in self.blocks:
@@ -108,7 +108,7 @@ class Variant(VisionLonghorn):
                 _share_step_size(block.mixer, channels_per_step_size)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the patterns of ``VisionLonghorn`` and what they are called when reparametrized."""
+        """Return the patterns of ``VisionLonghorn``, and their names with parametrizations."""
         patterns = super().no_weight_decay()
         for pattern in [pattern for pattern in patterns if pattern.startswith("blocks")]:
             mixer, name = pattern.rsplit(".", 1)
@@ -129,7 +129,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 _FORMS = {"diagonal": "longhorn", "exact": "longhorn_exact"}
 NAMES = tuple(f"{change}_{form}" for change in _CHANGES for form in _FORMS)
-"""Models that are registered with timm."""
+"""Names of the models registered with timm."""
 
 
 def _register(name: str) -> None:
