@@ -50,13 +50,7 @@ def step_size(
 
 
 def advance(
-    state: Tensor,
-    x: Tensor,
-    step: Tensor,
-    A: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    recurrence: str,
+    state: Tensor, x: Tensor, step: Tensor, A: Tensor | None, q: Tensor, k: Tensor, recurrence: str
 ) -> tuple[Tensor, Tensor]:
     """Update the state with one token and read it: the three recurrences at the top of this file.
 
@@ -194,9 +188,7 @@ scan_plan = ScanPlan
 
 
 def dt_proj(
-    dt_low: Tensor,
-    dt_weight: Tensor | None,
-    bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
+    dt_low: Tensor, dt_weight: Tensor | None, bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm
 ) -> Tensor:
     """Return raw step sizes (N, B, L, D), rounded to the dtype of ``dt_low``.
 

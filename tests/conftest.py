@@ -1,4 +1,4 @@
-"""Settings of every test run, made before anything imports Triton, and matrices of parameters made smaller."""
+"""Set environment variables before Triton is imported, and reduce matrices of parameters."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # its kernels then run in Triton's interpreter
+if not torch.cuda.is_available():  # without a GPU, kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked as pairs, keep cases until each pair of parameters' values occurs."""
+    """Keep, for each test marked ``pairs``, only cases that cover all pairs of parameter values."""
     if config.getoption("--full"):
         return
     matrices: dict[str, list[pytest.Item]] = {}
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _without_new_pairs(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases that a greedy choice can do without."""
+    """Return the cases that a greedy cover of all pairs leaves out."""
     values = [{(name, repr(value)) for name, value in c.callspec.params.items()} for c in cases]
     pairs = [set(itertools.combinations(sorted(chosen), 2)) for chosen in values]
     missing = set().union(*pairs)

@@ -3,12 +3,12 @@
 
     python tests/run_timm_suite.py [--models vil_tiny 'vim_*'] [--extended] [--timm-src DIR] [-k EXPRESSION]
 
-Nothing of timm is copied. The tests are those of a source tree of timm, by default the source distribution of the
-installed version, which pip downloads. Only their lists of models are narrowed to ours, as if timm had them and had
-listed them where it lists vit_*: as models of plain sequences with ``forward_intermediates``. ``--extended`` adds tests
-that timm runs for single models and that hold for any model of plain sequences.
+No code of timm is copied. The tests come from a source tree of timm; by default pip downloads the source
+distribution of the installed version. Only the lists of models are narrowed to ours. They stand where timm lists
+vit_*, as plain-sequence models with ``forward_intermediates``. ``--extended`` adds tests that timm runs for single
+models and that hold for any plain-sequence model.
 
-Ends with status 0 if every test was there and none failed.
+The exit status is 0 if every expected test was collected and none failed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Before timm and torch are imported. GITHUB_ACTIONS makes timm hide tests.
+# Set before timm and torch are imported. GITHUB_ACTIONS makes timm hide tests.
 os.environ.pop("GITHUB_ACTIONS", None)
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 sys.path[0] = str(
@@ -35,16 +35,16 @@ import torch
 
 import vil  # noqa: F401  registers the models
 
-# In timm's lists of names, entries beside which our models belong.
+# Our models are added where timm's lists have these entries.
 PLAIN, HAS_INTERMEDIATES = "vit_*", "vision_transformer"
-# Tests that every model must be collected for.
+# Tests that must be collected for every model.
 EXPECTED = (
     *("test_model_forward", "test_model_backward", "test_model_default_cfgs_non_std"),
     *("test_model_forward_intermediates", "test_model_forward_intermediates_features"),
     *("test_model_forward_fx", "test_model_backward_fx"),
 )
 FILES = ("test_models.py", "test_model_input.py", "test_utils.py")
-# Tests for single models: names of their parameters, and what they are for one of ours after its name.
+# timm's tests for single models: parameter names, and for ours the values after the model name.
 EXTENDED = {
     "test_model_forward_features": ("model_name",),
     "test_prune_intermediate_layers_params_used": ("model_name",),
@@ -69,7 +69,7 @@ def as_list(names: str | Iterable[str]) -> list[str]:
 
 
 class Suite:
-    """A plugin of pytest that narrows timm's lists of models, and counts outcomes."""
+    """A pytest plugin that narrows timm's lists of models to ours and counts outcomes."""
 
     def __init__(self, patterns: list[str], extended: bool) -> None:
         self.list_models, self.extended = timm.list_models, extended
@@ -91,7 +91,7 @@ class Suite:
         name_matches_cfg: bool = False,
         include_tags: bool | None = None,
     ) -> list[str]:
-        """List our models where timm lists its own; a model without a default cfg shall fail, not go missing."""
+        """List our models where timm lists its own; one without a default cfg must fail, not vanish."""
         filter, module, exclude = map(as_list, (filter, module, exclude_filters))
         filter += self.ours if PLAIN in filter else []
         exclude += self.ours if PLAIN in exclude else []
@@ -101,7 +101,7 @@ class Suite:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Give the tests for single models to ours."""
+        """Run the tests for single models with our models."""
         names, *rest = EXTENDED.get(metafunc.definition.name, ("",))
         marks = metafunc.definition.own_markers
         for i, mark in enumerate(marks):
@@ -125,17 +125,17 @@ class Suite:
         items[:] = kept
 
     def pytest_runtest_setup(self) -> None:
-        """Seed every test alike."""
+        """Give every test the same seed."""
         torch.manual_seed(0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test by its call, or by what kept it from being called."""
+        """Count the outcome of each call, and of each setup or teardown that did not pass."""
         if report.when == "call" or not report.passed:
             self.outcomes[report.outcome] += 1
 
     @property
     def missing(self) -> list[str]:
-        """Tests that should have been collected."""
+        """Expected tests that were not collected."""
         due = ((test, name) for test in EXPECTED for name in self.ours)
         return [f"{test}[{name}]" for test, name in due if (test, name) not in self.collected]
 
@@ -160,8 +160,8 @@ def main() -> int:
     suite = Suite(args.models, args.extended)
     with tempfile.TemporaryDirectory() as name:
         root = source(Path(name)) if args.timm_src == "pip" else Path(args.timm_src).resolve()
-        # A configuration of its own, so that neither timm's nor ours applies. importlib keeps the source tree
-        # out of sys.path, so that timm is the installed one.
+        # This configuration replaces timm's and ours. importlib mode keeps the source tree out of
+        # sys.path, so that the installed timm is tested.
         config = Path(name, "pytest.ini")
         config.write_text("[pytest]\nfilterwarnings = ignore\n")
         options = ["-v", "--durations", "10", "-c", str(config), f"--rootdir={root}"]

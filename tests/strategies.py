@@ -1,4 +1,4 @@
-"""Generated inputs: values and tensors for weight files, images, damaged bytes, and layouts in memory."""
+"""Generated inputs: odd tensors for weight files, images, damaged bytes, and memory layouts."""
 
 import io
 import math
@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-# What a weight may be in a file instead of a tensor of its shape and dtype
+# What a file may hold instead of a weight of the right shape and dtype
 
 ODD_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int8": lambda v: v.to(torch.int8),
@@ -42,20 +42,18 @@ ODD_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def encoded(image: Image.Image, form: str, **arguments: object) -> bytes:
-    """Return an image's file."""
+    """Return an image encoded as the bytes of a file."""
     file = io.BytesIO()
     image.save(file, form, **arguments)
     return file.getvalue()
 
 
 def transparent(seed: int) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
-    """Yield files of every kind that can be transparent, with their colours (H, W, 3) and alpha (H, W)."""
+    """Yield files of every kind that can be transparent, their colours (H, W, 3) and alpha (H, W)."""
     rng = np.random.default_rng(seed)
     size = tuple(rng.integers(1, 9, 2))
-    colours, alpha = (
-        rng.integers(0, 256, (*size, 3), np.uint8),
-        rng.integers(0, 256, size, np.uint8),
-    )
+    colours = rng.integers(0, 256, (*size, 3), np.uint8)
+    alpha = rng.integers(0, 256, size, np.uint8)
     alpha.flat[0] = 0
     rgba = Image.fromarray(np.dstack([colours, alpha]))
     for form, options in (("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True, "exact": True})):
@@ -101,9 +99,9 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 
 def laid_out(tensor: Tensor, rng: random.Random, expandable: bool = True) -> Tensor:
-    """Return a tensor in memory drawn at random: order of axes, gaps, offset, axes of stride 0.
+    """Return a tensor with a random memory layout: order of axes, gaps, offset, axes of stride 0.
 
-    What lies between its elements is NaN. An expanded axis has the first of the values everywhere.
+    Gaps hold NaN, or 1 for integers. An expanded axis repeats its first value everywhere.
     """
     axes = range(tensor.ndim)
     expanded = [expandable and rng.random() < 0.1 for _ in axes]

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution, built and installed as by a user who has torch and timm only."""
+"""The wheel and source distribution, built, and installed as by a user with only torch and timm."""
 
 import site
 import subprocess
@@ -14,7 +14,7 @@ pytest.importorskip("build")
 pytest.importorskip("twine")
 
 ROOT = Path(__file__).parent.parent
-# What a user may lack, and what would find this checkout instead of the wheel.
+# Packages that a user may lack, and entries that would import this checkout instead of the wheel.
 LEFT_OUT = ("numba", "llvmlite", "triton", "vision_longhorn", "__editable__")
 USE = """
 import pathlib, timm, torch, vil
@@ -38,7 +38,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with a wheel, made from the source distribution, and that."""
+    """Return the folder with the source distribution and the wheel made from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -46,9 +46,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of an environment with the wheel and what it cannot do without.
+    """Return the Python of an environment with the wheel and all installed packages but LEFT_OUT.
 
-    Packages are links to those of this one, for torch takes minutes to install.
+    The packages are links into this environment, because installing torch takes minutes.
     """
     folder = tmp_path_factory.mktemp("user") / "environment"
     venv.create(folder, with_pip=True)
@@ -89,7 +89,7 @@ def test_it_works_without_numba_and_triton(python: Path, tmp_path: Path) -> None
 
 
 def test_selfcheck_says_what_is_missing(python: Path, tmp_path: Path) -> None:
-    """There is nothing to compare the definition with, which is no success."""
+    """Without a second backend there is nothing to compare, so the check must fail."""
     command = [str(python), "-m", "vil.selfcheck"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1

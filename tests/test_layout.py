@@ -1,4 +1,4 @@
-"""The rooms of the repository: who may import whom, and no circles."""
+"""The rooms (layers) of the repository: which room may import which, and no import cycles."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# From the ground up: a room imports itself and those below it.
+# From bottom to top: a room imports only itself and the rooms before it.
 ROOMS = (
     "vil.kernels",
     "vil",
@@ -22,7 +22,7 @@ ROOMS = (
     "tools",
     "tests",
 )
-# The files of the trainer; each imports only those before it.
+# The files of the trainer; each imports only files before it.
 TRAINER = (
     *("errors", "settings", "recipes", "files", "distributed", "draws", "transforms", "images"),
     *(
@@ -43,7 +43,7 @@ BACKENDS = ("vil.kernels.cpu", "vil.kernels.triton")
 
 
 def name_of(path: Path) -> str:
-    """Return the name that a file is imported by."""
+    """Return the module name of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = ("vil", *parts) if parts[0] == "kernels" else parts
     return ".".join(parts).removesuffix(".__init__")
@@ -62,12 +62,12 @@ FILES = {
         "tests",
     )
     for path in (ROOT / folder).rglob("*.py")
-    if "emulator" not in path.parts  # scripts of one folder, started by path
+    if "emulator" not in path.parts  # these scripts are started by path
 } | {path.stem: path for path in ROOT.glob("*.py")}
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Return the files of this repository that a file imports anywhere in it."""
+    """Yield the modules that a file imports anywhere in it; the caller keeps this repository's."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in FILES)

@@ -1,4 +1,4 @@
-"""What an installed copy contains, and the rule that keeps `kernels` importable for others."""
+"""The version, what `import vil` loads, and the name `kernels` left free for another package."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ def test_kernels_is_no_package_of_its_own(folder: str) -> None:
 
 @pytest.mark.ci
 def test_import_needs_neither_numba_nor_the_training_packages() -> None:
-    """A backbone's users get no more than torch and timm imported."""
+    """Users of a backbone import torch and timm, but none of the packages below."""
     forbidden = ("numba", "webdataset", "tyro", "rich", "sklearn", "matplotlib")
     code = (
         "import sys, vil, timm, torch; model = timm.create_model('vil_tiny', device='meta');"

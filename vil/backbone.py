@@ -777,10 +777,7 @@ class VisionLonghorn(nn.Module):
         )
 
     def prune_intermediate_layers(
-        self,
-        indices: int | list[int] = 1,
-        prune_norm: bool = False,
-        prune_head: bool = True,
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Remove the blocks after the last of ``indices``, and what else is not needed.
 

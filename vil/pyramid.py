@@ -193,10 +193,7 @@ class VisionLonghornPyramid(VisionLonghorn):
         return maps
 
     def prune_intermediate_layers(
-        self,
-        indices: int | list[int] = 1,
-        prune_norm: bool = False,
-        prune_head: bool = True,
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Remove the levels that are not asked for, and what else is then not needed.
 

@@ -49,12 +49,7 @@ def _decay(exponent, FAST: tl.constexpr):
     """Return 2^exponent; with FAST, subnormal results are zero."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            [exponent],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
         )
     return tl.exp2(exponent)
 

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.ci
 @pytest.mark.parametrize("arch", ["90", "gfx942"])
 def test_kernels_compile(arch: str) -> None:
-    """What they cost is a record for each version of Triton, since every version compiles differently."""
-    # A process of its own, since kernels imported under Triton's interpreter cannot be compiled.
+    """The cost of kernels is recorded per Triton version, as every version compiles differently."""
+    # Use a separate process: kernels imported under Triton's interpreter cannot be compiled.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.kernels", "--arch", arch]
     done = subprocess.run(

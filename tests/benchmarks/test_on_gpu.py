@@ -1,4 +1,4 @@
-"""The command for a GPU, run as a toy."""
+"""The benchmark command for a GPU, run in toy mode."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from benchmarks.on_gpu import PARTS
 
 @pytest.mark.nightly
 def test_every_part_runs_as_a_toy(tmp_path: Path) -> None:
-    """From an empty folder to the report, as on a machine with a GPU; a call without time for a part continues later."""
+    """Run from an empty folder to the report; if a call lacks time for a part, the next one resumes."""
     command = [sys.executable, "-m", "benchmarks.on_gpu", "--toy", "--output", str(tmp_path)]
     short = subprocess.run([*command, "--call", "0.1"], capture_output=True, text=True, check=False)
     assert short.returncode == 75, short.stdout[-5000:] + short.stderr

@@ -1,4 +1,4 @@
-"""The GPU benchmark of the scans times only what computes the right thing."""
+"""The GPU benchmark of the scans times only implementations with correct results."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def not_finite(*tensors: Tensor) -> Tensor:
 
 
 def only_wrong_without_autograd(*tensors: Tensor) -> Tensor:
-    """Scan rightly as long as gradients are recorded."""
+    """Scan correctly only while gradients are recorded."""
     return contestants.chunked_scan(*tensors) * (1 if torch.is_grad_enabled() else 1.1)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of all clients share: images, and the question whether a step trains."""
+"""Fixtures of all client tests: images, and a check that one step trains the backbone."""
 
 from collections.abc import Callable, Iterator
 
@@ -26,12 +26,12 @@ def images() -> Callable[..., Tensor]:
 @pytest.fixture
 def assert_trains() -> Iterator[Callable[[nn.Module, Tensor], None]]:
     def check(model: nn.Module, loss: Tensor, unused: tuple[str, ...] = ()) -> None:
-        """Fail unless one step of SGD changes every parameter of the backbone but those named.
+        """Check that one SGD step changes every parameter of the backbone except ``unused``.
 
         Args:
-            model: Has one of our models somewhere in it.
-            loss: Of its output.
-            unused: What the names of parameters begin with that this client leaves alone.
+            model: Contains one of our models.
+            loss: Loss of its output.
+            unused: Prefixes of the parameters that this client does not use.
         """
         backbone = backbone_in(model)
         named = dict(backbone.named_parameters())

@@ -1,4 +1,4 @@
-"""Small models that clients find by their names, since few of them hand arguments on."""
+"""Small models that clients build by name, because few clients pass model arguments on."""
 
 import timm
 from timm.models import register_model
@@ -9,13 +9,13 @@ import vil
 
 @register_model
 def vil_test(pretrained: bool = False, **kwargs: object) -> nn.Module:
-    """The plain model."""
+    """Return a small plain model."""
     return timm.create_model("vil_tiny", pretrained, **({"embed_dim": 32, "depth": 4} | kwargs))
 
 
 @register_model
 def vil_test_pyramid(pretrained: bool = False, **kwargs: object) -> nn.Module:
-    """The same with a pyramid."""
+    """Return the same model with a pyramid."""
     small = {"embed_dim": 32, "depth": 4}
     return timm.create_model("vil_tiny_pyramid", pretrained, **(small | kwargs))
 

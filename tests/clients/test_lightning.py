@@ -1,4 +1,4 @@
-"""Lightning's usual module: a step, a logged figure, a checkpoint and the way back."""
+"""A standard Lightning module trains, logs a value, saves a checkpoint and loads it."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ smp = pytest.importorskip("segmentation_models_pytorch")
 
 
 class Segmenter(lightning.LightningModule):
-    """As Lightning's own guide has it."""
+    """A module as in Lightning's own guide."""
 
     def __init__(self, encoder: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Packages that build a ViT's sequence from its parts, as lightly does: right without a class token, refused with one."""
+"""Packages like lightly rebuild a ViT from its parts: right without a class token, else refused."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def encoded(model: nn.Module, images: Tensor) -> Tensor:
-    """Tokens as lightly's MaskedVisionTransformerTIMM computes them, with a class token before the patches."""
+    """Return tokens as lightly's MaskedVisionTransformerTIMM does, with the class token first."""
     x = model.patch_embed(images).flatten(1, 2)
     prefix = [t.expand(len(x), -1, -1) for t in (model.cls_token, model.reg_token) if t is not None]
     x = torch.cat([*prefix, x], 1) + model.pos_embed

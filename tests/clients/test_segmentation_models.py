@@ -1,4 +1,4 @@
-"""segmentation_models_pytorch builds a backbone by its name: first without arguments, to look at it."""
+"""segmentation_models_pytorch builds a backbone by name, first without arguments to inspect it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.clients.small_models import backbone_in
 smp = pytest.importorskip("segmentation_models_pytorch")
 
 ARCHITECTURES = sorted(cls.__name__ for cls in smp.MODEL_ARCHITECTURES_MAPPING.values())
-# Levels that a decoder does not read, whatever its encoder is.
+# Levels that a decoder does not read, with any encoder.
 UNUSED = {
     "PSPNet": ("pyramid.0.",),
     "DeepLabV3": ("pyramid.0.", "pyramid.1.", "pyramid.2."),
@@ -24,7 +24,7 @@ UNUSED = {
 
 
 def build(architecture: str, **arguments: object) -> nn.Module:
-    """Every architecture takes the pyramid; DPT alone takes tokens of one stride, and only those."""
+    """Build on the pyramid; DPT takes only tokens of one stride, so it gets the plain model."""
     name = "tu-vil_test" if architecture == "DPT" else "tu-vil_test_pyramid"
     arguments = {"encoder_weights": None, "classes": 4} | arguments
     return getattr(smp, architecture)(encoder_name=name, **arguments)

@@ -55,7 +55,7 @@ def target(height: int, width: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", list(DETECTORS))
 def test_a_detector_trains(kind: str, assert_trains: Callable) -> None:
     model = detector(kind).train()
-    sizes = ((100, 75), (64, 128))  # which torchvision scales, and pads to one size
+    sizes = ((100, 75), (64, 128))  # torchvision scales these and pads them to one size
     losses = model([torch.rand(3, *size) for size in sizes], [target(*size) for size in sizes])
     assert_trains(model, sum(losses.values()))
 

@@ -1,4 +1,4 @@
-"""transformers' heads on a TimmBackbone, which is built by its name alone."""
+"""transformers' heads on a TimmBackbone, which is built by name only."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from tests.documents.pages import block_with
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-LEVELS = [0, 1, 2, 3]  # of the pyramid, and the blocks of the small plain model
+LEVELS = [0, 1, 2, 3]  # levels of the pyramid, or blocks of the small plain model
 CHANNELS = 32
 
 
@@ -99,7 +99,7 @@ def test_detr(name: str, images: Callable, assert_trains: Callable) -> None:
 
 @pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
 def test_detr_hands_its_mask_on(name: str) -> None:
-    """By the hook of docs/dense.md: a padded image then gives the features that it gives alone."""
+    """With the hook of docs/dense.md, a padded image gives the same features as without padding."""
     hook = block_with("dense", "def hand_on")
     names = {"vil": vil, "partial": partial}
     exec(hook[hook.index("def hand_on") : hook.index("detr.register")], names)
@@ -163,13 +163,13 @@ def test_upernet(name: str, images: Callable, assert_trains: Callable) -> None:
 
 
 def test_dpt_on_the_pyramid(images: Callable, assert_trains: Callable) -> None:
-    """Its neck expects tokens with a class token first; maps pass it where its stages are ignored."""
+    """DPT's neck expects tokens with a class token first; it passes maps on at ignored stages."""
     config = transformers.DPTConfig(
         backbone_config=backbone(LEVELS, patch_size=16),
         neck_hidden_sizes=[CHANNELS] * 4,
         fusion_hidden_size=16,
     )
-    config.neck_ignore_stages = LEVELS  # as an argument it is for hybrids alone
+    config.neck_ignore_stages = LEVELS  # the constructor takes it for hybrids only
     model = transformers.DPTForDepthEstimation(config)
     depth = model(pixel_values=images(128, 96)).predicted_depth
     assert depth.shape == (1, 128, 96)

@@ -1,8 +1,7 @@
-"""Every command line of the documents runs, those of a page in their order, in one folder.
+"""Every command line of the documentation runs: page by page, in order, in one folder.
 
-What would take a GPU, days or another data set is run as far as it goes without: up to the one complaint that what
-a page takes for granted is not there. What takes minutes is made shorter by further arguments. Commands that
-other tests run are theirs.
+A command that needs a GPU, days or another data set runs up to the one error that names the missing data or
+weights. Commands that take minutes get arguments that shorten them. Commands that other tests run are left out.
 """
 
 import os
@@ -23,7 +22,7 @@ from tests.documents.pages import ROOT, blocks, commands, read
 from vil.training.settings import TrainConfig
 
 PAGES = ["README", "downstream/README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
-# Begins of commands that other tests run, that measure speed, install packages or write into the repository.
+# Skipped commands: run by other tests, measure speed, install packages or write to the repository.
 ELSEWHERE = (
     "git clone",
     "apt-get install",
@@ -53,14 +52,14 @@ SHORTER = {
     "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "
     "--num-workers 0 --precision 32-true --model-kwargs embed_dim=16 depth=4 --pyramid-blocks 0 1 2 3",
 }
-# What no machine of the tests has, and what was trained with it.
+# Data that no test machine has, and weights trained on it.
 ABSENT = re.compile(r"/data/\w+|output/vil_tiny/\w+\.pt|vil_tiny_in1k")
-LAUNCHER = re.compile(r"^torchrun .*?(?=\w+\.py|-m downstream)")  # of as many processes as GPUs
+LAUNCHER = re.compile(r"^torchrun .*?(?=\w+\.py|-m downstream)")  # one rank per GPU
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder to run in, like a checkout with weights in SOURCE and two classes in photos/."""
+    """Return a folder like a checkout, with weights in SOURCE and two classes in photos/."""
     folder = tmp_path_factory.mktemp("checkout")
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name not in ("output", "site"):
@@ -80,7 +79,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran() -> set[str]:
-    """What other pages ran."""
+    """Return the set of commands that pages ran before."""
     return set()
 
 
@@ -105,7 +104,7 @@ def test_commands_of_a_page_run(page: str, checkout: Path, ran: set[str]) -> Non
         single = LAUNCHER.sub("python ", command)
         absent = ABSENT.findall(single)
         if any((checkout / path).exists() for path in absent):
-            continue  # a machine that has the data: the command would begin in earnest
+            continue  # this machine has the data, so the command would really start
         more = max((begin for begin in SHORTER if single.startswith(begin)), key=len, default=None)
         if more and not absent:
             single = f"{single} {SHORTER[more]}"
@@ -123,7 +122,7 @@ def test_commands_of_a_page_run(page: str, checkout: Path, ran: set[str]) -> Non
 
 @pytest.mark.parametrize("page", PAGES)
 def test_scripts_of_a_page_are_bash(page: str) -> None:
-    """Those for clusters as well, which are not run."""
+    """This includes scripts for clusters, which are not run."""
     for block in blocks(page, "bash"):
         done = subprocess.run(
             ["bash", "-n"], input=block, capture_output=True, text=True, check=False
@@ -133,7 +132,7 @@ def test_scripts_of_a_page_are_bash(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_named_on_a_page_exist(page: str) -> None:
-    """In text and tables as well."""
+    """This includes options in text and tables."""
     named = set(re.findall(r"--(model|data|augment|optim|schedule|run)\.([a-z-]+)", read(page)))
     sections = {field.name: field.default_factory() for field in fields(TrainConfig)}
     for section, setting in named:
@@ -143,7 +142,7 @@ def test_settings_named_on_a_page_exist(page: str) -> None:
 DOCUMENTS = sorted(
     path
     for path in (*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("tests/*/*.md"))
-    if path.parts[-2] != "results" and path.name != "PLAN.md"  # which is of its commit
+    if path.parts[-2] != "results" and path.name != "PLAN.md"  # a plan describes its own commit
 )
 PATH = re.compile(
     r"`((?:kernels|vil|configs|tests|docs|examples|downstream|benchmarks|experiments)/[\w./-]+\.\w+)`"

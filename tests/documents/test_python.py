@@ -1,6 +1,6 @@
-"""The Python of the documents runs, each page from its beginning to its end, as if typed into one session.
+"""The Python code of the documentation runs, each page from start to end in one session.
 
-tests/vil runs docs/export.md with smaller models, and docs/speed.md, which teaches other packages' counters.
+tests/vil runs docs/export.md with smaller models, and docs/speed.md, which registers counters with other packages.
 """
 
 import json
@@ -25,12 +25,12 @@ PAGES = sorted(
 OPTIONAL = (
     "pytorch_grad_cam",
     "lightly",
-)  # not installed for the tests: a block that lacks one is left out
+)  # not installed for the tests: blocks that import a missing one are skipped
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with the files that pages speak of, and mmengine's registry, which takes a compiled mmcv."""
+    """Return a folder with the files that pages name; fake mmengine, which needs a compiled mmcv."""
     small = timm.create_model("vil_tiny", num_classes=2, img_size=32, embed_dim=32, depth=2)
     small.pretrained_cfg |= {
         "num_classes": 2,
@@ -62,9 +62,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """The names of a module, where classes and functions that are typed in find theirs.
+    """Return the namespace of a module, in which a page's classes and functions find their names.
 
-    timm forgets the models that a page registers, so that other tests do not find them.
+    Models that a page registers are removed from timm afterwards, so that other tests do not find them.
     """
     for name, registered in vars(timm.models._registry).items():
         if name.startswith("_mod") and isinstance(registered, (dict, set)):
@@ -94,7 +94,7 @@ def test_the_python_of_a_page_runs(page: str, session: dict[str, object]) -> Non
 
 @pytest.mark.nightly
 def test_the_notebook_runs_to_what_it_shows(workplace: Path, session: dict[str, object]) -> None:
-    """Its cells in order; the digits that it says are right are right to two points."""
+    """Run its cells in order; the accuracy that it shows must be reached to within two points."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The site of the documents: it builds, and no link is dead."""
+"""The documentation site builds, and no link is dead."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.documents.pages import ROOT
 
 @pytest.mark.ci
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Sphinx warns of links without a target, and of pages that no other leads to."""
+    """Sphinx warns of links without a target, and of pages that no other page links to."""
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-n"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The examples as they are run: on shapes and on folders as a user has them."""
+"""The examples run as scripts, on shapes and on folders like a user's."""
 
 import csv
 import importlib
@@ -31,7 +31,7 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let files of examples/ import each other, as those of the folder of a script that is run."""
+    """Let files of examples/ import each other, as Python does for the folder of a script."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(EXAMPLES)
     yield
@@ -41,7 +41,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def run(modules: None, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a script in this process, which has imported what takes seconds."""
+    """Return a function that runs a script in this process, where slow imports are done."""
 
     def run_it(name: str, output: Path, *arguments: str) -> None:
         script = str(EXAMPLES / f"{name}.py")
@@ -52,7 +52,7 @@ def run(modules: None, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def check(name: str, output: Path, epochs: int) -> list[dict]:
-    """Fail unless an example left what it should; return its log."""
+    """Check the files that an example wrote; return its log."""
     assert {path.name for path in output.iterdir()} == {"log.csv", "picture.png", "weights.pt"}
     with (output / "log.csv").open() as file:
         rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
@@ -138,7 +138,7 @@ def picture(path: Path, pixels: np.ndarray) -> None:
 
 @pytest.fixture
 def masks(tmp_path: Path) -> Path:
-    """A folder of images and masks of three classes, in two sizes."""
+    """Return a folder of images and masks of three classes, in two sizes."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "masks_of_mine"
     for split in ("train", "val"):
@@ -155,7 +155,7 @@ def masks(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def coco(tmp_path: Path) -> Path:
-    """A folder of images and boxes of two categories, whose ids are not in a row."""
+    """Return a folder of images and boxes of two categories with ids that are not consecutive."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "coco_of_mine"
     (folder / "annotations").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Shapes: what follows from what, and whether boxes, masks and labels tell the same."""
+"""Shapes depend only on seed and number; their boxes, masks and labels agree."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Experiments on images: variants that change one thing, and runs."""
+"""Experiments on images: variants that change one thing each, and runs."""
 
 import dataclasses
 from dataclasses import asdict
@@ -31,7 +31,7 @@ def test_scalar_beta_is_one_step_size_for_all_channels() -> None:
 
 @pytest.mark.parametrize("class_token", [True, False])
 def test_grid_convolution_of_a_kernel_with_one_tap_is_the_causal_one(class_token: bool) -> None:
-    """Both convolutions only scale the token itself, so the mixers agree; a neighbour's tap reaches it alone."""
+    """One tap only scales each token, so the mixers agree; a second reads just one neighbour."""
     torch.manual_seed(0)
     pool = {} if class_token else {"class_token": False, "global_pool": "avg"}
     model = timm.create_model("conv2d_exact", embed_dim=32, **SMALL, **pool).eval()
@@ -55,10 +55,8 @@ def test_grid_convolution_of_a_kernel_with_one_tap_is_the_causal_one(class_token
     with torch.no_grad():
         mixer.grid_conv.weight[:, 0, 0, 1] = 1  # the patch above
         tokens = torch.randn(1, 16 + class_token, 64)
-        above, changed = (
-            tokens.clone(),
-            [i for i in range(17) if i != 8] if class_token else range(16),
-        )
+        above = tokens.clone()
+        changed = [i for i in range(17) if i != 8] if class_token else range(16)
         above[:, changed[1]] += 1
         differs = (mixer._convolved(tokens) != mixer._convolved(above)).any(-1)[:, 0]
     expected = torch.zeros_like(differs)

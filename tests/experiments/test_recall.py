@@ -46,7 +46,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def loop(x: Tensor, q: Tensor, k: Tensor, forget: Tensor, step: Tensor, delta: bool) -> Tensor:
-    """S <- forget S + step (x - delta k.S) k, and q.S is read; forget is (B, L, E, N)."""
+    """Compute S <- forget S + step (x - delta k.S) k and return q.S; forget is (B, L, E, N)."""
     state, outputs = torch.zeros(2, E, N, dtype=torch.float64), []
     for t in range(L):
         known = (state * k[:, t, None]).sum(-1) if delta else 0

@@ -1,4 +1,4 @@
-"""The numbers of docs/records.md: tables equal their records, and statistics are right by hand."""
+"""Tables of docs/records.md equal their records, and statistics agree with hand calculations."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_tables_of_the_page_are_what_their_commands_print() -> None:
 
 
 def test_sign_flips_by_hand() -> None:
-    """Of four equal signs' 16 patterns two are as far from zero; a zero has either sign."""
+    """Two of 16 sign patterns of four numbers are as far from 0; a zero takes either sign."""
     assert sign_flip([1.0, 2, 3, 4]) == pytest.approx(2 / 16)
     assert sign_flip([1.0, 2, 3, 0]) == pytest.approx(4 / 16)
     assert sign_flip([0.0, 0]) == 1.0
@@ -21,7 +21,7 @@ def test_sign_flips_by_hand() -> None:
 
 
 def test_difference_by_hand() -> None:
-    """Mean 2, standard error 1 / sqrt(3), t of 2 degrees of freedom 4.303 at 95 %, p of t = 3.464 is 0.0742."""
+    """Mean 2, standard error 1 / sqrt(3), t 4.303 at 95 % with 2 degrees of freedom; t = 3.464 has p 0.0742."""
     few = difference([1.0, 3, 5], [0.0, 1, 2])
     assert few.mean == 2
     assert (few.low, few.high, few.p) == pytest.approx((2 - 2.484, 2 + 2.484, 0.0742), abs=1e-3)

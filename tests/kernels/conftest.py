@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to run the kernels' tests in half the time, and with any NumPy."""
+"""Patches of Triton's interpreter: kernel tests take half the time and run with any NumPy."""
 
 import functools
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _tensors_of_one_element_are_indices() -> None:
-    """Convert the interpreter's arrays of one element to int, which Triton 3.6 cannot with NumPy 2.4."""
+    """Let the interpreter's one-element arrays convert to int; Triton 3.6 with NumPy 2.4 cannot."""
     if torch.cuda.is_available():
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch = getattr(interpreter, "_patch_lang_tensor", None)
-    if patch is None:  # its own: another Triton may do without
+    if patch is None:  # private, and missing in some versions of Triton
         return
 
     def patch_with_index(tensor: type, *rest: object) -> None:
@@ -26,19 +26,19 @@ def _tensors_of_one_element_are_indices() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _language_is_patched_once_a_launch() -> None:
-    """Skip what the interpreter does again at every call of a function of a kernel.
+    """Patch ``triton.language`` once a launch, not again at every call inside a kernel.
 
-    It replaces the functions of ``triton.language`` by its own: once for a launch, which is what
-    counts, and again whenever a kernel calls another function, which finds them replaced. That is
-    half of the time of a launch.
+    The interpreter replaces the functions of ``triton.language`` at each launch. It does so again
+    whenever a kernel calls another function, although they are already replaced. The repetition
+    takes half of the time of a launch.
     """
     if torch.cuda.is_available():
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    if not hasattr(interpreter, "_patch_lang"):  # its own: another Triton may do without
+    if not hasattr(interpreter, "_patch_lang"):  # private, and missing in some versions of Triton
         return
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched = set()  # in this launch: which of the modules of the language
+    patched = set()  # modules of the language patched in this launch
 
     @functools.cache
     def modules_of(function: Callable) -> frozenset[str]:

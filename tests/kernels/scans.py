@@ -1,4 +1,4 @@
-"""Scans and convolutions by a backend, and beside the reference in float64."""
+"""Run scans and convolutions with a backend, and compare them with the float64 reference."""
 
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,7 @@ def random_args(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> ScanArgs:
-    """Return random arguments, strided as in the backbone; of one direction, with an initial state."""
+    """Return random arguments, strided as in the backbone; with N = 1, also an initial state."""
     B, L, D, M = shape
     generator = torch.Generator().manual_seed(sum(shape))
 
@@ -47,7 +47,7 @@ def random_args(
 
 
 def random_gradients(args: ScanArgs) -> tuple[Tensor, Tensor | None]:
-    """Return gradients of the output and, of one direction, of its last state."""
+    """Return gradients of the output and, for one direction, of its last state."""
     generator = torch.Generator().manual_seed(1)
     _, B, L, D = args.x.shape
     grad = torch.randn(B, L, D, generator=generator, dtype=torch.float64).to(args.x)
@@ -89,20 +89,20 @@ def results_of(
 def truth_of(
     args: ScanArgs, recurrence: str, reverse: bool = False, kappa_scale: float = 1.0
 ) -> Results:
-    """Return what the reference makes of the same numbers in float64."""
+    """Return the reference's results for the same numbers in float64."""
     grads = tuple(None if g is None else g.double() for g in random_gradients(args))
     exact = args.to(torch.float64)
     return results_of(reference, exact, recurrence, reverse, kappa_scale, grads=grads)
 
 
 def assert_near(found: Results, expected: Results, tolerance: float, floor: float = 1e-24) -> None:
-    """Compare results, relative to the largest value of each; below the floor is nothing."""
+    """Compare results relative to the largest value of each; ``floor`` is allowed on top."""
     assert found.keys() == expected.keys()
     for name, truth in expected.items():
         assert found[name].shape == truth.shape, name
         error = (found[name].double() - truth.double()).abs()
         bound = tolerance * truth.abs().max().item() + floor if truth.numel() else 0
-        assert (error <= bound).all(), f"{name}: {error.max()} > {bound}"  # of NaN, too
+        assert (error <= bound).all(), f"{name}: {error.max()} > {bound}"  # fails for NaN, too
 
 
 def assert_right(
@@ -140,7 +140,7 @@ def conv_results(
 ) -> list[Tensor]:
     """Return the output of a backend's convolution and its gradients for x, weight and bias.
 
-    Zeros where no backend writes: of tokens that an order (P,) has no position for.
+    Backends do not write tokens without a position in the order (P,); these are set to zero.
     """
     plan = backend.conv_plan(conv_key(x, weight, order))
     out = plan.forward(x, weight, bias, order)

@@ -1,4 +1,4 @@
-"""Operators and models under what PyTorch does to functions: derivatives of every kind, vmap."""
+"""Operators and models under PyTorch's function transforms: derivatives of every kind, and vmap."""
 
 from collections.abc import Callable, Iterator
 
@@ -62,7 +62,7 @@ def _mixer(grid: list[int] | None = None) -> Function:
 
 
 def _model(name: str) -> Function:
-    """Each token of the input as an image of 8 x 8 pixels."""
+    """Return a function that runs a model on an 8 x 8 image made of the sum of the tokens."""
     torch.manual_seed(0)
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 4, "depth": 2, "num_classes": 3}
     model = timm.create_model(name, in_chans=D, **sizes).eval().double()
@@ -86,7 +86,7 @@ DIRECTION = randn(B, L, D, seed=9)
 
 
 def derivative(function: Function) -> Tensor:
-    """The derivative along DIRECTION, by differences of fourth order of the function as it runs."""
+    """Return the derivative along DIRECTION from fourth-order finite differences."""
     h = 1e-3
     a, b, c, d = (function(INPUT + s * h * DIRECTION) for s in (-2, -1, 1, 2))
     return (a - 8 * b + 8 * c - d) / (12 * h)
@@ -139,7 +139,7 @@ def test_vmap(name: str) -> None:
 
 @each
 def test_second_derivatives(name: str) -> None:
-    """By backward of backward, hessian, and forward over reverse: all the same, and the differences'."""
+    """Double backward, hessian, forward over reverse and finite differences agree."""
     function = CASES[name]
     x = INPUT.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(function)(x), x, create_graph=True)
@@ -166,7 +166,7 @@ def model() -> torch.nn.Module:
 
 @pytest.fixture(autouse=True)
 def _compile_anew() -> Iterator[None]:
-    """Let dynamo forget what it did: once given a dual tensor, it never compiles that code again."""
+    """Reset dynamo after each test: it never again compiles code that was given a dual tensor."""
     yield
     torch.compiler.reset()
 
@@ -196,13 +196,13 @@ def test_no_way_to_call_a_model_loses_a_tangent(way: str, model: torch.nn.Module
         else:
             with pytest.raises((NotImplementedError, RuntimeError), match="forward-mode"):
                 other(dual)
-    # Afterwards, since TorchScript drops the dual tensors of any model once it has been differentiated.
+    # Last, because TorchScript drops the dual tensors of any model after it was differentiated.
     near(torch.func.jvp(other, (IMAGES,), (TANGENTS,))[1], expected)
 
 
 @pytest.mark.ci
 def test_gradients_per_sample_and_ensembles(model: torch.nn.Module) -> None:
-    """Two recipes of torch.func's documentation: stacked parameters, and a gradient per image."""
+    """Two recipes from torch.func's documentation: stacked parameters, and a gradient per image."""
     parameters = dict(model.named_parameters())
 
     def loss_of(parameters: dict[str, Tensor], image: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The whole mixer as one operator: equal to its parts, whatever the backend and what is saved."""
+"""The mixer as one operator equals its parts, for every backend, with or without saved tensors."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def arguments(recurrence: Recurrence, dtype: torch.dtype) -> tuple[Tensor | None
     return tuple(None if t is None else t.detach().clone().requires_grad_() for t in given)
 
 
-# Tokens on grids of which 2 x 2 was trained, as many as can be without taking long.
+# Grids for weights trained on 2 x 2 patches, as large as possible without slow tests.
 GRIDS = {
     "the trained grid": None,
     "2.25 times the tokens": GridSpec(3, 3, 2, 2, 4, 4, 4, 4, 1),
@@ -64,7 +64,7 @@ def layout_on(grid: GridSpec | None) -> TokenLayout | None:
 
 
 def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: GridSpec | None = None) -> Tensor:
-    """Mix by the reference's functions and autograd, every step divided by the area as it is."""
+    """Mix with the reference and autograd; apply ``tokens_per_ref`` directly to every step size."""
     rank, states = mixer.dt_rank, mixer.d_state
     layout, tokens_per_ref = layout_on(grid), 1.0 if grid is None else grid.tokens_per_ref
     x, z = mixer.in_proj(x).chunk(2, dim=-1)
@@ -91,7 +91,7 @@ def _scan(
     i: int,
 ) -> Tensor:
     step = reference.step_size(dt, k, mixer.dt_bias[i], mixer.recurrence)
-    if mixer.recurrence != "mamba" and tokens_per_ref < 1:  # where beta is divided
+    if mixer.recurrence != "mamba" and tokens_per_ref < 1:  # here beta is divided
         beta = torch.sigmoid(dt + mixer.dt_bias[i]) / tokens_per_ref
         step = beta / (1 + beta * k.square().sum(-1, keepdim=True))
     elif mixer.recurrence == "longhorn_exact":
@@ -308,7 +308,7 @@ def test_a_compiled_program_does_not_depend_on_the_backend_chosen_later(
     results = []
     for compiled in (mixer, torch.compile(mixer, fullgraph=True, backend="aot_eager")):
         with ops.use_backend("cpu"):
-            compiled(x).sum().backward()  # which compiles
+            compiled(x).sum().backward()  # this call compiles
         mixer.zero_grad()
         with ops.use_backend(ahead):
             out = compiled(x)

@@ -1,4 +1,4 @@
-"""Tokens on another grid than the trained one: against the definition by addresses, and at its limits."""
+"""Tokens on a grid that is not the trained one: compared with the definition, and at its limits."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: GridSpec) -> Tensor:
 
 
 def by_address(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
-    """Convolve maps (B, H, W, D) of no class token, whose ratios are integers, patch by patch."""
+    """Convolve maps (B, H, W, D) patch by patch, without a class token and with integer ratios."""
     B, H, W, _ = x.shape
     out = bias[:, None, None, None].expand(2, B, H, W, D).clone()
     for direction, i, j, distance in itertools.product((0, 1), range(H), range(W), range(K)):
@@ -68,26 +68,26 @@ def test_taps_meet_the_patch_that_lies_where_it_did(
 
 @pytest.mark.parametrize("eighths", range(8, 33))
 def test_a_parabola_of_values_is_met_where_it_says(eighths: int) -> None:
-    """Ratios of 1 to 4 in steps of 1/8, wherever no row ends: as many sequences as whole tokens."""
+    """Ratios 1 to 4 in steps of 1/8, away from row ends; the order has floor(ratio) sequences."""
     W, ratio = 3 * eighths, eighths / 8
     grid = grid_of(1, W, (1, 24), class_token=0)
     layout = layout_of(grid, K, CPU)
     if eighths > 8:
         gaps = (layout.order == -1).sum()
         assert gaps == (eighths // 8 - 1) * (layout.kernel_resample.shape[1] - 1)
-    column = torch.arange(W, dtype=torch.float64) + 100  # far from where SiLU is no line
+    column = torch.arange(W, dtype=torch.float64) + 100  # large, where SiLU is linear
     x = (column**2)[None, :, None].expand(1, W, D).contiguous()
     weight, bias = torch.zeros(2, D, K, dtype=torch.float64), torch.zeros(2, D).double()
     weight[0, :, 1], weight[1, :, 2] = 1.0, 1.0
     out, margin = convolve(x, weight, bias, grid)[:, 0, :, 0], 8 * (eighths // 8)
-    near = {"rtol": 1e-6, "atol": 0}  # shares are float32
+    near = {"rtol": 1e-6, "atol": 0}  # the layout's factors are float32
     torch.testing.assert_close(out[0, margin:], (column - 2 * ratio)[margin:] ** 2, **near)
     torch.testing.assert_close(out[1, :-margin], (column + ratio)[:-margin] ** 2, **near)
 
 
 @pytest.mark.parametrize("size", [(6, 16), (9, 24), (6, 12), (12, 20)])
 def test_class_token_meets_the_centres_of_the_trained_patches(size: tuple[int, int]) -> None:
-    """Of values that rise evenly over the image it meets the same at every grid."""
+    """For values that rise evenly over the image, its result is the same at every grid."""
 
     def own_result(H: int, W: int) -> Tensor:
         y, x = (torch.arange(n, dtype=torch.float64) + 0.5 for n in (H, W))
@@ -101,7 +101,7 @@ def test_class_token_meets_the_centres_of_the_trained_patches(size: tuple[int, i
 
 
 def test_patches_at_half_the_stride_are_the_trained_ones_every_second() -> None:
-    """Overlapping patches: 7 x 7 of the size of 4 x 4 are at twice the distance, not 7 / 4 times it."""
+    """If patches overlap, 7 x 7 instead of 4 x 4 puts taps at 2 times the distance, not 7 / 4."""
     grid = grid_of(7, 7, (4, 4), patch=4, stride=2)
     layout = layout_of(grid, K, CPU)
     assert grid.tokens_per_ref == 4.0
@@ -135,7 +135,7 @@ def test_every_patch_has_one_position_and_shares_add_up(size: tuple[int, int]) -
 
 
 def scanned(recurrence: str, tokens_per_ref: float, repeats: int, scale: float) -> Tensor:
-    """Return the state after a token that was split into equal ones, read by all queries."""
+    """Return the state, as queries read it, after a token that was split into equal tokens."""
     generator = torch.Generator().manual_seed(2)
     x, dt = torch.randn(2, 1, 1, 1, D, dtype=torch.float64, generator=generator)
     k = scale * torch.randn(1, 1, 1, 4, dtype=torch.float64, generator=generator)
@@ -146,7 +146,7 @@ def scanned(recurrence: str, tokens_per_ref: float, repeats: int, scale: float) 
         else None
     )
     dt = dt - 4 if recurrence == "mamba" else dt
-    weight = torch.ones(1, 9, 1, dtype=torch.float64)  # of steps of rank 1, keys and queries
+    weight = torch.ones(1, 9, 1, dtype=torch.float64)  # rows: step size, keys, queries
     steps = DtScale(weight, torch.empty(1, D, 1), A, recurrence, tokens_per_ref)
     k_factor, q_factor = steps.x_proj_weight[0, 1, 0], steps.x_proj_weight[0, 5, 0]
     k = (k * k_factor).expand(1, 1, repeats, 4)
@@ -160,13 +160,13 @@ def scanned(recurrence: str, tokens_per_ref: float, repeats: int, scale: float) 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
 @pytest.mark.parametrize("tokens_per_ref", [4, 9])
 def test_equal_tokens_together_do_what_one_did(recurrence: str, tokens_per_ref: int) -> None:
-    """To first order in the step: a step a tenth as long leaves a hundredth of the difference."""
+    """They agree to first order: a step a tenth as long leaves a hundredth of the difference."""
     errors = []
-    for scale in (0.3, 0.3 / 10**0.5):  # of the key; |k|^2 a tenth
+    for scale in (0.3, 0.3 / 10**0.5):  # of the key; the second makes |k|^2 a tenth
         one, split = (scanned(recurrence, a, int(a), scale) for a in (1.0, float(tokens_per_ref)))
         still = scanned(recurrence, 1.0, 1, 0.0) if recurrence != "mamba" else one.new_zeros(())
         errors.append((split - one).abs().max().item() / (one - still).abs().max().item())
-    if recurrence == "mamba":  # its step does not depend on the key: dt is what is small
+    if recurrence == "mamba":  # its step does not depend on the key, but dt is small
         assert errors[0] < 0.02
     else:
         assert errors[0] < 0.05
@@ -182,7 +182,7 @@ def test_mamba_forgets_exactly_as_much() -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("recurrence", ["longhorn", "longhorn_exact"])
 def test_steps_on_a_coarser_grid_stay_stable(recurrence: str) -> None:
-    """However long the key, a step never exceeds 1 / |k|^2."""
+    """A step never exceeds 1 / |k|^2, however long the key is."""
     for scale in (0.1, 1.0, 100.0):
         state = scanned(recurrence, 1 / 16, 1, scale)
         one = scanned(recurrence, 1.0, 1, scale)

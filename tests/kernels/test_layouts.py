@@ -1,4 +1,4 @@
-"""Strides change nothing: operators on arguments laid out at random, beside the reference on plain ones."""
+"""Strides change no result: operators on random layouts against the reference on plain ones."""
 
 import random
 
@@ -11,7 +11,7 @@ from vil.kernels import ops
 from vil.kernels.layout import GridSpec, layout_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Relative to the largest value: an element of another token, or of the gap beside it, is off by far more.
+# Relative to the largest value; reading another token, or the gap beside it, is off by far more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.2}
 OPERATORS = ["scan", "scan both ways", "causal_conv1d_bidirectional", "mixer"]
 
@@ -19,7 +19,7 @@ OPERATORS = ["scan", "scan both ways", "causal_conv1d_bidirectional", "mixer"]
 def drawn(
     operator: str, recurrence: str, dtype: torch.dtype, most: tuple[int, int, int], seed: int
 ) -> list:
-    """Return arguments of an operator, of at most so many tokens, channels and states."""
+    """Return arguments of an operator, with at most ``most`` tokens, channels and states."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     tokens, channels, states = (rng.randint(1, n) for n in most)
     channels = rng.choice([channels, channels, most[1]])
@@ -65,7 +65,7 @@ def bits(dtype: torch.dtype) -> int:
 
 
 def results(operator: str, backend: str, arguments: list, seed: int) -> list[Tensor]:
-    """Return outputs, and gradients from gradients of outputs that are laid out at random."""
+    """Return outputs and gradients; the gradients of outputs have random memory layouts."""
     leaves = [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in arguments[:9]]
     leaves += arguments[9:]  # options, and the tables of a layout
     wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]

@@ -1,4 +1,4 @@
-"""The mixer for exporters against the operator, in eager mode; ONNX itself is in ``tests/vil``."""
+"""The exporters' mixer equals the operator in eager mode; ``tests/vil`` tests ONNX itself."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ROUNDING = {
 
 
 def arguments(recurrence: str, length: int, key: float = 1.0, bias: float = 0.0) -> list:
-    """Return those of the mixer up to the recurrence, in float64, for two sequences."""
+    """Return the mixer's arguments up to ``recurrence``, in float64, for two sequences."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -51,7 +51,7 @@ def test_agrees_with_the_operator(recurrence: str, length: int) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("recurrence", reference.RECURRENCES)
-@pytest.mark.parametrize("trained", [(2, 3), (8, 9)])  # the first with a factor of |k|^2
+@pytest.mark.parametrize("trained", [(2, 3), (8, 9)])  # the first has a factor on |k|^2
 def test_agrees_at_another_grid(recurrence: str, trained: tuple[int, int]) -> None:
     given, grid = arguments(recurrence, 4 * 5 + 1), [4, 5, *trained, 8, 8, 8, 8, 1]
     made, expected = onnx.mixer(*given, grid), by_reference(*given, grid)

@@ -79,7 +79,7 @@ def test_bidirectional_scan_gradients(backend: str, recurrence: str) -> None:
     assert torch.autograd.gradcheck(lambda *a: ops.bidirectional_scan(*a, recurrence), arguments)
     torch.library.opcheck(torch.ops.vil.scan, (*arguments, None, recurrence, False, True))
     if backend == "reference":
-        return  # opcheck cannot look into torch.func, by which the reference differentiates
+        return  # opcheck cannot look into torch.func, which the reference uses for gradients
     detached = tuple(None if t is None else t.detach() for t in arguments)
     nothing = torch.empty(0, dtype=torch.float64)
     torch.library.opcheck(
@@ -225,7 +225,7 @@ def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "fast")
     with pytest.raises(ValueError, match=r'VIL_BACKEND must be one of .* got "fast"'):
         backends.backend_for(cpu, torch.float32)
-    with ops.use_backend("reference"):  # comes before the environment
+    with ops.use_backend("reference"):  # overrides the environment
         assert name_of(backends.backend_for(cpu, torch.float32)) == "reference"
     with pytest.raises(ValueError, match="use_backend"), ops.use_backend("fast"):
         pass

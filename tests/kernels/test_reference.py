@@ -1,4 +1,4 @@
-"""The reference against independent definitions: plain loops, and the optimisation problem itself."""
+"""The reference agrees with independent definitions: plain loops, and the optimisation problem."""
 
 import math
 

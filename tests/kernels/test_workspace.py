@@ -1,4 +1,4 @@
-"""What operators are lent is theirs until they return, and never a result."""
+"""Borrowed memory belongs to an operator until it returns, and is never part of a result."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from vil.kernels import workspace
 
-SHAPE, NEEDED = (3, 5), 64  # 60 bytes, in whole alignments
+SHAPE, NEEDED = (3, 5), 64  # 60 bytes, rounded up to the alignment
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Runs that are killed and continued end like one left alone; tools/faults/kills.py does it for long."""
+"""Killed runs resume and end like an undisturbed run; tools/faults/kills.py tests for longer."""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tools.faults.torchrun import EPOCHS, disturb
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with images, and a server that processes are forked from."""
+    """Yield a folder with images while a server runs that processes are forked from."""
     folder = tmp_path_factory.mktemp("kills")
     make_images(folder)
     with fork_server():
@@ -22,7 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.ci
 def test_killed_process_continues(root: Path) -> None:
-    """However often it is killed; with and without loader processes the end is the same."""
+    """Four kills do not change the result, and neither do data-loading workers."""
     tally = kill_case(root, Case("folder", 0, 1), kills=4, seed=0)
     assert tally.kills == 4
     assert not tally.problems
@@ -31,7 +31,7 @@ def test_killed_process_continues(root: Path) -> None:
 
 @pytest.mark.ci
 def test_continues_after_one_of_two_processes_is_killed(root: Path) -> None:
-    """The other then fails, and both are started again."""
+    """The other rank then fails, and both are started again."""
     tally = kill_case(root, Case("wds", 0, 2), kills=2, seed=0)
     assert tally.kills == 2
     assert not tally.problems
@@ -40,7 +40,7 @@ def test_continues_after_one_of_two_processes_is_killed(root: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [CASES[3], CASES[6], CASES[8]], ids=str)
 def test_killed_runs_of_other_kinds_continue(root: Path, case: Case) -> None:
-    """Folders and shards, loader processes, and up to four training processes."""
+    """Cover folders and shards, data-loading workers, and up to four ranks."""
     tally = kill_case(root, case, kills=2, seed=1)
     assert tally.kills == 2
     assert not tally.problems
@@ -48,7 +48,7 @@ def test_killed_runs_of_other_kinds_continue(root: Path, case: Case) -> None:
 
 @pytest.mark.nightly
 def test_torchrun_continues(root: Path) -> None:
-    """By itself after a worker is killed, and after SIGTERM when it is started again."""
+    """torchrun restarts a run after a worker is killed; after SIGTERM, a new start resumes it."""
     case = Case("wds", 0, 2)
     alone = left_alone(root, case, EPOCHS)
     for kill in (True, False):

@@ -1,4 +1,4 @@
-"""A few images, as folders and as shards, a minuscule model, and the scripts run in-process."""
+"""Fixtures: a few images in folders and shards, a tiny model, and the scripts run in-process."""
 
 import dataclasses
 import sys
@@ -48,7 +48,7 @@ def image_folder(tmp_path) -> Path:
 
 @pytest.fixture
 def image_shards(tmp_path, image_folder) -> Path:
-    """The same images in three shards of each split."""
+    """Return the same images in three shards per split."""
     root = tmp_path / "shards"
     root.mkdir()
     for split in SPLITS:
@@ -64,7 +64,7 @@ def image_shards(tmp_path, image_folder) -> Path:
 
 @pytest.fixture
 def config(image_folder) -> TrainConfig:
-    """Three epochs of a minuscule ViL with everything random switched on."""
+    """Return a run of three epochs of a tiny ViL, with everything random switched on."""
     config = TrainConfig(
         model=ModelConfig(
             name="vil_tiny",
@@ -85,7 +85,7 @@ def config(image_folder) -> TrainConfig:
 
 @pytest.fixture
 def shard_config(config, image_shards) -> TrainConfig:
-    """The same on shards."""
+    """Return the same configuration on shards."""
     data = dataclasses.replace(
         config.data,
         dataset="wds",
@@ -98,15 +98,15 @@ def shard_config(config, image_shards) -> TrainConfig:
 
 @pytest.fixture
 def rendered() -> None:
-    """Have the curves of the test's runs rendered."""
+    """Render the curves of the test's runs."""
 
 
 @pytest.fixture
 def train(request, tmp_path, monkeypatch) -> Callable[..., int]:
     """Return a function that runs train_imagenet.py on a configuration and gives its exit code.
 
-    Curves are drawn as always, but turned into pixels, which takes a third of such a run, only where a
-    test asks for it.
+    Curves are always drawn. They are rendered to pixels only if a test requests ``rendered``, because
+    rendering takes a third of a run.
     """
     if "rendered" not in request.fixturenames:
         monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: reading what a run left, and stopping one."""
+"""Helpers for tests of whole runs: read the files of a run, and stop a run."""
 
 import csv
 import dataclasses
@@ -35,9 +35,9 @@ def val_data(config: TrainConfig, world: World = World()) -> ValData:  # noqa: B
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without what must differ between equal runs."""
+    """Read a checkpoint without the entries that must differ between equal runs."""
     checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["config"], checkpoint["asked"]  # the output folder
+    del checkpoint["config"], checkpoint["asked"]  # they name the output folder
     del checkpoint["run"]["seconds"]
     for row in checkpoint["run"]["history"]:
         for key in TIMES:
@@ -68,7 +68,7 @@ def assert_same(left: object, right: object) -> None:
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
-    """Let a signal arrive when the run has done a number of steps."""
+    """Send a signal to the run when it has done ``step`` steps."""
     original = loop.train_step
 
     def train_step(training: Trainee, images: Step, config: TrainConfig) -> StepResult:

@@ -1,4 +1,4 @@
-"""Changing one's mind about a run: what may change, that it does, and what is refused."""
+"""Changing options of a run: what may change, that it takes effect, and what is refused."""
 
 import json
 import math
@@ -16,7 +16,7 @@ ALLOW = "--run.allow-changes"
 
 @pytest.fixture
 def stopped(config, train, tmp_path) -> Path:
-    """The folder of a run of three epochs that was stopped in the second, after six steps."""
+    """Return the folder of a run of three epochs, stopped in the second epoch, after six steps."""
     with pytest.MonkeyPatch.context() as patch:
         signal_at(patch, 5, 15)
         assert train(config, "--run.output", str(tmp_path / "run")) == 143
@@ -53,7 +53,7 @@ def test_finished_run_is_trained_for_more_epochs_at_another_rate(
     assert all(state["step"] == 20 for state in last["optimizer"]["state"].values())
     written = read_recipe(folder / "config.yaml")
     assert (written.schedule.epochs, written.optim.lr_base, written.run.amp) == (5, 2e-3, True)
-    assert not written.run.allow_changes  # which held for that start only
+    assert not written.run.allow_changes  # it held for that start only
     assert train(config, *more) == 0  # they are the run's own settings now
     assert "nothing is left to train" in capsys.readouterr().out
 
@@ -81,7 +81,7 @@ def test_what_makes_another_run_is_refused_with_the_switch_and_without(
 
 
 def test_what_is_free_and_what_was_filled_in_is_no_change(config, train, tmp_path) -> None:
-    """The command that began a run and the run's own config.yaml both go on, in any order."""
+    """The original command and the run's own config.yaml both resume the run, in any order."""
     open_ = with_(with_(config, "schedule", warmup_epochs=None), "model", num_classes=None)
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder))

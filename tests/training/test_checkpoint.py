@@ -1,4 +1,4 @@
-"""Files that are whole or absent, checkpoints that say what is wrong with them, and which one a run goes on from."""
+"""Atomic writes, errors for damaged checkpoints, and which checkpoint a run resumes from."""
 
 import dataclasses
 import errno
@@ -15,14 +15,7 @@ import pytest
 import timm
 import torch
 
-from vil.training.checkpoint import (
-    Run,
-    continued,
-    load_checkpoint,
-    load_newest,
-    restore,
-    save,
-)
+from vil.training.checkpoint import Run, continued, load_checkpoint, load_newest, restore, save
 from vil.training.distributed import World
 from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, UserError
 from vil.training.evaluation import EvalConfig, load_subject
@@ -34,7 +27,7 @@ from vil.weights.archive import check_finite
 
 @pytest.fixture
 def run(config) -> Run:
-    """A run on four kinds of trees before its first step; its average differs from the model."""
+    """Return a run of four classes before its first step; its average differs from the model."""
     trainee = build(config, World(), 4)
     with torch.no_grad():
         trainee.ema.module.head.bias.add_(1.0)
@@ -43,7 +36,7 @@ def run(config) -> Run:
 
 
 def train(run: Run, top1: float) -> Run:
-    """Let a run have made another epoch."""
+    """Advance the state of a run by one epoch."""
     run.state.step += 4
     counts = {"skipped_images": 0, "skipped_steps": 0, "images_per_s": 100.0, "seconds": 1.0}
     scores = {"train_loss": 1.0, "val_loss": 1.0, "top1": top1, "top5": 100.0}
@@ -53,7 +46,7 @@ def train(run: Run, top1: float) -> Run:
 
 @pytest.fixture
 def saved(run, tmp_path) -> Path:
-    """The last of two checkpoints, after an epoch."""
+    """Return the last of two checkpoints, saved after one epoch."""
     folder = tmp_path / "run"
     folder.mkdir()
     save(folder, run)
@@ -77,7 +70,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, error) -> None:
 
 
 def test_contents_are_on_the_disk_before_their_name(tmp_path, monkeypatch) -> None:
-    """After a power loss in between, the new name would be that of an empty file."""
+    """Otherwise the new name would belong to an empty file after a power loss in between."""
     calls = []
 
     def note(name: str) -> None:
@@ -139,7 +132,7 @@ def test_the_checkpoint_before_and_the_best_are_kept(saved, run) -> None:
         save(saved.parent, train(run, top1))
         assert epochs() == expected
     run.state = dataclasses.replace(run.state, step=13, loss_sum=1.0, loss_count=1)
-    run.trainee.model.head.bias.data += 1  # and within an epoch it is not renewed
+    run.trainee.model.head.bias.data += 1  # within an epoch, best.pt is not renewed
     save(saved.parent, run)
     steps = [load_checkpoint(saved.with_name(f"{n}.pt"))["run"]["step"] for n in ("last", "best")]
     assert steps == [13, 12]
@@ -165,7 +158,7 @@ def test_flipped_bit_is_detected(saved, run) -> None:
     weight = run.trainee.model.head.weight.detach().numpy().tobytes()
     content[content.index(weight) + 10] ^= 1
     saved.write_bytes(bytes(content))
-    torch.load(saved, weights_only=True)  # does not notice
+    torch.load(saved, weights_only=True)  # torch.load does not notice
     with pytest.raises(OutputError, match=r"last\.pt is damaged: wrong checksum"):
         load_checkpoint(saved)
 
@@ -195,7 +188,7 @@ WRONG: tuple[tuple[str, Any], ...] = (
 
 
 def replaced(content: Any, path: str, value: object) -> Any:
-    """Return nested dictionaries and lists with another value at a place; ABSENT removes it."""
+    """Return nested dictionaries and lists with another value at ``path``; ABSENT removes it."""
     key, _, rest = path.partition(".")
     if isinstance(content, dict) and key == "state_dict" and rest:
         return content | {key: content[key] | {rest: value}}
@@ -211,14 +204,14 @@ def replaced(content: Any, path: str, value: object) -> Any:
 
 
 def go_on(saved: Path, run: Run) -> None:
-    """Do with a checkpoint what a run does that goes on from it."""
+    """Use a checkpoint as a run does that resumes from it."""
     found = load_checkpoint(saved) | {"origin": str(saved)}
     continued(found, run.asked)
     restore(run, found)
 
 
 def test_content_of_another_form_is_one_line_and_no_traceback(saved, run) -> None:
-    """Though its checksums are right."""
+    """Its checksums are right nevertheless."""
     content = torch.load(saved, weights_only=True)
     content["optimizer"]["state"] = {0: {"exp_avg": torch.zeros(2)}}
     for path, value in WRONG:
@@ -239,7 +232,7 @@ def test_content_of_another_form_is_one_line_and_no_traceback(saved, run) -> Non
 
 
 def test_archive_that_torch_does_not_write_is_refused(saved) -> None:
-    """Compressed, it could unpack to a thousand times its size; overlapping, to any."""
+    """If compressed, it could unpack to a thousand times its size; with overlaps, to any size."""
     with zipfile.ZipFile(saved) as archive:
         parts = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -256,7 +249,7 @@ def test_archive_that_torch_does_not_write_is_refused(saved) -> None:
 
 
 def test_limits_may_be_infinite() -> None:
-    """As timm's gemma4_vit has them."""
+    """timm's gemma4_vit has such limits."""
     check_finite({"input_max": torch.tensor(torch.inf), "index": torch.tensor(3)}, "it")
     for value in (torch.tensor(torch.nan), torch.tensor([torch.inf])):
         with pytest.raises(ValueError, match=r"it: input_max is not finite$"):
@@ -282,7 +275,7 @@ def test_weights_that_are_not_finite_are_not_saved(ema, run, tmp_path) -> None:
             save(tmp_path, run)
 
 
-# Which one a run goes on from
+# Which checkpoint a run resumes from
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -303,7 +296,8 @@ def test_damaged_ones_are_put_aside_only_for_a_whole_one(saved, run, caplog) -> 
     (folder / "best.pt").write_bytes(whole["best.pt"])
     assert load_newest(folder)["origin"] == str(folder / "best.pt")
     assert [line.partition("it is now ")[2] for line in caplog.messages] == [
-        *("last.damaged.pt", "previous.damaged.pt"),
+        "last.damaged.pt",
+        "previous.damaged.pt",
     ]
     assert (folder / "last.damaged.pt").read_bytes() == cut["last.pt"]
     (folder / "best.pt").unlink()
@@ -322,12 +316,9 @@ def test_what_a_killed_save_left_undone_is_done(saved) -> None:
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("reads", [0, 5, 40])
 def test_checkpoint_that_cannot_be_read_is_not_damaged(number, reads, saved, monkeypatch) -> None:
-    """However far the reading comes, and though zipfile takes errors at the end for no zip file."""
-    before, left, original = (
-        contents(saved.parent),
-        iter(range(reads)),
-        archive._Reader._remembering,
-    )
+    """Reading may fail at any place, also at the end, where zipfile reports that it is no zip file."""
+    before, left = contents(saved.parent), iter(range(reads))
+    original = archive._Reader._remembering
 
     def remembering(self: archive._Reader, read: Any, *arguments: object) -> object:
         def fail(*_: object) -> None:
@@ -345,7 +336,7 @@ def test_checkpoint_that_cannot_be_read_is_not_damaged(number, reads, saved, mon
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
 def test_name_of_a_checkpoint_that_leads_to_none_stops_the_run(kind, saved) -> None:
-    """As of a disk that is not mounted: a run must not begin anew there."""
+    """The disk may not be mounted, for example: a run must not start again from scratch there."""
     saved.unlink()
     if kind == "folder":
         saved.mkdir()

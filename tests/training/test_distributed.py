@@ -1,4 +1,4 @@
-"""Several processes on one machine, over gloo, against a single one."""
+"""Several ranks on one machine, over gloo, compared with a single process."""
 
 import csv
 import dataclasses
@@ -22,12 +22,12 @@ from vil.training.recipes import to_yaml
 from vil.training.settings import RunConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
-LAST_RESORT = 900  # seconds for processes that end within 10, should they hang
+LAST_RESORT = 900  # seconds, if processes hang; otherwise they end within 10
 
 
 @pytest.fixture
 def one_step_epochs(config) -> TrainConfig:
-    """Twenty epochs of one step, so that the log has the loss of every step; at two image sizes."""
+    """Return a run of 20 one-step epochs at two image sizes, so that the log has every step's loss."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, drop_path_rate=0.0),
@@ -90,7 +90,7 @@ def test_two_processes_equal_one(one_step_epochs, train, tmp_path) -> None:
     printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     assert "= 2 processes x 2 x 8" in printed[0][0]
-    assert printed[1] == ("", "")  # only the first logs
+    assert printed[1] == ("", "")  # only rank 0 logs
     one, two = log(tmp_path / "one"), log(tmp_path / "two")
     assert len(one) == len(two) == 20
     for left, right in zip(one, two, strict=True):
@@ -111,7 +111,7 @@ def test_two_processes_equal_one(one_step_epochs, train, tmp_path) -> None:
 
 @pytest.fixture
 def places(image_folder, tmp_path) -> list[Path]:
-    """Two nodes, each of which has its copy of the images under the same name."""
+    """Return the folders of two nodes; each has a copy of the images under the same name."""
     nodes = [tmp_path / "node-0", tmp_path / "node-1"]
     for node in nodes:
         shutil.copytree(image_folder, node / "images")
@@ -119,7 +119,7 @@ def places(image_folder, tmp_path) -> list[Path]:
 
 
 def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
-    """Return the exit codes of processes, and what they say as errors, before they hang."""
+    """Return the exit codes and error output of processes; kill processes that hang."""
     try:
         told = [process.communicate(timeout=LAST_RESORT)[1] for process in processes]
     finally:
@@ -143,7 +143,7 @@ def remove_a_class(images: Path) -> None:
 
 
 def hide_an_image(images: Path) -> None:
-    """Make one unreadable, which is found when the fingerprint is computed."""
+    """Make one image unreadable, which is detected when the fingerprint is computed."""
     path = images / "train" / "ash" / "0.jpg"
     path.unlink()
     path.symlink_to("nowhere")
@@ -190,7 +190,7 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
     run = tmp_path / "run"
     command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(run)]
     codes, told = ends(start_script(command, places))
-    alone = damage is hide_an_image  # which only its process can say
+    alone = damage is hide_an_image  # only its own rank can report it
     assert codes == ([6, 3] if alone else [3, 3]), told
     assert alone or told[1] == f"process 1: {told[0]}"
     assert message in told[1]
@@ -289,5 +289,5 @@ def test_torchrun_says_a_wrong_setting_once_per_attempt(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += ["2", "--max-restarts", "1", str(ROOT / "train_imagenet.py"), "--run.seed", "-1"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert process.returncode == 1  # torchrun has no other
+    assert process.returncode == 1  # torchrun has no other error code
     assert process.stderr.count("run.seed must be greater than or equal to 0, got -1") == 2

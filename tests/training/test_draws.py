@@ -1,4 +1,4 @@
-"""Which image is drawn when: every process, step and epoch, and after resuming."""
+"""Which images are drawn in every rank, step and epoch, and after resuming."""
 
 from collections import Counter
 from itertools import pairwise
@@ -38,7 +38,7 @@ def flat(batches: list[list[Draw]]) -> list[Draw]:
 
 
 def test_repeats_draw_each_image_three_times_in_a_row() -> None:
-    draws = flat(stream(range(12)))  # 1,000 is rounded down to 768 as by DeiT: 12 steps
+    draws = flat(stream(range(12)))  # DeiT rounds 1,000 down to 768: 12 steps
     indices = [draw.index for draw in draws]
     assert {draw.epoch for draw in draws} == {0}
     assert [draw.position for draw in draws] == list(range(768))
@@ -47,7 +47,7 @@ def test_repeats_draw_each_image_three_times_in_a_row() -> None:
 
 
 def test_steps_hold_the_images_that_deit_gives_them() -> None:
-    """DeiT's RASampler gives process r of w the positions r, r + w, ...; a step takes B / w each."""
+    """DeiT's RASampler gives rank r of w the positions r, r + w, ...; a step takes B / w each."""
     order = epoch_order(shuffled(1000), 3, 7, 0)[:768].tolist()
     share = {rank: order[rank::4] for rank in range(4)}
     for step in range(12):
@@ -84,7 +84,7 @@ def test_sizes_of_steps_follow_from_the_seed_and_are_drawn_alike() -> None:
     for seed, found in drawn.items():
         assert all(450 < count < 550 for count in Counter(found).values())
         assert set(found) == set(sizes)
-        pairs = Counter(pairwise(found))  # no size calls for another
+        pairs = Counter(pairwise(found))  # no size predicts the next
         assert len(pairs) == 16
         assert min(pairs.values()) > 80
         assert [step_size(sizes, seed, step) for step in reversed(range(9))] == found[8::-1]

@@ -1,4 +1,4 @@
-"""One optimiser step, and scoring several models in one pass."""
+"""One optimizer step, and the evaluation of several models in one pass."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from vil.training.model import Trainee, build
 
 
 class CountedData(ValData):
-    """Validation images that count how often they are read."""
+    """Validation data that count how often they are read."""
 
     passes = 0
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Read them."""
+        """Count a pass and read the images."""
         self.passes += 1
         return super().batches()
 
 
 @pytest.fixture
 def training(config) -> Trainee:
-    """A model, and an average that differs from it."""
+    """Return a model with an average that differs from it."""
     training = build(config, World(), 4)
     with torch.no_grad():
         for parameter in training.ema.module.parameters():
@@ -67,7 +67,7 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) 
         torch.testing.assert_close(average, moved)
 
 
-@pytest.mark.parametrize("opt", ["adamw", "sgd"])  # of which the first decides on the device
+@pytest.mark.parametrize("opt", ["adamw", "sgd"])  # only adamw decides on the device
 def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, opt=opt))
     training = dataclasses.replace(

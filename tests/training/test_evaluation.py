@@ -1,4 +1,4 @@
-"""eval.py: every kind of source, its options, and a result that is not lost where it cannot be written."""
+"""eval.py: every kind of source, its options, and results that are printed even if not saved."""
 
 import json
 import statistics
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def checkpoint(config, train, tmp_path) -> Path:
-    """The last checkpoint of a short run."""
+    """Return the last checkpoint of a short run."""
     arguments = ("--schedule.epochs", "1", "--data.crop-pct", "0.8")
     assert train(config, "--run.output", str(tmp_path / "run"), *arguments) == 0
     return tmp_path / "run" / "last.pt"
@@ -92,7 +92,7 @@ def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys
         assert evaluate(str(checkpoint)) == 5
         said = capsys.readouterr()
         assert f"{written} exists and is not an evaluation; choose another --json" in said.err
-        assert "top-1" in said.out  # printed all the same
+        assert "top-1" in said.out  # printed anyway
         assert written.read_text() == content
 
 
@@ -135,7 +135,7 @@ ODD_NAMES = ("\x1b[31mred", "two\nlines", "a\rb", "\u202eright to left")
 def test_names_that_are_printed_are_one_line_without_commands(
     config, train, evaluate, image_folder, capsys, tmp_path
 ) -> None:
-    """Of classes, one by one and where they differ from the model's, and of tensors."""
+    """Names of classes, per class and where they differ from the model's, and names of tensors."""
     for old, new in zip(("ash", "birch", "cedar", "dogwood"), ODD_NAMES, strict=True):
         for split in ("train", "val"):
             (image_folder / split / old).rename(image_folder / split / new)

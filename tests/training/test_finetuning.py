@@ -1,4 +1,4 @@
-"""Fine-tuning: the recipe with nothing else said, rates by layer and by batch, batches by the data."""
+"""Fine-tuning: the recipe alone, learning rates by layer and batch, and batch sizes by the data."""
 
 import csv
 import dataclasses
@@ -73,7 +73,7 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
 def test_flat_folder_from_scratch_to_an_evaluation(
     photos, tmp_path, monkeypatch, capsys, caplog
 ) -> None:
-    """A flat folder of photos is divided in training, and eval.py takes the same side."""
+    """Training splits a flat folder of photos, and eval.py uses the same held-out part."""
     monkeypatch.chdir(tmp_path)
     command = ["train_imagenet.py", "--config", str(CONFIGS / "scratch.yaml")]
     command += ["--data.path", "photos/train", "--data.num-workers", "0", "--run.device", "cpu"]
@@ -84,7 +84,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     assert f"{told} --data.val-fraction 0.1" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.val-fraction", "0.5"])
     assert run_script(train_imagenet.main) == 0
-    told = caplog.text + capsys.readouterr().out  # where the logger of another test may write
+    told = caplog.text + capsys.readouterr().out  # another test's logger may write to either
     assert "folder in photos/train: 9 images to train on, 3 held out, 3 classes" in told
     with (tmp_path / "output" / "scratch" / "log.csv").open() as file:
         (row,) = csv.DictReader(file)
@@ -114,7 +114,7 @@ def test_layer_decay_gives_lower_blocks_lower_rates(config) -> None:
     for start, share in expected.items():
         found = {value for name, value in rate.items() if name.startswith(start)}
         assert found == {share * warmup_lr}
-    assert training.lr == warmup_lr  # what logs show is the head's
+    assert training.lr == warmup_lr  # logs show the rate of the head
 
 
 @pytest.mark.parametrize(

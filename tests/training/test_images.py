@@ -18,12 +18,7 @@ from timm.data import create_dataset
 from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
 from vil.training.errors import DataError
-from vil.training.images import (
-    FolderSource,
-    decode,
-    decode_for,
-    list_images,
-)
+from vil.training.images import FolderSource, decode, decode_for, list_images
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig
 
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
@@ -60,7 +55,7 @@ def listed_by_timm(folder: Path) -> tuple[list[str], list[int], tuple[str, ...]]
 
 @pytest.fixture
 def every_kind(tmp_path) -> Path:
-    """A class with an image of every kind, each of another grey, and one with a file of other kinds."""
+    """Return a class with every kind of image in different greys, and one with other files, too."""
     for split in ("train", "val"):
         folder = fill(tmp_path / "kinds" / split, "b/1.jpg", *(f"b/1.{kind}" for kind in NO_IMAGES))
         (folder / "a").mkdir()
@@ -120,7 +115,7 @@ def test_fraction_is_held_out_by_name_and_stays_held_out(tmp_path) -> None:
     assert not training & held_out
     assert len(training | held_out) == 400
     assert 60 < len(held_out) < 140
-    # Names decide: equal ones are on one side, more images move none, and a larger fraction adds to it.
+    # Names decide: equal names are on one side, new images move none, a larger fraction only adds.
     assert {path.replace("oak", "ash") for path in held_out} == {p for p in held_out if "ash" in p}
     fill(tmp_path, *(f"elm/{number}.jpg" for number in range(50)))
     later = FolderSource(data, training=False)
@@ -165,7 +160,7 @@ def test_background_shows_through_transparent_pixels(seed: int) -> None:
             found = pixels(content, "RGB", background=background)
             assert np.abs(found - expected).max() <= 1, (number, background)
         stored = np.asarray(Image.open(io.BytesIO(content)).convert("RGBA"))[..., :3]
-        found = pixels(content, "RGB")  # as timm: what is stored below
+        found = pixels(content, "RGB")  # like timm: the stored colours
         assert np.array_equal(found[alpha > 0], stored[alpha > 0]), number
 
 
@@ -233,7 +228,7 @@ def test_damaged_file_is_an_image_or_an_error(kind) -> None:
         turn, background = draw.random() < 0.5, draw.choice(["none", "white", "black"])
         content = damaged(whole, draw)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's, of damaged metadata
+            warnings.simplefilter("ignore")  # Pillow warns of damaged metadata
             try:
                 read.append(decode(content, "RGB", turn, limit, background))
             except DataError as error:
@@ -253,7 +248,7 @@ def test_truncated_file_is_an_error(form) -> None:
 
 
 def test_too_many_pixels_are_an_error_before_they_are_decoded(config, image_folder) -> None:
-    """Told by the header: of these there are none."""
+    """The header gives their number; the file contains no pixels."""
     header = struct.pack(">IIBBBBB", 13_000, 13_000, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
     content = b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -272,7 +267,7 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(config, image_fold
 
 
 def with_exif(form: str, value: int) -> bytes:
-    """Return a white image, 16 x 8, whose upper left quarter is black, with an orientation."""
+    """Return a white 16 x 8 image with a black upper left quarter and an EXIF orientation."""
     image = Image.new("L", (16, 8), 255)
     image.paste(0, (0, 0, 8, 4))
     exif = Image.Exif()
@@ -305,7 +300,7 @@ def test_photographs_are_turned_if_asked(form, value) -> None:
 
 @pytest.fixture
 def rotated(config, image_folder) -> TrainConfig:
-    """Every image on its side, and two upright ones to validate on."""
+    """Turn every image on its side, except two images for validation."""
     for path in image_folder.glob("*/*/*.jpg"):
         path.write_bytes(with_exif("JPEG", 1 if path.match("val/ash/[01].jpg") else 6))
     return config

@@ -1,4 +1,4 @@
-"""Sources, their errors, and what becomes of an image that is no good."""
+"""Image sources, their errors, and what happens to an unreadable image."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def assert_same_steps(left: list[Step], right: list[Step]) -> None:
-    """Compare numbers, pixels, labels and what was replaced."""
+    """Compare step numbers, pixels, labels and replaced images."""
     assert [step.number for step in left] == [step.number for step in right]
     for one, other in zip(left, right, strict=True):
         assert one.bad_images == other.bad_images
@@ -202,12 +202,12 @@ def test_other_contents_under_the_same_names_have_other_fingerprints(
 
 
 def chosen_names(source: Source) -> set[str]:
-    """Name all images of a source."""
+    """Return the names of all images of a source."""
     return {source.name(index) for index in range(source.num_images)}
 
 
 def open_subsets(config: TrainConfig, *numbers: int | None) -> list[Source]:
-    """Open the training data with so many images of each class."""
+    """Open the training data once for each number of images per class."""
     configs = [with_data(config, images_per_class=number) for number in numbers]
     return [open_source(chosen.data, chosen.model, training=True) for chosen in configs]
 
@@ -260,13 +260,13 @@ def test_all_images_of_a_step_are_made_at_its_size(config, num_workers) -> None:
         shapes = {images.shape[1:] for images, _ in step.micro_batches}
         assert shapes == {(3, drawn[step.number], drawn[step.number])}
     assert {images.shape[1:] for images, _ in val_data(several).batches()} == {(3, 16, 16)}
-    # No other size of the list has a part in it.
+    # Other sizes of the list have no effect on it.
     one = next(train_data(with_data(several, img_sizes=(drawn[0],))).steps(0))
     assert_same_steps([one], [next(whole.steps(0))])
 
 
 def test_a_program_that_leaves_loader_processes_ends(config, tmp_path) -> None:
-    """They ignore SIGTERM, by which Python would end them, and then wait for them."""
+    """Workers ignore SIGTERM, with which Python would end them before it waits for them."""
     (tmp_path / "recipe.yaml").write_text(to_yaml(with_data(config, num_workers=1)))
     program = (
         "from pathlib import Path; from vil.training.distributed import World\n"

@@ -1,4 +1,4 @@
-"""A checkpoint from the first version of the trainer resumes, evaluates and is released for good.
+"""Checkpoints of the trainer's first version can always be resumed, evaluated and released.
 
 ``old_checkpoint.pt`` is ``previous.pt`` of the run below at commit 228e2c4: the state after the first of two epochs.
 """
@@ -21,7 +21,7 @@ RUN = (
     *("--model.embed-dim", "8", "--model.depth", "1", "--schedule.epochs", "2"),
     *("--schedule.warmup-epochs", "1", "--optim.model-ema-decay", "0.9", "--run.device", "cpu"),
 )
-LOSSES = [2.2475, 2.1518]  # held out, as that run logged them
+LOSSES = [2.2475, 2.1518]  # held-out losses that this run logged
 
 
 def test_old_checkpoint_resumes_evaluates_and_is_released(

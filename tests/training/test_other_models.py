@@ -1,4 +1,4 @@
-"""Any model of timm trains by its name, and its checkpoint is a source like our own models'."""
+"""Any timm model trains by name, and its checkpoint loads like one of our own models."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import vil
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import ModelConfig
 
-MODELS = {  # further settings, the head's and the stem's names
+MODELS = {  # further options, name of the head, name of the stem
     "resnet18": (["--model.args", "drop_rate=0.1", "channels=(8, 16, 32, 64)"], "fc", "conv1"),
     "convnext_atto": (["--model.args", "depths=(1, 1, 1, 1)"], "head.fc", "stem.0"),
     "mobilenetv3_small_050": (["--model.drop-path-rate", "0.1"], "classifier", "conv_stem"),

@@ -1,4 +1,4 @@
-"""Runs that start from weights: what is taken, what is new, what is refused, and what is continued."""
+"""Runs that start from pretrained weights: taken and new tensors, refusals, and resuming."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ FROZEN = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-l
 
 @pytest.fixture
 def checkpoint(config, train, tmp_path) -> Path:
-    """Weights of a run with a preprocessing of its own."""
+    """Return weights of a run with preprocessing that differs from the default."""
     arguments = (
         "--schedule.epochs",
         "2",
@@ -43,7 +43,7 @@ def released(checkpoint, tmp_path) -> Path:
 
 @pytest.fixture
 def open_config(config) -> TrainConfig:
-    """The configuration with all left open that weights and data can say."""
+    """Return the configuration with every option unset that weights and data can fill in."""
     unset = dict.fromkeys(("mean", "std", "interpolation", "crop_pct"))
     return dataclasses.replace(
         config, model=ModelConfig(), data=dataclasses.replace(config.data, **unset)
@@ -106,7 +106,7 @@ def test_other_classes_get_a_new_head_and_nothing_else(
     elif kind == "others":
         other_names(image_folder, {"ash": "elm"})
         classes = ["birch", "cedar", "dogwood", "elm"]
-    else:  # the same four in another order, which only a description of the source can tell
+    else:  # the same four in another order, which only the source's description shows
         path = released / "config.json"
         described = json.loads(path.read_text())
         described["label_names"] = described["label_names"][::-1]

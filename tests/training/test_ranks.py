@@ -1,4 +1,4 @@
-"""Processes that do not have the same images, settings or versions: all of them end, and say so alike."""
+"""Ranks with different images, options or versions: all ranks end with the same message."""
 
 import dataclasses
 import random
@@ -81,7 +81,7 @@ TOLD: dict[Callable[[Path, random.Random], None], str] = {
 
 
 class Meeting:
-    """Processes as threads, on a node each."""
+    """Ranks that run as threads, each on its own node."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -89,7 +89,7 @@ class Meeting:
         self.given: list[Any] = [None] * size
 
     def errors(self, seen: list[dict[str, str]]) -> list[str | None]:
-        """Return what check_same raises in each process."""
+        """Return the error that check_same raises in each rank, or None."""
         found: list[str | None] = [None] * self.size
 
         def be(rank: int) -> None:
@@ -110,7 +110,7 @@ class Meeting:
 
 
 class _Place(World):
-    """A process of a meeting."""
+    """One rank of a meeting."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__(rank, meeting.size)
@@ -126,18 +126,18 @@ class _Place(World):
 
 @pytest.fixture(autouse=True)
 def nodes(monkeypatch) -> None:
-    """Let each thread be on a node of its name."""
+    """Give each thread's node the name of the thread."""
     monkeypatch.setattr(loader.socket, "gethostname", lambda: threading.current_thread().name)
 
 
 def seen_in(config: TrainConfig) -> dict[str, str]:
-    """Describe a copy of the data as a run does."""
+    """Describe the data of a configuration as a run does."""
     sources = [open_source(config.data, config.model, training) for training in (True, False)]
     return described(config, dict(zip(("training", "validation"), sources, strict=True)))
 
 
 def in_place(config: TrainConfig, path: Path) -> TrainConfig:
-    """Return settings that leave the number of classes to the data in a folder."""
+    """Return the configuration for data in a folder, with the number of classes left to the data."""
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, num_classes=None),
@@ -146,11 +146,9 @@ def in_place(config: TrainConfig, path: Path) -> TrainConfig:
 
 
 def packed(folder: Path) -> Path:
-    """Return shards of the images in folders."""
+    """Pack the images of a folder into shards, and return their folder."""
     shards = folder.with_name(f"{folder.name}-shards")
-    make_shards(
-        MakeOptions(images=str(folder), shards=str(shards), shard_images=8, num_workers=1),
-    )
+    make_shards(MakeOptions(images=str(folder), shards=str(shards), shard_images=8, num_workers=1))
     return shards
 
 
@@ -174,7 +172,7 @@ def test_copies_of_the_data_that_differ_end_all_processes(
             shutil.rmtree(tmp_path / f"copy-{seed}-shards", ignore_errors=True)
         edit(copy, draw)
         if dataset == "wds" and edit is rename_image:
-            continue  # the names in shards are of no effect
+            continue  # names in shards have no effect
         other = seen_in(in_place(config, place(copy)))
         size = draw.randint(2, 4)
         rank = draw.randrange(1, size)
@@ -188,7 +186,7 @@ def test_copies_of_the_data_that_differ_end_all_processes(
 
 
 def another(value: Any) -> Any:
-    """Return another value for a setting."""
+    """Return a different value for an option."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):

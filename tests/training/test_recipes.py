@@ -1,4 +1,4 @@
-"""Recipes against the published hyper-parameters, and the errors of a wrong one."""
+"""Recipes have the published hyper-parameters, and a wrong recipe is refused."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ FINER_RECIPES = tuple(f"{name}_finer" for name in IMAGENET_RECIPES)
 CPU = torch.device("cpu")
 
 SHARED = {
-    "model.num_classes": None,  # ImageNet's 1,000 are the data's
+    "model.num_classes": None,  # the data gives ImageNet's 1,000
     "model.img_size": 224,
     "data.dataset": "folder",
     "data.aug_repeats": 3,
@@ -95,14 +95,14 @@ FINER = {
 
 
 def built(config: TrainConfig, steps_per_epoch: int = 4) -> Trainee:
-    """Build what a recipe trains on ImageNet, but small."""
+    """Build a small version of what a recipe trains on ImageNet."""
     classes = config.model.num_classes or 1000
     sizes = dataclasses.replace(config.model, num_classes=classes, depth=3, embed_dim=32)
     return build(filled(dataclasses.replace(config, model=sizes)), World(), steps_per_epoch)
 
 
 def filled(config: TrainConfig) -> TrainConfig:
-    """Fill in what a recipe leaves open, without weights to start from."""
+    """Fill in options that a recipe leaves unset, without pretrained weights."""
     return fill_from_weights(config, None)
 
 
@@ -187,7 +187,7 @@ def test_recipe_states_every_value_once_and_in_range(path) -> None:
 
 
 def published_rate(epoch: int) -> float:
-    """Return the rate that DeiT's loop trained an epoch with: it steps after the epoch."""
+    """Return the learning rate of an epoch in DeiT's loop, which steps after each epoch."""
     step = max(epoch - 1, 0)
     if step < 5:
         return 1e-6 + step * (1e-3 - 1e-6) / 5
@@ -239,7 +239,7 @@ def test_weight_decay_falls_on_the_published_parameters(name) -> None:
     }
     decayed = {key for key, value in model.named_parameters() if decay[id(value)] == 0.1}
     mixer = ["conv_weight", "x_proj_weight", "dt_weight", "in_proj.weight", "out_proj.weight"]
-    # A_log is a matrix, so the published run decays it, whatever attribute it carries.
+    # A_log is a matrix, so the published run decays it regardless of any attribute.
     mixer += ["A_log"] if name == "vim_tiny" else []
     expected = {f"blocks.0.mixer.{key}" for key in mixer}
     assert decayed == expected | {"patch_embed.proj.weight", "head.weight"}

@@ -26,7 +26,7 @@ from vil.training.release import ReleaseConfig, release
 
 @pytest.fixture
 def checkpoint(config, train, tmp_path) -> Path:
-    """The last checkpoint of a short run."""
+    """Return the last checkpoint of a short run."""
     train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
     return tmp_path / "run" / "last.pt"
 
@@ -220,7 +220,7 @@ def test_a_folder_of_any_name_is_released(checkpoint, monkeypatch, tmp_path) -> 
         create.assert_called_once_with(f"local-dir:{name}", pretrained=True)
         load.assert_called_once_with(name, num_classes=3)
         metadata = yaml.safe_load(card.split("---\n")[1])
-        assert metadata["license"] == "other"  # nobody said which
+        assert metadata["license"] == "other"  # no license was given
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What settings leave open is filled in from the weights and the data, and nothing else is touched."""
+"""Unset options are filled in from the weights and the data; no other option changes."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ DESCRIBED = {
 def make_weights(
     architecture: str | None = "vil_tiny", input_size: tuple[int, ...] = (3, 64, 64), **args: object
 ) -> Weights:
-    """Describe weights without any."""
+    """Return a description of weights without any tensors."""
     return Weights(
         state_dict={},
         origin="best.pt",
@@ -33,7 +33,7 @@ def make_weights(
 
 
 def source(classes: tuple[str, ...] | None, labels: list[int]) -> SimpleNamespace:
-    """Stand in for data."""
+    """Return a stand-in for a data source."""
     return SimpleNamespace(classes=classes, labels=np.array(labels), num_images=len(labels))
 
 
@@ -42,7 +42,7 @@ def test_weights_say_what_the_settings_do_not() -> None:
     model, data = filled.model, filled.data
     assert (model.name, model.in_chans, model.img_size) == ("vil_tiny", 3, 64)
     assert (model.embed_dim, model.depth, model.patch_size) == (48, 3, 8)
-    assert model.num_classes is None  # of the data to come, not of the data they are from
+    assert model.num_classes is None  # it comes from the new data, not from the weights
     assert (data.mean, data.std) == (DESCRIBED["mean"], DESCRIBED["std"])
     assert (data.interpolation, data.crop_pct) == ("bilinear", 0.9)
 
@@ -55,7 +55,7 @@ def test_settings_win_over_weights() -> None:
     filled = fill_from_weights(asked, make_weights(patch_size=8))
     assert (filled.model.img_size, filled.model.patch_size) == (96, 16)
     assert (filled.data.mean, filled.data.crop_pct) == ((0.7,), 1.0)
-    assert filled.data.std == pytest.approx((0.5,))  # grey has the mean of the colours'
+    assert filled.data.std == pytest.approx((0.5,))  # grey has the mean over the colours
 
 
 def test_data_say_the_number_of_classes_the_batch_and_the_warm_up() -> None:

@@ -1,4 +1,4 @@
-"""The two scripts from end to end: what a run leaves, resuming, faults, exit codes."""
+"""The two scripts from end to end: files of a run, resuming, faults, exit codes."""
 
 import dataclasses
 import json
@@ -62,9 +62,9 @@ def test_checkpoints_within_an_epoch_come_by_the_clock(
 
     monkeypatch.setattr(loop, "save", save)
     assert train(config, "--run.output", str(tmp_path / "run")) == 0
-    assert len(saved) == 1 + 3  # the beginning, and epochs
+    assert len(saved) == 1 + 3  # at the start, and after each epoch
     assert train(config, "--run.output", str(tmp_path / "often"), "--run.save-minutes", "0") == 0
-    assert len(saved) == 4 + 1 + 3 + 12  # and steps
+    assert len(saved) == 4 + 1 + 3 + 12  # and after each step
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -74,7 +74,7 @@ LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
 @pytest.mark.parametrize(
     ("kind", "num_workers", "number"),
     [
-        # Each signal and each way to load once, and every pair of them among the slow tests.
+        # Each signal and each way to load runs once; the slow tests run every pair of them.
         pytest.param(*way, number, marks=[] if SIGNALS.index(number) == i else pytest.mark.ci)
         for i, way in enumerate(LOADING)
         for number in SIGNALS
@@ -209,7 +209,7 @@ def test_too_many_non_finite_steps_end_the_run(
 
 @pytest.mark.ci
 def test_useless_weights_end_the_run(config, train, capsys, tmp_path) -> None:
-    """One step an epoch: its loss is still finite, the weights it leaves are not usable."""
+    """An epoch has one step: its loss is still finite, but the weights after it are not usable."""
     # The first two epochs train at warmup_lr.
     arguments = ("--run.output", str(tmp_path / "run"), "--optim.lr-base", "1e30")
     assert train(config, *arguments, "--data.batch-size", "32") == 4
@@ -294,7 +294,7 @@ def test_evaluation_gives_the_number_of_the_run(
     ("command", "code", "message"),
     [
         (["train_imagenet.py", "--config", "none.yaml"], 2, "error: --config none.yaml: No such"),
-        # Imports PyTorch before it knows, for seconds.
+        # It imports PyTorch, for seconds, before it finds the error.
         pytest.param(
             *(["eval.py", "none.pt"], 2, "error: none.pt is not a file, a folder, hf-hub:NAME"),
             marks=pytest.mark.ci,

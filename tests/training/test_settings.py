@@ -1,4 +1,4 @@
-"""Every setting has a range beside it, and a value outside of it is one line and exit code 2."""
+"""Every option declares its range; a value outside gives a one-line error and exit code 2."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ OPTIONS = {
 
 
 def parts_of(form: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the types that a value may have, or have in it, and what limits each."""
+    """Yield the types that a value or its elements may have, with the rules that limit each."""
     origin, parts = get_origin(form), get_args(form)
     if origin in (Union, UnionType):
         for part in parts:
@@ -55,7 +55,7 @@ def parts_of(form: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def ends(form: Any) -> Iterator[tuple[float, bool]]:
-    """Yield numbers at and beyond the ends of a type's ranges, and whether each is allowed."""
+    """Yield numbers at and beyond the limits of a type's ranges, and whether each is allowed."""
     for base, rules in parts_of(form):
         for limit in (limit for rule in rules for limit in getattr(rule, "metadata", ())):
             kind, end = type(limit).__name__, next(iter(vars_of(limit)))
@@ -76,7 +76,7 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
 
 
 def told(key: str, value: Any) -> str:
-    """Return what is said about a value of a setting; nothing if it is right."""
+    """Return the error message for a value of an option; empty if the value is valid."""
     try:
         from_dict(with_value(key, value), "")
     except ConfigError as error:
@@ -119,7 +119,7 @@ def test_what_the_weights_of_timm_say_of_images_is_in_range() -> None:
 
 @pytest.fixture
 def start(monkeypatch, tmp_path) -> Callable[..., int]:
-    """Return what runs train_imagenet.py in this process, but for its first step."""
+    """Return a function that runs train_imagenet.py in this process, up to its first step."""
 
     def run(*words: str) -> int:
         monkeypatch.setattr("vil.training.train.train_step", lambda *_: pytest.fail("it trains"))
@@ -127,7 +127,7 @@ def start(monkeypatch, tmp_path) -> Callable[..., int]:
         monkeypatch.setattr(sys, "argv", command)
         try:
             return run_script(train_imagenet.main)
-        except SystemExit as error:  # of the parser, which has said why
+        except SystemExit as error:  # from the parser, which has printed why
             return error.code
 
     return run

@@ -28,13 +28,7 @@ from vil.training.files import LOCK_NAME
 from vil.training.images import FolderSource
 from vil.training.make_shards import MakeOptions, VerifyOptions, make_shards, verify_shards
 from vil.training.settings import DataConfig
-from vil.training.shards import (
-    ShardSource,
-    index_path,
-    load_index,
-    stamp_of,
-    write_index,
-)
+from vil.training.shards import ShardSource, index_path, load_index, stamp_of, write_index
 
 NUM_CLASSES = 4
 TIMES = re.compile(rb'"[mc]time_ns":\d+,|"crc32":"\w+",')
@@ -42,7 +36,7 @@ TIMES = re.compile(rb'"[mc]time_ns":\d+,|"crc32":"\w+",')
 
 @pytest.fixture
 def made(tmp_path, image_folder) -> Path:
-    """The images in shards of 5: seven to train on, three to validate on."""
+    """Return the images in shards of 5: seven for training, three for validation."""
     make(image_folder, tmp_path / "made")
     return tmp_path / "made"
 
@@ -70,7 +64,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Read all files that a run is to leave, of indexes all but the times of their shards."""
+    """Read all files but the lock; of indexes, leave out their checksum and the shards' times."""
 
     def content(path: Path) -> bytes:
         return TIMES.sub(b"", path.read_bytes()) if path.suffix == ".json" else path.read_bytes()
@@ -156,7 +150,7 @@ MOMENTS = [
 def fail_after(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: int, fail: Callable[..., None]
 ) -> None:
-    """Let a function do its work some times and then fail for ever."""
+    """Let a function work ``calls`` times and fail from then on."""
     original, done = getattr(module, name), []
 
     def failing(*arguments: Any) -> Any:
@@ -402,7 +396,7 @@ def test_truncated_shard_is_an_error_without_an_index(tmp_path, size, message) -
     path = tmp_path / "a.tar"
     write_tar(path, {"a.jpg": image, "a.cls": b"1", "b.cls": b"1", "b.jpg": image})
     if size > 10240:
-        path.write_bytes(2 * path.read_bytes())  # two in a row
+        path.write_bytes(2 * path.read_bytes())  # two archives in a row
     os.truncate(path, size)
     with pytest.raises(DataError, match=message):
         open_shards(tmp_path, "a.tar")

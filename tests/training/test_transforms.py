@@ -1,4 +1,4 @@
-"""Augmentation on the device: DeiT's order, and nothing that depends on how a batch is divided."""
+"""Augmentation on the device has DeiT's order and does not depend on how a batch is divided."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def with_augment(config: TrainConfig, **changes: object) -> TrainConfig:
-    """Return the configuration with other augmentation."""
+    """Return the configuration with changed augmentation."""
     return dataclasses.replace(config, augment=dataclasses.replace(config.augment, **changes))
 
 
@@ -45,7 +45,7 @@ def test_steps_and_groups_are_augmented_differently(config) -> None:
 
 
 def test_images_are_erased_before_they_are_mixed(config) -> None:
-    """Noise that was erased into one image shows through in its partner, scaled by mixup."""
+    """Noise from erasing one image shows through in its partner, scaled by mixup."""
     settings = {"reprob": 1.0, "mixup": 1.0, "cutmix": 0.0}
     images = torch.full((2, 3, 16, 16), 128, dtype=torch.uint8)
     augment = BatchAugment(with_augment(config, **settings), CPU)

@@ -1,4 +1,4 @@
-"""steps.csv and trackers: every step once and in order, whatever happened to the run or to them."""
+"""steps.csv and trackers have every step once and in order, also if a run or a tracker fails."""
 
 import csv
 import dataclasses
@@ -24,7 +24,7 @@ TIMES = ("images_per_s", "data_wait")
 
 @pytest.fixture
 def each_step(config) -> TrainConfig:
-    """Three epochs of four steps, whose loss is read at each."""
+    """Return a run of three epochs of four steps, which reads the loss at each step."""
     return dataclasses.replace(config, run=dataclasses.replace(config.run, log_interval=1))
 
 
@@ -36,7 +36,7 @@ def steps(folder: Path) -> list[dict[str, str]]:
 
 @contextmanager
 def killed_at(step: int) -> Iterator[None]:
-    """End the run, without a checkpoint, when it has done a number of steps."""
+    """End the run without a checkpoint when it has done ``step`` steps."""
     original = loop.train_step
 
     def train_step(training: Trainee, images: Step, config: TrainConfig) -> StepResult:
@@ -80,7 +80,7 @@ def test_every_step_has_a_row_also_a_skipped_one(config, log_interval, train, tm
 
 @pytest.mark.parametrize(
     ("moment", "rubbish"),
-    [(2, b"9,3,0.12"), (6, b"\0" * 90), (8, b"3,1,1,1,1,1,1\n")],  # as an append that was cut short
+    [(2, b"9,3,0.12"), (6, b"\0" * 90), (8, b"3,1,1,1,1,1,1\n")],  # as if an append was cut short
     ids=["before-a-checkpoint", "after", "at-one"],
 )
 def test_killed_run_that_continues_has_each_step_once(
@@ -98,7 +98,7 @@ def test_killed_run_that_continues_has_each_step_once(
 
 
 class FakeWandB:
-    """Stands in for wandb: a server that survives runs, and fails where it is told to."""
+    """Stand-in for wandb: a server that survives runs and fails at a chosen call."""
 
     def __init__(self, fails: str = "") -> None:
         """Start the server; `fails` names the call that raises."""
@@ -109,7 +109,7 @@ class FakeWandB:
         self.shown: dict[str, float] = {}
 
     def init(self, **arguments: Any) -> SimpleNamespace:
-        """Begin a run, or go on."""
+        """Begin or resume a run."""
         self.refuse("init")
         self.begun.append(arguments)
         return SimpleNamespace(
@@ -127,12 +127,12 @@ class FakeWandB:
         self.shown |= values
 
     def finish(self, exit_code: int) -> None:
-        """End."""
+        """End a run."""
         self.refuse("finish")
         self.finished.append(exit_code)
 
     def refuse(self, call: str) -> None:
-        """Raise if told to."""
+        """Raise if this is the call that fails."""
         if call == self.fails:
             raise ConnectionError(f"{call}: no network\nand more")
 
@@ -174,7 +174,7 @@ def test_tensorboard_shows_each_step_once(each_step, train, tmp_path) -> None:
 
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder), "--run.tracker", "tensorboard")
-    for moment in (2, 6, 10):  # before the first checkpoint, and after it and the second
+    for moment in (2, 6, 10):  # before the first checkpoint, after it, and after the second
         with killed_at(moment):
             assert train(each_step, *arguments) == 130
     assert train(each_step, *arguments) == 0
@@ -193,5 +193,5 @@ def test_tensorboard_shows_each_step_once(each_step, train, tmp_path) -> None:
         (12, pytest.approx(logged[2])),
     ]
     text = events.Tensors("config/text_summary")
-    assert {event.step for event in text} == {1, 5}  # where what is shown again begins
+    assert {event.step for event in text} == {1, 5}  # where the values shown again begin
     assert b"lr_base: 0.001" in text[0].tensor_proto.string_val[0]

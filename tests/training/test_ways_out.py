@@ -1,4 +1,4 @@
-"""Ways out of a run: one line and an exit code, and the same command goes on to the same bits."""
+"""How runs end: one line and an exit code; repeating the command ends bit-identically."""
 
 import errno
 import multiprocessing
@@ -22,21 +22,21 @@ from vil.training.errors import DataError
 from vil.training.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-STEP = 5  # the second of the second epoch of two, 4 being an epoch
+STEP = 5  # the second step of the second of two epochs; each has 4 steps
 Place = Callable[[pytest.MonkeyPatch, Callable[[], object]], None]
 
 
 class Way(NamedTuple):
-    """Something that happens to a run once it has begun a step, and how it has to end by it."""
+    """An event in a run that has begun a step, and how the run must end."""
 
     place: Place
     """Where it happens."""
     act: Exception | Callable[[], object]
-    """What is raised, or done."""
+    """Exception to raise, or function to call."""
     code: int | None
-    """Exit code; None where the exception itself comes out, with its traceback."""
+    """Exit code; None if the exception itself propagates, with its traceback."""
     message: str
-    """Of the error, or of a warning."""
+    """Text of the error, or of a warning."""
     arguments: tuple[str, ...] = ()
 
 
@@ -57,13 +57,13 @@ def before(owner: Any, name: str) -> Place:
 
 
 def kill_a_loader() -> None:
-    """Kill one of the loader processes, as the kernel does for want of memory."""
+    """Kill one of the data-loading workers, as the kernel's OOM killer does."""
     for child in multiprocessing.active_children()[:1]:
         os.kill(child.pid, signal.SIGKILL)
 
 
 def hang(*_: object) -> None:
-    """Wait for ever, as for a disk that does not answer."""
+    """Wait forever, as for a disk that does not answer."""
     signal.pause()
 
 
@@ -92,7 +92,7 @@ WAYS = {
     "a disk that is gone": Way(
         before(loop, "save"), OSError(errno.EIO, "I/O error", "/x"), 5, "/x cannot be read or wr"
     ),
-    # Nothing that shows a run ends it.
+    # Failures of curves and logs do not end a run.
     "a curve that fails": Way(
         before(report, "draw_curve"), ValueError("no font"), 0, "no font; training goes on without"
     ),
@@ -107,25 +107,25 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
-    """What the run that is left alone leaves."""
+    """Return a cache for the results of the undisturbed run."""
     return {}
 
 
 @pytest.fixture
 def chosen(config, monkeypatch) -> TrainConfig:
-    """Two epochs, of which each draws its curve."""
+    """Return a run of two epochs that draws a curve after each epoch."""
     monkeypatch.setattr(report, "_CURVE_EVERY", -1.0)
     return with_(config, "schedule", epochs=2)
 
 
 def left(folder: Path) -> list[Any]:
-    """Return what must be equal; without the fingerprints, which tell where the images lie."""
+    """Return what must be equal between runs: all but the fingerprints of the data."""
     parts = [load(folder / name) for name in ("last.pt", "best.pt")]
     return [rows(folder), *({k: v for k, v in part.items() if k != "data"} for part in parts)]
 
 
 def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
-    """Do something when the run begins a step."""
+    """Call ``act`` when the run begins a step."""
     original = loop.train_step
 
     def train_step(trainee: Any, given: Any, config: TrainConfig) -> Any:
@@ -164,7 +164,7 @@ def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
     told = capsys.readouterr()
     assert way.message in (told.err if way.code else told.out)
     assert told.err.count("\n") == bool(way.code), told.err
-    assert load(folder / "last.pt")["run"]["step"] == (4 if way.code != 0 else 8)  # no error saves
+    assert load(folder / "last.pt")["run"]["step"] == (4 if way.code != 0 else 8)  # errors: no save
     assert not multiprocessing.active_children()
     assert train(chosen, *arguments) == 0
     assert_same(left(folder), outcomes["alone"])
@@ -173,7 +173,7 @@ def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
 def test_too_many_bad_images_leave_the_checkpoint_before_them(
     chosen, image_folder, train, capsys, tmp_path
 ) -> None:
-    """What was trained on in their place is given up: nothing of it is left once they are back."""
+    """Steps on replacement images are discarded: they leave no trace once the images are back."""
     chosen, folder = with_(chosen, "data", aug_repeats=0), tmp_path / "run"
     assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
     away = image_folder / "train" / "ash"
@@ -225,7 +225,7 @@ def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
 
 
 def test_disk_that_hangs_ends_the_run(chosen, train, capsys, monkeypatch, tmp_path) -> None:
-    """After a time that is made short here; whatever the time, it has to end."""
+    """The timeout is short here; the run must end after a timeout of any length."""
     monkeypatch.setattr(loader, "_PATIENCE", 3)
     monkeypatch.setattr(loader._TrainImages, "_decode", hang)
     assert train(chosen, "--run.output", str(tmp_path / "run"), *WORKERS) == 6

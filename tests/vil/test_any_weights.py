@@ -19,7 +19,7 @@ SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_class
 
 @pytest.fixture(scope="module")
 def content() -> dict[str, Any]:
-    """What a checkpoint of the smallest model has for vil.load."""
+    """Return what vil.load reads from a checkpoint of the smallest model."""
     torch.manual_seed(0)
     model = timm.create_model("vil_tiny", **SIZES)
     for parameter in model.parameters():
@@ -39,7 +39,7 @@ def content() -> dict[str, Any]:
 
 
 def with_value(content: dict[str, Any], place: tuple, value: Any) -> dict[str, Any]:
-    """Put a value in a place of a copy of the content; the weights are shared."""
+    """Return a copy of the content with another value in one place; the weights are shared."""
     whole = copy.deepcopy({key: part for key, part in content.items() if key != "state_dict"})
     inner = whole = whole | {"state_dict": OrderedDict(content["state_dict"])}
     for key in place[:-1]:
@@ -59,7 +59,7 @@ def loads_exactly_or_is_refused(source: Path, weights: dict[str, torch.Tensor]) 
         return told
     for name, value in model.state_dict().items():
         read = weights[name]
-        if read.shape == value.shape:  # else resampled, which is what is documented
+        if read.shape == value.shape:  # else it is resampled, as documented
             assert read.is_floating_point() == value.is_floating_point(), f"{name} is cast"
             assert torch.equal(read.to(value.dtype), value), f"{name} is another"
         assert value.isfinite().all(), f"{name} is not finite"

@@ -65,7 +65,7 @@ def test_dropped_blocks_keep_the_mean() -> None:
     block = small(drop_path_rate=0.5).train().blocks[-1]
     x = torch.randn(1, 17, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        kept = x + 2 * block.mixer(block.norm(x))  # half of the time
+        kept = x + 2 * block.mixer(block.norm(x))  # kept half of the time
         found = block(x.expand(32, -1, -1))
     is_kept = (found - x).flatten(1).any(1)
     assert 0 < is_kept.sum() < 32
@@ -73,7 +73,7 @@ def test_dropped_blocks_keep_the_mean() -> None:
 
 
 def test_initial_values() -> None:
-    """The laws of the official code; bounds and standard deviations of its initial tensors."""
+    """Initial values follow the official code: bounds and standard deviations agree."""
     torch.manual_seed(0)
     state = timm.create_model("vim_tiny").state_dict()
 
@@ -210,7 +210,7 @@ def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
     cam = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
     assert cam.shape == (2, *grid.values())
     assert (cam.flatten(1).amax(1) > 0).all()
-    # After the last mixer nothing but what is pooled has a gradient, as docs/inspect.md says.
+    # After the last mixer only pooled tokens have a gradient, as docs/inspect.md says.
     last = model.reshape_transform(kept["last block"].grad, **grid)
     assert bool(last.any()) is (pool == "avg")
 
@@ -284,7 +284,7 @@ def test_compiles_images_of_any_size() -> None:
     with torch.no_grad():
         for size in (*sizes, *near):
             assert torch.allclose(compiled(images(*size)), model(images(*size)), atol=1e-6)
-            # its own size, any other, and those that are resized along one side or the other
+            # graphs: its own size, any other, and sizes resized along one side or the other
             assert counter.frame_count <= (2 if size in sizes else 5)
     for size in sizes[:2]:
         gradients = []
@@ -466,7 +466,7 @@ def test_equal_count_of_patches_is_resampled_from_its_grid(
         torch.nn.ModuleDict({"m": model}).load_state_dict(state)
     elif route == "filter":
         model.load_state_dict(vil.backbone.checkpoint_filter_fn({"model": state}, model))
-    else:  # timm's reading drops the record, its configuration says the size
+    else:  # timm drops the recorded grid; the configuration gives the size
         height, width = (32, 32) if of is SQUARE else (16, 64)
         overlay = {"file": path, "input_size": (3, height, width), "num_classes": 5}
         model = small(pretrained=True, pretrained_cfg_overlay=overlay, **into)
@@ -477,7 +477,7 @@ def test_equal_count_of_patches_is_resampled_from_its_grid(
 def test_weights_with_and_without_a_class_token_are_told_apart(
     into_averaged: bool, tmp_path: Path
 ) -> None:
-    """By checkpoint_path and by pretrained=True, where no grid is recorded."""
+    """Load by checkpoint_path and by pretrained=True, where no grid is recorded."""
     averaged = {"class_token": False, "global_pool": "avg"}
     of, into = ({}, averaged) if into_averaged else (averaged, {})
     path = saved(small(**of), tmp_path / "weights.pt")

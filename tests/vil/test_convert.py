@@ -1,4 +1,4 @@
-"""Checkpoints with the names of the official Vision Mamba, against its forward pass written out."""
+"""Checkpoints with the official Vision Mamba names, compared with its forward pass written out."""
 
 import argparse
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def direction(p: dict[str, Tensor], xz: Tensor, b: str, A_log: Tensor, skip: Tensor) -> Tensor:
-    """One direction of the official mixer on xz (B, 2E, L), gate included."""
+    """Run one direction of the official mixer on xz (B, 2E, L), including the gate."""
     length = xz.shape[-1]
     x, z = xz.chunk(2, dim=1)
     u = F.conv1d(x, p[f"conv1d{b}.weight"], p[f"conv1d{b}.bias"], padding=3, groups=INNER)
@@ -83,7 +83,7 @@ def direction(p: dict[str, Tensor], xz: Tensor, b: str, A_log: Tensor, skip: Ten
 
 
 def official_logits(state: dict[str, Tensor], images: Tensor, stride: int = 16) -> Tensor:
-    """Vision Mamba's forward pass: middle class token, bimamba v2, divided output."""
+    """Return Vision Mamba's logits: middle class token, bimamba v2, divided output."""
     x = F.conv2d(
         images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=stride
     )
@@ -123,12 +123,12 @@ def test_official_checkpoint_gives_the_official_logits(route: str, tmp_path) -> 
         logits, expected = model.eval()(images), official_logits(state, images)
     assert expected.abs().max() > 0.1
     assert (logits - expected).abs().max() < 1e-5
-    assert "layers.0.norm.weight" in state  # the caller's own dict is left alone
+    assert "layers.0.norm.weight" in state  # the caller's dict is not changed
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[str, Tensor]], list]:
-    """Let the hub have a file with the content of official training; its downloads are noted."""
+    """Return a function that puts an official checkpoint on the hub and returns its downloads."""
 
     def put(state: dict[str, Tensor]) -> list[tuple[str, str]]:
         other = {name: value + 1 for name, value in state.items()}
@@ -165,7 +165,7 @@ def test_published_weights_come_from_the_hub(
     stride = 8 if "finer" in name else 16
     state = official_state_dict(stride=stride)
     asked = hub(state)
-    overlay = {"num_classes": 7, "input_size": (3, 48, 48)}  # of the small file
+    overlay = {"num_classes": 7, "input_size": (3, 48, 48)}  # as in the small file
     model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **SIZES)
     assert asked == [(repository, file)]
     images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ SECTIONS = {
 }
 SETUP = SECTIONS.pop("Exporting")
 NEEDED = {"ONNX": ("onnxscript", "onnxruntime"), "int8": ("torchao",)}
-# What is compiled around the operators need not be fast: without this, half of the time finds out what is.
+# Code compiled around the operators need not be fast; otherwise tuning takes half of the time.
 QUICK = {
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.precompile_headers": False,
@@ -35,4 +35,4 @@ def test_code_runs(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(timm, "create_model", create)
     with inductor.patch(QUICK):
         exec((SETUP + SECTIONS[section]).replace("224, 224", "32, 32"), {})
-    assert list(tmp_path.iterdir())  # what was exported
+    assert list(tmp_path.iterdir())  # the exported files

@@ -1,4 +1,4 @@
-"""What ``features_only=True`` gives: which blocks, normalised or not, by timm's own class."""
+"""``features_only=True``: which blocks it returns by default, and for given ``out_indices``."""
 
 import pytest
 import timm

@@ -1,4 +1,4 @@
-"""vil.load: every kind of source, every change of the model, and what is refused."""
+"""vil.load: every kind of source, every change of the model, and refused files."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def logits(model: nn.Module, images: Tensor = IMAGES) -> Tensor:
 
 
 def small(name: str = "vil_tiny", **arguments: Any) -> nn.Module:
-    """Return a minuscule model, all of whose weights are drawn at random."""
+    """Return a tiny model with all weights drawn at random."""
     torch.manual_seed(0)
     model = timm.create_model(name, **SMALL | arguments)
     for parameter in model.parameters():
@@ -47,7 +47,7 @@ def small(name: str = "vil_tiny", **arguments: Any) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, nn.Module]:
-    """A checkpoint as train_imagenet.py writes it, its model and its average."""
+    """Return a checkpoint as train_imagenet.py writes it, its model and its averaged model."""
     folder = tmp_path_factory.mktemp("run")
     config = TrainConfig(
         model=ModelConfig(name="vil_tiny", **SMALL),
@@ -83,7 +83,7 @@ def released(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], tuple[str, int]]:
-    """Return a function that gives the one line that vil.load logged, and its level."""
+    """Return a function that returns the only line that vil.load logged, and its level."""
     caplog.set_level(logging.INFO, logger="vil")
 
     def line() -> tuple[str, int]:
@@ -180,7 +180,7 @@ def test_state_dict_of_another_program(key: str | None, prefix: str, tmp_path: P
     path = tmp_path / "other.pth"
     torch.save(state if key is None else {key: state, "epoch": 3}, path)
     sizes = {name: value for name, value in SMALL.items() if name != "num_classes"}
-    loaded = vil.load(path, "vil_tiny", **sizes)  # the head tells the number of classes
+    loaded = vil.load(path, "vil_tiny", **sizes)  # the head gives the number of classes
     assert torch.equal(logits(loaded), logits(model))
 
 
@@ -262,7 +262,7 @@ def test_names_of_classes_are_those_of_the_head(
 def test_other_size_resamples_like_set_input_size(
     kind: str, source_size: Any, size: Any, stride: int, tmp_path: Path
 ) -> None:
-    """The grid is told by the checkpoint's record, or by the arguments of its model."""
+    """The grid comes from the checkpoint's record, or from the arguments of its model."""
     model = small(img_size=source_size, patch_stride=stride)
     model.set_input_size(source_size)
     sizes = {key: value for key, value in SMALL.items() if key != "img_size"}
@@ -346,14 +346,14 @@ def test_background_class_of_a_hub_model_is_left_out(tmp_path: Path) -> None:
 
 
 class Runs:
-    """What pickles to a call."""
+    """An object that runs a call when it is unpickled."""
 
     def __reduce__(self) -> tuple:
         return os.mkdir, ("executed",)
 
 
 def refused(call: Callable[[], object], *parts: str, kind: type = ValueError) -> None:
-    """Fail unless the call raises one line that has the parts."""
+    """Check that the call raises an error of one line that contains the parts."""
     with pytest.raises(kind) as caught:
         call()
     said = str(caught.value)
@@ -390,7 +390,7 @@ def test_pickled_code_is_refused_and_not_executed(
     source = {"folder": str(tmp_path), "hub": "hf-hub:evil/model"}.get(place, str(path))
     refused(lambda: vil.load(source, "vil_tiny"), source)
     assert not Path("executed").exists()
-    if place == "pickle":  # and yet it would
+    if place == "pickle":  # unpickling it would run the call
         pickle.loads(path.read_bytes())
         assert Path("executed").exists()
 

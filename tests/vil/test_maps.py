@@ -1,4 +1,4 @@
-"""Maps: exact where they claim to be, of every model, in their places, and refusing what they cannot show."""
+"""Maps of every model: exact where they claim to be, patches in place, errors for other inputs."""
 
 import pytest
 import timm
@@ -12,7 +12,7 @@ from vil.tokens import class_token_first
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
 NAMES = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
 KINDS = ({}, {"class_token": False, "global_pool": "avg"}, {"patch_stride": 4})
-SIZES = ((32, 32), (48, 64), (16, 24))  # the trained one, and others by orders that follow the grid
+SIZES = ((32, 32), (48, 64), (16, 24))  # the trained size, and others with grid orders
 
 
 def small(name: str = "vil_tiny", dtype: torch.dtype = torch.float32, **kwargs) -> nn.Module:
@@ -30,7 +30,7 @@ def pictures(height: int = 32, width: int = 32, dtype: torch.dtype = torch.float
 
 
 def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
-    """Return what the output projection of a block is given, (B, E, L), class token first."""
+    """Return the input (B, E, L) of the output projection of a block, class token first."""
     given: list[Tensor] = []
     hook = model.blocks[block].mixer.out_proj.register_forward_pre_hook(
         lambda _, args: given.append(args[0])
@@ -73,7 +73,7 @@ def test_rollout_is_the_product_over_blocks() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_patches_are_in_their_places(name: str) -> None:
-    """In the first block, without a convolution, a patch writes and forgets by what is in it alone."""
+    """In the first block, without a convolution, a patch's step and decay depend on it alone."""
     model = small(name, d_conv=1, resize_below_scale=0)
     with torch.no_grad():
         model.pos_embed.zero_()
@@ -87,7 +87,7 @@ def test_patches_are_in_their_places(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_decay_is_what_a_scan_forgets(name: str) -> None:
-    """By a scan of one token over unit states, whose query reads each of them."""
+    """Measured by a scan of one token over unit states; the query reads each of them."""
     model, images = small(name, img_size=8, class_token=False, global_pool="avg"), pictures(8, 8)
     [scan] = maps._scans(model, images, [0])
     kept = 0.0

@@ -1,4 +1,4 @@
-"""Batches of padded images with a mask: each image gives what it gives alone."""
+"""Batches of padded images with a mask: each image gives the same results as alone."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ def small(name: str = "vil_tiny", **kwargs) -> nn.Module:
 
 
 def padded() -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return padded images, with something in the padding, their mask, and the images alone."""
+    """Return images padded with noise, their mask, and the images alone."""
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(len(PLACES), 3, 48, 64, generator=generator)
     mask, alone = torch.zeros(len(PLACES), 48, 64, dtype=torch.int64), []
@@ -85,7 +85,7 @@ def test_gradients_do_not_reach_what_is_masked() -> None:
 
 
 def drawn_model(rng: random.Random) -> nn.Module:
-    """Return a model of random options, of which 4 x 4 patches were trained."""
+    """Return a model with random options, for images of 32 x 32 px."""
     name = rng.choice(MODELS) + rng.choice(["", "_pyramid"])
     class_token, plain = rng.random() < 0.7, not name.endswith("pyramid")
     return small(
@@ -102,8 +102,8 @@ def drawn_model(rng: random.Random) -> nn.Module:
 def drawn_mask(rng: random.Random, images: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
     """Return a mask of pixels or patches, and which pixels it leaves out, bool (B, height, width).
 
-    Boxes are drawn, and in masks of pixels some at the edge of a patch. Of a mask of patches those pixels are left
-    out that no patch of the image has.
+    The mask keeps a random box. A mask of pixels also leaves out strips at the edge of some patches, if patches do
+    not overlap. A mask of patches leaves out the pixels that no kept patch covers.
     """
     (B, _, height, width), of_patches = images.shape, rng.random() < 0.5
     patch, (stride, _) = 8, model.patch_embed.stride
@@ -115,7 +115,7 @@ def drawn_mask(rng: random.Random, images: Tensor, model: nn.Module) -> tuple[Te
         for i, j in itertools.product(range(0, H, unit), range(0, W, unit)):
             if not of_patches and stride == patch and rng.random() < 0.2:
                 own[i : i + 3, j : j + unit] = False
-    mask[0, :unit] = False  # something is left out
+    mask[0, :unit] = False  # so that something is left out
     if not of_patches:
         return mask.to(rng.choice([torch.bool, torch.float32])), ~mask
     left_out = torch.ones(B, height, width, dtype=torch.bool)
@@ -125,7 +125,7 @@ def drawn_mask(rng: random.Random, images: Tensor, model: nn.Module) -> tuple[Te
 
 
 def outcomes(model: nn.Module, images: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return what every way of a model gives, and all gradients."""
+    """Return the results of every method of a model, and all gradients."""
     images = images.clone().requires_grad_()
     model.zero_grad()
     final, maps = model.forward_intermediates(images, mask=mask, norm=True)

@@ -1,4 +1,4 @@
-"""Images near the trained size, and below it: what they are inside the model, and what comes back."""
+"""The model resizes images near or below the trained size, and resizes their tokens back."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def images(height: int, width: int) -> Tensor:
 def test_sides_near_the_trained_one_are_resized(
     name: str, size: tuple[int, int], inside: tuple[int, int]
 ) -> None:
-    """Each side by itself, from 1.3 times the trained one on not at all; tokens come back as given."""
+    """Only sides below 1.3 times the trained one are resized; tokens come back on the given grid."""
     model, x = small(name), images(*size)
     resized = F.interpolate(x, inside, mode="bicubic", antialias=True)
     assert model.grid_inside(size) == (inside[0] // 8, inside[1] // 8)

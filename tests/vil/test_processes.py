@@ -1,4 +1,4 @@
-"""Models copied, pickled, in threads and in other processes: the same bits as where they were made."""
+"""Threads and forks give bit-identical results; two ranks have the gradients of one process."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import vil  # noqa: F401  (registers the models)
 
 MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny", "vil_tiny_pyramid"]
-LAST_RESORT = 900  # seconds, should a process hang
+LAST_RESORT = 900  # seconds, in case a process hangs
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}
 
 
@@ -60,7 +60,7 @@ def test_several_threads_at_once(name: str) -> None:
 @pytest.mark.ci
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_forked_process_that_uses_one_thread() -> None:
-    """Out of a new process: once autograd has started threads, PyTorch differentiates nothing in a fork."""
+    """Fork from a new process: after autograd has started threads, forks cannot differentiate."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         found = pool.submit(in_forks_and_before, MODELS).result(LAST_RESORT)
     for name, (in_fork, expected) in zip(MODELS, found, strict=True):
@@ -68,7 +68,7 @@ def test_forked_process_that_uses_one_thread() -> None:
 
 
 def gradients_of_two(rank: int, store: Path) -> None:
-    """Compare gradients with those of one process: half of a batch each, with DDP and with FSDP2."""
+    """Compare gradients of two ranks, half a batch each, with one process; for DDP and FSDP2."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))

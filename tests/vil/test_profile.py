@@ -62,7 +62,7 @@ def test_other_models_at_other_sizes(capsys: pytest.CaptureFixture[str]) -> None
 
 
 MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
-SIZES = (64, 96)  # other grids than the trained one, and so with an order of the convolution
+SIZES = (64, 96)  # not the trained grid, so the convolution has an order
 
 
 @pytest.fixture(params=MODELS)
@@ -76,7 +76,7 @@ def images(size: int) -> Tensor:
 
 @pytest.fixture
 def fvcore(caplog: pytest.LogCaptureFixture):
-    """Return fvcore, whose warnings of what it does not know are not printed."""
+    """Return fvcore, without its warnings about unknown operators."""
     caplog.set_level(logging.ERROR)
     return pytest.importorskip("fvcore.nn")
 

@@ -1,4 +1,4 @@
-"""The pyramid: its maps, whose weights it takes, and what it leaves as the plain model has it."""
+"""The pyramid: its maps, the plain model's weights, and what stays as in the plain model."""
 
 import logging
 from pathlib import Path
@@ -38,7 +38,7 @@ def shapes(maps: list[Tensor]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("kind", ["vil_{}", "vil_{}_exact", "vim_{}"])
 def test_every_model_has_a_pyramid_of_its_own_kind(size: str, kind: str) -> None:
     name = kind.format(size)
-    with torch.device("meta"):  # as segmentation_models_pytorch looks at a model first
+    with torch.device("meta"):  # segmentation_models_pytorch first inspects a model this way
         plain, pyramid = (timm.create_model(n, num_classes=0) for n in (name, f"{name}_pyramid"))
         classifiers = timm.create_model(name), timm.create_model(f"{name}_pyramid")
         found = timm.create_model(f"{name}_pyramid", features_only=True).feature_info
@@ -63,7 +63,7 @@ def test_maps_are_as_large_as_a_convolutional_networks(size: tuple, patch: dict)
 
 
 def test_a_level_sees_its_own_place_alone() -> None:
-    """Level by level: what stands under a token's pixels is of that token."""
+    """At each level, a cell of the map depends only on the tokens whose pixels it covers."""
     for stride, to in ((16, 4), (16, 8), (16, 16), (16, 32), (8, 32)):
         level, cells = PyramidLevel(8, stride, to), max(1, to // stride)
         x = torch.randn(1, 8, 6, 6, requires_grad=True)
@@ -90,7 +90,7 @@ def test_each_level_is_made_of_its_block(blocks: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("recurrence", KINDS)
 @pytest.mark.parametrize("indices", [(0, 1, 2, 3), (1, 2), (3,)])
 def test_features_have_no_parameter_without_a_gradient(recurrence: str, indices: tuple) -> None:
-    """As DistributedDataParallel demands, which finds one at the first step."""
+    """DistributedDataParallel demands this, and finds such a parameter at the first step."""
     net = features(out_indices=indices, pyramid_blocks=(0, 1, 1, 2), recurrence=recurrence)
     maps = net.train()(images())
     assert len(maps) == len(indices)
@@ -106,7 +106,7 @@ def test_features_have_no_parameter_without_a_gradient(recurrence: str, indices:
 def test_a_padded_image_gives_the_maps_that_it_gives_alone() -> None:
     net = model(pyramid_blocks=(0, 1, 2, 3))
     for name, parameter in net.named_parameters():
-        if name.endswith("bias"):  # of a norm, where nothing is left would not be zero
+        if name.endswith("bias"):  # a norm's bias would make masked places nonzero
             nn.init.normal_(parameter)
     batch, mask = torch.randn(2, 3, 160, 128), torch.zeros(2, 160, 128)
     for image, (height, width) in zip((0, 1), ((80, 112), (160, 96)), strict=True):
@@ -149,7 +149,7 @@ class TestWeightsOfThePlainModel:
 
     @pytest.mark.parametrize("how", ["checkpoint_path", "overlay", "vil.load"])
     def test_through_every_door(self, how: str, tmp_path: Path) -> None:
-        classes = 0 if how == "checkpoint_path" else 5  # which timm loads strictly
+        classes = 0 if how == "checkpoint_path" else 5  # timm is strict with checkpoint_path
         plain, path = model("vil_tiny", num_classes=classes), tmp_path / "plain.safetensors"
         save_file(plain.state_dict(), path)
         if how == "checkpoint_path":

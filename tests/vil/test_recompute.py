@@ -1,4 +1,4 @@
-"""Long sequences: what a block keeps for its backward pass, and that nothing else changes."""
+"""Long sequences: what a block keeps for its backward pass; nothing else changes."""
 
 import weakref
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None) 
 
 
 def keeps_projection(model: nn.Module) -> bool:
-    """Tell whether what in_proj returned is still there once the logits are."""
+    """Return whether the output of in_proj is still in memory when the logits are computed."""
     made = []
     model.blocks[0].mixer.in_proj.register_forward_hook(
         lambda module, inputs, output: made.append(weakref.ref(output.untyped_storage()))
@@ -68,7 +68,7 @@ def test_the_input_projection_is_not_kept() -> None:
 
 
 class WithDropout(nn.Module):
-    """A projection that is not the same function twice, as LoRA's are in training."""
+    """A projection that differs at each call in training, as LoRA's do."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Patches that are left out of the sequence, at random while training or by their numbers."""
+"""Patches left out of the sequence, at random in training or by index."""
 
 import pytest
 import timm
@@ -25,7 +25,7 @@ def images(height: int = 32, width: int = 32) -> Tensor:
 
 
 def sequence(model: vil.VisionLonghorn) -> Tensor:
-    """Return the tokens that go into the first block of a model whose patches are their numbers."""
+    """Return the tokens that enter the first block; the value of each patch is its index."""
     entered: list[Tensor] = []
     handle = model.blocks[0].register_forward_pre_hook(lambda _, args: entered.append(args[0]))
     H, W = model.patch_embed.grid_size
@@ -43,12 +43,12 @@ def sequence(model: vil.VisionLonghorn) -> Tensor:
 
 def test_patches_that_are_dropped_are_gone_and_the_others_in_order() -> None:
     tokens = sequence(small(patch_drop_rate=0.7).train())
-    assert tokens.shape == (64, 5)  # int(16 * 0.3) and the class token in the middle of them
+    assert tokens.shape == (64, 5)  # int(16 * 0.3) patches, and the class token in the middle
     assert (tokens[:, 2] == -1).all()
     patches = torch.cat([tokens[:, :2], tokens[:, 3:]], 1)
     assert (patches.diff() > 0).all()
     assert patches.unique().tolist() == list(range(16))
-    assert len(patches.unique(dim=0)) > 50  # each image goes without others
+    assert len(patches.unique(dim=0)) > 50  # each image drops different patches
     whole = sequence(small(patch_drop_rate=0.7).eval())
     assert torch.equal(whole[0], torch.tensor([*range(8), -1, *range(8, 16)]).float())
 
@@ -63,7 +63,7 @@ def test_every_parameter_gets_a_gradient(name: str, arguments: dict, checkpointi
     model(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     cells = x.grad.abs().unfold(2, 8, 8).unfold(3, 8, 8).sum((1, 4, 5)) > 0
-    assert cells.flatten(1).sum(1).tolist() == [8, 8]  # of 16, and no other is reached
+    assert cells.flatten(1).sum(1).tolist() == [8, 8]  # of 16; no other has a gradient
 
 
 def test_what_needs_every_patch_is_refused() -> None:

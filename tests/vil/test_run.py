@@ -1,4 +1,4 @@
-"""python -m vil.run: another program's script finds the models, its arguments, its own folder and its exit status."""
+"""python -m vil.run: a script finds the models and keeps its arguments, folder and exit status."""
 
 import subprocess
 import sys

@@ -21,8 +21,8 @@ def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> Non
     assert selfcheck.main() == 0
     printed = capsys.readouterr().out
     assert torch.__version__ in printed.splitlines()[0]
-    # In 4 dtypes a convolution and 3 scans both ways; in 2 of them also at the small size, and there
-    # each scan twice one way; in both of these at each size a mixer at another grid.
+    # 16: a convolution and 3 scans both ways, in 4 dtypes. 20: the small size in 2 of them, with each
+    # scan also one way, twice. 4: a mixer at another grid, in these 2 dtypes at both sizes.
     assert printed.splitlines()[-1] == "40 passed, 0 failed"
 
 

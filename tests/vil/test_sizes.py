@@ -1,4 +1,4 @@
-"""Other sizes than the trained one: which grid weights are of, by whatever way they come and are used."""
+"""Sizes that are not the trained one: the grid of weights, however they are loaded and used."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ SIZES = [(64, 64), (48, 48), (40, 72), (24, 32), (16, 16), (8, 8)]
 def small(name: str = "vil_tiny", **kwargs) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(name, **(SMALL | kwargs)).eval()
-    with torch.no_grad():  # taps and steps that matter
+    with torch.no_grad():  # so that taps and steps matter
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
@@ -91,7 +91,7 @@ def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) ->
 
 
 def test_weights_of_a_grid_are_plain_at_it() -> None:
-    """As those of Vision Mamba that were fine-tuned at half the stride."""
+    """An example is Vision Mamba's weights fine-tuned at half the stride."""
     trained = small(patch_stride=4, grid_aware=False)
     assert "ref_feat_shape" not in trained.state_dict()
     model = small(patch_stride=4)
@@ -106,7 +106,7 @@ def test_weights_of_a_grid_are_plain_at_it() -> None:
 
 
 def test_former_names_are_read(tmp_path: Path) -> None:
-    """For good in files, and for a release as arguments."""
+    """Files may have them for good, and arguments for one release."""
     former = {
         "trained_grid": (2, 2),
         "resize_below": 0,
@@ -130,7 +130,7 @@ def test_former_names_are_read(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_goes_on_from_what_was_loaded() -> None:
-    """A step at another size changes the weights and not the function that they are of."""
+    """A training step at another size changes the weights, but not the grid that they belong to."""
     model = small().train()
     model.set_input_size(64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def test_compiled_and_exported_at_another_grid(name: str, tmp_path: Path) -> Non
 def onnx(
     model: nn.Module, x: Tensor, path: Path, axes: tuple[int, ...] = ()
 ) -> Callable[[Tensor], Tensor]:
-    """Return what runs an ONNX model of images whose ``axes`` have any size."""
+    """Return a function that runs the model in ONNX Runtime, with any size along ``axes``."""
     onnxruntime = pytest.importorskip("onnxruntime")
     shapes = (dict.fromkeys(axes, torch.export.Dim.DYNAMIC),)
     torch.onnx.export(model, (x,), path, dynamo=True, verbose=False, dynamic_shapes=shapes)
@@ -190,8 +190,8 @@ def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("above", [20, None], ids=["recomputed", "second derivatives"])
 def test_trains_at_a_grid_that_was_first_evaluated(above: int | None) -> None:
-    """What evaluation in inference mode leaves for the next call serves training, too."""
-    model, x = small(checkpoint_min_tokens=above), images(72, 64)  # a grid of this test alone
+    """What evaluation in inference mode caches for the next call works in training, too."""
+    model, x = small(checkpoint_min_tokens=above), images(72, 64)  # no other test has this grid
     with torch.inference_mode():
         expected = model(x)
     x.requires_grad_()

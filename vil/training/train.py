@@ -6,14 +6,7 @@ from pathlib import Path
 
 import torch
 
-from vil.training.checkpoint import (
-    Run,
-    continued,
-    kept_checkpoints,
-    load_newest,
-    restore,
-    save,
-)
+from vil.training.checkpoint import Run, continued, kept_checkpoints, load_newest, restore, save
 from vil.training.distributed import connect
 from vil.training.draws import seed_everything
 from vil.training.engine import Score, evaluate, train_step

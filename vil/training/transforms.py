@@ -98,10 +98,7 @@ class BatchAugment:
         augment = config.augment
         self.normalize = Normalize(config, device)
         self.erase = RandomErasing(
-            augment.reprob,
-            mode=augment.remode,
-            max_count=augment.recount,
-            device=str(device),
+            augment.reprob, mode=augment.remode, max_count=augment.recount, device=str(device)
         )
         self.mixup = _build_mixup(augment, config.model.num_classes)
         self.mix_size = augment.mix_size

@@ -8,11 +8,7 @@ from typing import Any
 
 import timm
 from safetensors.torch import load_file
-from timm.models import (
-    clean_state_dict,
-    load_model_config_from_hf,
-    load_state_dict_from_hf,
-)
+from timm.models import clean_state_dict, load_model_config_from_hf, load_state_dict_from_hf
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 

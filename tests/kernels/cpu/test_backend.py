@@ -1,4 +1,4 @@
-"""The compiled CPU backend gives what the reference gives in float64, whatever it is handed."""
+"""The compiled CPU backend matches the float64 reference for inputs of every kind."""
 
 import concurrent.futures
 import os
@@ -27,7 +27,7 @@ pytest.importorskip("numba")
 
 from vil.kernels.cpu import backend as cpu
 
-# Relative to the largest value; the compiled loops add up in another order than the reference.
+# Relative to the largest value; the compiled loops add in a different order than the reference.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # (B, L, D, M): one token, odd sizes, channels that do not fill vectors, several blocks and chunks.
 SHAPES = [(1, 1, 1, 1), (2, 37, 70, 7), (1, 50, 192, 16), (2, 17, 64, 4)]
@@ -43,7 +43,7 @@ def assert_matches(actual: Tensor | None, expected: Tensor | None, dtype: torch.
     assert (actual is None) == (expected is None)
     if actual is not None:
         assert actual.shape == expected.shape
-        bound = TOLERANCE[dtype] * expected.abs().max().item() + 1e-24  # what underflows
+        bound = TOLERANCE[dtype] * expected.abs().max().item() + 1e-24  # for underflow
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
 
@@ -96,7 +96,7 @@ def test_scan_matches_reference(shape, dtype, recurrence, way):
 def test_factor_on_the_norm_of_keys(dtype, recurrence, kappa_scale):
     args = random_args(recurrence, (2, 21, 70, 7), dtype=dtype)
     if recurrence != "mamba" and kappa_scale < 1:
-        args = args._replace(k=args.k / 2)  # states may grow where k.k eps is beyond 2
+        args = args._replace(k=args.k / 2)  # states may grow where k.k eps exceeds 2
     assert_scan_matches(args, recurrence, kappa_scale=kappa_scale)
 
 
@@ -110,9 +110,9 @@ def test_conv_matches_reference(shape, dtype, K):
 
 
 def phases(rows: int, columns: int, gap: int) -> Tensor:
-    """Return the order (P,) of a grid, of which one token after it is no part: four grids of every other patch.
+    """Return the order (P,) of a grid split into four grids of every other patch.
 
-    They stand a gap of empty positions apart.
+    ``gap`` empty positions follow each of the four. A token after the grid has no position.
     """
     grid, empty = torch.arange(rows * columns).view(rows, columns), torch.full((gap,), -1)
     parts = (t for i in (0, 1) for j in (0, 1) for t in (grid[i::2, j::2].flatten(), empty))
@@ -120,7 +120,7 @@ def phases(rows: int, columns: int, gap: int) -> Tensor:
 
 
 def scattered(L: int) -> Tensor:
-    """Return an order (P,) with gaps of any length, of all but a fourth or so of the tokens."""
+    """Return an order (P,) of about three quarters of the tokens, with gaps of any length."""
     generator = torch.Generator().manual_seed(L)
     order = torch.full((2 * L + 3,), -1)
     tokens = torch.randperm(L, generator=generator)[: L - L // 4]
@@ -174,7 +174,7 @@ def test_low_precision_inputs(recurrence, dtype, N):
 
 
 def types_compiled_for(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
-    """Return a set that is told the dtype of every kernel that runs from now on."""
+    """Return a set that collects the dtype of every kernel that runs from now on."""
     dtypes, compiled = set(), cpu._compiled
     monkeypatch.setattr(cpu, "_compiled", lambda k, dtype: dtypes.add(dtype) or compiled(k, dtype))
     return dtypes
@@ -183,7 +183,7 @@ def types_compiled_for(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
 @pytest.mark.ci
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_bfloat16_is_rounded_once(recurrence, monkeypatch):
-    """Results are those for the same numbers in float32, rounded."""
+    """Results equal the float32 results for the same numbers, rounded."""
     dtypes = types_compiled_for(monkeypatch)
     for N in (1, 2):
         low = random_args(recurrence, (2, 37, 70, 7), N, torch.bfloat16)
@@ -209,7 +209,7 @@ def test_bfloat16_is_rounded_once(recurrence, monkeypatch):
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="others keep them")
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_subnormal_numbers_are_zeros_within_the_loops_alone(recurrence):
-    """Whatever the thread does with them, which it does afterwards, too."""
+    """The thread's own treatment of subnormal numbers has no effect and is restored afterwards."""
     args = random_args(recurrence, (1, 21, 70, 16))
     args, subnormal = args._replace(x=args.x * 1e-38), torch.tensor([1e-40])
     results = []
@@ -270,7 +270,7 @@ def test_nan_is_passed_on(recurrence, name):
 
 @pytest.fixture
 def threads():
-    """Give ``torch.set_num_threads``, and the number from before back at the end."""
+    """Yield ``torch.set_num_threads``, and restore the number of threads at the end."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

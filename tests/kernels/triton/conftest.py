@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to round as GPUs do and to check every access."""
+"""Patches of Triton's interpreter: it rounds as GPUs do and checks every memory access."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let casts from float32 to bfloat16 round to nearest, as the instruction does: it cuts (3.9)."""
+    """Cast float32 to bfloat16 by rounding to nearest, as GPUs do; the interpreter cuts (3.9)."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     tl = interpreter.tl
     cast = interpreter.InterpreterBuilder.cast_impl
@@ -26,12 +26,12 @@ def rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def every_access_is_within_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a kernel loads or stores outside of the tensors that it was given."""
-    if torch.cuda.is_available():  # whose kernels are not interpreted
+    """Fail if a kernel loads or stores outside the tensors that it was given."""
+    if torch.cuda.is_available():  # GPU kernels are not interpreted
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
-    arguments: list[tuple[int, int]] = []  # of the kernel that runs: first address and end
+    arguments: list[tuple[int, int]] = []  # of the running kernel: first address and end
 
     def checked(name: str, mask_place: int) -> Callable:
         access = getattr(builder, name)

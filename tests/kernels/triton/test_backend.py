@@ -1,4 +1,4 @@
-"""The Triton backend through the operators and a whole model; in the interpreter without a GPU."""
+"""The Triton backend through the operators and a whole model; interpreted if there is no GPU."""
 
 import pytest
 import timm

@@ -1,4 +1,4 @@
-"""The kernels as compiled for GPUs, their PTX executed on the CPU: see tools/emulator/README.md."""
+"""Kernels compiled for GPUs, with their PTX executed on the CPU; see tools/emulator/README.md."""
 
 import os
 import re
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def emulate(*options: str) -> str:
-    """Run the emulator in a process without Triton's interpreter and return what it printed."""
+    """Run the emulator in a process without Triton's interpreter and return its output."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["CUDA_VISIBLE_DEVICES"] = ""  # a GPU would not be used anyway
     result = subprocess.run(
@@ -31,7 +31,7 @@ def emulate(*options: str) -> str:
 
 
 def counts(output: str) -> tuple[int, int, int]:
-    """Return how many cases the last line of an output has as ok, failed and not run."""
+    """Return the numbers of cases ok, failed and not run from the last line of an output."""
     last = output.splitlines()[-1]
     return tuple(
         map(int, re.match(r"ptx: (\d+) cases ok, (\d+) failed, (\d+) not run", last).groups())
@@ -44,7 +44,7 @@ def test_compiled_kernels_are_right_and_without_races_or_bad_accesses() -> None:
     ok, failed, not_run = counts(output)
     assert (failed, not_run) == (0, 0), output
     assert ok >= 12, output
-    # It reports what it should: faults planted in kernels of its own.
+    # The emulator must report the faults that its self-test plants in kernels.
     assert output.count("is reported") >= 15, output
     for arch in (80, 90, 120):
         assert re.search(rf"^ok   sm_{arch} exact-", output, re.MULTILINE), output

@@ -1,4 +1,4 @@
-"""How often kernels are compiled, without a GPU: by Triton's own launch path, in a process apart."""
+"""Count how often kernels are compiled: no GPU, Triton's own launch path, a separate process."""
 
 import json
 import os
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 MODELS = {"vil_tiny": 5, "vil_tiny_exact": 6, "vim_tiny": 5}  # kernels of a training step
 
-# Prints for every mode and size the kernels of a step.
+# Prints the kernels of a step for every mode and size.
 COUNT = """
 import json, sys
 from benchmarks.kernels import launches, target
@@ -42,7 +42,7 @@ for name in sys.argv[1:]:
 
 
 def specializations(cache: Path) -> list[tuple[str, dict[str, list]]]:
-    """Return models and the kernels that each mode launches at a size."""
+    """Return, for each model and size, its name and the kernels that each mode launches."""
     script = cache.with_suffix(".py")
     script.write_text(COUNT)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
@@ -63,7 +63,7 @@ def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -
         assert len(trained) == 4
         assert all(kernels == trained[0] for kernels in trained)
         first = trained[0]
-        # At another grid than the trained one the convolution has kernels of its own, and nothing else.
+        # On a grid that differs from the trained one, only the convolution has different kernels.
         assert twice == thrice
         for mode, kernels in first.items():
             others = [one for one in kernels if one not in twice[mode]]

@@ -1,4 +1,4 @@
-"""The Triton convolution gives what the reference gives in float64, whatever it is handed.
+"""The Triton convolution matches the float64 reference for inputs of every kind.
 
 Without a GPU the kernels run in Triton's interpreter.
 """
@@ -19,9 +19,8 @@ from vil.kernels.plan import forget_plans
 from vil.kernels.triton import backend, conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Relative to the largest value. Below float32 this is the rounding of the results themselves, to 8
-# and 11 bits: half a unit of the last one, but a whole unit in the interpreter's bfloat16, which
-# truncates.
+# Relative to the largest value. Below float32, results are rounded to 8 and 11 bits, which costs
+# half a unit in the last bit. bfloat16 gets a whole unit, because Triton's interpreter truncates.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -53,8 +52,8 @@ def conv_inputs(
         L: Tokens.
         D: Channels.
         K: Taps.
-        dtype: Of the activations.
-        parameter_dtype: Of the weight and the bias.
+        dtype: Dtype of the activations.
+        parameter_dtype: Dtype of the weight and the bias.
         scale: Standard deviation of x.
 
     Returns:
@@ -71,13 +70,13 @@ def conv_inputs(
 
 
 def table(L: int, gap: int, absent: int = 0, phases: int = 2) -> Tensor:
-    """Return an order (P,) of L tokens: every ``phases``-th one after the other, then from the next on.
+    """Return an order (P,) of L tokens: phase after phase, each with every ``phases``-th token.
 
     Args:
         L: Tokens.
         gap: Empty positions between phases.
         absent: How many tokens have no position, spread over the sequence.
-        phases: Of tokens.
+        phases: Number of phases.
     """
     without, order = {i * L // absent for i in range(absent)}, []
     for phase in range(phases):
@@ -88,7 +87,7 @@ def table(L: int, gap: int, absent: int = 0, phases: int = 2) -> Tensor:
 def assert_matches_reference(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> None:
-    """Compare values and gradients with the reference's in float64, dtypes and layout too."""
+    """Compare values and gradients with the float64 reference; check dtypes, shapes and layout."""
     inputs = (x, weight, bias)
     exact = (*(t.double() for t in inputs), order)
     out = reference.causal_conv1d_bidirectional(*exact)
@@ -120,7 +119,7 @@ def test_half_precision(dtype: torch.dtype, parameter_dtype: torch.dtype | None)
 
 
 def test_any_strides() -> None:
-    """Arguments that are views of any kind."""
+    """Arguments may be views of any kind."""
     grad, x, weight, bias = conv_inputs(2, 17, 6, 4)
     grad = grad[:, :, :1].expand_as(grad)
     x = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -130,7 +129,7 @@ def test_any_strides() -> None:
 
 
 def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop over tiles, whose number no number of programs need divide."""
+    """Each program loops over tiles; the number of programs need not divide the number of tiles."""
     monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
     forget_plans()
     assert_matches_reference(*conv_inputs(3, 35, 70, 4))
@@ -141,7 +140,7 @@ def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("K", [4, 7, pytest.param(8, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("L", [3, 19])
 def test_an_order(L: int, K: int) -> None:
-    """Phases with gaps, and tokens without a position."""
+    """The order has phases with gaps, and tokens without a position."""
     assert_matches_reference(*conv_inputs(2, L, 70, K), table(L, K - 1, absent=L // 3))
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the Triton backend; without one these tests are skipped."""
+"""Tests of the Triton backend that need a GPU; they are skipped without one."""
 
 import pytest
 import timm
@@ -86,7 +86,7 @@ def test_compiled_model_trains_as_the_eager_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny"])
 def test_another_grid_in_cuda_graphs(name: str) -> None:
-    """Its layout is made at the first call, here inside the memory of a graph, and kept."""
+    """The grid's layout is made at the first call, here in a CUDA graph's memory, and kept."""
     torch.manual_seed(0)
     model = timm.create_model(name, img_size=64, depth=2).cuda().eval()
     images = [torch.randn(2, 3, size, size, device="cuda") for size in (128, 192, 160)]

@@ -30,8 +30,8 @@ backend = pytest.importorskip("vil.kernels.triton.backend")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-6 if DEVICE == "cpu" else 1e-5
 EXACT = "longhorn_exact"
-# (B, L, D, M): one token; a group and a chunk that are not full; channels short of a block and over
-# one; a state size that is no power of two; the most states.
+# (B, L, D, M) with one token, a group and a chunk that are not full, and channels fewer and more than
+# a block. Also a state size that is no power of two, and the largest number of states.
 TOKEN_BY_TOKEN = [
     (2, 1, 40, 4),
     (1, 2, 8, 16),
@@ -66,7 +66,7 @@ def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_splits(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    """Cut every sequence into splits of so many chunks."""
+    """Cut every sequence into splits of ``chunks`` chunks."""
     monkeypatch.setattr(
         tuning, "num_splits", lambda warps, count, *_: (-(-count // chunks), chunks)
     )
@@ -87,7 +87,7 @@ def args_of(
     ],
 )
 def test_both_directions(recurrence: str, shape: Shape) -> None:
-    """From saved states, and from those of another scan, which gives the same bits."""
+    """Results are bit-identical with saved states and with states that another scan computes."""
     args = args_of(recurrence, shape)
     assert_right(backend, args, recurrence, TOLERANCE)
     if shape[0] == 1 and shape[2] < 64:
@@ -136,7 +136,7 @@ def test_arguments_that_may_be_absent(recurrence: str) -> None:
 
 @each
 def test_a_factor_on_the_norm_of_keys(recurrence: str) -> None:
-    """Which Mamba does not heed."""
+    """Mamba ignores this factor."""
     args = args_of(recurrence, (1, 18, 8, 4))
     assert_right(backend, args, recurrence, TOLERANCE, kappa_scale=4.0)
 
@@ -160,7 +160,7 @@ def test_low_precision_is_rounded_once(recurrence: str, N: int, dtype: torch.dty
 
 @each
 def test_saved_states_err_less_than_rounded_inputs(recurrence: str) -> None:
-    """Gradients of inputs are rounded themselves, those of parameters are not."""
+    """Gradients of inputs are rounded themselves, but gradients of parameters are not."""
     args = args_of(recurrence, (1, 67, 32, 16), dtype=torch.float64)
     rounded = args_of(recurrence, (1, 67, 32, 16), dtype=torch.bfloat16)
     grads = random_gradients(rounded)[0].double(), None
@@ -181,7 +181,7 @@ def test_extreme_inputs_stay_finite_and_right(recurrence: str, kappa_scale: floa
     args = args_of(recurrence, (1, 18, 32, 4))
     dt = torch.where(args.dt < -0.4, -60.0, torch.where(args.dt > 0.4, 60.0, args.dt))
     k = args.k * (kappa_scale / args.k.norm(dim=-1, keepdim=True))
-    # Of nothing but what float32's products cannot hold, nothing must come.
+    # Products that are too small for float32 may become zero, so allow a floor.
     assert_right(backend, args._replace(dt=dt, k=k), recurrence, TOLERANCE, floor=1e-18)
 
 
@@ -208,7 +208,7 @@ def test_step_sizes_of_low_rank_are_their_products(
     args = args._replace(dt=full)
     given = plan_of(backend, args, EXACT).forward(args, True)
     names = ("out", "y_pre_gate", "states")
-    # In bfloat16, a product on the verge of two numbers may be rounded to the other.
+    # In bfloat16, a product about halfway between two numbers may be rounded to either of them.
     assert_near(
         *(dict(zip(names, (r[0], *r[2:]), strict=True)) for r in (made, given)),
         TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps,

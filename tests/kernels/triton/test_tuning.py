@@ -1,4 +1,4 @@
-"""When sequences are cut in splits."""
+"""Which sequences are cut into splits."""
 
 import pytest
 
@@ -9,7 +9,7 @@ OVERHEAD = 11.0
 
 
 def warps(B: int, D: int) -> int:
-    """Return the warps of a scan, one channel a lane."""
+    """Return the number of warps of a scan, with one channel per lane."""
     return B * D // 32
 
 
