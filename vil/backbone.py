@@ -51,13 +51,28 @@ from vil.tokens import (
 from vil.weights.adapt import adapt_inside
 from vil.weights.adapt import (
     checkpoint_filter_fn as checkpoint_filter_fn,
-)  # sought beside the class
+)  # vil.load looks for it in the model's module
 
 __all__ = ["VisionLonghorn"]
 
 _POOLS = ("", "avg", "avgmax", "max", "token")
 for _name in ("resample_pos_embed", "resize_tokens"):
     torch.fx.wrap(_name)  # FX cannot follow their branches
+
+
+def only_backbone(module: nn.Module) -> "VisionLonghorn":
+    """Return the only backbone of this package in a module, which may be the module itself.
+
+    Raises:
+        ValueError: The module has no backbone of this package, or several.
+    """
+    found = [part for part in module.modules() if isinstance(part, VisionLonghorn)]
+    if len(found) != 1:
+        raise ValueError(
+            f"model must be or contain one model of this package (vil_*, vim_*), "
+            f"{type(module).__name__} has {len(found)}"
+        )
+    return found[0]
 
 
 def _norm_layer(norm_layer: str | type[nn.Module] | None) -> type[nn.Module] | partial:
@@ -99,8 +114,8 @@ def _check_ranges(
 class VisionLonghorn(nn.Module):
     """Image backbone of bidirectional scans with a class token in the middle of the sequence.
 
-    The class token stands in the middle inside the blocks only: every method hands out tokens as
-    timm expects them, class token first.
+    The class token stands in the middle only inside the blocks. Every method returns tokens as timm
+    expects them, class token first.
     """
 
     dynamic_img_size: Final[bool]
@@ -156,35 +171,34 @@ class VisionLonghorn(nn.Module):
             d_conv: Taps of the depthwise convolution.
             expand: Channels of the scan per channel of the residual stream.
             dt_rank: Rank of the step size's projection; ceil(embed_dim / 16) if None.
-            class_token: Have a class token, in the middle of the sequence.
-            fc_norm: Normalise after pooling instead of before; if None, only where tokens are averaged.
-            dynamic_img_size: Take images of any size of whole patches, and resample the position
-                embedding for other sizes than ``img_size``; False refuses other sizes.
-            dynamic_img_pad: Pad images to whole patches.
-            ref_feat_shape: Reference grid, (rows, columns): the convolution's taps and the step sizes are
-                measured in its patches. Default: the grid of ``img_size`` without overlap. Loaded weights
-                bring their own.
-            grid_aware: Adapt to other grids. True measures the distance of the taps and the step sizes in
-                patches of ``ref_feat_shape``, for images that show the same things enlarged. "dt"
-                measures only the step sizes and resizes nothing, for images that show more at the same
-                scale. False adapts nothing.
+            class_token: Whether the sequence has a class token, in its middle.
+            fc_norm: Normalise after pooling instead of before; None does so for avg, avgmax and max pooling.
+            dynamic_img_size: Accept images of any size that whole patches cover, and resample the position
+                embedding for other sizes than ``img_size``. False raises AssertionError for other sizes.
+            dynamic_img_pad: Pad images to whole patches, with zeros below and to the right.
+            ref_feat_shape: Reference grid, (rows, columns): tap distances and step sizes are measured in its
+                patches. Default: the grid of ``img_size`` without overlap. Loading weights sets it to theirs.
+            grid_aware: How to adapt to grids other than ``ref_feat_shape``. False does not. True measures tap
+                distances and step sizes in its patches; use it for images that show the same things enlarged. "dt"
+                measures only step sizes and resizes nothing; use it for images that show more at the same scale.
             resize_below_scale: With ``grid_aware=True``, a side with fewer than this many times the patches of
                 ``ref_feat_shape`` is resized to it inside the model. The tokens are resized back to the
                 image's own grid. 0 never resizes; use it to train at such sizes.
             checkpoint_min_tokens: Above this many tokens, recompute each block's inner activations in the
                 backward pass to save memory. None disables it.
-            drop_rate: Dropout before the head.
-            pos_drop_rate: Dropout after the position embedding.
-            patch_drop_rate: Part of the patches that each training image is without, different ones every
-                time. Only at the trained grid, or with ``grid_aware=False``.
-            drop_path_rate: Stochastic depth of the last block, rising linearly from 0.
-            norm_layer: timm's name or class of the normalisation; RMSNorm with eps 1e-5 if None.
-            weight_init: "skip" leaves the parameters as their modules allocate them.
+            drop_rate: Dropout rate before the head.
+            pos_drop_rate: Dropout rate after the position embedding.
+            patch_drop_rate: Fraction of the patches that training drops from each image, at random every time.
+                Only at the grid ``ref_feat_shape``, or with ``grid_aware=False``.
+            drop_path_rate: Drop-path rate of the last block; it rises linearly from 0 at the first.
+            norm_layer: Normalisation, as a class or timm's name of one; RMSNorm with eps 1e-5 if None.
+            weight_init: "skip" does not call ``init_weights``: position embedding and class token are uninitialised.
             device: Device of the parameters.
             dtype: Dtype of the parameters.
 
         Raises:
             AssertionError: ``global_pool`` is unknown, or "token" without a class token.
+            TypeError: ``checkpoint_min_tokens`` or a side of ``ref_feat_shape`` is not an integer.
             ValueError: Another argument is out of its range.
         """
         super().__init__()
@@ -228,8 +242,8 @@ class VisionLonghorn(nn.Module):
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
         if not class_token:
-            # For packages such as lightly, which build a ViT's sequence from its parts. With a class token,
-            # which they put first, the function would be another: they must fail then.
+            # Packages such as lightly build a ViT's sequence from these parts. They put the class token
+            # first, which would be another function here, so with a class token they must fail.
             self.reg_token, self.no_embed_class, self.norm_pre = None, False, nn.Identity()
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
         self.patch_drop_rate = patch_drop_rate
@@ -292,8 +306,8 @@ class VisionLonghorn(nn.Module):
         """Draw the initial values of Vision Mamba (``segm_init_weights`` and ``_init_weights``).
 
         Args:
-            mode: Only "", there is one scheme.
-            needs_reset: Also reset the modules that drew theirs when they were made.
+            mode: Must be "", because there is only one scheme.
+            needs_reset: Also call ``reset_parameters`` of all submodules; not needed right after construction.
 
         Raises:
             ValueError: ``mode`` is unknown.
@@ -320,15 +334,15 @@ class VisionLonghorn(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return the patterns of parameters that the published recipe does not decay.
 
-        Vectors per direction are matrices here and would otherwise be decayed. A_log is decayed, as
-        it is in Vision Mamba's training, whose attribute that asks otherwise is read by nothing.
+        The vectors of the two directions are stacked into matrices here, which would otherwise be decayed.
+        A_log is decayed, as in Vision Mamba's training, which never reads the attribute that exempts it.
         """
         vectors = {f"blocks.*.mixer.{name}" for name in ("conv_bias", "dt_bias", "D")}
         return {"pos_embed", "cls_token"} | vectors
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the patterns that group parameters by depth, for layer-wise learning rates."""
+        """Return patterns that group parameters by depth, for layer-wise learning rates; ``coarse`` has no effect."""
         return {
             "stem": r"^cls_token|pos_embed|patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
@@ -338,7 +352,7 @@ class VisionLonghorn(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
-        for block in self.blocks:  # which is computed again as a whole, and once
+        for block in self.blocks:  # recompute a block as a whole, not its inner part a second time
             block.checkpoint_min_tokens = None if enable else self.checkpoint_min_tokens
 
     @torch.jit.ignore
@@ -382,7 +396,7 @@ class VisionLonghorn(nn.Module):
             patch_size: Height and width in pixels; None keeps it.
 
         Raises:
-            ValueError: The image is not covered by whole patches.
+            ValueError: Whole patches do not cover the image, or ``patch_size`` changes although patches overlap.
         """
         previous = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
@@ -396,7 +410,7 @@ class VisionLonghorn(nn.Module):
             )
             self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
-        # Construction would derive it from the new size.
+        # Keep the reference grid: construction would derive it from the new size.
         update_model_args(self, ref_feat_shape=self.ref_feat_shape)
 
     def _save_to_state_dict(
@@ -412,11 +426,11 @@ class VisionLonghorn(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
     ) -> None:
-        adapt_inside(state_dict, self, prefix, local_metadata)  # a copy of the caller's
+        adapt_inside(state_dict, self, prefix, local_metadata)  # state_dict is PyTorch's copy
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int]]:
-        """Return what ``_sequence`` does for images (B, in_chans, height, width), and their own grid."""
+        """Return the results of ``_sequence`` for images (B, in_chans, height, width), and their own grid."""
         _assert(
             x.shape[1] == self.in_chans,
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
@@ -434,7 +448,7 @@ class VisionLonghorn(nn.Module):
     def grid_inside(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """Return the grid (H, W) that images of (height, width) pixels have inside the blocks.
 
-        Along sides that ``resize_below_scale`` resizes it is the trained grid's.
+        A side that ``resize_below_scale`` resizes has as many patches as in ``ref_feat_shape``.
         """
         H, W = self.patch_embed.dynamic_feat_size(img_size)
         trained_H, trained_W = self.ref_feat_shape
@@ -448,7 +462,8 @@ class VisionLonghorn(nn.Module):
     ) -> tuple[Tensor, TokenLayout | None]:
         """Add positions to patches (B, N, C) of a grid, and insert the class token in the middle.
 
-        Only patches with the ascending numbers ``keep`` (B, n) stay, if given, and none that are dropped.
+        ``keep``, ascending indices (B, n), selects the patches that stay. Without it, training drops patches at
+        random if ``patch_drop_rate`` is set.
 
         Returns:
             The tokens, and their layout; None if patches are missing.
@@ -472,8 +487,8 @@ class VisionLonghorn(nn.Module):
     def check_patches_can_drop(self, grid: list[int]) -> None:
         """Raise ValueError if patches of a grid (H, W) cannot be left out.
 
-        The kernels find neighbours of another grid than the trained one by rows and columns, which only
-        whole grids have.
+        On a grid other than the trained one, the kernels find neighbours by rows and columns, which only a
+        complete grid has.
         """
         trained = self.ref_feat_shape
         if self.grid_aware and (grid[0] != trained[0] or grid[1] != trained[1]):
@@ -496,13 +511,13 @@ class VisionLonghorn(nn.Module):
 
     @torch.jit.unused
     def _layout_of(self, numbers: list[int], x: Tensor) -> TokenLayout:
-        if self.exportable and is_exporting() and not self.training:  # the mixers make it
+        if self.exportable and is_exporting() and not self.training:  # each mixer makes its own
             nothing = x.new_empty(0)
             return TokenLayout(numbers, nothing, nothing, nothing, nothing)
         return token_layout(numbers, self.d_conv, x)
 
     def _final_tokens(self, x: Tensor, layout: TokenLayout | None, feat_shape: list[int]) -> Tensor:
-        """Return what ``forward_features`` does, from what ``_embed`` returns."""
+        """Return the result of ``forward_features``, given the results of ``_embed``."""
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x = checkpoint(block, x, layout)
@@ -537,7 +552,7 @@ class VisionLonghorn(nn.Module):
     def _masked_tokens(
         self, x: Tensor, mask: Tensor, take_indices: list[int], num_blocks: int
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Return what ``_tokens`` does, with zeros where masked; and which tokens are valid, (B, L)."""
+        """Return the results of ``_tokens`` with zeros where masked, and which tokens are valid, bool (B, L)."""
         if self.training and self.patch_drop_rate > 0:
             raise ValueError(
                 f"mask must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
@@ -552,7 +567,7 @@ class VisionLonghorn(nn.Module):
 
     @torch.jit.unused
     def _masked_features(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what ``forward_features`` does, and which patches (B, N) are valid."""
+        """Return the result of ``forward_features``, and which patches are valid, bool (B, N)."""
         _, x, valid = self._masked_tokens(x, mask, [], len(self.blocks))
         return self._normalised(x, valid), valid[:, self.num_prefix_tokens :]
 
@@ -566,11 +581,11 @@ class VisionLonghorn(nn.Module):
         return tokens if valid is None else torch.where(valid[..., None], tokens, 0)
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the normalised tokens (B, L, C) of images, class token first.
+        """Return the normalised tokens (B, L, C) of images, class token first; same errors as ``forward``.
 
         Args:
             x: Images, (B, in_chans, height, width).
-            mask: Same as in ``forward``; tokens of patches that it leaves out are zeros.
+            mask: Same as in ``forward``; tokens of masked patches are zeros.
         """
         if isinstance(mask, Tensor):
             return self._masked_features(x, mask)[0]
@@ -581,21 +596,20 @@ class VisionLonghorn(nn.Module):
         """Return the normalised tokens of patches, class token first.
 
         ``forward_features(images)`` is ``forward_patches(patch_embed(images))``, except for images that
-        ``resize_below_scale`` resizes. Training without labels can change the patches in between: replace some
-        by a mask token, or leave some out.
+        ``resize_below_scale`` resizes. For training without labels, you can change the patches in between:
+        replace some by a mask token, or leave some out.
 
         Args:
             x: Patches from ``patch_embed``, without positions, (B, H, W, C).
-            keep: Numbers, by rows, of the patches that go through the blocks, int64 (B, n), the same count
-                for each image; None for all. Only at the trained grid, or with ``grid_aware=False``.
+            keep: Indices, row by row, of the patches that go through the blocks, int64 (B, n), none of them twice
+                in an image; None for all. Only at the grid ``ref_feat_shape``, or with ``grid_aware=False``.
 
         Returns:
-            (B, 1 + n, C), class token and patches in the order of ``keep``; inside the blocks they have
-            the order of the image.
+            (B, num_prefix_tokens + n, C), patches in the order of ``keep``; without it, n = H W. Inside the
+            blocks they have the order of the image.
 
         Raises:
-            ValueError: The patches have another shape, ``keep`` is out of range, or patches cannot be
-                left out.
+            ValueError: The patches have another shape, ``keep`` is invalid, or patches cannot be left out.
         """
         grids = "any" if self.dynamic_img_size else self.patch_embed.grid_size
         if x.ndim != 4 or x.shape[3] != self.embed_dim or grids not in ("any", tuple(x.shape[1:3])):
@@ -622,8 +636,8 @@ class VisionLonghorn(nn.Module):
 
         Args:
             x: Tokens, class token first.
-            pool_type: Instead of ``global_pool``.
-            patch_valid: Patches that a mask leaves, bool (B, N); only these are averaged.
+            pool_type: Pooling instead of ``global_pool``; an unknown one raises AssertionError.
+            patch_valid: Whether a patch is valid under a mask, bool (B, N); only valid ones are pooled.
         """
         pool_type = self.global_pool if pool_type is None else pool_type
         if isinstance(patch_valid, Tensor):
@@ -652,13 +666,15 @@ class VisionLonghorn(nn.Module):
 
         Args:
             x: Images, (B, in_chans, height, width).
-            mask: For images that are padded to one size: nonzero where a pixel belongs to its image,
-                (B, height, width) like transformers' pixel_mask, or where a patch does, (B, H, W). The
-                result is the same as for each image alone, cut to the box of its patches. Masked pixels
-                count as zeros and may contain NaN. Not for scripted, traced or exported programs.
+            mask: Mask of images that are padded to one size. It is nonzero where a pixel belongs to its image,
+                (B, height, width) like transformers' pixel_mask, or where a patch does, (B, H, W). The result is
+                the same as for each image alone, cut to the rectangle of its patches. Masked pixels count as
+                zeros and may be NaN. Not supported in scripted, traced or exported programs.
 
         Raises:
-            ValueError: The mask has another shape, or an image's patches are no box.
+            AssertionError: The model does not support the channels or the size of the images.
+            ValueError: The mask has another shape, or leaves an image no patch or patches that are no rectangle.
+                Also if training drops patches, with a mask or at a grid that does not allow it.
         """
         if isinstance(mask, Tensor):
             return self._masked_logits(x, mask)
@@ -680,22 +696,23 @@ class VisionLonghorn(nn.Module):
 
         Args:
             x: Images, (B, in_chans, height, width).
-            indices: The last n blocks if int, those blocks if a list, all if None.
+            indices: The last n blocks if an int, blocks by index if a list, all blocks if None.
             return_prefix_tokens: Return each intermediate as (spatial, prefix tokens).
             norm: Apply the final normalisation to the intermediates.
             stop_early: Leave out the blocks after the last chosen one.
-            output_fmt: "NCHW" (B, C, H, W) or "NLC" (B, N, C) intermediates.
-            intermediates_only: Return only the intermediates.
-            output_dict: Return a dict with image_intermediates, image_intermediates_prefix (if
-                asked for) and image_features (unless intermediates_only).
+            output_fmt: Format of the intermediates, "NCHW" (B, C, H, W) or "NLC" (B, N, C).
+            intermediates_only: Return only the list of intermediates.
+            output_dict: Return a dict with image_intermediates, image_intermediates_prefix (with
+                return_prefix_tokens) and image_features (unless intermediates_only).
             mask: Same as in ``forward``; masked patches are zeros.
 
         Returns:
-            (final tokens (B, L, C), the same as from ``forward_features``; intermediates), or as asked for.
+            Final tokens (B, L, C) and the list of intermediates. The final tokens are normalised and come after the
+            last block that ran; without ``stop_early`` they are those of ``forward_features``.
 
         Raises:
-            AssertionError: ``output_fmt`` or an index is unknown.
-            ValueError: Maps are asked for while patches are dropped; or as in ``forward``.
+            AssertionError: ``output_fmt`` or an index is unknown; or as in ``forward``.
+            ValueError: "NCHW" maps are requested while training drops patches; or as in ``forward``.
         """
         if output_fmt == "NCHW" and self.training and self.patch_drop_rate > 0:
             raise ValueError(
@@ -720,7 +737,7 @@ class VisionLonghorn(nn.Module):
         )
 
     def _take_indices(self, indices: int | list[int] | None) -> tuple[list[int], list[int]]:
-        """Return the numbers of the intermediates, and of the blocks that they are made from."""
+        """Return the indices of the intermediates, and of the blocks that they are made from."""
         take_indices, _ = feature_take_indices(len(self.blocks), indices)
         return sorted({*take_indices}), sorted({*take_indices})
 
@@ -744,7 +761,7 @@ class VisionLonghorn(nn.Module):
         output_fmt: str,
         valid: Tensor | None,
     ) -> list[Tensor]:
-        """Return intermediates of these numbers, made from patches (B, N, C), in a format."""
+        """Return intermediates in a format, made from patches (B, N, C); the pyramid uses the other arguments."""
         if output_fmt == "NLC":
             return patches
         H, W = self.patch_embed.dynamic_feat_size(img_size)
@@ -758,13 +775,13 @@ class VisionLonghorn(nn.Module):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> list[Any]:
-        """Return intermediates by DINO's interface: ``forward_intermediates`` with other names.
+        """Return a list of intermediates, by DINO's interface; same errors as ``forward_intermediates``.
 
         Args:
             x: Images, (B, in_chans, height, width).
-            n: The last n blocks if int, those blocks if a list.
-            reshape: (B, C, H, W) instead of (B, N, C).
-            return_prefix_tokens: Give each intermediate as (spatial, prefix tokens).
+            n: The last n blocks if an int, blocks by index if a list.
+            reshape: Return maps (B, C, H, W) instead of sequences (B, N, C).
+            return_prefix_tokens: Return each intermediate as (spatial, prefix tokens).
             norm: Apply the final normalisation.
         """
         return self.forward_intermediates(
@@ -779,15 +796,15 @@ class VisionLonghorn(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last of ``indices``, and what else is not needed.
+        """Remove the blocks after the last chosen one, in place; on request also norm and head.
 
         Args:
-            indices: The last n blocks if int, those blocks if a list.
+            indices: The last n blocks if an int, blocks by index if a list; AssertionError if out of range.
             prune_norm: Remove the final normalisation.
             prune_head: Remove pooling and head.
 
         Returns:
-            The indices as absolute numbers.
+            Absolute indices of the chosen blocks.
         """
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: max_index + 1]
@@ -805,15 +822,15 @@ class VisionLonghorn(nn.Module):
         """Arrange the tokens inside the blocks as a feature map, for hooks and pytorch-grad-cam.
 
         Args:
-            tokens: (B, L, C) of any dtype, out of a block or its norm: class token in the middle.
+            tokens: Output of a block or of its norm, (B, L, C), any dtype, class token in the middle.
             height: Rows H of the grid inside the model (``grid_inside``). Default: for ``img_size`` images.
             width: Columns W of that grid. Default: for ``img_size`` images.
 
         Returns:
-            The patches (B, C, H, W) of the same dtype, each in its place.
+            Map of the patches, (B, C, H, W), in the same dtype.
 
         Raises:
-            ValueError: L is not the number of patches and the class token.
+            ValueError: L is not the number of patches plus that of the class token.
         """
         own_height, own_width = self.grid_inside(self.patch_embed.img_size)
         H = own_height if height is None else height

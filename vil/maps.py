@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vil.backbone import VisionLonghorn
+from vil.backbone import VisionLonghorn, only_backbone
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
@@ -51,12 +51,12 @@ def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple
     Returns:
         Matrices (2, B, E, L, L) and values (2, B, E, L). The first dimension is the direction: first token
         to last, then last to first. Row tokens read from column tokens. The dtype is float64 if the model
-        is float64, else float32.
+        is float64, else float32. For vil_tiny at 224 px, the matrices take 119 MB per image.
 
     Raises:
         ValueError: If the model does not contain exactly one backbone, or an argument is invalid.
     """
-    backbone = _backbone_of(model)
+    backbone = only_backbone(model)
     [scan] = _scans(backbone, images, [block])
     x = scan.args.x
     _, B, L, E = x.shape
@@ -83,7 +83,7 @@ def token_matrix(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
     Raises:
         ValueError: Same as in ``channel_matrices``.
     """
-    backbone = _backbone_of(model)
+    backbone = only_backbone(model)
     [scan] = _scans(backbone, images, [block])
     return _mean_matrix(backbone, scan)
 
@@ -105,7 +105,7 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         ValueError: Same as in ``channel_matrices``.
     """
-    backbone = _backbone_of(model)
+    backbone = only_backbone(model)
     total = None
     for scan in _scans(backbone, images, range(len(backbone.blocks))):
         matrix = _mean_matrix(backbone, scan)
@@ -131,7 +131,7 @@ def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
     Raises:
         ValueError: If the model does not contain exactly one backbone, or the matrix has the wrong shape.
     """
-    backbone = _backbone_of(model)
+    backbone = only_backbone(model)
     H, W = backbone.grid_inside(tuple(images.shape[-2:]))
     prefix = backbone.num_prefix_tokens
     expected = (len(images), *(H * W + prefix,) * 2)
@@ -162,7 +162,7 @@ def step_size(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
     Raises:
         ValueError: Same as in ``channel_matrices``.
     """
-    [scan] = _scans(_backbone_of(model), images, [block])
+    [scan] = _scans(only_backbone(model), images, [block])
     return _image_of(scan, _steps(scan))
 
 
@@ -184,7 +184,7 @@ def decay(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
     Raises:
         ValueError: Same as in ``channel_matrices``.
     """
-    [scan] = _scans(_backbone_of(model), images, [block])
+    [scan] = _scans(only_backbone(model), images, [block])
     x, _, A, q, k, *_ = scan.args
     steps, nothing = _steps(scan), torch.zeros_like(x)
     A = None if A is None else A[:, None, None]
@@ -195,17 +195,6 @@ def decay(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
         left, _ = reference.advance(state, nothing, steps, A, q, k, scan.recurrence)
         trace = trace + left[..., j]
     return _image_of(scan, 1 - trace / M)
-
-
-def _backbone_of(model: nn.Module) -> VisionLonghorn:
-    """Return the only backbone of this package in a model, which may be the model itself."""
-    found = [part for part in model.modules() if isinstance(part, VisionLonghorn)]
-    if len(found) != 1:
-        raise ValueError(
-            f"model must be one of this package (vil_*, vim_*) or have one in it, {type(model).__name__} "
-            f"has {len(found)}"
-        )
-    return found[0]
 
 
 @torch.no_grad()
@@ -294,7 +283,7 @@ def _steps(scan: _Scan) -> Tensor:
 
 
 def _image_of(scan: _Scan, numbers: Tensor) -> Tensor:
-    """Average (2, B, L, E) over directions and channels and return the patches as a map (B, H, W)."""
+    """Average (2, B, L, E) over directions and channels, and return the mean of each patch as a map (B, H, W)."""
     H, W, *_, class_token, _ = scan.grid
     mean, middle = numbers.mean((0, 3)), H * W // 2
     patches = torch.cat([mean[:, :middle], mean[:, middle + class_token :]], 1)

@@ -1,7 +1,7 @@
 """Backbones with a pyramid of strides, for detection and segmentation.
 
-Dense heads want maps at strides 4, 8, 16 and 32, and the blocks have one stride. A level goes there from the
-tokens of one block by transposed convolutions or by pooling, without a path from level to level.
+Dense heads take maps at strides 4, 8, 16 and 32, but all blocks have one stride. Each level resizes the tokens
+of one block, by transposed convolutions or by max pooling. There is no path from level to level.
 
 Papers:
     Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet, ECCV 2022), Section 3, for the
@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from vil.backbone import VisionLonghorn
 from vil.weights.adapt import (
     checkpoint_filter_fn as checkpoint_filter_fn,
-)  # sought beside the class
+)  # vil.load looks for it in the model's module
 
 __all__ = ["PyramidLevel", "VisionLonghornPyramid"]
 
-STRIDES = (4, 8, 16, 32)  # of the levels, in pixels; what dense heads ask for
+STRIDES = (4, 8, 16, 32)  # of the levels, in pixels, as dense heads take them
 
 
 class PyramidLevel(nn.Module):
-    """One map of a pyramid: tokens brought to another stride, and normalised."""
+    """One level of a pyramid: resizes a map of tokens to another stride and normalises it."""
 
     def __init__(
         self,
@@ -45,21 +45,22 @@ class PyramidLevel(nn.Module):
         """Create a level.
 
         Args:
-            dim: Channels C, in and out.
-            stride: Of the tokens, in pixels.
-            to: Of the level, in pixels.
-            device: Where to create the parameters.
-            dtype: Of the parameters.
+            dim: Channels C of input and output.
+            stride: Stride of the tokens in pixels.
+            to: Stride of the level in pixels.
+            device: Device of the parameters.
+            dtype: Dtype of the parameters.
 
         Raises:
-            ValueError: One stride is not the other times a power of two.
+            ValueError: The larger stride is not the smaller one times a power of two.
         """
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         ratio = max(stride, to) / min(stride, to)
         if not ratio.is_integer() or int(ratio).bit_count() != 1:
             raise ValueError(
-                f"a map of stride {to} px needs patches every 2, 4, 8, 16, 32 or 64 px, got {stride} px"
+                f"a map of stride {to} px needs a patch stride of {to} px times or divided by a power "
+                f"of two, got {stride} px"
             )
         up: list[nn.Module] = []
         for _ in range(int(ratio).bit_length() - 1 if stride > to else 0):
@@ -72,12 +73,12 @@ class PyramidLevel(nn.Module):
         self.norm = LayerNorm2d(dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Bring tokens (B, C, h, w) to a map (B, C, H, W) of the same dtype; H is rounded up."""
+        """Return the map (B, C, H, W) of tokens (B, C, h, w) in the same dtype; H and W are rounded up."""
         return self.norm(self.pool(self.up(x)))
 
     @torch.jit.ignore
     def masked(self, x: Tensor, valid: Tensor) -> Tensor:
-        """Make a map from valid tokens, bool (B, h, w), with zeros where no token is valid."""
+        """Return the map of the tokens that are ``valid``, bool (B, h, w), with zeros where none is."""
         x = self.up(x)
         valid = valid.repeat_interleave(self.scale, 1).repeat_interleave(self.scale, 2)[:, None]
         x = self.pool(x.masked_fill(~valid, -torch.inf))
@@ -86,12 +87,12 @@ class PyramidLevel(nn.Module):
 
 
 class VisionLonghornPyramid(VisionLonghorn):
-    """Backbone whose ``features_only`` gives maps at strides 4, 8, 16 and 32, for images of any size.
+    """Backbone whose ``features_only`` model returns maps at strides 4, 8, 16 and 32, for images of any size.
 
-    A ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses. Its indices are numbers of
-    levels, finest first. Its maps are (B, C, H, W) with H = ceil(height / stride) and W = ceil(width / stride). Masks need
-    patches that do not overlap. Tokens and logits are the same as in the plain model. Weights of the plain model load
-    strictly, and the levels are then new.
+    It is a ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses. There, indices
+    count levels, finest first. Maps are (B, C, H, W) with H = ceil(height / stride) and W = ceil(width / stride). A
+    mask raises ValueError if patches overlap. Tokens and logits are the same as in the plain model. You can load
+    weights of the plain model strictly; the levels are then new.
     """
 
     def __init__(
@@ -105,17 +106,19 @@ class VisionLonghornPyramid(VisionLonghorn):
         """Create a backbone.
 
         Args:
-            pyramid_blocks: Numbers of the four blocks that the levels are made from, finest level first;
-                negative numbers count from the end. The official Vision Mamba's segmentation has
+            pyramid_blocks: Indices of the four blocks that the levels are made from, finest level first;
+                negative indices count from the end. The official Vision Mamba's segmentation has
                 (5, 11, 17, 23). Default: the last block for each level, as in ViTDet.
-            output_stride: Largest stride of a level.
+            output_stride: Largest stride of a level in pixels; coarser levels get this stride.
             dynamic_img_pad: Pad images to whole patches. Maps then have the size that a convolutional network
                 gives, ceil(size / stride).
             **kwargs: Arguments of ``VisionLonghorn``.
 
         Raises:
             AssertionError: ``global_pool`` is unknown, or "token" without a class token.
-            ValueError: Another argument is out of its range, or the patches' distance no power of two.
+            TypeError: Same as in ``VisionLonghorn``.
+            ValueError: Another argument is out of its range, or ``patch_drop_rate`` is not 0. Also if patches are
+                not square, their stride does not fit the levels, or they overlap with ``dynamic_img_size=False``.
         """
         super().__init__(dynamic_img_pad=dynamic_img_pad, **kwargs)
         if self.patch_drop_rate:
@@ -195,15 +198,15 @@ class VisionLonghornPyramid(VisionLonghorn):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the levels that are not asked for, and what else is then not needed.
+        """Remove all but the chosen levels and the blocks after the last that these need, in place.
 
         Args:
-            indices: The last n levels if int, those levels if a list.
+            indices: The last n levels if an int, levels by index if a list; AssertionError if out of range.
             prune_norm: Remove the final normalisation.
             prune_head: Remove pooling and head.
 
         Returns:
-            The indices as absolute numbers.
+            Absolute indices of the chosen levels.
         """
         levels, _ = feature_take_indices(len(self.pyramid), indices)
         for level in set(range(len(self.pyramid))) - set(levels):
@@ -215,6 +218,6 @@ class VisionLonghornPyramid(VisionLonghorn):
 
 def _cut(x: Tensor, height: int, width: int) -> Tensor:
     """Return the first rows and columns of maps (B, C, H, W)."""
-    if is_exporting():  # a slice asks whether it is all, which binds a program to the answer
+    if is_exporting():  # a slice compares sizes, which would specialise the program to the result
         return F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]])
     return x[..., :height, :width]

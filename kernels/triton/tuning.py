@@ -1,7 +1,7 @@
 """Block sizes, warps and splits of all Triton kernels.
 
-Chosen by counting machine instructions ahead of time, not by timing at run time, so they are the same on
-every rank and in every run.
+They were chosen by counting machine instructions ahead of time. Nothing is timed at run time, so they are
+the same on every rank and in every run.
 """
 
 import functools
@@ -47,7 +47,7 @@ BLOCKS = {
 }
 
 _WARPS_PER_PROCESSOR = 8  # keep a multiprocessor busy: two per scheduler
-SHORTEST_SEGMENT = 4  # chunks
+SHORTEST_SPLIT = 4  # fewest chunks of a split
 
 
 @functools.cache
@@ -98,10 +98,10 @@ def splits_for(processors: int, warps: int, chunks: int, overhead: float) -> tup
     """Return ``num_splits`` for a GPU with a number of multiprocessors.
 
     A scan in one piece takes the same time for any number of warps that the GPU runs at once. In splits it
-    takes ``overhead`` times the work, which pays off if at least twice that would fit.
+    takes ``overhead`` times the work, so splits are used if at least 2 x ``overhead`` of them fit.
     """
     fitting = _WARPS_PER_PROCESSOR * processors / max(warps, 1)  # an empty batch has no warps
-    count = min(int(fitting), chunks // SHORTEST_SEGMENT)
+    count = min(int(fitting), chunks // SHORTEST_SPLIT)
     if count < 2 * overhead:
         return 1, chunks
     length = -(-chunks // count)

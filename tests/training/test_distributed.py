@@ -272,7 +272,7 @@ def test_environment_of_a_launcher_is_read(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     run = RunConfig(device="cpu")
     with connect(run) as world:
-        assert world == World(0, 1, 0)
+        assert world == World(0, 1)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="WORLD_SIZE is missing or wrong"), connect(run):
         pass

@@ -114,7 +114,7 @@ def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
     model, images = small(), pictures()
     deit = timm.create_model("deit_tiny_patch16_224", depth=1)
     for function in (maps.token_matrix, maps.rollout, maps.step_size, maps.decay):
-        with pytest.raises(ValueError, match="model must be one of this package"):
+        with pytest.raises(ValueError, match="model must be or contain one model of this package"):
             function(deit, images)
         with pytest.raises(ValueError, match="images must be floating-point"):
             function(model, images[0])

@@ -38,7 +38,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
     device: torch.device = _CPU
 
     @property
@@ -142,7 +141,7 @@ def _store() -> dist.Store:
 
 
 def _world(run: RunConfig) -> World:
-    """Read the rank and world size from the launcher's environment variables."""
+    """Return the rank, size and device, from the launcher's environment variables and the options."""
     try:
         if "RANK" in os.environ:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -151,7 +150,7 @@ def _world(run: RunConfig) -> World:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"RANK is set but WORLD_SIZE is missing or wrong: {error}") from error
-    return World(rank, size, local_rank, _device(run, local_rank))
+    return World(rank, size, _device(run, local_rank))
 
 
 def _device(run: RunConfig, local_rank: int) -> torch.device:

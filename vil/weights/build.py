@@ -1,4 +1,4 @@
-"""Models from weights: built as their source describes, or as asked for, with the weights put in."""
+"""Build models from weights, as their source or the caller describes, or load weights into given modules."""
 
 import copy
 import logging
@@ -12,7 +12,7 @@ from timm.models import load_pretrained
 from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
-from vil.backbone import VisionLonghorn
+from vil.backbone import VisionLonghorn, only_backbone
 from vil.messages import first_line, one_line, printable
 from vil.registry import RECURRENCES
 from vil.timm_arguments import FEATURES, OTHER_WEIGHTS
@@ -30,22 +30,22 @@ def load(
     ema: bool = False,
     **timm_arguments: Any,
 ) -> nn.Module:
-    """Build a model with the weights of a source, or put them into one that another package built.
+    """Build a model with the weights of a source, or load them into a module that another package built.
 
     Your arguments override the source's description of its model (name, sizes, classes, preprocessing).
     The head is new if the number of classes differs. Position and patch embeddings of other sizes are
     resampled, and the patch embedding is adapted to other channels; everything else must fit. The logger
-    "vil" reports in one line what was taken, resampled and new, as a warning if anything is new.
+    "vil" reports taken, resampled and new tensors in one line, as a warning if any are new.
 
     Args:
-        source: A checkpoint of train_imagenet.py; a folder from release.py, also as ``local-dir:FOLDER``;
-            a ``.safetensors`` file; a file with a state dict (possibly as "state_dict" or "model"), such as
-            official Vision Mamba's; ``hf-hub:NAME``; or the name of a timm model.
+        source: A checkpoint of train_imagenet.py, a folder from release.py (also as ``local-dir:FOLDER``) or a
+            ``.safetensors`` file. Or a file with a state dict (possibly as "state_dict" or "model"), such as
+            official Vision Mamba's. It can also be ``hf-hub:NAME``, or the name of a timm model.
         model: timm's name of the model, if the source does not name it. Or a module that contains one of
-            this package's backbones, such as a detector; the backbone takes the weights, except for parts
-            that timm removed from it for features.
+            this package's backbones, such as a detector. The backbone takes the weights, except for parts
+            that timm removed from it to return features.
         ema: Take the averaged weights of a training run instead of the last ones.
-        **timm_arguments: Of ``timm.create_model``: num_classes, img_size, features_only, ...
+        **timm_arguments: Arguments of ``timm.create_model``: num_classes, img_size, features_only, ...
 
     Returns:
         The model, in training mode like timm's; or the given module. If the source names its classes and
@@ -53,12 +53,11 @@ def load(
 
     Raises:
         FileNotFoundError: If there is no such source.
-        OSError, MemoryError: If it cannot be read.
-        LookupError: If it has no averaged weights.
-        ValueError: If the source has no weights or some that are not finite, or does not describe its
-            model in a known form. If a weight does not fit the model by name, shape, kind of number (float,
-            int, bool, complex) or range of the dtype; the message names the first such weight. If a module
-            does not contain exactly one backbone of this package, or comes with timm's arguments.
+        OSError, MemoryError, LookupError: Same as in ``vil.weights.files.read_weights``.
+        ValueError: Same as in ``read_weights``. If no model is named or timm cannot create it. If a weight does
+            not fit the model by name, shape, kind of number (float, int, bool, complex) or range of the
+            dtype; the message names the first such weight. If a module does not contain exactly one backbone
+            of this package, or is given with arguments of timm.
     """
     if isinstance(model, nn.Module):
         if timm_arguments:
@@ -84,10 +83,11 @@ def model_with(
         **arguments: Arguments of ``timm.create_model``; by default the source's.
 
     Returns:
-        The model, and a line that says what was taken, resampled and new.
+        The model, and one line that lists taken, resampled and new tensors.
 
     Raises:
-        ValueError: no name is given or known, or the weights do not fit the model.
+        ValueError: If no name is given or known, or timm cannot create the model. Also if an argument of timm
+            names other weights, or the weights do not fit the model.
     """
     name = name or weights.architecture
     arguments = {key: value for key, value in arguments.items() if value is not None}  # as in timm
@@ -106,7 +106,7 @@ def model_with(
             raise ValueError(f"{key} cannot be an argument: the weights are of {weights.origin}")
     features = {key: arguments.pop(key) for key in FEATURES if key in arguments}
     if features.get("features_only"):
-        arguments["num_classes"] = 0  # which is what a pyramid has its levels for
+        arguments["num_classes"] = 0  # only then a pyramid has its levels
     model = _created(
         weights,
         name,
@@ -117,7 +117,7 @@ def model_with(
     missing, left_out = _put_in(model, weights, keep_head)
     line = _account(model, weights, missing, left_out)
     if any(key.startswith(tuple(_heads(model.pretrained_cfg))) for key in missing):
-        model.pretrained_cfg.pop("label_names", None)  # which are of other outputs
+        model.pretrained_cfg.pop("label_names", None)  # they belong to the old head
     if features:
         overlay = {"pretrained_cfg_overlay": _own_cfg(model)}
         model = _created(weights, name, pretrained=True, **overlay, **arguments, **features)
@@ -130,13 +130,13 @@ def _is_known(name: str) -> bool:
     """Return whether timm has a model with this name and tag."""
     try:
         timm.get_pretrained_cfg(name)
-    except RuntimeError:  # the tag is another
+    except RuntimeError:  # timm knows the model but not the tag
         return False
     return timm.is_model(name)
 
 
 def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
-    """Create a model for weights, or say why timm or the model refuses, in a line."""
+    """Create a model; raise a one-line ValueError that names the source if timm or the model refuses."""
     try:
         return create(name, **arguments)
     except ValueError as error:
@@ -144,7 +144,7 @@ def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
 
 
 def _own_cfg(model: nn.Module) -> dict[str, Any]:
-    """Describe a model to timm as pretrained, so that another one takes its weights unchanged."""
+    """Return a pretrained_cfg with which timm loads this model's weights unchanged into a new model."""
     return model.pretrained_cfg | {
         "num_classes": model.num_classes,
         "label_offset": None,
@@ -154,7 +154,7 @@ def _own_cfg(model: nn.Module) -> dict[str, Any]:
 
 
 def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
-    """Count classes by the rows of the head, if the source does not state them."""
+    """Return num_classes by the rows of the head, or nothing if the source states it."""
     if "num_classes" in weights.model_args or "num_classes" in weights.pretrained_cfg:
         return {}
     cfg = timm.get_pretrained_cfg(name)
@@ -162,15 +162,15 @@ def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
     rows = [
         len(weights.state_dict[f"{h}weight"]) for h in heads if f"{h}weight" in weights.state_dict
     ]
-    offset = weights.pretrained_cfg.get("label_offset", 0)  # rows of a class that is left out
+    offset = weights.pretrained_cfg.get("label_offset", 0)  # rows that timm drops
     return {"num_classes": rows[0] - offset} if rows else {}
 
 
 def create(name: str, **arguments: Any) -> nn.Module:
-    """Create a timm model; ``img_size`` is passed to models that take one, as fixed sizes need it.
+    """Create a timm model; same arguments as ``timm.create_model``. Models without ``img_size`` do not get it.
 
     Raises:
-        ValueError: timm or the model refuses; says why in a line.
+        ValueError: If timm or the model refuses; the message gives the reason in one line.
     """
     try:
         return timm.create_model(name, **arguments)
@@ -181,7 +181,7 @@ def create(name: str, **arguments: Any) -> nn.Module:
 
 
 def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:
-    """Refuse weights of another recurrence, whose names and shapes may all agree."""
+    """Raise ValueError for weights of another recurrence, whose names and shapes may all agree."""
     theirs = _recurrence(weights.architecture, weights.model_args)
     if mine != theirs:
         first = next((key for key in weights.state_dict if ".mixer." in key), "its first")
@@ -199,13 +199,8 @@ def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
 
 
 def _put_inside(module: nn.Module, weights: Weights) -> str:
-    """Load the weights into the backbone inside a module; return what was taken."""
-    found = [part for part in module.modules() if isinstance(part, VisionLonghorn)]
-    if len(found) != 1:
-        raise ValueError(
-            f"model must have one backbone of this package in it, {type(module).__name__} has {len(found)}"
-        )
-    (backbone,) = found
+    """Load the weights into the backbone inside a module; return the line of ``_account``."""
+    backbone = only_backbone(module)
     if weights.architecture is not None:
         _check_recurrence(weights, type(module).__name__, backbone.blocks[0].mixer.recurrence)
     removed = _removed(backbone)
@@ -213,7 +208,7 @@ def _put_inside(module: nn.Module, weights: Weights) -> str:
 
 
 def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
-    """Return prefixes of the names that ``prune_intermediate_layers`` removed."""
+    """Return name prefixes of the parameters that ``prune_intermediate_layers`` removed."""
     modules = backbone.named_modules()
     names = [name for name, module in modules if isinstance(module, nn.Identity)]
     names += [f"blocks.{i}" for i in range(len(backbone.blocks), backbone.depth)]
@@ -262,10 +257,10 @@ def _put_in(
 
 
 def _check_dtypes(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Refuse weights that the model cannot represent: another kind of number, or too large.
+    """Check that the model can represent the weights.
 
     Raises:
-        ValueError: a weight is one of these, or the model holds no numbers at all.
+        ValueError: If a weight has another kind of number or is too large, or if the model is on device meta.
     """
     rounded = {}
     for name, own in model.state_dict().items():
@@ -288,7 +283,7 @@ def _kind(value: Tensor) -> str:
 def _cfg_of_weights(
     model: nn.Module, source: dict[str, Tensor], weights: Weights, keep_head: bool
 ) -> dict[str, Any]:
-    """Describe the weights to timm by their tensors, which are always right."""
+    """Return a pretrained_cfg that describes the weights by their tensors, which are always right."""
     cfg = model.pretrained_cfg
     rows = [len(source[f"{h}weight"]) for h in _heads(cfg) if f"{h}weight" in source]
     offset = weights.pretrained_cfg.get("label_offset", 0)
@@ -311,13 +306,13 @@ def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
 
 
 def _account(model: nn.Module, weights: Weights, missing: list[str], left_out: list[str]) -> str:
-    """Report what was done with the weights."""
+    """Return one line that lists taken, resampled, new and left-out tensors."""
     source = with_own_names(weights.state_dict)
     taken, resampled, new = 0, [], []
     levels = [key for key in missing if key.startswith("pyramid.")]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for key, value in model.state_dict().items():
-        if key not in tensors:  # a record beside the weights
+        if key not in tensors:  # metadata, not a weight
             continue
         if key in levels:
             continue

@@ -21,7 +21,7 @@ def test_large_batches_are_not_cut() -> None:
 def test_one_long_sequence_is_cut() -> None:
     count, length = tuning.splits_for(H200, warps(1, 384), 381, OVERHEAD)
     assert count > 4 * OVERHEAD
-    assert length >= tuning.SHORTEST_SEGMENT
+    assert length >= tuning.SHORTEST_SPLIT
 
 
 @pytest.mark.parametrize("overhead", [1.0, 11.0])
@@ -31,4 +31,4 @@ def test_splits_cover_every_chunk_once(parallel: int, overhead: float) -> None:
         count, length = tuning.splits_for(H200, parallel, chunks, overhead)
         assert 1 <= count <= chunks
         assert (count - 1) * length < chunks <= count * length
-        assert count == 1 or length >= tuning.SHORTEST_SEGMENT
+        assert count == 1 or length >= tuning.SHORTEST_SPLIT
