@@ -20,7 +20,7 @@ class ScanArgs(NamedTuple):
     """Values in the order of the tokens, (N, B, L, D)."""
     dt: Tensor
     """Raw step sizes, before bias and sigmoid (Longhorn's beta) or softplus (Mamba), (N, B, L, D). With
-    ``dt_weight``, they are of rank R, (N, B, L, R)."""
+    ``dt_weight``, their low-rank factors, (N, B, L, R)."""
     A: Tensor | None
     """Decay rates of Mamba, (N, D, M), all negative."""
     q: Tensor
@@ -49,8 +49,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states that are kept for the backward pass on a GPU, given that of x.
+    """Return the dtype of states that a GPU keeps for the backward pass, given the dtype of x.
 
-    bfloat16 for bfloat16: rounding x, keys and queries to it makes a larger error. float16 lacks the range.
+    It is bfloat16 for bfloat16, because rounding x, keys and queries to bfloat16 makes a larger error. For float16 it
+    is float32, because float16 lacks the range.
     """
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -17,7 +17,7 @@ _library = torch.library.Library("vil", "FRAGMENT")
 
 
 def cast(name: str, arguments: tuple[object, ...]) -> tuple[object, ...]:
-    """Return the arguments of an operator, with activations cast if automatic mixed precision is on."""
+    """Return an operator's arguments; under autocast, activations other than float64 are cast."""
     device = arguments[0].device.type
     if device not in _DEVICES or not torch.is_autocast_enabled(device):
         return arguments

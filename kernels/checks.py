@@ -72,7 +72,7 @@ def _parameter_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def check_recurrence(recurrence: str, A: Tensor | None) -> None:
-    """Check that the recurrence is known, and that A is given for Mamba only."""
+    """Raise ValueError unless the recurrence is known, and A is given for Mamba and for no other."""
     if recurrence not in RECURRENCES:
         raise ValueError(f"recurrence must be one of {RECURRENCES}, got {recurrence!r}")
     if (A is not None) != (recurrence == "mamba"):
@@ -91,7 +91,7 @@ def _check_taps(
 
 
 def check_scan(args: ScanArgs, recurrence: str) -> None:
-    """Check the arguments of a scan. For one direction, messages omit its axis, as in ``ops.py``."""
+    """Raise ValueError for invalid arguments of a scan; messages for one direction omit its axis."""
     check_recurrence(recurrence, args.A)
     both = args.z is not None
     lead, N = ("2, ", (2,)) if both else ("", ())
@@ -120,7 +120,7 @@ def check_scan(args: ScanArgs, recurrence: str) -> None:
 
 
 def check_conv(x: Tensor, weight: Tensor, bias: Tensor) -> None:
-    """Check the arguments of ``causal_conv1d_bidirectional``."""
+    """Raise ValueError for invalid arguments of ``causal_conv1d_bidirectional``."""
     _check_activation(x, "x", "B, L, D")
     if x.shape[1] < 1:
         raise ValueError(f"x must have shape (B, L, D) with L >= 1, got {tuple(x.shape)}")
@@ -141,7 +141,7 @@ def check_mixer(
     recurrence: str,
     grid: Sequence[int] | None = None,
 ) -> None:
-    """Check the arguments of ``vil::mixer``."""
+    """Raise ValueError for invalid arguments of ``vil::mixer``; ``grid`` has the numbers of a ``GridSpec``."""
     check_recurrence(recurrence, A)
     _check_activation(xz, "xz", "B, L, 2E")
     if xz.shape[1] < 1 or xz.shape[2] % 2:

@@ -3,8 +3,8 @@
 Per token, channel and state, the diagonal and the Mamba scan take 4 multiply-adds: decay times
 state, the write and its product, the read by q. The exact scan takes 3: recall k.S, write, read.
 Exponentials and divisions, one per state for Mamba and one per channel for Longhorn, are not counted.
-A backward pass takes twice its forward pass, as torch counts matrix products. Scans, convolution and step
-sizes are recomputed there, which adds their forward pass.
+A backward pass counts as two forward passes, as torch counts matrix products. It recomputes scans, convolution
+and step sizes, which adds one forward pass of these.
 """
 
 import math

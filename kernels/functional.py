@@ -4,10 +4,10 @@ Here each operator is composed from ``reference.py``, in operations that PyTorch
 correct for any nesting of grad, vjp, jvp, jacrev, jacfwd, hessian and vmap, but slow, token by token.
 Three routes lead here:
 
-    torch.func          A kernel at functorch's dispatch key, for any caller of the operator.
+    torch.func          A kernel at functorch's dispatch key serves every call of an operator.
     dual tensors        torch.autograd.forward_ad has no such key. The model and the functions of ``ops.py``
                         check for dual tensors. An operator that gets one by another route raises.
-    second derivatives  Backward operators take their derivatives from these plain operators.
+    second derivatives  Backward operators are differentiated through these plain operators.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class _Backward(NamedTuple):
         return tuple(tensors[0].new_empty(0) if g is None else g for g in found)
 
     def gradients(self, grads: tuple[Tensor, ...], arguments: list[Any]) -> tuple:
-        """Return second derivatives: the gradient for each argument, or None."""
+        """Return second derivatives: a gradient for each argument, None if it has none."""
         count = self.given + self.inputs
         tensors, others = tuple(arguments[:count]), arguments[count:]
         found = reference.gradients(lambda *tensors: self(*tensors, *others), tensors, grads)

@@ -2,7 +2,7 @@
 
 The taps of the convolution have learnt the patches one, two and three before a token, and the step size how much a
 patch writes. On a finer grid, from larger images or a smaller stride, both must be measured in patches of the trained
-grid. Let r be the number of tokens per trained token, along a side:
+grid. Let r be the number of tokens per trained token along a side:
 
     distance    Tap j of a token in column c meets column c - j r of its row. Beyond the row's end, it meets that column
                 of the row r away. Every n-th column of every n-th row forms a separate sequence, n = floor(r), with
@@ -17,8 +17,8 @@ grid. Let r be the number of tokens per trained token, along a side:
 
 On the trained grid nothing changes.
 
-Letters: B batch, L tokens, D channels, H W the grid, n = H W patches, K taps, T resampled taps, P positions in the
-order, U distinct tokens that the class token reads, itself first.
+Letters: B batch, L tokens, D channels, H x W patches of the grid, K taps, T resampled taps, P positions in the order,
+U distinct tokens that the class token reads, itself first.
 """
 
 import itertools
@@ -58,7 +58,7 @@ class GridSpec(NamedTuple):
     def quotients(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return tokens per trained token, for rows and for columns, as (numerator, denominator).
 
-        Overlapping patches extend beyond the last stride, so their number would be too small.
+        Sides are measured in pixels: overlapping patches extend beyond the last stride, so their count is too small.
         """
         rows = self.H * self.stride_height + self.patch_height - self.stride_height
         columns = self.W * self.stride_width + self.patch_width - self.stride_width
@@ -97,7 +97,7 @@ def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> TokenLayo
     """Return the layout for the tokens of a whole grid.
 
     Args:
-        grid: Numbers of a ``GridSpec``.
+        grid: Numbers of a ``GridSpec``; dynamic sizes become constants of the program.
         taps: Number of taps K of the convolution.
         device: Device of the tokens.
     """
@@ -218,10 +218,10 @@ def _class_token_reads(grid: GridSpec, taps: int) -> tuple[list[int], list[list[
 
 
 class _Conv(Protocol):
-    """``reference.causal_conv1d_bidirectional`` of a backend, and its gradients."""
+    """Convolution plan of a backend, such as ``reference.ConvPlan``."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
-        """Convolve in both directions, then apply SiLU."""
+        """Return the result of ``reference.causal_conv1d_bidirectional``."""
 
     def backward(
         self,
@@ -232,7 +232,7 @@ class _Conv(Protocol):
         order: Tensor | None,
         dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients for x, weight and bias. ``dx`` is given if the backend has ``writes_halves``."""
+        """Return the gradients for x, weight and bias; backends with ``writes_halves`` write the first to ``dx``."""
 
 
 def conv_forward(
@@ -270,9 +270,9 @@ def conv_backward(
     layout: TokenLayout | None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``conv_forward`` for x, weight and bias, the same in every run.
+    """Return the gradients of ``conv_forward`` for x, weight and bias, bit-identical in every run.
 
-    ``grad`` is the gradient of the output, (2, B, L, D). The gradient for x is written to ``dx``, if given.
+    ``grad`` is the gradient of the output, (2, B, L, D). The gradient for x is written to ``dx``, (B, L, D), if given.
     """
     if layout is None or not layout.order.numel():
         return conv.backward(grad, x, weight, bias, None, dx)
@@ -326,6 +326,8 @@ class DtScale:
 
     m equal tokens in a row then act as one did: exactly in what Mamba forgets, and otherwise to first order in
     the step. In a diagonal state each k_j^2 is small, and no step meets the exact relation for all j.
+
+    Shapes: ``x_proj_weight`` (2, R + 2 M, D), ``dt_weight`` (2, D, R), ``A`` (2, D, M) or None; R rank, M states.
     """
 
     def __init__(

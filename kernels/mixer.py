@@ -124,6 +124,9 @@ def mixer_plan(
         recurrence: One of ``RECURRENCES``.
         layout: Layout of the tokens; None to convolve them in sequence order.
         backend: Backend module; if None, chosen by device and dtype.
+
+    Raises:
+        ValueError, NotImplementedError: If an argument is invalid, or the backend does not support it.
     """
     chosen, aligned = backend, True
     if backend is None:
@@ -165,7 +168,7 @@ def scan_args(
 def forward(
     plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the output, (B, L, E), and tensors for the backward pass, from the scan only with ``save``."""
+    """Return the output, (B, L, E), and the tensors of ``Saved``; without ``save``, the last two are None."""
     with _as_given(xz), plan.arena():
         args, x_dbl = scan_args(plan, xz, params, layout)
         out, _, y_pre_gate, states = plan.scan.forward(args, save)

@@ -68,7 +68,7 @@ def mixer(
 
 
 def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> TokenLayout | None:
-    """Return ``layout_of``, which needs integers: it would fix a dynamic size to the example's."""
+    """Return the layout of a static grid, else None; raise ValueError if a dynamic grid may not be the trained one."""
     if grid is None:
         return None
     if not any(isinstance(size, torch.SymInt) for size in grid):

@@ -1,7 +1,9 @@
 """The public operations.
 
 Each is a torch.library operator (``registration.py``) with rules for automatic mixed
-precision and for counting FLOPs.
+precision and for counting FLOPs. Each raises NotImplementedError if the backend does not support the
+arguments: Triton takes up to 64 states, 128 for longhorn_exact. It raises RuntimeError if a backend
+that you chose by name cannot be used.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
 
@@ -63,7 +65,7 @@ def longhorn_scan(
         reverse: Scan from the last token to the first.
         initial_state: (B, D, M), float64 if x is, else float32; zeros if None.
         return_final_state: Return the state after the last token scanned as well.
-        form: Deprecated name of ``recurrence``: "diagonal" or "exact".
+        form: Deprecated; overrides ``recurrence``: "diagonal" is longhorn, "exact" longhorn_exact.
 
     Returns:
         y (B, L, D) in the dtype of x, or (y, final state (B, D, M)). The state is kept in float64

@@ -25,11 +25,13 @@ class ScanKey(NamedTuple):
     recurrence: str
     reverse: bool
     kappa_scale: float
+    """Factor of |k|^2 in the step size."""
     shape: tuple[int, int, int, int]
     """Shape of x, (N, B, L, D)."""
     states: int
+    """State size M."""
     rank: int | None
-    """Rank of the step sizes; None if they are in full."""
+    """Rank R of the step sizes; None if they have full rank."""
     strides: tuple[tuple[int, ...] | None, ...]
     """Strides of x, dt, q, k and z."""
     started: bool
@@ -47,6 +49,7 @@ class ConvKey(NamedTuple):
     """Shape of x, (B, L, D)."""
     strides: tuple[int, int, int]
     taps: int
+    """Number of taps K."""
     positions: int | None
     """Positions in the order; None without an order."""
     aligned: bool

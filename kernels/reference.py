@@ -92,7 +92,7 @@ def scan(
         recurrence: One of ``RECURRENCES``.
         reverse: Scan a single direction from the last token to the first.
         kappa_scale: Same as in ``step_size``.
-        save: Also return tensors for the backward pass, if the backend saves any.
+        save: Also return tensors for the backward pass; this backend saves none.
 
     Returns:
         The output, (B, L, D), in the dtype of x. For one direction, the last state, (1, B, D, M), in
@@ -142,13 +142,13 @@ def scan_backward(
     """Return the gradients of ``scan``.
 
     Args:
-        args: Same as in ``scan``. The gradient for dt is that of the step sizes in full.
+        args: Same as in ``scan``. With ``dt_weight``, the gradient for dt is still (N, B, L, D), of full rank.
         grad: Gradient of the output, (B, L, D).
         grad_final: Gradient of the last state, (1, B, D, M), for one direction.
         recurrence: Same as in ``scan``.
         reverse: Same as in ``scan``.
         kappa_scale: Same as in ``scan``.
-        saved: Tensors that ``scan`` saved; without them a backend scans again.
+        saved: Tensors that ``scan`` saved; not used here. Other backends scan again without them.
     """
     args = args._replace(dt=dt_proj(args.dt, args.dt_weight), dt_weight=None)
     grads = (grad,) if args.z is not None else (grad, grad_final)
@@ -211,10 +211,10 @@ def causal_conv1d_bidirectional(
     Index 1 is the causal convolution of the reversed sequence, reversed back: its tap K - 1 meets
     token t and tap 0 meets token t + K - 1 (Vision Mamba's ``conv1d`` and ``conv1d_b``).
 
-    With an ``order``, time is P positions, and a token's result is the result at its position. A position
-    holds a token t >= 0 or is empty (-1), which counts as zeros. A token has at most one position. Without
-    one, a backend leaves its result and gradient unchanged; here they are zeros. K - 1 empty positions
-    separate sequences that must not see each other.
+    With an ``order``, the convolution runs over P positions, and a token gets the result at its position. A
+    position holds a token t >= 0 or is empty (-1), which counts as zeros. A token has at most one position.
+    Without one, its result and gradient are zeros here, and other backends do not write them. K - 1 empty
+    positions separate sequences that must not read from each other.
 
     Args:
         x: Input, (B, L, D).

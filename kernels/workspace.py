@@ -1,6 +1,6 @@
 """CPU memory for tensors that an operator needs only while it runs, kept for the next call.
 
-These tensors are as large as those that a training step keeps, and lie between them. Malloc in glibc fills
+These tensors are as large as those that a training step keeps, and would lie between them. The malloc of glibc fills
 the gaps that they leave badly: a block of tensors for 1024 px took twice the memory of its live tensors.
 Keeping the memory also avoids page faults in every call.
 """

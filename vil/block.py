@@ -2,7 +2,7 @@
 
 The mixer of Vision Mamba ("bimamba v2" with divided output) around any of the recurrences. The
 parameters of the two directions are stacked on a leading axis of size 2: index 0 scans from the
-first token to the last, index 1 back.
+first token to the last, index 1 from the last to the first.
 
 Letters: B batch, L tokens, C channels of the block, E = expand * C channels of the scan, M state size,
 R rank of the step size.
@@ -64,7 +64,7 @@ class BidirectionalMixer(nn.Module):
             dtype: Dtype of the parameters.
 
         Raises:
-            ValueError: ``recurrence`` is unknown, or a size is not positive.
+            ValueError: ``recurrence`` is unknown, or d_state, d_conv, expand or dt_rank is below 1.
         """
         super().__init__()
         if recurrence not in reference.RECURRENCES:
@@ -102,8 +102,8 @@ class BidirectionalMixer(nn.Module):
     def reset_parameters(self) -> None:
         """Draw Vision Mamba's initial values, quirks included.
 
-        Only the forward direction's Mamba step size starts in [0.001, 0.1]; the backward one's bias
-        is zero, as both are for Longhorn.
+        For Mamba, the step size of the forward direction starts in [0.001, 0.1]. All other step-size
+        biases start at zero: Mamba's backward direction and both directions of Longhorn.
         """
         self.in_proj.reset_parameters()
         for weight, fan_in in (
@@ -134,8 +134,8 @@ class BidirectionalMixer(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
     ) -> None:
-        # Names and shapes of the two Longhorn recurrences agree. Raised here instead of collected,
-        # since every further mixer would say the same.
+        # The two Longhorn recurrences have the same names and shapes, so PyTorch would load the wrong
+        # weights. Raise at once: a collected error would be repeated for every mixer.
         recurrence = local_metadata.get("recurrence", self.recurrence)
         if recurrence != self.recurrence:
             raise RuntimeError(
@@ -148,9 +148,12 @@ class BidirectionalMixer(nn.Module):
         """Mix tokens (B, L, C) -> (B, L, C).
 
         Args:
-            x: Tokens.
-            layout: Places of the tokens on their grid; None if they are neighbours of one another in sequence.
-            save: While training, keep the states for the backward pass instead of computing them again.
+            x: Tokens, (B, L, C).
+            layout: Places of the tokens on their grid; None to convolve them in sequence order.
+            save: While training, keep the scan's states for the backward pass instead of recomputing them.
+
+        Raises:
+            RuntimeError: An ONNX export is running, but the model lacks ``exportable=True`` or is in training mode.
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
@@ -158,7 +161,7 @@ class BidirectionalMixer(nn.Module):
             in_forward_mode() or (self.exportable and is_exporting() and not self.training)
         ):
             return self.out_proj(self._plain(xz, A, layout))
-        save = save and self.training  # evaluation's backward pass computes it again, too
+        save = save and self.training  # in evaluation mode, a backward pass recomputes the states
         if not torch.jit.is_scripting():
             params = self._params(A)
             if mixer.is_eager(xz, params):
@@ -199,7 +202,7 @@ class BidirectionalMixer(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block; Vision Mamba's add, norm, mixer order is the same function."""
+    """Pre-norm residual block, x + mixer(norm(x)); the same function as Vision Mamba's add, norm, mixer."""
 
     def __init__(
         self,
@@ -215,12 +218,12 @@ class Block(nn.Module):
 
         Args:
             dim: Channels C.
-            norm_layer: Makes the normalisation from the number of channels.
-            drop_path: Probability to drop the mixer's output for a sample while training.
+            norm_layer: Class or function that makes the normalisation from the number of channels.
+            drop_path: Probability of dropping the mixer's output for a sample while training.
             checkpoint_min_tokens: Same as in ``VisionLonghorn``.
             device: Device of the parameters.
             dtype: Dtype of the parameters.
-            **mixer_args: Arguments of ``BidirectionalMixer``.
+            **mixer_args: Arguments of ``BidirectionalMixer``, which raises ValueError for invalid ones.
         """
         super().__init__()
         dd = {"device": device, "dtype": dtype}
@@ -247,11 +250,11 @@ class Block(nn.Module):
 
     @torch.jit.unused
     def _recomputed(self, x: Tensor, layout: TokenLayout | None) -> Tensor:
-        """Keep the block's input and the mixer's output for the backward pass, and compute the rest again.
+        """Keep the block's input and the mixer's output for the backward pass, and recompute the rest there.
 
-        This saves nearly as much memory as gradient checkpointing and takes less time. It recomputes the norm, the input
-        projection and what the operator's backward pass needs, but does not run the operator's forward pass twice. It is
-        PyTorch's selective checkpointing, which torch.compile supports.
+        This is PyTorch's selective checkpointing, which torch.compile supports. It saves nearly as much memory as full
+        gradient checkpointing and takes less time. The backward pass recomputes the norm, the input projection and
+        the operator's intermediate results, but does not run the operator's forward pass twice.
         """
 
         def mixed(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ _MOST = 500  # characters; errors of a hub or an unpickler can be pages long
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error on one line, shortened if necessary, or its type if it has no message."""
+    """Return an error's message on one line of at most 500 characters, or its type if it has no message."""
     text = textwrap.shorten(str(error), _MOST, placeholder=" ...")
     return f"it lacks {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
@@ -25,9 +25,9 @@ def first_line(error: BaseException) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return the repr of a value that is certainly short, and the type name of any other value.
+    """Return the repr of None, a number of at most 64 bits or 50 characters of a string, else the type name.
 
-    The repr of a small nested list can be huge: a list can hold another list many times, and so on.
+    The repr of a small nested list can be huge: a list can contain another list many times, and so on.
     """
     if isinstance(value, str):
         return repr(value[:50])

@@ -1,8 +1,8 @@
-"""Padded images of several sizes in one batch, with a mask of what belongs to each.
+"""Padded images of several sizes in one batch, with a mask that says which pixels belong to an image.
 
-The convolution would read empty patches around an image. Therefore each image is cut to the box of its own patches.
-Images with boxes of one size run together. The result of an image does not depend on its padding.
-Masked pixels enter as zeros: a patch may contain pixels that are not its image's, and zero times NaN is NaN.
+Each image is cut to its box, the rectangle of its own patches, because the convolution would read the empty patches
+around it. The result of an image therefore does not depend on its padding. Images with boxes of one size run together.
+A patch at the edge may contain masked pixels. They are replaced by zeros, so they may be NaN.
 
 Letters: B images, H W grid of patches as padded, b images with boxes of h w patches, n = h w.
 """
@@ -27,19 +27,20 @@ def run_padded(
     """Run a model on each image of a padded batch alone.
 
     Args:
-        run: Makes one or more sequences of tokens (b, num_prefix + n, C) from images of one size.
+        run: Function that returns one or more sequences of tokens (b, num_prefix + n, C) for images of one size.
         x: Padded images, (B, in_chans, height, width).
-        mask: As in ``valid_patches``.
-        patch_embed: Of the model.
-        num_prefix: Tokens that are no patches.
+        mask: Same as in ``valid_patches``.
+        patch_embed: Patch embedding of the model.
+        num_prefix: Number of prefix tokens.
 
     Returns:
-        Sequences for the padded grid, (B, num_prefix + H W, C), with zeros for masked patches; and which tokens are
-        valid, bool (B, num_prefix + H W).
+        One sequence for the padded grid, (B, num_prefix + H W, C), for each of ``run``, with zeros for masked patches.
+        Then which tokens are valid, bool (B, num_prefix + H W).
 
     Raises:
-        ValueError: As in ``valid_patches``; or the patches of an image are no box, or a box of a size that the model does
-            not take.
+        AssertionError: The model does not support the size of the padded images.
+        ValueError: Same as in ``valid_patches``. Also if the patches of an image do not fill a box, or if the model has
+            ``dynamic_img_size=False`` and the box another size.
     """
     covered = patch_embed.covered(x)
     H, W = patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
@@ -73,7 +74,7 @@ def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) 
         mask: Nonzero where a pixel belongs to its image, (B, height, width) like transformers' pixel_mask; or
             where a patch does, (B, H, W).
         images: As given to the model, (B, in_chans, height, width).
-        patch_embed: Of the model.
+        patch_embed: Patch embedding of the model.
 
     Raises:
         ValueError: The mask has another shape, or leaves an image without a patch.
@@ -90,7 +91,7 @@ def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) 
     valid = mask != 0
     if tuple(mask.shape) != patches:
         apart = tuple(patch) == tuple(stride)
-        # Padding to whole patches belongs to no image, and does not spoil a patch that must be in it completely.
+        # Pad the mask with 0 if one pixel makes a patch valid, and with 1 if all of its pixels must be valid.
         below, beside = ((n - 1) * s + p for n, s, p in zip(grid, stride, patch, strict=True))
         padding = [0, beside - width, 0, below - height]
         whole = F.pad(valid.float(), padding, value=0.0 if apart else 1.0)[:, None]
@@ -125,15 +126,15 @@ class _Box(NamedTuple):
     """Images with boxes of one size."""
 
     images: Tensor
-    """Their numbers in the batch, int64 (b,)."""
+    """Indices of the images in the batch, int64 (b,)."""
     patches: Tensor
-    """Numbers of the patches in the box, by rows, among H W, int64 (b, n)."""
+    """Indices of the box's patches among all H W patches, row by row, int64 (b, n)."""
     size: tuple[int, int]
     """Rows and columns (h, w)."""
 
 
 def _boxes(valid: Tensor) -> Iterator[_Box]:
-    """Group images by the size of the boxes of their patches, bool (B, H, W)."""
+    """Yield images grouped by the size of their boxes, given valid patches, bool (B, H, W)."""
     W = valid.shape[2]
     corners = [_first_and_last(side) for side in (valid.any(2), valid.any(1))]
     sizes = torch.stack([last - first + 1 for first, last in corners], 1)
@@ -153,7 +154,7 @@ def _boxes(valid: Tensor) -> Iterator[_Box]:
 
 
 def _pixels(box: _Box, images: Tensor, columns: int, patch_embed: OverlapPatchEmbed) -> Tensor:
-    """Cut the boxes out of images with this many columns of patches, (b, in_chans, height, width)."""
+    """Cut the boxes out of images with ``columns`` columns of patches; return (b, in_chans, height, width)."""
     stride, patch = patch_embed.stride, patch_embed.patch_size
     height, width = ((n - 1) * s + p for n, s, p in zip(box.size, stride, patch, strict=True))
     corners = [divmod(first, columns) for first in box.patches[:, 0].tolist()]
@@ -165,7 +166,7 @@ def _pixels(box: _Box, images: Tensor, columns: int, patch_embed: OverlapPatchEm
 
 
 def _first_and_last(side: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last True of each row of a bool (B, S)."""
+    """Return the indices of the first and the last True in each row of a bool (B, S)."""
     number = torch.arange(side.shape[1], device=side.device)
     first = torch.where(side, number, side.shape[1]).amin(1)
     return first, torch.where(side, number, -1).amax(1)

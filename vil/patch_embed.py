@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vil.tokens import resize_images
 
-torch.fx.wrap("resize_images")  # whose branches FX cannot follow
+torch.fx.wrap("resize_images")  # FX cannot follow its branches
 
 
 @torch.fx.wrap
@@ -18,10 +18,10 @@ torch.fx.wrap("resize_images")  # whose branches FX cannot follow
 def _of_whole_patches(
     images: Tensor, patch_size: tuple[int, int], stride: tuple[int, int]
 ) -> Tensor:
-    """Return the very images (B, in_chans, height, width) that were given, if patches cover them.
+    """Return the images (B, in_chans, height, width); raise AssertionError unless whole patches cover them.
 
-    A function, and in the flow of data, so that FX traces it and does not take it for dead code. No
-    ``_assert``, since that formats its message always, which binds a compiled program to the size.
+    Returning the images keeps FX from removing the check as dead code. ``_assert`` is not used, because
+    it always formats its message, which would specialise a compiled program to the size.
     """
     for i, name in ((0, "height"), (1, "width")):
         size, patch = images.shape[i + 2], patch_size[i]
@@ -33,12 +33,12 @@ def _of_whole_patches(
     return images
 
 
-@torch.fx.wrap  # whose branches FX cannot follow
+@torch.fx.wrap  # FX cannot follow its branches
 @register_notrace_function
 def _lacking(size: int, patch: int, stride: int) -> int:
-    """Return the pixels that a side lacks until whole patches cover all of it."""
+    """Return by how many pixels a side must be padded so that whole patches cover all of it."""
     if not torch.jit.is_scripting() and is_exporting():
-        # A branch would bind the program to the sizes on one side.
+        # A branch would specialise the exported program to one of the two cases.
         return torch.sym_max(patch - size, (patch - size) % stride)
     return max(patch - size, (patch - size) % stride)
 
@@ -57,7 +57,7 @@ class OverlapPatchEmbed(PatchEmbed):
             **kwargs: Arguments of ``timm.layers.PatchEmbed``, except for the output format, which is NHWC.
 
         Raises:
-            ValueError: The image is not covered by whole patches, or the stride leaves gaps.
+            ValueError: Whole patches do not cover ``img_size``, or ``stride`` is not 1 to ``patch_size``.
         """
         self.stride = to_2tuple(patch_size if stride is None else stride)  # _init_img_size reads it
         self.dynamic_img_pad = kwargs.get("dynamic_img_pad", False)  # and this
@@ -90,7 +90,7 @@ class OverlapPatchEmbed(PatchEmbed):
         """Change image or patch size as timm does; overlapping patches keep their size.
 
         Raises:
-            ValueError: ``patch_size`` changes although the patches overlap.
+            ValueError: ``patch_size`` changes although patches overlap, or whole patches do not cover ``img_size``.
         """
         if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
             if self.stride != self.patch_size:
@@ -114,12 +114,12 @@ class OverlapPatchEmbed(PatchEmbed):
 
         Args:
             x: The images.
-            ref_feat_shape: Rows and columns that images near that size are resized to; None resizes none.
+            ref_feat_shape: Grid (rows, columns) to which images near or below it are resized; None resizes none.
             resize_below_scale: Same as in ``VisionLonghorn``.
 
         Raises:
-            AssertionError: The images are not of ``img_size``, if ``strict_img_size``, or are not
-                covered by whole patches and not padded either.
+            AssertionError: The images do not have ``img_size`` although ``strict_img_size`` is set, or
+                whole patches do not cover them and ``dynamic_img_pad`` is not set.
         """
         x = self.covered(x)
         if ref_feat_shape is not None:
@@ -127,7 +127,7 @@ class OverlapPatchEmbed(PatchEmbed):
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
     def covered(self, x: Tensor) -> Tensor:
-        """Return images that whole patches cover, padded if necessary; raises the same errors as ``forward``."""
+        """Return the images, zero-padded below and to the right if ``dynamic_img_pad``; same errors as ``forward``."""
         height, width = x.shape[-2], x.shape[-1]
         if self.strict_img_size:
             _assert(
@@ -145,7 +145,7 @@ class OverlapPatchEmbed(PatchEmbed):
         return _of_whole_patches(x, self.patch_size, self.stride)
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        """Return the pixels per feature, one number or (height, width)."""
+        """Return the stride in pixels: the larger one as a number, or (height, width)."""
         return max(self.stride) if as_scalar else self.stride
 
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:

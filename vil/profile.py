@@ -1,7 +1,7 @@
 """Size models: ``python -m vil.profile [MODEL ...] [--img-size PX]``.
 
-Prints parameters and multiply-adds for one image, scans included. Takes any models of timm; without a name, it lists
-the models of this package. Exit status: 0, or 2 if timm has no such model, or the model refuses the size.
+Prints parameters and multiply-adds for one image, scans included. You can name any timm models; without a name, it
+lists the models of this package. Exit status: 0, or 2 if timm has no such model, or the model refuses the size.
 
 PyTorch's FlopCounterMode supports the operators as soon as ``vil`` is imported. ``fvcore_handles`` and
 ``calflops_hooks`` return what those packages need to count them. For time and memory, see docs/speed.md.
@@ -104,8 +104,8 @@ def table_of_models(names: Sequence[str] = (), img_size: int | None = None) -> s
     Pyramids are counted with ``features_only=True``, without a head.
 
     Args:
-        names: Names of timm; none for all of this package by their channels.
-        img_size: Height and width in pixels; None for what each model is configured for.
+        names: timm's names of the models. Default: this package's models by channels, equal pyramids once.
+        img_size: Height and width in pixels; None uses the configured size of each model.
 
     Raises:
         ValueError: timm has no such model, or the model cannot be created for this size.

@@ -32,7 +32,7 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-# Name -> channels, recurrence, and what the names of timm say of it. All but the finer ones have a pyramid, too.
+# Name -> channels, recurrence and description. Every model of this table also has a pyramid.
 _MODELS = {
     "vil_tiny": (192, "longhorn", "ViL-T: diagonal Longhorn scan, the paper's"),
     "vil_small": (384, "longhorn", "ViL-S: diagonal Longhorn scan, the paper's"),
@@ -45,7 +45,7 @@ _MODELS = {
     "vim_base": (768, "mamba", "ViM-B: Mamba scan, the comparator"),
 }
 _PYRAMID, _FINER = "_pyramid", "_finer"
-# Weights of Vision Mamba's authors: name -> repository on the hub and file, both with hustvl/Vim's names.
+# Weights that Vision Mamba's authors published: name -> repository and file on the hub.
 _PUBLISHED = {
     "vim_tiny": ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth"),
     "vim_tiny_finer": ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_ft_78p3acc.pth"),
@@ -78,7 +78,7 @@ default_cfgs = generate_default_cfgs(dict(map(_tagged, _VARIANTS)))
 
 
 def dense_indices(depth: int) -> tuple[int, ...]:
-    """Return the ends of the four quarters of the blocks, which dense heads take: 5, 11, 17, 23 of 24.
+    """Return the last block of each quarter, whose maps dense heads take: 5, 11, 17, 23 of 24 blocks.
 
     If a quarter ends inside a block, that block counts, so the last block is always included. With fewer
     than four blocks, all are.
@@ -97,8 +97,8 @@ def _check_feature_cls(feature_cls: Any) -> None:
 def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> VisionLonghorn:
     """Build a registered model; same arguments as ``timm.create_model``.
 
-    A pyramid that classifies has no levels: no logit depends on them, and DistributedDataParallel refuses
-    parameters without a gradient.
+    A ``*_pyramid`` model with a head is built without levels: no logit depends on them, and
+    DistributedDataParallel refuses parameters without a gradient.
     """
     if (current := with_current_names(kwargs)) != kwargs:
         names = {**FORMER, 'grid_aware="steps"': 'grid_aware="dt"'}

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m vil.run train.py --model vil_tiny --data-dir photos
 
 The script runs as with ``python SCRIPT ARGS``: it is ``__main__``, its folder comes first in ``sys.path``, and its exit
-status is returned. timm's scripts train.py, validate.py, inference.py and benchmark.py know the models then.
+status is returned. Use it for timm's scripts train.py, validate.py, inference.py and benchmark.py.
 
-Exit status: the script's, or 2 if there is no such file.
+Exit status: the script's, or 2 if SCRIPT is missing or not a file.
 """
 
 import runpy
@@ -17,7 +17,7 @@ import vil  # noqa: F401  registers the models
 
 
 def main() -> int:
-    """Run the script."""
+    """Run the script that the command line names; return the exit status."""
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         got = sys.argv[1] if len(sys.argv) > 1 else "nothing"
         print(
@@ -25,7 +25,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    del sys.argv[0]  # the script's own name and arguments are left
+    del sys.argv[0]  # leaves SCRIPT and ARGS
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # it was the current folder
     runpy.run_path(sys.argv[0], run_name="__main__")

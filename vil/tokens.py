@@ -1,9 +1,10 @@
 """Tokens of images of any size: resized images, position embeddings, the class token, feature maps.
 
-Images near the trained size, or below it, are resized to the trained size inside the model. A class token reads six
-patches near the middle of the image through its convolution. On another grid the values at their places must be
-interpolated: at 5/4 of the trained side this costs a tenth to a quarter of the accuracy, and below the trained side most
-of it. Resizing the image costs next to nothing and keeps the accuracy (``experiments/sizes.py`` measures it).
+Images near the trained size, or below it, are resized to the trained size inside the model. The reason is the class
+token, which reads six patches near the middle of the image through its convolution. On another grid it would read
+values that are interpolated between patches. At 5/4 of the trained side this costs a tenth to a quarter of the
+accuracy, and below the trained side most of it. Resizing the image costs next to nothing and keeps the accuracy
+(``experiments/sizes.py`` measures it).
 
 Letters: B batch, H W grid of patches, N = H W patches, L = N + prefix tokens, C channels.
 """
@@ -20,26 +21,26 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def inside_pixels(size: int, trained: int, patch: int, stride: int, below: float) -> int:
-    """Return the pixels that a side of an image has inside the model.
+    """Return the length in pixels of an image side inside the model, after any resizing.
 
     Args:
-        size: Pixels of the side, covered by whole patches.
+        size: Length of the side in pixels, covered by whole patches.
         trained: Patches of the trained grid along the side.
-        patch: Pixels of a patch.
-        stride: Pixels between neighbouring patches.
+        patch: Length of a patch in pixels.
+        stride: Distance of neighbouring patches in pixels.
         below: Sides of fewer than ``below`` times the trained patches are resized; 0 resizes none.
     """
     patches, limit = (size - patch) // stride + 1, math.ceil(below * trained)
     usual = (trained - 1) * stride + patch
     if not torch.jit.is_scripting() and is_exporting():
-        # A branch would bind the program to the sizes on one side.
+        # A branch would specialise the exported program to one of the two cases.
         larger = torch.sym_min(torch.sym_max(patches - limit + 1, 0), 1)
         return usual + larger * (size - usual)
     return usual if patches < limit else size
 
 
 def _equal(size: list[int], other: list[int]) -> bool:
-    """Return whether sizes (height, width) are equal; in a program for any size, whether they always are."""
+    """Return whether sizes (height, width) are equal; for dynamic sizes of an export, whether they always are."""
     if not torch.jit.is_scripting() and is_exporting():
         return all(statically_known_true(size[i] == other[i]) for i in (0, 1))
     return size[0] == other[0] and size[1] == other[1]
@@ -53,10 +54,11 @@ def resize_images(
     stride: tuple[int, int],
     below: float,
 ) -> Tensor:
-    """Resize images (B, C, height, width) along the sides that are near the trained one.
+    """Resize images (B, C, height, width) along the sides that are near the trained length or below it.
 
-    Each side is treated separately, because tokens are also measured by row and by column. The arguments are the same as
-    in ``inside_pixels``, for (height, width). Images of other sizes are returned unchanged.
+    Each side is treated separately, because distances of tokens are also measured by row and by column. The other
+    arguments are those of ``inside_pixels`` as pairs (height, width); ``ref_feat_shape`` is its ``trained``.
+    Images that need no resizing are returned as the same tensor.
     """
     own = [images.shape[-2], images.shape[-1]]
     size = [
@@ -70,7 +72,7 @@ def resize_images(
 
 @register_notrace_function
 def resize_tokens(x: Tensor, grid: list[int], feat_shape: list[int], num_prefix: int) -> Tensor:
-    """Resize the patches among tokens to the grid of the image as it was given.
+    """Resize patch tokens from the grid inside the model to the image's own grid.
 
     The mean over the patches stays the same, so that averaged tokens give the logits of the resized image.
 
@@ -78,7 +80,7 @@ def resize_tokens(x: Tensor, grid: list[int], feat_shape: list[int], num_prefix:
         x: (B, num_prefix + H W, C), prefix first.
         grid: Rows and columns (H, W) inside the model.
         feat_shape: Rows and columns (h, w) of the image.
-        num_prefix: Tokens that are no patches.
+        num_prefix: Number of prefix tokens, which are not resized.
 
     Returns:
         (B, num_prefix + h w, C), the same tensor if the grids are equal.
@@ -97,8 +99,8 @@ def resample_pos_embed(
 ) -> Tensor:
     """Resample a position embedding (1, L, C) to another grid.
 
-    timm's function resamples even to the same grid while a program is exported, to keep the program independent of the
-    example's size. Sizes that are constants of the program do not need that: the same tensor is returned.
+    While exporting, timm's function resamples even to the same grid, so that the program does not depend on the size of
+    the example. If the sizes are constants of the program and equal, the same tensor is returned instead.
     """
     if not torch.jit.is_scripting():
         if is_exporting():
@@ -112,7 +114,7 @@ def resample_pos_embed(
 
 
 def class_token_to_middle(patches: Tensor, class_token: Tensor) -> Tensor:
-    """Insert the class token (1, 1, C) in the middle of patches (B, N, C)."""
+    """Insert the class token (1, 1, C) before patch N // 2 of patches (B, N, C)."""
     middle = patches.shape[1] // 2
     token = class_token.expand(patches.shape[0], -1, -1)
     return torch.cat([patches[:, :middle], token, patches[:, middle:]], dim=1)
@@ -127,14 +129,14 @@ def class_token_first(x: Tensor, num_prefix: int = 1) -> Tensor:
 
 
 def check_keep(keep: Tensor, patches: Tensor) -> None:
-    """Check the numbers of the patches to keep; a compiled program checks their shape only.
+    """Check the indices of the patches to keep; a compiled program checks only their shape and dtype.
 
     Args:
-        keep: Numbers, int64 (B, n).
-        patches: (B, H, W, C).
+        keep: Indices of patches, counted row by row, int64 (B, n).
+        patches: Patches, (B, H, W, C).
 
     Raises:
-        ValueError: The shape or dtype is wrong, a number is out of range, or a number occurs twice.
+        ValueError: The shape or dtype is wrong, an index is out of range, or an image has an index twice.
     """
     B, H, W, _ = patches.shape
     shape = tuple(keep.shape)
@@ -157,9 +159,9 @@ def packed_intermediates(
     """Arrange intermediates as timm's ``forward_intermediates`` returns them.
 
     Args:
-        spatial: Maps or sequences of patches.
-        prefix: The prefix tokens of each; None to leave them out.
-        final: The final tokens; None to leave them out.
+        spatial: Maps (B, C, H, W) or sequences (B, N, C) of patches.
+        prefix: Prefix tokens of each intermediate, (B, num_prefix, C); None to leave them out.
+        final: Final tokens, (B, L, C); None to leave them out.
         output_dict: Return a dictionary.
     """
     if output_dict:

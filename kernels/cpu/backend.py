@@ -27,7 +27,7 @@ from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
 from vil.kernels.plan import ConvKey, ScanKey, plans
 from vil.kernels.reference import dt_proj
-from vil.kernels.workspace import arena  # noqa: F401  (what operators take memory from)
+from vil.kernels.workspace import arena  # noqa: F401  (read by ``mixer.MixerPlan``)
 
 _TYPES = {
     torch.float64: types.float64,
@@ -94,7 +94,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _openmp() -> Callable[[object, object, int, int], None] | None:
-    """Return the function that runs another one on threads of torch's OpenMP, or None."""
+    """Return GOMP_parallel, which runs a function on the threads of torch's OpenMP, or None."""
     parallel = _libc_function("GOMP_parallel")
     if parallel is None:
         return None
@@ -174,7 +174,7 @@ def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
     else:
         helpers = [_pool().submit(call, address) for _ in range(threads - 1)]
         call(address)
-        # Wait for running helpers, which write to memory of this call; cancel the others.
+        # Cancel helpers that have not started; wait for the rest, which write to memory of this call.
         concurrent.futures.wait([helper for helper in helpers if not helper.cancel()])
 
 
@@ -268,6 +268,9 @@ class ScanPlan:
 
     Args:
         key: Description of the arguments.
+
+    Raises:
+        NotImplementedError: If the loops lack the recurrence.
     """
 
     def __init__(self, key: ScanKey) -> None:
@@ -359,7 +362,7 @@ class ScanPlan:
         saved: None = None,
         dz: Tensor | None = None,
     ) -> ScanArgs:
-        """Return the gradients of ``forward``, for dt that of the step sizes in full.
+        """Return the gradients of ``forward``; the gradient for dt has full rank, (N, B, L, D).
 
         The gradient for z is written to ``dz`` if given.
         """
@@ -446,7 +449,7 @@ class ConvPlan:
         return self.x(x), taps, offset
 
     def _in_pairs(self, order: Tensor | None) -> Tensor:
-        """Return an order (P,), or that of the sequence, in the form that the loops take."""
+        """Return an order (P,), or sequence order if None, as int64 with an even number of positions."""
         if order is None:
             return self.in_sequence
         return F.pad(order.to(torch.int64), (0, self.missing), value=-1).contiguous()

@@ -22,7 +22,7 @@ def scan_plan(key: ScanKey) -> ScanPlan:
     """Return the plan of a scan.
 
     Raises:
-        NotImplementedError: If no kernel supports the scan.
+        NotImplementedError: If no kernel supports the recurrence, the state size or the dtype.
     """
     if key.recurrence not in _FAMILIES:
         raise NotImplementedError(

@@ -144,7 +144,7 @@ def carry_kernel(
     else:
         state = tl.load(start_ptr + (b * D + d) * BLOCK_M + j)
     descending = direction == (0 if DESCENDING else 1)
-    # No pipeline: mamba's authors found that Triton 3.5 to 3.7 corrupts recurrent kernels with one on sm_100 and sm_120.
+    # No pipeline: mamba's authors found that Triton 3.5 to 3.7 corrupts recurrent kernels with one (sm_100, sm_120).
     for i in tl.range(num_splits - 1, num_stages=1):
         place = rest * num_splits + tl.where(descending, num_splits - 1 - i, i)
         summary = summary_ptr + (place * ((M + 1) * D) + d) * BLOCK_M + j

@@ -367,10 +367,13 @@ def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
 
 
 class ConvPlan:
-    """Convolution prepared for given arguments; gradients are the same in every run.
+    """Convolution prepared for given arguments; gradients are bit-identical in every run.
 
     Args:
         key: Description of the arguments.
+
+    Raises:
+        NotImplementedError: If x is float64.
     """
 
     def __init__(self, key: ConvKey) -> None:

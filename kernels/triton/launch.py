@@ -63,7 +63,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Record launches in the returned list instead of running them, so that results are arbitrary."""
+    """Record launches in the returned list without running them, which leaves results arbitrary."""
     global _record
     previous, _record = _record, []
     try:

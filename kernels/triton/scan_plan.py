@@ -39,10 +39,13 @@ class ScanPlan:
 
     Args:
         key: Description of the arguments.
+
+    Raises:
+        NotImplementedError: If x is float64.
     """
 
     least_tokens: ClassVar[int] = 1
-    """Shorter sequences are padded with zeros, whose keys change nothing at either end."""
+    """Shorter sequences are padded with zeros; zero keys leave the state unchanged in either direction."""
 
     def __init__(self, key: ScanKey) -> None:
         if key.dtype == torch.float64:
@@ -83,7 +86,7 @@ class ScanPlan:
         raise NotImplementedError
 
     makes_steps: tuple[bool, bool] = (False, False)
-    """Whether the kernels of the forward and of the backward pass compute step sizes from low-rank ones."""
+    """Whether the kernels of the forward and the backward pass multiply low-rank step sizes with their weight."""
 
     def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
@@ -220,7 +223,7 @@ class ScanPlan:
     ) -> ScanArgs:
         """Return the gradients of ``forward``, given the gradients of its output and its last state.
 
-        That for dt is of the step sizes in full. That for z is written to ``dz``, if given.
+        The gradient for dt has full rank, (N, B, L, D). The gradient for z is written to ``dz``, if given.
         """
         args = self.prepared(given, back=True)
         y_pre_gate, states = self.forward(given, True)[2:] if saved is None else saved

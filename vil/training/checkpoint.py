@@ -181,8 +181,8 @@ def load_newest(folder: Path) -> dict[str, Any] | None:
         The checkpoint, with its path as "origin"; None if the folder is empty except for hidden files.
 
     Raises:
-        OutputError: If a checkpoint cannot be read, which does not mean that it is damaged; if all are
-            damaged; or if the folder contains other files, which belong to someone else.
+        OutputError: If a checkpoint cannot be read (it may be intact), or if all are damaged. Also if the
+            folder contains no checkpoint but other files, which belong to someone else.
     """
     damaged: dict[Path, DamagedError] = {}
     for path in (folder / name for name in CHECKPOINTS if is_there(folder / name)):
@@ -281,7 +281,7 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
 
 
 def restore(run: Run, saved: dict[str, Any]) -> None:
-    """Restore a run from its checkpoint.
+    """Restore weights, optimizer and progress of a run from its checkpoint, in place.
 
     Raises:
         DataError: If the images differ from those that the run started with.

@@ -92,13 +92,13 @@ class MicroBatches(Sampler[list[Draw]]):
 
 
 def epoch_order(order: Order, repeats: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the image indices of an epoch in order, each repeated ``repeats`` times in a row."""
+    """Return the drawn image indices of an epoch, int64, each repeated ``repeats`` times in a row."""
     generator = torch.Generator().manual_seed(key("order", seed, epoch))
     return order(generator).repeat_interleave(max(repeats, 1))
 
 
 def epoch_length(num_images: int, repeats: int) -> int:
-    """Return the number of draws per epoch; repeats change which images are drawn, but hardly how many."""
+    """Return the draws per epoch: ``num_images``, but with repeats its largest multiple of 256 if there is one."""
     if repeats <= 1 or num_images < _REPEAT_ROUND:
         return num_images
     return num_images // _REPEAT_ROUND * _REPEAT_ROUND

@@ -75,7 +75,7 @@ def evaluate(
     accuracy does not depend on the batch size. A score does not depend on the other models.
 
     Args:
-        models: Models that return logits (B, classes).
+        models: Models that return logits (B, classes); they stay in evaluation mode.
         data: Validation images.
         amp: Whether to autocast to bfloat16.
         by_class: Zeros (2, classes), float64, on the model's device. Receives the first model's top-1

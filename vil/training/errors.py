@@ -92,8 +92,8 @@ class StoppedError(UserError):
 def run_script(body: Callable[[], None]) -> int:
     """Run the body of a program, print its errors as one line on stderr, and return the exit code.
 
-    Log messages go to stdout, from rank 0 only. A run survives a closed terminal, and a full disk behind
-    redirected output.
+    Log messages go to stdout, from rank 0 only. A closed terminal does not stop the run, and neither does a
+    full disk behind redirected output.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter())

@@ -56,12 +56,12 @@ class EvalDataConfig(Section):
     path: Text | None = None
     """Root folder of the data."""
     val_split: Text | None = None
-    """Sub-folder or shards."""
+    """Sub-folder (folder), or shards (wds), of the images."""
     val_fraction: ShareBelowOne | None = None
     """Evaluate on the images that training with this fraction holds out; 0 uses val_split. None is 0 for another path
     or val_split than the checkpoint's."""
     validation_batch_size: Count | None = None
-    """Images per step."""
+    """Images per process and step."""
     max_pixels: Count | None = None
     """Maximum pixels of an image."""
     background: Background | None = None
@@ -111,7 +111,7 @@ class Subject:
 
 
 def load_subject(options: EvalConfig) -> Subject:
-    """Build the model with its weights and evaluation settings."""
+    """Build the model with its weights and settings; raises ConfigError or OutputError as in ``evaluate_as``."""
     name = options.checkpoint
     if is_model_name(name) and not timm.is_model_pretrained(name):
         if options.ema or options.model is not None:
@@ -142,10 +142,11 @@ def evaluate_as(options: EvalConfig) -> None:
     If a launcher started several processes, each evaluates a part of the images.
 
     Raises:
-        DataError: If the class names of data and model match only partly or in another order, or if
-            processes have different data or settings.
+        ConfigError: If an option is invalid, or the weights do not exist or do not fit the model.
+        DataError: If the data is missing or damaged, or processes have different data or settings. Also if
+            the class names of data and model match only partly or in another order.
         NonFiniteLossError: If the loss is NaN or infinite.
-        OutputError: If the result cannot be written; it has been printed by then.
+        OutputError: If the weights cannot be read, or the result, already printed, cannot be written.
     """
     subject = load_subject(options)
     with connect(subject.config.run) as world:
@@ -277,7 +278,7 @@ def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | Non
 
 
 def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:
-    """Build the model; the weights must include its head."""
+    """Build the model; raise ConfigError unless the weights include its head."""
     size = {} if options.img_size is None else {"img_size": options.img_size}
     try:
         model, line = model_with(weights, options.model, **size)

@@ -63,7 +63,7 @@ def write_atomically(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically; undecodable bytes of file names are escaped."""
+    """Write a text file like ``write_atomically``; undecodable bytes of file names are escaped."""
     write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
@@ -78,7 +78,7 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
 
 
 def link_atomically(source: Path, path: Path) -> None:
-    """Hard-link an immutable file to a second name, or copy it if links are not supported."""
+    """Hard-link an immutable file to a second name, or else copy it; raise OutputError if neither works."""
     temporary = _temporary(path)
     try:
         os.link(source, temporary)
@@ -149,7 +149,7 @@ def is_there(path: Path) -> bool:
 def sync(path: Path) -> None:
     """Sync a file, or the entries of a folder, so that they survive a power loss.
 
-    Some disks cannot sync folders; this is ignored, as databases do.
+    Raises OSError. The error of disks that cannot sync folders is ignored, as databases do.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -67,7 +67,7 @@ class Source(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the listing and the content of up to 256 images, independent of the location of the data."""
+        """Hash of the listing and the content of up to 256 images, not of their location; may raise DataError."""
         count = min(self.num_images, _CONTENTS)
         chosen = np.linspace(0, self.num_images - 1, count).round().astype(np.int64).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -145,7 +145,7 @@ class FolderSource(Source):
     """One folder per class, indexed in timm's order of the class names."""
 
     def __init__(self, data: DataConfig, training: bool) -> None:
-        """List the images data.path/<split>/<class>/<image>, or those of a split by data.val_fraction."""
+        """List data.path/<split>/<class>/<image>, or one side of data.val_fraction; errors as in ``list_images``."""
         if data.val_fraction:
             self.folder = Path(data.path)
             paths, self.classes, labels = _divided(self.folder, data.val_fraction, training)
@@ -178,7 +178,7 @@ class Subset(Source):
     """A fixed number of images per class of another source, the same in every run; smaller subsets are nested."""
 
     def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
-        """Select the images."""
+        """Select the images; raise DataError if a class has fewer than ``per_class``."""
         counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
         least = int(counts.argmin())
         if counts[least] < per_class:
@@ -267,7 +267,7 @@ def decode(
 
 
 def decode_for(content: bytes, config: TrainConfig) -> Image.Image:
-    """Decode an image file as the options of a run say; raises the same as ``decode``."""
+    """Decode an image file with the options of a run; same errors as ``decode``."""
     data = config.data
     mode = image_mode(config.model.in_chans)
     return decode(content, mode, data.exif_rotation, data.max_pixels, data.background)
@@ -296,7 +296,7 @@ def image_mode(in_chans: int) -> str:
 
 
 def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
-    """Read an image file; retry transient disk errors for up to a minute."""
+    """Read an image file; retry transient disk errors for up to a minute, then raise the OSError."""
     for attempt in range(max(_PASSING.values()) + 1):
         try:
             return read(index)
@@ -310,7 +310,7 @@ def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
 def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
     """List the images folder/<class>/<image> of a split, without hidden files.
 
-    The order is that of timm's reader, which sorts numbers by value and ignores case.
+    Names are sorted as in timm's reader, with numbers by value and regardless of case.
 
     Returns:
         Paths <class>/<image>, class names, and the class index of each image.
@@ -391,7 +391,7 @@ def _below(folder: Path) -> list[str]:
 def _divided(
     folder: Path, fraction: float, training: bool
 ) -> tuple[list[str], tuple[str, ...], list[int]]:
-    """List one side of a folder's images, divided by a hash of each file's name; returns the same as ``list_images``.
+    """Divide a folder's images by a hash of each file's name, and list one side like ``list_images``.
 
     Raises:
         DataError: If no image of a class is left to train on; or as in ``list_images``.

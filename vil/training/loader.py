@@ -73,7 +73,7 @@ def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
 
 
 def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
-    """Open one split and check it against the model; raises the errors of ``open_splits``."""
+    """Open one split and check it against the model; same errors as ``open_splits``."""
     split = "training" if training else "validation"
     if data.dataset == "digits":
         source: Source = DigitSource(training)
@@ -136,7 +136,7 @@ class TrainData:
     """Training images, step by step; all randomness depends only on the seed and the step."""
 
     def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
-        """Initialise; raise DataError if an epoch has less than one step."""
+        """Initialise; raise DataError if an epoch has no full step, ConfigError for invalid options."""
         self.micro_batch = config.micro_batch(world.size)
         self.source, self.config, self.world = source, config, world
         self._images = _TrainImages(source, config)
@@ -156,7 +156,7 @@ class TrainData:
         return self.source.num_images
 
     def steps(self, first: int) -> Iterator[Step]:
-        """Yield the steps from ``first`` to the end of the run, with one DataLoader for all epochs."""
+        """Yield the steps from ``first`` to the end of the run; DataError after 8 bad images in a row."""
         loader = DataLoader(
             self._images,
             batch_sampler=self._stream(range(first, self.num_steps)),
@@ -208,13 +208,13 @@ class ValData:
         return self.source.num_images
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield images of this process, uint8 (B, C, H, W), with class indices (B,)."""
+        """Yield images of this process, uint8 (B, C, H, W), with class indices (B,); DataError for a bad one."""
         if self._loader is None:  # keep the workers, so none is forked later in the run
             self._loader = self._load(_ValImages(self.source, self.config))
         yield from _loaded(self._loader)
 
     def verify(self) -> None:
-        """Decode every image once to find bad ones before training; every rank must call this."""
+        """Decode every image once; raise DataError that names bad ones. Every rank must call this."""
         batches = list(_loaded(self._load(_Problems(self.source, self.config))))
         bad = [
             line for told in self.world.gather(batches) for batch in told for line in batch if line

@@ -140,7 +140,7 @@ def verify_shards(options: VerifyOptions) -> None:
     """Read all shards named in a folder's _info.json and log which are damaged.
 
     Raises:
-        DataError: If a shard is damaged or the folder contains no shards.
+        DataError: If a shard is damaged, or the folder contains no shards or some of another program.
     """
     folder = Path(options.shards)
     splits = read_info(folder)

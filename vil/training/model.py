@@ -46,8 +46,9 @@ class Trainee:
 
     def set_step(self, step: int) -> None:
         """Set the learning rate of a step, counted from the start of the run; see ``ScheduleConfig.by``."""
-        self.scheduler.step(max(step // self.steps_per_epoch - 1, 0))  # unless it goes by steps
-        self.scheduler.step_update(step)  # unless it goes by epochs
+        # Only one call has an effect: the first for a schedule by epochs, the second for one by steps.
+        self.scheduler.step(max(step // self.steps_per_epoch - 1, 0))
+        self.scheduler.step_update(step)
 
     @property
     def averages(self) -> list[nn.Module]:
@@ -165,7 +166,7 @@ def _check_patch_drop(model: nn.Module, size: int) -> None:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Create the model with random weights."""
+    """Create the model with random weights; raise ConfigError if timm or the model rejects an argument."""
     try:
         return create(config.name, **model_arguments(config), **_drop_path(config))
     except ValueError as error:
@@ -190,7 +191,7 @@ def _drop_path(config: ModelConfig) -> dict[str, float]:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
-    """Create the optimizer; vectors and model.no_weight_decay() get no weight decay."""
+    """Create the optimizer; vectors and model.no_weight_decay() are not decayed. Raises ConfigError if invalid."""
     try:
         return create_optimizer_v2(
             model,

@@ -50,7 +50,7 @@ def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
 
 
 def parse(kind: type[_Options], arguments: list[str], default: _Options | None = None) -> _Options:
-    """Parse a command line and validate every value."""
+    """Parse a command line and validate every value; raise ConfigError, or SystemExit if tyro cannot parse it."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with nullcontext() if is_first else redirect_stderr(io.StringIO()):
         options = tyro.cli(kind, args=arguments, default=default)
@@ -58,7 +58,7 @@ def parse(kind: type[_Options], arguments: list[str], default: _Options | None =
 
 
 def read_recipe(path: Path) -> TrainConfig:
-    """Read a YAML recipe, which overrides defaults; it may contain any sections and fields of TrainConfig."""
+    """Read a YAML recipe with any fields of TrainConfig, which override defaults; raise ConfigError if invalid."""
     try:
         sections = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

@@ -70,8 +70,8 @@ def release(options: ReleaseConfig) -> None:
 
     Raises:
         ConfigError: If the checkpoint does not exist, has no averaged weights, or was not written by
-            train_imagenet.py.
-        OutputError: If the checkpoint cannot be read, or the folder exists or cannot be written.
+            train_imagenet.py. Also if the license is not a valid identifier.
+        OutputError: If the checkpoint cannot be read or is invalid, or the folder exists or cannot be written.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
     if os.path.lexists(folder):

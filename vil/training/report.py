@@ -35,7 +35,7 @@ _CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
 
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
-    """Return the number of parameters, and the GMACs of one image including scans."""
+    """Return the number of parameters, params, and the GMACs of one image with scans, gmacs."""
     size = (config.model.in_chans, config.model.img_size, config.model.img_size)
     return {"params": count_parameters(model), "gmacs": count_macs(model, size) / 1e9}
 

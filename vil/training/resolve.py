@@ -31,14 +31,17 @@ _PREPROCESSING = {
 
 
 def read_pretrained(config: ModelConfig) -> Weights | None:
-    """Read the pretrained weights of a new run, or return None if model.pretrained is not set."""
+    """Return the weights of model.pretrained, or None if it is not set; errors as in ``read_source``."""
     if config.pretrained is None:
         return None
     return read_source(config.pretrained, config.pretrained_ema)
 
 
 def read_source(source: str, ema: bool) -> Weights:
-    """Read weights; same arguments as ``vil.weights.files.read_weights``."""
+    """Read weights; same arguments as ``vil.weights.files.read_weights``.
+
+    Raises ConfigError if the source or its averaged weights do not exist, OutputError if it is unreadable.
+    """
     try:
         return read_weights(source, ema)
     except (FileNotFoundError, LookupError) as error:

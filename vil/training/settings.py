@@ -78,7 +78,7 @@ class ModelConfig(Section):
     dict (such as official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME, or a timm model's name. Model and
     preprocessing options that are not set come from here. The head is re-initialised if the classes differ."""
     pretrained_ema: bool = False
-    """Start from the averaged weights (EMA) of that checkpoint."""
+    """Start from the averaged weights (EMA) of model.pretrained."""
     num_classes: Count | None = None
     """Number of classes; None counts the classes of the data."""
     in_chans: Literal[1, 3] | None = None
@@ -113,7 +113,7 @@ class DataConfig(Section):
     train_split: Text = "train"
     """Sub-folder (folder), or shards (wds): a split of _info.json, or a pattern such as train-{000..511}.tar."""
     val_split: Text = "validation"
-    """Same for validation; for `validation`, a folder data set also looks for `val`."""
+    """Sub-folder or shards for validation, as train_split; for `validation`, a folder data set also looks for `val`."""
     val_fraction: ShareBelowOne = 0.0
     """Above 0, validate on this fraction of the images path/<class>/*, chosen by a hash of each file's name, and train
     on the others (folder). The choice stays the same when images are added. 0 uses the sub-folders of the splits."""
@@ -144,7 +144,7 @@ class DataConfig(Section):
     mean: _Channels[Share] | None = None
     """Mean of each channel, pixels in [0, 1]; None uses the values of model.pretrained, else ImageNet's."""
     std: _Channels[ShareAboveZero] | None = None
-    """Standard deviation of each channel; same default as mean."""
+    """Standard deviation of each channel; None uses the values of model.pretrained, else ImageNet's."""
     interpolation: Literal["bicubic", "bilinear"] | None = None
     """Interpolation of every resize; None uses the value of model.pretrained, else bicubic."""
     crop_pct: CropPct | None = None
@@ -217,7 +217,7 @@ class OptimConfig(Section):
     opt_betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
     """Decay rates of the two moments."""
     opt_eps: Number = 1e-8
-    """Added to the denominator."""
+    """Epsilon that the optimizer adds to the denominator."""
     layer_decay: ShareAboveZero | None = None
     """Layer-wise learning-rate decay for fine-tuning: factor from each block to the one below. None disables it."""
     weight_decay: Number = 0.05
@@ -248,7 +248,7 @@ class ScheduleConfig(Section):
     warmup_epochs: Changeable[CountFromZero | None] = 5
     """Epochs of linear warm-up; None uses a tenth of the epochs, at most 5."""
     warmup_lr: Changeable[Number] = 1e-6
-    """Learning rate at the start of the warm-up; by step, the warm-up starts at 0."""
+    """Learning rate at the start of the warm-up; with schedule.by step, the warm-up starts at 0."""
     min_lr: Changeable[Number] = 1e-5
     """Learning rate at the end of the cosine."""
 
@@ -305,7 +305,7 @@ class TrainConfig(Section):
         return self.optim.lr_base * (ratio**0.5 if self.optim.lr_base_scale == "sqrt" else ratio)
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the number of images in a micro-batch of one process."""
+        """Return the images per micro-batch of a process; raise ConfigError if batch_size or mix_size does not fit."""
         batch, parts = self.data.batch_size, world_size * self.run.grad_accum_steps
         if batch % parts:
             raise ConfigError(
@@ -381,14 +381,14 @@ def marked(word: str) -> set[str]:
 
 
 def suitable_batch(num_images: int) -> int:
-    """Return the default batch size for a number of training images."""
+    """Return the default batch size for a number of training images: a power of 2, at most 64."""
     least, most = _BATCHES
     share = min(max(num_images // _STEPS_PER_EPOCH, least), most, num_images)
     return 1 << (share.bit_length() - 1)
 
 
 def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
-    """Parse model.args; values are Python literals if possible, else strings."""
+    """Parse model.args with ``key_values``; raise ConfigError for arguments that must not be there."""
     parsed = key_values("model.args", args)
     for key in parsed:
         if key in NOT_OF_A_MODEL:
@@ -401,7 +401,10 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
 
 
 def key_values(option: str, words: tuple[str, ...]) -> dict[str, Any]:
-    """Parse key=value words of an option; values are Python literals if possible, else strings."""
+    """Parse key=value words; values are Python literals if possible, else strings.
+
+    Raises ConfigError, which names the option, for other words.
+    """
     parsed = {}
     for word in words:
         key, equals, value = word.partition("=")

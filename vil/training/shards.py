@@ -126,7 +126,7 @@ class ShardSource(Source):
         self._shuffle_shards = data.shuffle_shards
 
     def read(self, index: int) -> bytes:
-        """Return the bytes of an image file."""
+        """Return the bytes of an image file; raise OSError if the shard is truncated or the checksum wrong."""
         offset, size, _, checksum = self._places[index].tolist()
         content = self._files.read(self._shard(index), offset, size)
         if len(content) < size:
@@ -199,7 +199,7 @@ def index_path(shard: Path) -> Path:
 
 
 def stamp_of(shard: Path) -> dict[str, int]:
-    """Return the size and times of a shard, which differ for another file of the same name."""
+    """Return size and times of a shard, which identify it; raise DataError if it cannot be read."""
     try:
         found = shard.stat()
     except OSError as error:
@@ -208,7 +208,7 @@ def stamp_of(shard: Path) -> dict[str, int]:
 
 
 def read_index(shard: Path) -> Index | None:
-    """Read the index of a shard without reading the shard; return None if there is no index."""
+    """Read the index of a shard, not the shard; return None if missing, raise DataError if damaged."""
     path = index_path(shard)
     try:
         text = path.read_bytes()
@@ -224,7 +224,7 @@ def read_index(shard: Path) -> Index | None:
 
 
 def write_index(shard: Path, samples: list[Sample], stamp: dict[str, int]) -> None:
-    """Write the index of a shard; ``stamp`` must be taken before the shard is read."""
+    """Write the index of a shard; take ``stamp`` before reading it. Raise OutputError or OSError on failure."""
     path = index_path(shard)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # left by killed processes
         left.unlink()  # a live process that loses its file skips its index this time
@@ -265,7 +265,7 @@ def scan(shard: Path) -> list[Sample]:
 
 
 def read_info(root: Path) -> dict[str, Split]:
-    """Read the splits from _info.json in a folder of shards; return {} if there is no such file."""
+    """Read the splits from _info.json in a folder; return {} if it is missing, raise DataError if invalid."""
     path = root / INFO_NAME
     try:
         splits = _INFO.validate_json(path.read_bytes(), strict=True)["splits"]

@@ -35,7 +35,7 @@ class Signals:
     def agree(self, due: bool) -> tuple[int, bool]:
         """Reduce signals and due checkpoints over all ranks; every rank must call this once per step.
 
-        A call returns the result of the previous step, so no rank waits for the reduction.
+        With several ranks, a call returns the result of the previous step, so that no rank waits.
 
         Args:
             due: Whether this process wants to write a checkpoint.

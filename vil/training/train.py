@@ -87,7 +87,10 @@ def train(config: TrainConfig) -> None:
 
 
 def account(run: Run, report: Report, data: TrainData) -> None:
-    """Read the unread losses and record skipped images and steps; every rank must call this."""
+    """Read the unread losses and record skipped images and steps; every rank must call this.
+
+    Raises NonFiniteLossError or DataError if more than optim.max_bad_steps or data.max_bad_images were skipped.
+    """
     if not report.unread:
         return
     state, world, config = run.state, run.trainee.world, run.config
@@ -130,7 +133,7 @@ def account(run: Run, report: Report, data: TrainData) -> None:
 
 
 def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> None:
-    """Record a finished epoch, write a checkpoint, and then report the epoch."""
+    """Record and save a finished epoch, then report it; raise NonFiniteLossError for a bad validation loss."""
     state, world = run.state, run.trainee.world
     raw, *averaged = scores
     if not math.isfinite(raw.loss):
@@ -162,7 +165,7 @@ def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> No
 
 
 def write(folder: Path, run: Run, report: Report, must: bool) -> None:
-    """Write a checkpoint on rank 0; tolerate some failures unless ``must`` is set."""
+    """Write a checkpoint on rank 0; raise OutputError if ``must`` is set or at the fifth failure in a row."""
     report.saving()
     if not run.trainee.world.is_main:
         return

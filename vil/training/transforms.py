@@ -58,7 +58,7 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
 
 
 def val_transform(config: TrainConfig) -> Transform:
-    """Build the validation transform: resize, centre crop, and conversion to a uint8 tensor (C, H, W)."""
+    """Build the validation transform: resize, crop the centre, and convert to a uint8 tensor (C, H, W)."""
     size, data = config.model.img_size, config.data
     recipe = create_transform(
         (config.model.in_chans, size, size),

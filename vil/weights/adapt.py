@@ -1,8 +1,8 @@
-"""State dicts that are not quite a backbone's own: official Vision Mamba names, another grid, levels of a pyramid.
+"""Convert state dicts for a backbone: official Vision Mamba names, another grid, levels of a pyramid.
 
-hustvl/Vim (``models_mamba.py``, ``mamba_simple.py``) defines the official names and shapes. It has separate parameters for
-the two directions, which are stacked here. Its position embedding has the order of the sequence, with the class token in
-the middle; here the class token is first.
+hustvl/Vim (``models_mamba.py``, ``mamba_simple.py``) defines the official names and shapes. It has separate parameters
+for the two directions, which are stacked here. Its position embedding has the order of the sequence, with the class
+token in the middle; here the class token is first.
 """
 
 import logging
@@ -40,24 +40,26 @@ def adapt(
     grid: tuple[int, int] | None = None,
     resample_patches: bool = False,
 ) -> dict[str, Tensor]:
-    """Return weights with the names and shapes of a backbone; this is the only place that converts any.
+    """Return weights with the names and shapes of a backbone; all conversions are made here.
 
     Args:
-        state_dict: Names and tensors; names without the prefix stay as they are.
+        state_dict: Names and tensors; names without the prefix are not changed.
         model: ``VisionLonghorn`` that will load the weights.
-        prefix: Of the model's names, if it is inside another module.
-        grid: Rows and columns of the position embedding's patches; None if unknown.
-        resample_patches: Resample a patch embedding of another size, which is an error otherwise.
+        prefix: Prefix of the model's names, if it is inside another module.
+        grid: Grid of the position embedding, (rows, columns); None if unknown.
+        resample_patches: Resample a patch embedding of another size instead of raising an error.
 
     Returns:
-        The weights; with a position embedding also ``ref_feat_shape``, its grid if the weights do not state another.
+        The weights. If they have a position embedding, ``ref_feat_shape`` is added: the embedding's grid, unless the
+        weights contain another.
 
     Raises:
-        ValueError: If the weights have another width or patch size, or an unknown grid; or if they are an official
-            Vision Mamba's with rotary position embeddings or only one direction.
+        ValueError: If the weights have another width or patch size, or if the grid is unknown or does not match the
+            number of tokens. Also if they are an official Vision Mamba's with rotary position embeddings or only one
+            direction.
     """
     adapted = with_own_names(state_dict, prefix)
-    if prefix + "trained_grid" in adapted:  # as it was called before
+    if prefix + "trained_grid" in adapted:  # its former name
         adapted[prefix + "ref_feat_shape"] = adapted.pop(prefix + "trained_grid")
     patches, own = adapted.get(prefix + _PATCHES), model.patch_embed.proj.weight
     if patches is not None and resample_patches and patches.shape[2:] != own.shape[2:]:
@@ -85,11 +87,12 @@ def adapt_inside(
 ) -> None:
     """Adapt the state dict of ``_load_from_state_dict`` in place, and set the model's ``ref_feat_shape``.
 
-    A filter function would not be enough: timm applies none to ``checkpoint_path``, and other packages load state dicts of
+    A filter function is not enough: timm applies none to ``checkpoint_path``, and other packages load state dicts of
     whole detectors.
 
     Raises:
-        RuntimeError: As ``adapt``'s ValueError, which would be followed by hundreds of names if it were only collected.
+        RuntimeError: If ``adapt`` raises ValueError. It is raised at once, because PyTorch would list hundreds of names
+            after a collected error.
     """
     try:
         adapted = adapt(state_dict, model, prefix, metadata.get("grid_size"))
@@ -104,17 +107,17 @@ def adapt_inside(
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Adapt a checkpoint as timm asks for it: also with other patch sizes, and with timm's record of the image size.
+    """Adapt a checkpoint for timm: also resample patches, and find the grid from the image size that timm records.
 
     Args:
-        state_dict: Of a model, or a checkpoint that has it as "model" or "state_dict".
+        state_dict: State dict, or a checkpoint that has it as "model" or "state_dict".
         model: Model that will load it.
 
     Returns:
-        What ``adapt`` returns, with the record of its grid.
+        Result of ``adapt``, with the model's grid in its metadata.
 
     Raises:
-        ValueError: As ``adapt``.
+        ValueError: Same as in ``adapt``.
     """
     state_dict = state_dict.get("model", state_dict)
     state_dict = state_dict.get("state_dict", state_dict)
@@ -132,7 +135,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
 
 
 def has_levels(state_dict: Mapping[str, Any], prefix: str = "") -> bool:
-    """Return whether a state dict has something of a pyramid."""
+    """Return whether a state dict has parameters of a pyramid's levels."""
     return any(name.startswith(prefix + "pyramid.") for name in state_dict)
 
 
@@ -151,10 +154,10 @@ def _adapt_levels(state_dict: dict[str, Tensor], model: nn.Module, prefix: str) 
 def _resized_pos_embed(
     pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Resample (1, L, C) from its grid, or from a square one if that is None, to the model's.
+    """Resample (1, L, C) to the model's grid, from ``grid`` or, if None, from the model's or a square one.
 
     Returns:
-        The position embedding, and the grid that it was for.
+        The position embedding, (1, L', C), and the grid that it was for.
 
     Raises:
         ValueError: If the grid is None and ambiguous, or contradicts the number of patches.
@@ -205,8 +208,8 @@ def _grid_of_arguments(
 
     Args:
         model: Model that will load it; timm stores the arguments of the checkpoint's model in it.
-        weight: Of the patch embedding; None if the checkpoint has none.
-        patches: Of the checkpoint's position embedding.
+        weight: Weight of the patch embedding; None if the checkpoint has none.
+        patches: Number of patches of the checkpoint's position embedding.
     """
     arguments = getattr(model, "pretrained_model_args", {})
     if weight is None or arguments.get("patch_stride") is None:
@@ -225,7 +228,7 @@ def is_official_vim(state_dict: Mapping[str, Tensor], prefix: str = "") -> bool:
 
 
 def with_own_names(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """Return a copy in which parameters of an official Vision Mamba are renamed and stacked; raises as ``adapt``."""
+    """Return a copy with official Vision Mamba parameters renamed and stacked; raise ValueError as ``adapt`` does."""
     if not is_official_vim(state_dict, prefix):
         return dict(state_dict)
     if any(name.startswith(prefix + "rope.") for name in state_dict):

@@ -20,11 +20,14 @@ def load_archive(path: Path, foreign: bool = False) -> Any:
     """Read tensors and plain values, and compare the file with its checksums.
 
     Args:
-        path: The file.
-        foreign: Also read files without checksums, and the options that timm's trainer keeps.
+        path: Path of the file.
+        foreign: Also read files without checksums, and the argparse options that timm's trainer stores.
+
+    Returns:
+        Content of the file, with tensors on the CPU.
 
     Raises:
-        OSError, MemoryError: The disk or the memory fails, which says nothing about the content.
+        OSError, MemoryError: The disk or the memory fails; the content may be intact.
         ValueError: The file is damaged, or contains more than tensors and plain values.
     """
     with _reading(path) as file, torch.serialization.safe_globals([argparse.Namespace] * foreign):
@@ -35,7 +38,7 @@ def load_archive(path: Path, foreign: bool = False) -> Any:
 
 
 def check_sums(path: Path) -> None:
-    """Compare a file with its checksums, which torch.load does not; raises the same as ``load_archive``."""
+    """Compare a file with its checksums, which torch.load ignores; same errors as ``load_archive``."""
     with _reading(path) as file:
         _check_members(file)
 
@@ -43,7 +46,7 @@ def check_sums(path: Path) -> None:
 def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
     """Raise ValueError unless all tensors are dense and have all of their numbers.
 
-    A few bytes of a file can claim a tensor of any size, whose places share a number.
+    A file of a few bytes can describe a tensor of any size whose elements share one number in memory.
     """
     for name, value in tensors.items():
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
@@ -75,7 +78,7 @@ def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
 
 
 class _FaultError(Exception):
-    """What is wrong with a file; the message follows the file's name."""
+    """A fault of a file; the file's name goes before the message."""
 
 
 class _Reader(io.FileIO):
@@ -121,7 +124,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
     except Exception as error:  # zipfile and torch.load raise many things for a damaged file
         if raw.failure is not None:
             raise raw.failure from error
-        # A number in the file that leads to a place before its beginning is the file's fault.
+        # An offset in the file that points before its beginning raises EINVAL: the file is damaged.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):

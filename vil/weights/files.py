@@ -19,7 +19,7 @@ from vil.weights.archive import check_finite, check_plain, load_archive
 
 _RAW = ("state_dict", "model")  # where files of training programs keep weights
 _AVERAGED = ("state_dict_ema", "model_ema")
-# What train_imagenet.py, and no other program, keeps beside the weights.
+# Keys that train_imagenet.py, and no other program, writes into a checkpoint.
 _CHECKPOINT = {"arch", "model_args", "pretrained_cfg", "epoch", "config", "run"}
 _OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
 BACKGROUND_NOTE = "transparent pixels on "  # begins a note of a released model
@@ -38,12 +38,12 @@ class Weights:
     architecture: str | None = None
     """timm's name of the model; None if the source does not state it."""
     model_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments with which timm's entry point makes that model, the number of classes too."""
+    """Arguments with which timm's entry point makes that model, including the number of classes."""
     pretrained_cfg: dict[str, Any] = field(default_factory=dict)
     """Classes and preprocessing in timm's terms, as far as the source states them: num_classes, input_size,
     mean, std, interpolation, crop_pct, label_names, label_offset."""
     epoch: int | None = None
-    """Epochs of training; this and the next two fields exist only for checkpoints of train_imagenet.py."""
+    """Epochs of training; this field and the next two are set only for checkpoints of train_imagenet.py."""
     config: dict[str, Any] | None = None
     """All settings of the run that trained them."""
     history: list[dict[str, Any]] | None = None
@@ -60,16 +60,16 @@ class Weights:
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
-        """Names of the classes in the order of the head's outputs, None if unknown or not of all."""
+        """Class names in the order of the head's outputs; None if some or all are unknown."""
         names = self.pretrained_cfg.get("label_names")
-        if isinstance(names, dict):  # as timm writes them where some outputs may have none
+        if isinstance(names, dict):  # timm's form if some outputs may lack a name
             numbers = [str(i) for i in range(len(names))]
             names = [names[i] for i in numbers] if names.keys() == {*numbers} else None
         return tuple(names) if isinstance(names, list | tuple) else None
 
 
 def read_weights(source: str | Path, ema: bool = False) -> Weights:
-    """Read weights from any of the places they are kept in.
+    """Read weights from a file, a folder, a hub or timm.
 
     Args:
         source: One of the following.
@@ -84,11 +84,11 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
 
     Raises:
         FileNotFoundError: If there is no such file, folder or model.
-        OSError, MemoryError: If it cannot be read, which says nothing about its content.
+        OSError, MemoryError: If a file of torch.save cannot be read; its content may be intact.
         LookupError: If it has no averaged weights.
-        ValueError: If it has no weights or some that are not finite, is damaged, or would execute code. If its
-            description of the model has wrong types, arguments that do not identify a model, or another number
-            of classes than the head.
+        ValueError: If any other source cannot be read or downloaded. If the source has no weights or some that are
+            not finite, is damaged, or would execute code. If its description of the model has wrong types,
+            arguments that do not identify a model, or another number of classes than the head.
     """
     name = str(source)
     scheme, _, place = name.partition(":")
@@ -175,10 +175,10 @@ def _weights(
     """Check weights and their description, and complete the description.
 
     Args:
-        state_dict: As it was read.
-        origin: Its source.
+        state_dict: State dict as it was read.
+        origin: Source, as it was named.
         described: Fields of ``Weights`` that the source states.
-        averaged: Whether it is an average.
+        averaged: Whether the weights are averages over training steps.
 
     Raises:
         ValueError: If a weight is not finite, or the description is wrong.
@@ -199,23 +199,23 @@ def _weights(
             raise ValueError(
                 f"{origin}: model_args has {key}, which does not say which model it is"
             )
-    cleaned = clean_state_dict(state_dict)  # what torch.compile and DDP put before the names goes
+    cleaned = clean_state_dict(state_dict)  # without prefixes of torch.compile and DDP
     state_dict = state_dict if cleaned.keys() == state_dict.keys() else cleaned
     if is_official_vim(state_dict):
         described = described or _describe_official_vim(state_dict)
     described = {"model_args": {}} | described | {"pretrained_cfg": cfg}
     if is_own(described.get("architecture") or ""):
-        # The pooling implies it, too, but another pooling must not move the norm.
+        # Set fc_norm from the weights: by default, another pooling would move the norm.
         place = any(key.startswith("fc_norm.") for key in state_dict)
         described["model_args"] = {"fc_norm": place} | with_current_names(described["model_args"])
         stated, head = described["model_args"].get("num_classes"), state_dict.get("head.weight")
         rows = 0 if head is None or not head.ndim else len(head) - cfg.get("label_offset", 0)
-        if stated and rows and stated != rows:  # else the head would be new
+        if stated and rows and stated != rows:  # the head would silently be new
             raise ValueError(f"{origin}: model_args has num_classes {stated}, and its head {rows}")
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
 
 
-_Form = tuple[str, Callable[[Any], bool]]  # in words; and whether a value has it
+_Form = tuple[str, Callable[[Any], bool]]  # description for errors, and check of a value
 
 
 def _check_value(value: Any, form: _Form, name: str, origin: str) -> None:
@@ -252,7 +252,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _are(holds: Callable[[Any], bool], count: int | None = None) -> Callable[[Any], bool]:
-    """Return whether a list's values, so many of them, all fit."""
+    """Return a check for a list of ``count`` values (any number if None) that all pass ``holds``."""
     return lambda v: isinstance(v, list | tuple) and count in (None, len(v)) and all(map(holds, v))
 
 
@@ -318,7 +318,7 @@ def _released(
     read_weights: Callable[[Any], dict[str, Tensor]],
     place: Any,
 ) -> Weights:
-    """Read weights, and what timm's config.json says of their model."""
+    """Read weights, and the description of their model in timm's config.json."""
     described: dict[str, Any] = {}
     try:
         if read_config is not None:
