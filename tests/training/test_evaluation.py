@@ -60,6 +60,19 @@ def test_size_and_crop_of_the_command_line(checkpoint, evaluate, capsys) -> None
     assert (result["img_size"], result["crop_pct"]) == (24, 1.0)
 
 
+def test_weights_of_images_that_are_not_square_need_a_size(
+    released, image_folder, evaluate, capsys
+) -> None:
+    described = json.loads((released / "config.json").read_text())
+    channels, height, _ = described["pretrained_cfg"]["input_size"]
+    described["pretrained_cfg"]["input_size"] = [channels, height, height + 4]
+    (released / "config.json").write_text(json.dumps(described))
+    source = (str(released), "--data.path", str(image_folder))
+    assert evaluate(*source) != 0
+    assert "16 x 20 px, which are not square" in capsys.readouterr().err
+    assert evaluate(*source, "--img-size", "16") == 0
+
+
 def test_other_classes_are_refused(checkpoint, released, image_folder, evaluate, capsys) -> None:
     capsys.readouterr()
     (image_folder / "val" / "birch").rename(image_folder / "val" / "zelkova")
@@ -74,9 +87,7 @@ def test_other_classes_are_refused(checkpoint, released, image_folder, evaluate,
     assert evaluate(str(checkpoint), "--data.path", str(image_folder)) == 0
     told = capsys.readouterr().out
     assert told.count("warning: ") == 1
-    assert (
-        "no class of the data has a name of the model's, as class 0, maple in the data and " in told
-    )
+    assert "no class name of the data occurs in the model: class 0 is maple in the data and" in told
 
 
 def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys) -> None:

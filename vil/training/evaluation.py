@@ -115,18 +115,18 @@ def load_subject(options: EvalConfig) -> Subject:
     name = options.checkpoint
     if is_model_name(name) and not timm.is_model_pretrained(name):
         if options.ema or options.model is not None:
-            raise ConfigError(f"--ema and --model need weights, {name} has none")
+            raise ConfigError(f"--ema and --model need weights, but timm has none for {name}")
         config = fill_from_weights(_foreign_config(name), no_weights(name))
         config = _with_options(config, options)
         seed_everything(config.run.seed)  # same random weights on all ranks
         model = build_model(config.model)
         config = _with_classes(config, model)
-        return Subject(model, config, "RANDOM (it has no pretrained ones)", None, None)
+        return Subject(model, config, "RANDOM (timm has no pretrained weights)", None, None)
     weights = read_source(name, options.ema)
     if weights.config is None:
         if options.model is None and weights.architecture is None:
-            raise ConfigError(f"--model is missing: {name} does not say which model it is of")
-        config = fill_from_weights(_foreign_config(options.model), weights)
+            raise ConfigError(f"--model is missing: {name} does not name its timm model")
+        config = fill_from_weights(_foreign_config(options.model, options.img_size), weights)
         data = dataclasses.replace(config.data, background=weights.background)
         config = dataclasses.replace(config, data=data)
     else:
@@ -269,11 +269,13 @@ def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | Non
     one, other = map(printable, differing)
     if set(trained) & set(found):
         raise DataError(
-            f"class {first} is {one} in the data and {other} in the model", everywhere=True
+            f"class {first} is {one} in the data and {other} in the model; both need the same "
+            f"classes in the same order",
+            everywhere=True,
         )
     log.warning(
-        f"no class of the data has a name of the model's, as class {first}, {one} in the data "
-        f"and {other} in the model: the scores are right only if these are other words for the same"
+        f"no class name of the data occurs in the model: class {first} is {one} in the data and "
+        f"{other} in the model; the scores are valid only if these names are synonyms"
     )
 
 
@@ -298,10 +300,10 @@ def _resizes(model: nn.Module) -> bool:
     return model.grid_inside(model.patch_embed.img_size) != model.patch_embed.grid_size
 
 
-def _foreign_config(name: str | None) -> TrainConfig:
+def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfig:
     """Return the settings for a model that this package did not train."""
     data = DataConfig(validation_batch_size=_BATCH_SIZE)
-    return TrainConfig(model=ModelConfig(name=name), data=data)
+    return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
 
 
 def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
