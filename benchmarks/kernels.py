@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write the figures into the record")
     args = parser.parse_args()
     if args.record and args.d_state != 16:
-        parser.error("--record is for models of 16 states, got --d-state")
+        parser.error(f"--record needs --d-state 16, got {args.d_state}")
     records = json.loads(RECORDS.read_text()) if RECORDS.exists() else {}
     own = records.setdefault(triton.__version__, {})
     for arch in args.arch:

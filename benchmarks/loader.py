@@ -216,7 +216,7 @@ def measure(batches: Iterator[int]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), cpu_seconds()
     count = sum(batches)
     if multiprocessing.active_children():
-        raise RuntimeError("loader processes outlived their loader: their time is not counted")
+        raise RuntimeError("data-loading workers still run, so their CPU time is not counted")
     return (1e3 * (time.perf_counter() - wall) / count, 1e3 * (cpu_seconds() - cpu) / count)
 
 
@@ -299,7 +299,7 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     least = max(args.num_workers * args.batch_size, SHARDS)
     if args.batch_size % 2 or args.images < least:
-        parser.error(f"--batch-size must be even, --images at least {least}: a batch per process")
+        parser.error(f"--batch-size must be even, --images at least {least}: a batch per worker")
     return args
 
 
@@ -332,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
         ours = train_transform(our_config(root, False, 1, 2, 0))
         different = differing(files, ours, timm_transform())
-        print(f"images of other pixels than timm's: {len(different)} of {len(files)}\n", flush=True)
+        print(f"images that differ from timm's: {len(different)} of {len(files)}\n", flush=True)
         common = {"root": root, "batch_size": args.batch_size, "workers": args.num_workers}
         chosen = {n: run for n, run in CONTESTANTS.items() if n == BASE or args.only in n}
         rows = compare({n: partial(run, **common) for n, run in chosen.items()}, args.rounds)

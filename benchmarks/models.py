@@ -302,7 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.output and args.output.exists():
         content = json.loads(args.output.read_text())
         if content["environment"] != head:
-            sys.exit(f"{args.output} is of {content['environment']}, here is {head}")
+            was = content["environment"]
+            sys.exit(f"error: {args.output} has {was}, but this run has {head}; move it away")
         rows = content["rows"]
     settings = {"models": args.models, "memory": args.memory, "device": args.device, **protocol}
     missing = [c for c in cells(args) if not any(c.items() <= row.items() for row in rows)]

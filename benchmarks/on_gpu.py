@@ -162,7 +162,8 @@ class Session:
             content = json.loads(self.path.read_text())
             if content["environment"] != self.about:
                 sys.exit(
-                    f"error: {folder} is of {content['environment']}, here is {self.about}; move it away"
+                    f"error: {folder} has results of {content['environment']}, but this run has "
+                    f"{self.about}; move it away"
                 )
             self.parts = content["parts"]
         for part in PARTS:

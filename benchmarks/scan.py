@@ -397,7 +397,7 @@ def shape_of(text: str) -> tuple[int, int, int]:
     """Parse "B,L,D"."""
     sizes = tuple(map(int, text.split(",")))
     if len(sizes) != 3 or min(sizes) < 1 or sizes[2] % HEAD:
-        raise argparse.ArgumentTypeError(f"B,L,D with D a multiple of {HEAD} expected, got {text}")
+        raise argparse.ArgumentTypeError(f"must be B,L,D with D a multiple of {HEAD}, got {text}")
     return sizes
 
 
@@ -493,7 +493,7 @@ def main(arguments: list[str] | None = None) -> int:
     complaint = refused(rows)
     print(complaint, end="\n" if complaint else "", file=sys.stderr)
     if missing and not complaint:
-        print(f"the time is up, missing: {missing}; --resume continues", file=sys.stderr)
+        print(f"the time is up, missing: {missing}; continue with --resume", file=sys.stderr)
         return UNFINISHED
     return int(bool(complaint))
 

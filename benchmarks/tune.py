@@ -163,7 +163,7 @@ def main() -> int:
         runs = steps(shape, device)
         for kernel, block in missing:
             if not budget.left:
-                print("the time is up, the same command continues", file=sys.stderr)
+                print("the time is up; repeat the command to continue", file=sys.stderr)
                 return UNFINISHED
             with blocks_of(arch, kernel, block):
                 ms = (once if args.toy else on_gpu)(runs[kernel])

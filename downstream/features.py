@@ -43,9 +43,9 @@ def make_features(
         else:
             features = vil.load(weights, name, features_only=True, **arguments)
     except (RuntimeError, TypeError, ValueError, AssertionError, OSError) as error:
-        raise ConfigError(f"--model {name} cannot be made: {error}") from error
+        raise ConfigError(f"--model {name} cannot be created: {error}") from error
     if (strides := features.feature_info.reduction()) != STRIDES:
-        raise ConfigError(f"--model {name} must have maps of strides {STRIDES}, has {strides}")
+        raise ConfigError(f"--model {name} must have maps of strides {STRIDES}, got {strides}")
     if grad_checkpointing:
         getattr(features, "model", features).set_grad_checkpointing(True)
     return features
@@ -82,7 +82,9 @@ def parameter_groups(
         return [{**group, "lr": lr} for group in groups]
     if not hasattr(backbone, "group_matcher"):
         name = type(backbone).__name__
-        raise ConfigError(f"--layer-decay must be 1 for {name}, whose layers have no order")
+        raise ConfigError(
+            f"--layer-decay must be 1 for {name}, which has no group_matcher(), got {layer_decay}"
+        )
     network.group_matcher = lambda coarse: {
         layer: _prefixed(patterns, prefix) for layer, patterns in backbone.group_matcher().items()
     }

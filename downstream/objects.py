@@ -57,7 +57,7 @@ class Objects(CocoDetection):
         """
         path = root / "annotations" / f"instances_{split}.json"
         if not path.is_file():
-            raise DataError(f"no annotations {path}")
+            raise DataError(f"annotations {path} are missing")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints timings
             super().__init__(root / split, path, transforms=transform)
         self.categories = sorted(self.coco.cats)

@@ -94,7 +94,7 @@ class Options(Section):
     def __post_init__(self) -> None:
         """Reject invalid combinations."""
         if (self.data is None) == (self.generated is None):
-            raise ConfigError("give one of --data and --generated")
+            raise ConfigError("pass exactly one of --data and --generated")
         parts = world_size() * self.accumulate
         if self.batch_size % parts:
             raise ConfigError(
@@ -118,7 +118,7 @@ class Options(Section):
         size = next((size for size in rates if f"_{size}" in self.model), None)
         if missing and size is None:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-            raise ConfigError(f"{options} must be given: {self.model} has no published rates")
+            raise ConfigError(f"pass {options}: there are no published rates for {self.model}")
         return dataclasses.replace(self, **{name: rates[size][name] for name in missing})
 
     def _has(self, name: str) -> bool:
@@ -228,7 +228,8 @@ class Task(lightning.LightningModule):
             if (was := checkpoint["options"].get(name)) != value:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(
-                    f"the run in {self.options.output} has {option} {was}, not {value}"
+                    f"the run in {self.options.output} has {option} {was}, not {value}; resume it "
+                    f"with its own options, or choose another --output"
                 )
 
     def _described(self) -> dict[str, Any]:

@@ -59,10 +59,12 @@ class Scenes(Dataset):
         pixels = _read(self.images[index], lambda image: T.pil_to_tensor(image.convert("RGB")))
         values = _read(self.labels[index], T.pil_to_tensor)[0]
         if pixels.shape[1:] != values.shape:
-            sizes = f"{tuple(values.shape)}, the image {tuple(pixels.shape[1:])}"
+            sizes = f"{tuple(values.shape)}, but its image {tuple(pixels.shape[1:])}"
             raise DataError(f"{self.labels[index]} has size {sizes}")
         if values.max() > CLASSES:
-            raise DataError(f"{self.labels[index]} has label {values.max()}, the last is {CLASSES}")
+            raise DataError(
+                f"{self.labels[index]} must have labels 0 to {CLASSES}, got {values.max()}"
+            )
         return self.transform(pixels, shifted(values))
 
 

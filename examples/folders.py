@@ -133,5 +133,5 @@ def _only(folder: Path, pattern: str) -> Path:
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "nothing"
-        raise FileNotFoundError(f"{folder} has {names} for {pattern}, must have exactly one")
+        raise FileNotFoundError(f"{folder} must have exactly one {pattern}, found {names}")
     return found[0]

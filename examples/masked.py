@@ -51,11 +51,13 @@ class Masked(nn.Module):
         super().__init__()
         own = isinstance(backbone, vil.VisionLonghorn)
         if not own or len({*backbone.patch_embed.stride, *backbone.patch_embed.patch_size}) > 1:
-            raise ValueError("--backbone must be of this package, and its patches disjoint squares")
+            raise ValueError(
+                "--backbone must be a model of this package with square patches that do not overlap"
+            )
         embed, dim, size = backbone.patch_embed, backbone.embed_dim, backbone.patch_embed.stride[0]
         self.hide, self.size = round(hide * embed.num_patches), size
         if not 0 < self.hide < embed.num_patches:
-            raise ValueError(f"--hide must be a part of {embed.num_patches} patches, got {hide}")
+            raise ValueError(f"--hide must hide 1 to {embed.num_patches - 1} patches, got {hide}")
         self.backbone, self.prefix = backbone, backbone.num_prefix_tokens
         self.mask_token = nn.Parameter(0.02 * torch.randn(dim))
         sizes = {"img_size": embed.img_size, "patch_size": size, "embed_dim": dim}

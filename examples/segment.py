@@ -57,7 +57,10 @@ def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:
     model.encoder.model = backbone(args, out_indices=named.out_indices)
     channels = model.encoder.model.feature_info.channels()
     if channels != named.channels():
-        raise ValueError(f"--model-kwargs must say what gives the weights' {channels} channels")
+        raise ValueError(
+            f"--weights have {channels} channels, but --model-kwargs give {named.channels()}; "
+            "pass the arguments of the weights' model in --model-kwargs"
+        )
     mean, std = (timm.get_pretrained_cfg_value(args.backbone, key) for key in ("mean", "std"))
     return nn.Sequential(v2.Normalize(mean, std), model)
 

@@ -73,7 +73,7 @@ class Shapes(Dataset):
             IndexError: If there is no such image.
         """
         if not 0 <= index < self.length:
-            raise IndexError(f"image {index} of {self.length}")
+            raise IndexError(f"index must be 0 to {self.length - 1}, got {index}")
         rng = np.random.default_rng((self.seed, index))
         colour = rng.uniform(0.4, 0.6, 3).astype(np.float32)
         image = colour + _noise(rng, self.img_size, _BACKGROUND_NOISE)

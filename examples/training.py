@@ -80,7 +80,7 @@ def batches(
             )
     if len(train) < args.batch_size:
         raise ValueError(
-            f"--batch-size must be at most {len(train)}, the images, got {args.batch_size}"
+            f"--batch-size must be at most the {len(train)} training images, got {args.batch_size}"
         )
     load = partial(
         DataLoader, batch_size=args.batch_size, num_workers=args.workers, collate_fn=collate

@@ -160,7 +160,7 @@ def data_named(name: str) -> Images:
         return DATA[name]
     if not (Path(name) / "train").is_dir():
         raise SystemExit(
-            f"error: data {name!r}; expected {', '.join(DATA)} or a folder with train/"
+            f"error: data must be {', '.join(DATA)} or a folder with train/, got {name!r}"
         )
     classes = sum(path.is_dir() for path in (Path(name) / "train").iterdir())
     arguments = (
@@ -350,7 +350,7 @@ def asked(parser: argparse.ArgumentParser, program: str) -> tuple[argparse.Names
     args.seeds = args.seeds or range(data.seeds)
     unknown = [model for model in args.models if base(model) not in MODELS]
     if unknown:
-        parser.error(f"--models {unknown}; expected names of {', '.join(MODELS)}")
+        parser.error(f"--models must be names of {', '.join(MODELS)}, got {unknown}")
     changes = {"per_class": args.per_class, "steps": args.steps, "recipe": args.recipe}
     data = dataclasses.replace(data, **{k: v for k, v in changes.items() if v is not None})
     data = dataclasses.replace(data, arguments=(*data.arguments, *args.more))

@@ -229,7 +229,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.measure == "steps" and args.setting not in plateau.SETTINGS:
         allowed = ", ".join(plateau.SETTINGS)
-        parser.error(f"--setting must be of {allowed} to measure steps, got {args.setting}")
+        parser.error(f"--measure steps needs one of --setting {allowed}, got {args.setting}")
     return args
 
 

@@ -58,7 +58,7 @@ def sample(
     if not 0 < pairs <= places:
         raise ValueError(f"pairs must be in [1, length / 4] for length {length}, got {pairs}")
     if pairs > half - 1:
-        raise ValueError(f"vocabulary must be at least {2 * pairs + 2} for {pairs} pairs")
+        raise ValueError(f"vocabulary must be at least {2 * pairs + 2}, got {vocabulary}")
     keys = 1 + torch.rand(count, half - 1, generator=generator).topk(pairs).indices
     answers = half + torch.rand(count, vocabulary - half, generator=generator).topk(pairs).indices
     # Gumbel top-k: the largest log p + noise are a draw without replacement, in the order of drawing.

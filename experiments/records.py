@@ -50,7 +50,7 @@ class Record:
             content = json.loads(path.read_text())
             for part in ("settings", "environment"):
                 if content[part] != self.head[part]:
-                    sys.exit(f"{path} has {part} {content[part]}, now they are {self.head[part]}")
+                    sys.exit(f"error: {path} has {part} {content[part]}, not {self.head[part]}")
             self.rows = content["runs"]
 
     def missing(self, runs: Iterable[Row]) -> list[Row]:

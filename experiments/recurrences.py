@@ -155,7 +155,7 @@ class RetNet(LinearAttention):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         if sizes.inner % RETNET_HEADS:
-            raise ValueError(f"expand * dim must be a multiple of {RETNET_HEADS} for retnet")
+            raise ValueError(f"expand * dim must be divisible by {RETNET_HEADS}, got {sizes.inner}")
         decays = 1 - 2.0 ** (-5 - torch.arange(RETNET_HEADS))
         self.register_buffer("decays", decays, persistent=False)
 

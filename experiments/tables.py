@@ -175,7 +175,7 @@ def table(args: argparse.Namespace) -> str:
     if args.against:
         named = {", ".join(map(str, key)): runs for key, runs in own.items()}
         if args.against not in named:
-            raise SystemExit(f"error: --against {args.against!r}; expected one of {[*named]}")
+            raise SystemExit(f"error: --against must be one of {[*named]}, got {args.against!r}")
         base = named[args.against]
         what = "times as fast as" if args.times else f"{columns[-1].title}: difference to"
         heads += [f"{what} {args.against} (95 %)", "p"]
@@ -225,7 +225,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--write", action="store_true", help="print all tables of docs/records.md anew, in place")
     args = parser.parse_args(arguments)
     if args.write == bool(args.records):
-        parser.error("expected records or --write")
+        parser.error("pass either records or --write")
     return args
 
 

@@ -28,8 +28,8 @@ def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
         isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in arguments
     ):
         raise NotImplementedError(
-            f"vil::{name} has no forward-mode derivative where it is called by itself, or by a scripted, "
-            "compiled or exported model; call the model as it was built, or use torch.func.jvp"
+            f"vil::{name} does not support forward-mode AD in direct calls, or in scripted, "
+            "compiled or exported models; call the original model, or use torch.func.jvp"
         )
 
 
@@ -178,4 +178,4 @@ def _check_grid(xz: Tensor, grid: Sequence[int]) -> None:
         raise ValueError(f"grid must be {GridSpec._fields}, all positive, got {tuple(grid)}")
     own = GridSpec(*grid)
     if own.length != xz.shape[1]:
-        raise ValueError(f"grid has {own.length} tokens, and xz {xz.shape[1]}")
+        raise ValueError(f"grid has {own.length} tokens, but xz has {xz.shape[1]}")

@@ -75,7 +75,7 @@ def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Toke
         return layout_of(grid, taps, device)
     if not all(statically_known_true(grid[i] == grid[i + 2]) for i in (0, 1)):
         raise ValueError(
-            "grid must be of known numbers where the model adapts to other grids than the trained "
+            "grid must be static because the model adapts to grids other than the trained "
             f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
             "size, or create the model with grid_aware=False"
         )

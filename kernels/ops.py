@@ -75,9 +75,8 @@ def longhorn_scan(
         ValueError: If a shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
     if form is not None:
-        warnings.warn(
-            'form is now recurrence="longhorn" or "longhorn_exact"', DeprecationWarning, 2
-        )
+        told = 'form is deprecated; use recurrence="longhorn" or "longhorn_exact"'
+        warnings.warn(told, DeprecationWarning, 2)
         recurrence = {"diagonal": "longhorn", "exact": "longhorn_exact"}.get(form, form)
     if recurrence not in ("longhorn", "longhorn_exact"):
         raise ValueError(f'recurrence must be "longhorn" or "longhorn_exact", got {recurrence!r}')

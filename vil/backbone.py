@@ -69,8 +69,8 @@ def only_backbone(module: nn.Module) -> "VisionLonghorn":
     found = [part for part in module.modules() if isinstance(part, VisionLonghorn)]
     if len(found) != 1:
         raise ValueError(
-            f"model must be or contain one model of this package (vil_*, vim_*), "
-            f"{type(module).__name__} has {len(found)}"
+            f"model must be or contain exactly one model of this package (vil_*, vim_*), but "
+            f"{type(module).__name__} contains {len(found)}"
         )
     return found[0]
 
@@ -103,7 +103,7 @@ def _check_ranges(
         )
     if not 0 <= resize_below_scale < math.inf:
         raise ValueError(
-            f"resize_below_scale must be a number of at least 0, got {resize_below_scale}"
+            f"resize_below_scale must be finite and at least 0, got {resize_below_scale}"
         )
     if grid_aware not in (True, False, "dt"):
         raise ValueError(f'grid_aware must be True, False or "dt", got {grid_aware!r}')
@@ -493,9 +493,8 @@ class VisionLonghorn(nn.Module):
         trained = self.ref_feat_shape
         if self.grid_aware and (grid[0] != trained[0] or grid[1] != trained[1]):
             raise ValueError(
-                f"patches can be left out (patch_drop_rate, keep) at the trained grid, "
-                f"{trained[0]} x {trained[1]} patches, and with grid_aware=False at any, got "
-                f"{grid[0]} x {grid[1]}"
+                f"patch_drop_rate and keep need a grid of {trained[0]} x {trained[1]} patches "
+                f"(ref_feat_shape), got {grid[0]} x {grid[1]}; grid_aware=False allows any grid"
             )
 
     def _layout(self, grid: list[int], x: Tensor) -> TokenLayout:
@@ -716,8 +715,8 @@ class VisionLonghorn(nn.Module):
         """
         if output_fmt == "NCHW" and self.training and self.patch_drop_rate > 0:
             raise ValueError(
-                f"maps have all patches: patch_drop_rate must be 0 to train with them, got "
-                f"{self.patch_drop_rate}"
+                f'output_fmt="NCHW" needs all patches: in training, patch_drop_rate must be 0, got '
+                f'{self.patch_drop_rate}; call eval(), or use output_fmt="NLC"'
             )
         if output_fmt not in ("NCHW", "NLC"):
             raise AssertionError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")

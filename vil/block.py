@@ -139,8 +139,8 @@ class BidirectionalMixer(nn.Module):
         recurrence = local_metadata.get("recurrence", self.recurrence)
         if recurrence != self.recurrence:
             raise RuntimeError(
-                f"{prefix[:-1]} has the recurrence {self.recurrence!r}, and the state dict has "
-                f"weights of {recurrence!r}, which is another function"
+                f"{prefix[:-1]} has recurrence {self.recurrence!r}, but the state dict has weights "
+                f"of {recurrence!r}; create the model with recurrence={recurrence!r}"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 

@@ -208,7 +208,7 @@ def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) 
     count = len(backbone.blocks)
     for block in blocks:
         if not -count <= block < count:
-            raise ValueError(f"block must be a number of the {count} blocks, got {block}")
+            raise ValueError(f"block must be from {-count} to {count - 1}, got {block}")
     inputs: list[tuple] = []
     mixers = [backbone.blocks[block].mixer for block in blocks]
     hooks = [

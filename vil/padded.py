@@ -50,8 +50,8 @@ def run_padded(
     for box in _boxes(valid):
         if patch_embed.strict_img_size and box.size != patch_embed.grid_size:
             raise ValueError(
-                f"mask leaves images of {box.size} patches, and dynamic_img_size=False takes "
-                f"{patch_embed.grid_size} only"
+                f"with dynamic_img_size=False, mask must keep {patch_embed.grid_size} patches of "
+                f"each image, got {box.size}"
             )
         images = _pixels(box, x, W, patch_embed)
         where = torch.cat(
@@ -101,7 +101,7 @@ def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) 
             valid = F.avg_pool2d(whole, patch, stride)[:, 0] == 1
     empty = (~valid.flatten(1).any(1)).nonzero().flatten().tolist()
     if empty:
-        raise ValueError(f"mask must leave each image a patch, images {empty} have none")
+        raise ValueError(f"mask must keep at least one patch per image, images {empty} have none")
     return valid
 
 
@@ -141,8 +141,8 @@ def _boxes(valid: Tensor) -> Iterator[_Box]:
     holes = sizes.prod(1) > valid.flatten(1).sum(1)
     if holes.any():
         raise ValueError(
-            "mask must leave each image a box of patches, images "
-            f"{holes.nonzero().flatten().tolist()} lack patches inside theirs"
+            "mask must keep a rectangle of patches in each image, but masks patches inside the "
+            f"rectangles of images {holes.nonzero().flatten().tolist()}"
         )
     for size in sizes.unique(dim=0):
         (h, w), images = size.tolist(), (sizes == size).all(1).nonzero().flatten()

@@ -27,8 +27,8 @@ def _of_whole_patches(
         size, patch = images.shape[i + 2], patch_size[i]
         if size < patch or (size - patch) % stride[i] != 0:
             raise AssertionError(
-                f"Input {name} ({size}) must be covered by patches of {patch} px every "
-                f"{stride[i]} px; with dynamic_img_pad=True images are padded instead."
+                f"Input {name} ({size}) is not covered by whole patches of {patch} px with stride "
+                f"{stride[i]} px; create the model with dynamic_img_pad=True to pad images."
             )
     return images
 
@@ -63,7 +63,7 @@ class OverlapPatchEmbed(PatchEmbed):
         self.dynamic_img_pad = kwargs.get("dynamic_img_pad", False)  # and this
         for s, p in zip(self.stride, to_2tuple(patch_size), strict=True):
             if not 1 <= s <= p:
-                raise ValueError(f"patch_stride must be 1 to patch_size = {p}, got {s}")
+                raise ValueError(f"patch_stride must be from 1 to patch_size ({p}), got {s}")
         super().__init__(patch_size=patch_size, output_fmt="NHWC", **kwargs)
         self.proj.stride = self.stride
 
@@ -76,8 +76,8 @@ class OverlapPatchEmbed(PatchEmbed):
         for size, patch, stride in zip(img_size, self.patch_size, self.stride, strict=True):
             if size < patch or ((size - patch) % stride and not self.dynamic_img_pad):
                 raise ValueError(
-                    f"img_size must be covered by patches of {patch} px every {stride} px, "
-                    f"got {img_size}; with dynamic_img_pad=True images are padded instead"
+                    f"img_size must be covered by whole patches of {patch} px with stride {stride} "
+                    f"px, got {img_size}; pass dynamic_img_pad=True to pad images"
                 )
         grid_size = self.dynamic_feat_size(img_size)
         return img_size, grid_size, grid_size[0] * grid_size[1]

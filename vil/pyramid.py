@@ -59,8 +59,8 @@ class PyramidLevel(nn.Module):
         ratio = max(stride, to) / min(stride, to)
         if not ratio.is_integer() or int(ratio).bit_count() != 1:
             raise ValueError(
-                f"a map of stride {to} px needs a patch stride of {to} px times or divided by a power "
-                f"of two, got {stride} px"
+                f"a map of stride {to} px needs a patch_stride of {to} px, multiplied or divided "
+                f"by a power of two, got {stride} px"
             )
         up: list[nn.Module] = []
         for _ in range(int(ratio).bit_length() - 1 if stride > to else 0):
@@ -132,12 +132,13 @@ class VisionLonghornPyramid(VisionLonghorn):
         gap = self.patch_embed.patch_size[0] - stride
         if stride != across or gap != self.patch_embed.patch_size[1] - across:
             raise ValueError(
-                f"patches must be as high as wide, got {self.patch_embed.patch_size} px every "
-                f"{self.patch_embed.stride} px"
+                f"a pyramid needs square patches and strides, got patch_size "
+                f"{self.patch_embed.patch_size} and patch_stride {self.patch_embed.stride}"
             )
         if gap and not self.dynamic_img_size:
             raise ValueError(
-                f"patch_stride {stride} px of patches of {stride + gap} px needs dynamic_img_size=True"
+                f"a pyramid with overlapping patches (patch_size {stride + gap}, patch_stride "
+                f"{stride}) needs dynamic_img_size=True"
             )
         self._overlap = gap
         self.pyramid_blocks = self._checked_blocks(pyramid_blocks)
@@ -155,7 +156,8 @@ class VisionLonghornPyramid(VisionLonghorn):
         blocks = (-1,) * len(STRIDES) if blocks is None else tuple(blocks)
         if len(blocks) != len(STRIDES) or not all(-depth <= block < depth for block in blocks):
             raise ValueError(
-                f"pyramid_blocks must be {len(STRIDES)} numbers of the {depth} blocks, got {blocks}"
+                f"pyramid_blocks must be {len(STRIDES)} indices from {-depth} to {depth - 1}, got "
+                f"{blocks}"
             )
         return tuple(block % depth for block in blocks)
 
@@ -168,8 +170,8 @@ class VisionLonghornPyramid(VisionLonghorn):
     ) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
         if self._overlap and mask is not None:
             raise ValueError(
-                f"mask must be None where patches overlap, here {self.patch_embed.patch_size[0]} px "
-                f"every {self.patch_embed.stride[0]} px"
+                f"mask must be None for overlapping patches, here of "
+                f"{self.patch_embed.patch_size[0]} px with stride {self.patch_embed.stride[0]} px"
             )
         if self._overlap:  # pad, so that the centre of each patch is the centre of its cell
             before, after = self._overlap // 2, self._overlap - self._overlap // 2

@@ -90,7 +90,7 @@ def _check_feature_cls(feature_cls: Any) -> None:
     bare = feature_cls.func if isinstance(feature_cls, partial) else feature_cls
     if bare not in ("getter", FeatureGetterNet):
         raise ValueError(
-            f'feature_cls must be "getter", got {feature_cls!r}: only it returns the maps'
+            f'feature_cls must be "getter" to return the maps of a pyramid, got {feature_cls!r}'
         )
 
 
@@ -101,9 +101,11 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
     DistributedDataParallel refuses parameters without a gradient.
     """
     if (current := with_current_names(kwargs)) != kwargs:
-        names = {**FORMER, 'grid_aware="steps"': 'grid_aware="dt"'}
+        names = {former: name for former, name in FORMER.items() if former in kwargs}
+        if kwargs.get("grid_aware") == "steps":
+            names['grid_aware="steps"'] = 'grid_aware="dt"'
         told = ", ".join(f"{former} is now {name}" for former, name in names.items())
-        warnings.warn(f"arguments have former names: {told}", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"deprecated model arguments: {told}", DeprecationWarning, stacklevel=3)
         kwargs = current
     model_cls, indices = VisionLonghorn, dense_indices(depth)
     if variant.endswith(_PYRAMID) and (

@@ -185,7 +185,7 @@ def main() -> int:
     print(f"{platform.machine()}, {device}; python {platform.python_version()}, {versions}")
     backends = available_backends()
     if not backends:
-        print("no backend but the reference is available: pip install numba for CPUs")
+        print("only the reference backend is available; for CPUs, run pip install numba")
         return 1
     totals = [check(backend, device) for backend, device in backends.items()]
     passed, failed = (sum(counts) for counts in zip(*totals, strict=True))

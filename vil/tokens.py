@@ -142,14 +142,14 @@ def check_keep(keep: Tensor, patches: Tensor) -> None:
     shape = tuple(keep.shape)
     if keep.dtype != torch.int64 or len(shape) != 2 or shape[0] != B or not 1 <= shape[1] <= H * W:
         raise ValueError(
-            f"keep must be int64 (B, n) with B = {B} and n of 1 to {H * W}, got {keep.dtype} {shape}"
+            f"keep must be int64 (B, n), B = {B} and n from 1 to {H * W}, got {keep.dtype} {shape}"
         )
     if torch.compiler.is_compiling():
         return
     numbers = keep.sort(1)[0]
     if (numbers[:, 0] < 0).any() or (numbers[:, -1] >= H * W).any() or (numbers.diff() == 0).any():
         raise ValueError(
-            f"keep must have different numbers of 0 to {H * W - 1} for each image, got {keep.tolist()}"
+            f"keep must have distinct indices 0 to {H * W - 1} in each image, got {keep.tolist()}"
         )
 
 

@@ -276,7 +276,7 @@ class ScanPlan:
     def __init__(self, key: ScanKey) -> None:
         if key.recurrence not in _RECURRENCES:
             raise NotImplementedError(
-                f'the backend "cpu" does not serve the recurrence {key.recurrence}; use "reference"'
+                f'backend "cpu" does not support the recurrence {key.recurrence}; use "reference"'
             )
         (N, B, L, D), M, P = key.shape, key.states, _padded(key.shape[3])
         self.key, self.shape = key, (N, B, L, P, M)

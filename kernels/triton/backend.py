@@ -26,13 +26,13 @@ def scan_plan(key: ScanKey) -> ScanPlan:
     """
     if key.recurrence not in _FAMILIES:
         raise NotImplementedError(
-            f'the backend "triton" does not serve the recurrence {key.recurrence}; use "reference"'
+            f'backend "triton" does not support recurrence {key.recurrence}; use "reference"'
         )
     family, most = _FAMILIES[key.recurrence]
     if key.states > most:
         raise NotImplementedError(
-            f'the backend "triton" serves up to {most} states of {key.recurrence}, k has {key.states}; '
-            'use "reference"'
+            f'backend "triton" supports up to {most} states of {key.recurrence}, '
+            f'k has {key.states}; use "reference"'
         )
     return family(key)
 

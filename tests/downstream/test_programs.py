@@ -106,7 +106,7 @@ def test_the_time_of_a_step_tells_the_hours_of_the_run(
         ("--steps 0", "steps must be greater than or equal to 1, got 0"),
         ("--generated 1", "generated must be greater than or equal to 2, got 1"),
         ("--accumulate 5", "--batch-size must be divisible by 1 processes x 5 micro-batches"),
-        ("--data folder", "give one of --data and --generated"),
+        ("--data folder", "pass exactly one of --data and --generated"),
     ],
 )
 def test_options_out_of_their_range_are_refused(words: str, told: str) -> None:

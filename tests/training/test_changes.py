@@ -39,10 +39,8 @@ def test_finished_run_is_trained_for_more_epochs_at_another_rate(
     more = (*arguments, "--schedule.epochs", "5", "--optim.lr-base", "2e-3", "--run.amp")
     assert train(config, *more) == 2
     told = capsys.readouterr().err
-    assert (
-        "other optim.lr_base (0.001 -> 0.002), run.amp (False -> True), schedule.epochs (3" in told
-    )
-    assert "--run.allow-changes lets it go on with these\n" in told
+    assert "optim.lr_base (0.001 -> 0.002), run.amp (False -> True), schedule.epochs (3" in told
+    assert "; --run.allow-changes resumes it with these changes\n" in told
     assert train(config, *more, ALLOW) == 0
     assert "resumed  after step 0 of epoch 4" in capsys.readouterr().out
     assert rows(folder)[:3] == before
@@ -74,7 +72,7 @@ def test_what_makes_another_run_is_refused_with_the_switch_and_without(
         for more in ((), (ALLOW,), (ALLOW, "--optim.lr-base", "0.5")):
             assert again(*words, *more) == 2
             told = capsys.readouterr().err
-            assert f"is of a run with other {key}; choose another --run.output" in told
+            assert f"run in {stopped / 'last.pt'}: {key}; choose another --run.output" in told
             assert "allow-changes" not in told
             assert told.count("\n") == 1
     assert (stopped / "last.pt").read_bytes() == before

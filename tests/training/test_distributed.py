@@ -253,7 +253,7 @@ def test_lost_process_ends_the_others_with_one_line(config, tmp_path) -> None:
     processes[1].kill()
     printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [6, -signal.SIGKILL], printed
-    assert printed[0][1] == "error: another process of the run is gone; its own error says why\n"
+    assert printed[0][1] == "error: another process of the run died; see its own error message\n"
 
 
 @pytest.mark.nightly
@@ -274,13 +274,13 @@ def test_environment_of_a_launcher_is_read(monkeypatch) -> None:
     with connect(run) as world:
         assert world == World(0, 1)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is missing or wrong"), connect(run):
+    with pytest.raises(ConfigError, match="is missing or not an integer"), connect(run):
         pass
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(distributed, "_MEETING", timedelta(seconds=0.3))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(ConfigError, match="cannot meet at MASTER_ADDR:MASTER_PORT"), connect(run):
+    with pytest.raises(ConfigError, match="cannot connect at MASTER_ADDR"), connect(run):
         pass
 
 

@@ -80,7 +80,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     command += ["--model.img-size", "16", "--model.embed-dim", "16", "--model.depth", "1"]
     monkeypatch.setattr(sys, "argv", [*command, "--schedule.epochs", "1"])
     assert run_script(train_imagenet.main) == 3
-    told = "images must lie at photos/train/train/<class>/<image>, or at photos/train/<class>/<image> with"
+    told = "images at photos/train/train/<class>/<image>, or at photos/train/<class>/<image> with"
     assert f"{told} --data.val-fraction 0.1" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.val-fraction", "0.5"])
     assert run_script(train_imagenet.main) == 0

@@ -181,7 +181,7 @@ def test_background_holds_in_training_and_validation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_32_bits_are_refused(mode) -> None:
-    message = f"TIFF with pixels of mode {mode}, whose range is not defined; they must have 8 or 16"
+    message = f"TIFF has pixels of mode {mode}, which has no defined range; expected 8 or 16 bits"
     with pytest.raises(DataError, match=message):
         decode(encoded(Image.new(mode, (4, 4)), "TIFF"), "RGB")
 

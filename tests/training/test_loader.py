@@ -161,7 +161,7 @@ def test_splits_must_have_the_same_classes_in_the_same_order(config, image_folde
 
 def test_other_number_of_classes_is_an_error(config) -> None:
     model = dataclasses.replace(config.model, num_classes=5)
-    with pytest.raises(DataError, match=r"has 4 classes, model\.num_classes is 5"):
+    with pytest.raises(DataError, match=r"has 4 classes, but model\.num_classes is 5"):
         train_data(dataclasses.replace(config, model=model))
 
 

@@ -164,16 +164,16 @@ def test_what_does_not_fit_is_refused(
     (tmp_path / "text.pt").write_text("mine")
     capsys.readouterr()
     for arguments, code, message in (
-        ((str(checkpoint), "--model.name", "vil_tiny_exact"), 2, "(longhorn), and vil_tiny_exact"),
+        ((str(checkpoint), "--model.name", "vil_tiny_exact"), 2, "(longhorn), but vil_tiny_exact"),
         (
             (str(released), "--model.name", "vim_tiny"),
             2,
-            "vim_tiny computes another function (mamba)",
+            "vim_tiny has another recurrence (mamba)",
         ),
         (
             (str(released), "--model.name", "test_vit"),
             2,
-            "test_vit computes another function (no scan)",
+            "test_vit has another recurrence (no scan)",
         ),
         ((str(checkpoint), "--model.embed-dim", "32"), 2, "patch_embed.proj.weight"),
         ((str(checkpoint), "--model.depth", "3"), 2, "blocks.2.norm.weight is missing"),
@@ -181,13 +181,13 @@ def test_what_does_not_fit_is_refused(
         (
             (str(checkpoint), "--model.args", "patch_drop_rate=0.5", "--model.img-size", "24"),
             2,
-            "model.args patch_drop_rate=0.5 at 24 px: patches can be left out",
+            "model.args patch_drop_rate=0.5 at 24 px: patch_drop_rate and keep need a",
         ),
         ((str(bare),), 2, "model.name is missing: "),
         ((str(tmp_path / "none.pt"),), 2, "none.pt is not a file, a folder, hf-hub:NAME"),
-        ((str(checkpoint.parent),), 5, "is the folder of a run; name its checkpoint"),
+        ((str(checkpoint.parent),), 5, "is the folder of a run; pass its checkpoint"),
         ((str(tmp_path / "text.pt"),), 5, "text.pt is not a torch.save file"),
-        (("vil_tiny",), 5, "vil_tiny has no trained weights"),
+        (("vil_tiny",), 5, "timm has no weights for vil_tiny"),
     ):
         folder = ("--run.output", str(tmp_path / "new"))
         assert train(open_config, "--model.pretrained", *arguments, *folder) == code, arguments
@@ -195,4 +195,4 @@ def test_what_does_not_fit_is_refused(
         assert message in error
         assert error.count("\n") == 1
     assert train(open_config, "--model.pretrained-ema", "--run.output", str(tmp_path / "new")) == 2
-    assert "model.pretrained_ema has no use without" in capsys.readouterr().err
+    assert "model.pretrained_ema needs --model.pretrained" in capsys.readouterr().err

@@ -264,13 +264,13 @@ def test_command_line_wins_over_recipe() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optim:\n  lr_bas: 1\n", r"recipe\.yaml: optim\.lr_bas is no setting"),
-        ("optimiser:\n  lr: 1\n", r"recipe\.yaml: optimiser is no setting"),
+        ("optim:\n  lr_bas: 1\n", r"recipe\.yaml: optim\.lr_bas is not an option"),
+        ("optimiser:\n  lr: 1\n", r"recipe\.yaml: optimiser is not an option"),
         ("optim: 1\n", "optim must be an object, got 1"),
         ("- lr\n", "it must be an object, got 'lr'"),
         ("optim: {lr: [\n", "is not YAML"),
-        ("optim:\n  lr_base: 1.0\n  lr_base: 2.0\n", "lr_base stands 2 times.*line 2, column 3"),
-        ("optim:\n  lr_base: 1.0\ndata: {}\noptim:\n  eps: 1e-9\n", "optim stands 2 times"),
+        ("optim:\n  lr_base: 1.0\n  lr_base: 2.0\n", "lr_base occurs 2 times.*line 2, column 3"),
+        ("optim:\n  lr_base: 1.0\ndata: {}\noptim:\n  eps: 1e-9\n", "optim occurs 2 times"),
         ("optim:\n  lr_base: fast\n", r"optim\.lr_base must be a valid number, got 'fast'"),
         ("data:\n  batch_size: 12.5\n", r"batch_size must be a valid integer, got 12\.5"),
         ("data:\n  dataset: cifar\n", "must be 'digits', 'folder' or 'wds', got 'cifar'"),

@@ -119,9 +119,7 @@ def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
         assert train(several, "--run.output", str(parts)) == 143
     changed = ("--run.output", str(parts), "--data.img-sizes", "8", "16", "--run.allow-changes")
     assert train(several, *changed) == 2
-    assert (
-        "other data.img_sizes ((8, 16, 24) -> (8, 16)); choose another" in capsys.readouterr().err
-    )
+    assert "data.img_sizes ((8, 16, 24) -> (8, 16)); choose another" in capsys.readouterr().err
     assert train(read_recipe(parts / "config.yaml")) == 0
     assert sizes[12:] == sizes[:12]
     assert rows(parts) == rows(whole)
@@ -153,7 +151,7 @@ def test_resume_with_other_images_is_refused(config, image_folder, train, capsys
     train(config, "--run.output", str(tmp_path / "run"))
     (image_folder / "train" / "ash" / "0.jpg").unlink()
     assert train(config, "--run.output", str(tmp_path / "run")) == 3
-    assert "training images are not those that the run in" in capsys.readouterr().err
+    assert "training images differ from those that the run in" in capsys.readouterr().err
 
 
 def test_non_finite_steps_change_nothing_and_are_named(
@@ -198,8 +196,8 @@ def test_too_many_non_finite_steps_end_the_run(
     assert train(chosen, "--run.output", str(tmp_path / "run")) == 4
     message = capsys.readouterr().err
     assert re.fullmatch(
-        r"error: 3 steps were skipped .*, optim\.max_bad_steps is 2; the last was step 4 of epoch 2,"
-        r" loss nan; their images are in .*skipped\.txt\n",
+        r"error: 3 steps were skipped .* more than optim\.max_bad_steps 2; the last was step 4 of "
+        r"epoch 2, loss nan; .*skipped\.txt lists their images\n",
         message,
     )
     last = load(tmp_path / "run" / "last.pt")
@@ -238,7 +236,7 @@ def test_unreadable_images_are_skipped_counted_and_named(
     assert "skipped  1 images, 0 steps" in capsys.readouterr().out
     strict = with_(chosen, "data", max_bad_images=0.0)
     assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
-    assert "1 of 32 training images are no good, more than" in capsys.readouterr().err
+    assert "1 of 32 training images are unusable, more than" in capsys.readouterr().err
 
 
 def blank_first_image(shard: Path) -> None:
@@ -263,7 +261,7 @@ def test_failed_saves_are_told_and_the_last_must_succeed(
 
     monkeypatch.setattr(torch, "save", full_disk)
     assert train(config, "--run.output", str(tmp_path / "freed")) == 0
-    assert capsys.readouterr().out.count("No space left on device; training goes on without") == 2
+    assert capsys.readouterr().out.count("No space left on device; training continues") == 2
     assert load(tmp_path / "freed" / "last.pt")["epoch"] == 3
     monkeypatch.setattr(torch, "save", lambda *_: full_disk({"run": {"history": [1]}}, None))
     assert train(config, "--run.output", str(tmp_path / "full")) == 5

@@ -161,7 +161,7 @@ def test_tracker_that_fails_is_told_once_and_stops_nothing(
     told = capsys.readouterr().out
     assert told.count("warning") == 1
     assert (
-        "warning: run.tracker wandb fails, training goes on without: "
+        "warning: run.tracker wandb failed; training continues untracked: "
         f"ConnectionError: {call}: no network and more\n"
     ) in told
     assert len(steps(tmp_path / "run")) == 12

@@ -80,9 +80,9 @@ WAYS = {
     ),
     "a fault in the loader": Way(before(loader, "decode_for"), TypeError("a fault"), None, ""),
     "no memory to load": Way(before(loader, "decode_for"), MemoryError(), 2, "too little memory"),
-    "a dead loader process": Way(begins, kill_a_loader, 6, "a loader process is gone", WORKERS),
+    "a dead loader process": Way(begins, kill_a_loader, 6, "worker failed", WORKERS),
     "a loader process that dies as it hands over": Way(
-        before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "is gone", WORKERS
+        before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "worker died", WORKERS
     ),
     "validation images gone": Way(before(engine, "_score"), DataError("gone"), 3, "gone"),
     "no memory for a step": Way(begins, OOM, 2, "Tried to allocate 2 GiB); raise run.grad_accum"),
@@ -94,13 +94,13 @@ WAYS = {
     ),
     # Failures of curves and logs do not end a run.
     "a curve that fails": Way(
-        before(report, "draw_curve"), ValueError("no font"), 0, "no font; training goes on without"
+        before(report, "draw_curve"), ValueError("no font"), 0, "no font; training continues"
     ),
     "a log that fails": Way(
         before(report.Report, "_append_steps"),
         ValueError("a fault"),
         0,
-        "a fault; training goes on",
+        "a fault; training continues",
     ),
 }
 
@@ -186,7 +186,7 @@ def test_too_many_bad_images_leave_the_checkpoint_before_them(
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 4, blank)
         assert train(chosen, "--run.output", str(folder)) == 3
-    assert "training images are no good, more than" in capsys.readouterr().err
+    assert "training images are unusable, more than" in capsys.readouterr().err
     assert load(folder / "last.pt")["run"]["step"] == 4
     for path in away.glob("*.jpg"):
         path.write_bytes((tmp_path / path.name).read_bytes())
@@ -229,9 +229,8 @@ def test_disk_that_hangs_ends_the_run(chosen, train, capsys, monkeypatch, tmp_pa
     monkeypatch.setattr(loader, "_PATIENCE", 3)
     monkeypatch.setattr(loader._TrainImages, "_decode", hang)
     assert train(chosen, "--run.output", str(tmp_path / "run"), *WORKERS) == 6
-    assert (
-        "a loader process is gone (DataLoader timed out after 3 seconds)" in capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "a data-loading worker failed (DataLoader timed out after 3 seconds)" in told
     assert not multiprocessing.active_children()
 
 

@@ -87,13 +87,13 @@ def test_tensors(kind: str, content: dict[str, Any], tmp_path: Path) -> None:
         (("pretrained_cfg", "mean"), "grey", "pretrained_cfg.mean must be a list of finite"),
         (("pretrained_cfg", "input_size"), (3, 16), "must be three whole numbers above 0"),
         (("pretrained_cfg", "crop_pct"), float("nan"), "must be a finite number, got nan"),
-        *((("model_args", key), True, f"model_args has {key}, which") for key in NOT_OF_A_MODEL),
+        *((("model_args", key), True, f"must not contain {key}, which") for key in NOT_OF_A_MODEL),
         (("model_args", "norm_layer"), "nope", "norm_layer must be None, a class, or a name"),
-        (("model_args", "num_classes"), 4, "model_args has num_classes 4, and its head 3"),
+        (("model_args", "num_classes"), 4, "num_classes 4, but head.weight has 3"),
         (("model_args", "d_state"), 32, "size mismatch for blocks.0.mixer.x_proj_weight"),
         (("model_args",), [1], "model_args must be a dictionary"),
         (("run", "history", 0, "epoch"), "first", "history must be a list of rows"),
-        (("arch",), 5, "architecture must be text, got 5"),
+        (("arch",), 5, "architecture must be a string, got 5"),
         (("arch",), "vil_tiny.nope", "vil_tiny.nope"),
         (("state_dict",), {}, "has no state dict"),
         (("state_dict",), {"norm.weight": 1}, "has no state dict"),
@@ -117,5 +117,5 @@ def test_what_an_asked_dtype_or_device_cannot_hold(content: dict[str, Any], tmp_
     assert vil.load(tmp_path / "large.pt").norm.weight[0] == 1e30
     with pytest.raises(ValueError, match=r"norm\.weight is not finite"):
         vil.load(tmp_path / "large.pt", dtype=torch.float16)
-    with pytest.raises(ValueError, match="device meta holds no numbers"):
+    with pytest.raises(ValueError, match="device meta, which stores no values"):
         vil.load(tmp_path / "large.pt", device="meta")

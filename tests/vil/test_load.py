@@ -418,7 +418,7 @@ def test_what_is_no_source_is_refused(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused(
-        lambda: vil.load(checkpoint.parent), f"{checkpoint.parent} is the folder of a run; name its"
+        lambda: vil.load(checkpoint.parent), f"{checkpoint.parent} is the folder of a run; pass its"
     )
     text = tmp_path / "notes.txt"
     text.write_text("These are my notes.")
@@ -434,7 +434,7 @@ def test_what_is_no_source_is_refused(
     monkeypatch.chdir(tmp_path)
     for name in ("vil_tiny.pt", "resnet18.pth", "nothing", "a/b.pt", "local-dir:none"):
         refused(lambda name=name: vil.load(name), name, kind=FileNotFoundError)
-    refused(lambda: vil.load("vil_tiny"), "vil_tiny has no trained weights")
+    refused(lambda: vil.load("vil_tiny"), "timm has no weights for vil_tiny")
     refused(lambda: vil.load("resnet18", ema=True), "no averaged weights", kind=LookupError)
 
 

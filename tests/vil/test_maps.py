@@ -114,9 +114,9 @@ def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
     model, images = small(), pictures()
     deit = timm.create_model("deit_tiny_patch16_224", depth=1)
     for function in (maps.token_matrix, maps.rollout, maps.step_size, maps.decay):
-        with pytest.raises(ValueError, match="model must be or contain one model of this package"):
+        with pytest.raises(ValueError, match="model must be or contain exactly one model"):
             function(deit, images)
         with pytest.raises(ValueError, match="images must be floating-point"):
             function(model, images[0])
-    with pytest.raises(ValueError, match="block must be a number of the 2 blocks, got 2"):
+    with pytest.raises(ValueError, match="block must be from -2 to 1, got 2"):
         maps.token_matrix(model, images, 2)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
     ("arguments", "message"),
     [
         (["vil_tinny"], "Unknown model (vil_tinny)"),
-        (["vil_tiny", "--img-size", "100"], "patches of 16 px every 16 px, got (100, 100)"),
+        (["vil_tiny", "--img-size", "100"], "patches of 16 px with stride 16 px, got (100, 100)"),
     ],
 )
 def test_bad_arguments_are_named(

@@ -170,8 +170,7 @@ def save(folder: Path, run: Run) -> None:
 def kept_checkpoints(folder: Path) -> str:
     """Return a message that lists the intact checkpoints of a run that failed."""
     names = [name for name in CHECKPOINTS if is_there(folder / name)]
-    verb = "are" if len(names) > 1 else "is"
-    return f"{', '.join(names) or 'no checkpoint'} in {folder} {verb} from before and intact"
+    return f"intact earlier checkpoints in {folder}: {', '.join(names) or 'none'}"
 
 
 def load_newest(folder: Path) -> dict[str, Any] | None:
@@ -193,26 +192,29 @@ def load_newest(folder: Path) -> dict[str, Any] | None:
             continue
         for bad, error in damaged.items():
             aside = bad.replace(bad.with_name(f"{bad.stem}.damaged.pt"))
-            log.warning(f"{error}; it is now {aside.name}")
+            log.warning(f"{error}; renamed it to {aside.name}")
         state = _STATE.validate_python(saved["run"])
         if path.name == LAST and state.best_is_last:  # the run was killed before it linked best.pt
             link_atomically(path, folder / BEST)
         if state.best_epoch and not is_there(folder / BEST):
             log.warning(
-                f"{folder / BEST} of epoch {state.best_epoch} is gone; only a better epoch writes it"
+                f"{folder / BEST} of epoch {state.best_epoch} is missing; only a better epoch "
+                f"writes it again"
             )
         return saved
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     aside = [name for name in names if name.endswith(".damaged.pt")]
     if damaged or aside:
         raise OutputError(
-            f"no checkpoint in {folder} is whole: {'; '.join(map(str, damaged.values())) or ', '.join(aside)}; if the "
-            f"disk was at fault, give one its name last.pt back and run again; to start over, choose another "
+            f"all checkpoints in {folder} are damaged: "
+            f"{'; '.join(map(str, damaged.values())) or ', '.join(aside)}; if a disk error was the "
+            f"cause, rename one back to last.pt and run again; to start over, choose another "
             f"--run.output"
         )
     if names:
         raise OutputError(
-            f"output folder {folder} holds {names[0]} and no run to continue; choose another --run.output"
+            f"output folder {folder} contains {names[0]}, but no run to resume; choose another "
+            f"--run.output"
         )
     return None
 
@@ -226,8 +228,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         saved = load_archive(path)
-        if not saved.keys() >= {"state_dict", "epoch", "config", "asked"}:
-            raise KeyError("parts are missing")
+        if lacking := {"state_dict", "epoch", "config", "asked"} - saved.keys():
+            raise KeyError(min(lacking))
         for key in ("state_dict", "state_dict_ema"):
             check_plain(saved.get(key, {}), path)
             check_finite(saved.get(key, {}), path)
@@ -270,11 +272,12 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
     refused = sorted(changed - allowed)
     if refused:
         told = ", ".join(f"{key} ({filled[key]} -> {after[key]})" for key in refused)
-        how = "choose another --run.output, or the same settings to continue it"
+        how = "choose another --run.output, or repeat the run's options to resume it"
         if set(refused) <= marked("changeable"):
-            how += "; --run.allow-changes lets it go on with these"
+            how += "; --run.allow-changes resumes it with these changes"
         raise ConfigError(
-            f"{saved['origin']} is of a run with other {told}; {how}", everywhere=True
+            f"options differ from those of the run in {saved['origin']}: {told}; {how}",
+            everywhere=True,
         )
     chosen = {key: after[key] for key in free | changed} | once
     return _with(config, chosen), _with(asked, chosen)
@@ -290,8 +293,8 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
     origin = saved["origin"]
     for split, fingerprint in run.fingerprints.items():
         if saved["data"].get(split) != fingerprint:
-            told = f"the {split} images are not those that the run in {origin} began with"
-            raise DataError(told, everywhere=True)
+            told = f"the {split} images differ from those that the run in {origin} started with"
+            raise DataError(f"{told}; choose another --run.output", everywhere=True)
     try:
         _load(run.trainee.model, saved["state_dict"])
         for model in run.trainee.averages:

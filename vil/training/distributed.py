@@ -104,7 +104,7 @@ def connect(run: RunConfig) -> Iterator[World]:
         if not _LOST.search(str(error)) or is_dead_loader(error):
             raise
         raise LostProcessError(
-            "another process of the run is gone; its own error says why"
+            "another process of the run died; see its own error message"
         ) from error
     finally:
         if dist.is_initialized():
@@ -132,7 +132,7 @@ def _store() -> dist.Store:
         store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the processes cannot meet at MASTER_ADDR:MASTER_PORT: {first_line(error)}"
+            f"the processes cannot connect at MASTER_ADDR:MASTER_PORT: {first_line(error)}"
         ) from error
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -149,7 +149,9 @@ def _world(run: RunConfig) -> World:
             rank, size = 0, 1
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"RANK is set but WORLD_SIZE is missing or wrong: {error}") from error
+        raise ConfigError(
+            f"RANK, WORLD_SIZE or LOCAL_RANK is missing or not an integer: {error}; use torchrun"
+        ) from error
     return World(rank, size, _device(run, local_rank))
 
 

@@ -114,7 +114,9 @@ def check_targets(targets: torch.Tensor, num_classes: int) -> None:
     low, high = targets.aminmax()
     if low < 0 or high >= num_classes:
         wrong = int(low if low < 0 else high)
-        raise DataError(f"the data holds label {wrong}, model.num_classes is {num_classes}")
+        raise DataError(
+            f"labels must be 0 to {num_classes - 1} (model.num_classes {num_classes}), got {wrong}"
+        )
 
 
 def _accumulate(trainee: Trainee, step: Step, config: TrainConfig) -> torch.Tensor:

@@ -160,8 +160,8 @@ def _explained(error: Exception) -> UserError | None:
         )
     if is_dead_loader(error):
         return LostProcessError(
-            f"a loader process is gone ({first_line(error)}); if memory is short, lower data.num_workers; if "
-            f"/dev/shm is, give the container more, as with docker run --shm-size 8g"
+            f"a data-loading worker failed ({first_line(error)}); if memory is short, lower "
+            f"data.num_workers; if /dev/shm is full, enlarge it, as with docker run --shm-size 8g"
         )
     return None
 

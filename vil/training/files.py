@@ -130,8 +130,8 @@ def _lock(file: BinaryIO, folder: Path) -> None:
                 f"output folder {folder} cannot be locked: {error.strerror}"
             ) from error
         log.warning(
-            f"the disk of {folder} has no locks ({error.strerror}): a second process that wrote there would not be "
-            f"noticed"
+            f"the disk of {folder} does not support locks ({error.strerror}): a second process "
+            f"that writes there will not be noticed"
         )
 
 

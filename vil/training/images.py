@@ -340,7 +340,8 @@ def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
         raise DataError(f"there are no images in the sub-folders of {folder}")
     if empty:
         raise DataError(
-            f"class folder {printable(str(folder / empty[0]))} has no images ({len(empty)} such, of {len(classes)})"
+            f"class folder {printable(str(folder / empty[0]))} has no images "
+            f"({len(empty)} of {len(classes)} class folders have none)"
         )
     return paths, classes, labels
 
@@ -422,7 +423,7 @@ def _find_split(data: DataConfig, training: bool) -> Path:
         if is_folder(Path(data.path, name)):
             return Path(data.path, name)
     raise DataError(
-        f"data.path {data.path} has no folder {' or '.join(names)}; images must lie at "
+        f"no folder {' or '.join(names)} in data.path {data.path}; expected images at "
         f"{Path(data.path, names[-1])}/<class>/<image>, or at {data.path}/<class>/<image> with "
         f"--data.val-fraction 0.1"
     )
@@ -435,8 +436,8 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
         image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     ):
         raise DataError(
-            f"{image.format} with pixels of mode {image.mode}, whose range is not defined; "
-            f"they must have 8 or 16 bits"
+            f"{image.format} has pixels of mode {image.mode}, which has no defined range; "
+            f"expected 8 or 16 bits"
         )
     return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 

@@ -86,16 +86,16 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     count, share = len(source.excluded), data.max_bad_images if training else 0.0
     if count > share * (source.num_images + count):
         raise DataError(
-            f"{count} of {source.num_images + count} {split} images have no usable label, "
-            f"the first: {source.excluded[0]}"
+            f"{count} of {source.num_images + count} {split} images have no usable label, more "
+            f"than the allowed fraction {share:g}; the first: {source.excluded[0]}"
         )
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
     found = model.num_classes if source.classes is None else len(source.classes)
     if model.num_classes not in (None, found):
         raise DataError(
-            f"the {split} data has {found} classes, model.num_classes is {model.num_classes}; "
-            f"leave it out, or pass --model.num-classes {found}"
+            f"the {split} data has {found} classes, but model.num_classes is {model.num_classes}; "
+            f"to train, leave it unset or pass --model.num-classes {found}"
         )
     if training and data.images_per_class is not None:
         return Subset(source, data.images_per_class, model.num_classes)
@@ -220,7 +220,7 @@ class ValData:
             line for told in self.world.gather(batches) for batch in told for line in batch if line
         ]
         if bad:
-            several = f"{len(bad)} validation images are no good: " if len(bad) > 1 else ""
+            several = f"{len(bad)} validation images are unreadable: " if len(bad) > 1 else ""
             more = f"; and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
             raise DataError(several + "; ".join(bad[:_MOST_NAMED]) + more, everywhere=True)
 
@@ -261,7 +261,7 @@ def _loaded(loader: DataLoader) -> Iterator[Any]:
     try:
         yield from loader
     except (ConnectionError, EOFError) as error:
-        raise RuntimeError(f"DataLoader worker is gone: {type(error).__name__}") from error
+        raise RuntimeError(f"DataLoader worker died: {type(error).__name__}") from error
 
 
 @cache

@@ -120,7 +120,8 @@ def make_shards(options: MakeOptions) -> None:
     names = all(re.fullmatch(r"[\w-]+", split) for split in splits)
     if not splits or not names or len(set(splits)) < len(splits):
         raise ConfigError(
-            f"splits must be different names of folders, got {' '.join(splits) or 'none'}"
+            f"splits must be distinct folder names of letters, digits, - and _, got "
+            f"{' '.join(splits) or 'none'}"
         )
     if not is_folder(Path(options.images)):
         raise DataError(f"IMAGE_FOLDER {options.images} is not a folder")
@@ -133,7 +134,7 @@ def make_shards(options: MakeOptions) -> None:
     for plan in plans:
         count = sum(map(len, plan.shards.values()))
         log.info(f"{plan.name:12}{count:,} images in {len(plan.shards):,} shards")
-    log.info(f"{'written':12}{len(missing):,} shards; {len(jobs) - len(missing):,} were there")
+    log.info(f"{'written':12}{len(missing):,} shards; {len(jobs) - len(missing):,} already existed")
 
 
 def verify_shards(options: VerifyOptions) -> None:
@@ -145,7 +146,7 @@ def verify_shards(options: VerifyOptions) -> None:
     folder = Path(options.shards)
     splits = read_info(folder)
     if not splits:
-        raise DataError(f"SHARD_FOLDER {folder} has no {INFO_NAME} that names shards")
+        raise DataError(f"SHARD_FOLDER {folder} has no {INFO_NAME}, or it lists no splits")
     for name, split in splits.items():
         if not split.keys() >= {"made_from", "shard_lengths"}:
             raise DataError(f"split {name} in {folder} was not written by make_shards.py")
@@ -163,7 +164,7 @@ def verify_shards(options: VerifyOptions) -> None:
             f"{len(damaged)} of {len(jobs)} shards in {folder} are damaged; delete them and their "
             f"indexes, then make_shards.py writes them again"
         )
-    log.info(f"all whole: {sum(length for _, length in jobs):,} images in {len(jobs):,} shards")
+    log.info(f"all intact: {sum(length for _, length in jobs):,} images in {len(jobs):,} shards")
 
 
 def _plan(split: str, options: MakeOptions) -> _Plan:
@@ -206,7 +207,7 @@ def _sizes(paths: list[str], num_workers: int | None) -> list[int]:
     empty = [path for path, size in zip(paths, sizes, strict=True) if size == 0]
     if empty:
         raise DataError(
-            f"image {printable(min(empty))} is empty ({len(empty)} such, of {len(paths)})"
+            f"image {printable(min(empty))} is empty ({len(empty)} of {len(paths)} images are)"
         )
     return sizes
 
@@ -237,18 +238,20 @@ def _announce(folder: Path, plans: list[_Plan]) -> None:
     (first, expected), *others = classes.items()
     for name, found in others:
         if found != expected:
-            differing = sorted(set(found or ()) ^ set(expected or ())) or ["in another order"]
-            raise DataError(f"the classes of splits {first} and {name} differ, as {differing[0]}")
+            differing = sorted(set(found or ()) ^ set(expected or ())) or ["their order"]
+            raise DataError(f"the classes of splits {first} and {name} differ: {differing[0]}")
     for plan in plans:
         before = present.get(plan.name, {}).get("made_from")
         if plan.name in present and before != plan.made_from:
             raise OutputError(
-                f"SHARD_FOLDER {folder} holds split {plan.name} made from {before}, now it is {plan.made_from}; "
-                f"choose another folder"
+                f"SHARD_FOLDER {folder} contains split {plan.name} made from {before}, but this "
+                f"command makes it from {plan.made_from}; choose another folder"
             )
         foreign = [name for name in plan.shards if os.path.lexists(folder / name)]
         if plan.name not in present and foreign:
-            raise OutputError(f"{folder / foreign[0]} exists and {INFO_NAME} names no such shard")
+            raise OutputError(
+                f"{folder / foreign[0]} exists, but not in {INFO_NAME}; choose another SHARD_FOLDER"
+            )
     path = folder / INFO_NAME
     info = json.loads(path.read_bytes()) if path.exists() else {"splits": {}}
     info["splits"] |= {plan.name: plan.info() for plan in plans}
@@ -294,7 +297,7 @@ def _read(image: _Image) -> bytes:
         ) from error
     if len(content) != image.size:
         raise DataError(
-            f"image {printable(image.path)} changed meanwhile, from {image.size} to {len(content)} bytes"
+            f"image {printable(image.path)} changed from {image.size} to {len(content)} bytes"
         )
     return content
 

@@ -145,11 +145,12 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
         device = next(model.parameters()).device
         model.eval()(torch.zeros(1, config.in_chans, size, size, device=device))
     except (RuntimeError, ValueError, AssertionError) as error:
-        cure = f"without data.img_sizes it trains at model.img_size {config.img_size}"
+        cure = f"omit data.img_sizes to train at model.img_size {config.img_size}"
         if not getattr(model, "dynamic_img_size", True):
-            cure = f"pass --model.args dynamic_img_size=True; {cure}"
+            cure = f"pass --model.args dynamic_img_size=True, or {cure}"
         raise ConfigError(
-            f"data.img_sizes {size}: {config.name} takes no image of {size} px ({one_line(error)}); {cure}"
+            f"data.img_sizes {size}: {config.name} does not support images of {size} px "
+            f"({one_line(error)}); {cure}"
         ) from error
     model.train()
 

@@ -79,7 +79,7 @@ class _Loader(yaml.SafeLoader):
         times = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and times[key.value] > 1:
-                problem = f"{key.value} stands {times[key.value]} times"
+                problem = f"{key.value} occurs {times[key.value]} times"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
         return node
 
@@ -121,7 +121,7 @@ def _described(problem: Any) -> str:
     name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in problem["loc"])[1:]
     words = problem["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{name} is no setting"
+        return f"{name} is not an option"
     value = problem["input"]
     shown = " ".join(map(brief, value[:8])) if isinstance(value, list | tuple) else brief(value)
     return f"{name or 'it'} {words}, got {shown or 'none'}"

@@ -78,11 +78,12 @@ def release(options: ReleaseConfig) -> None:
         raise OutputError(f"{folder} exists; choose another folder")
     if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", options.license):
         raise ConfigError(
-            f"--license must be a name of the hub's, as apache-2.0 or other, got {options.license!r}"
+            f"--license must be a license identifier of the Hugging Face hub, such as apache-2.0 "
+            f"or other, got {options.license!r}"
         )
     weights = read_source(options.checkpoint, options.ema)
     if weights.config is None:
-        raise ConfigError(f"{path} was not written by train_imagenet.py, whose runs are released")
+        raise ConfigError(f"CHECKPOINT {path} must be a checkpoint of train_imagenet.py")
     config = from_dict(weights.config, f"{path}: ")
     try:
         model, _ = model_with(weights)

@@ -232,7 +232,7 @@ class Report:
             f"{self.train_data.num_images:,} images to train on, {self.val_data.num_images:,} held out, "
             f"{config.model.num_classes} classes"
             + (f"; {excluded} without a usable label left out" if excluded else "")
-            + f"\nweights  {trainee.origin if state.step == 0 else 'of the run that is continued'}"
+            + f"\nweights  {trainee.origin if state.step == 0 else 'of the resumed run'}"
             f"\nepochs   {self.epochs} of {self.length:,} batches of {config.data.batch_size}"
             + (spread if world.size * parts > 1 else "")
             + f", peak lr {config.peak_lr:g} for that batch\n"
@@ -318,7 +318,8 @@ class Report:
         except Exception as error:  # disks and matplotlib raise many types
             if is_dead_loader(error):
                 raise
-            log.warning(f"{type(error).__name__}: {one_line(error)}; training goes on without")
+            told = f"{type(error).__name__}: {one_line(error)}"
+            log.warning(f"{told}; training continues without this file")
 
     def _rest(self) -> str:
         """Return the number of skipped images and steps, and the time left at the mean pace since this start."""
@@ -462,6 +463,6 @@ class Tracking:
             self.tracker = None
             why = f"{type(error).__name__}: {one_line(error)}"
             log.warning(
-                f"run.tracker {self.config.run.tracker} fails, training goes on without: {why}"
+                f"run.tracker {self.config.run.tracker} failed; training continues untracked: {why}"
             )
             return None

@@ -67,12 +67,14 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
     if not name:
         raise ConfigError(
             "model.name is missing: "
-            + (f"{weights.origin} does not say it" if weights else "name a model of timm")
+            + (f"{weights.origin} does not name its model; " if weights else "")
+            + "pass a timm model, for example --model.name vil_tiny"
         )
     channels, height, width = described.get("input_size", (3, 224, 224))
     if height != width and model.img_size is None:
         raise ConfigError(
-            f"model.img_size is missing: {weights.origin} is of {height} x {width} px"
+            f"model.img_size is missing: {weights.origin} has images of {height} x {width} px, "
+            "which are not square"
         )
     args = {} if weights is None else weights.model_args
     sizes = {key: args[key] for key in MODEL_SIZES if isinstance(args.get(key), int)}
@@ -125,8 +127,8 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
         if train.classes is None:
             largest = max(int(source.labels.max()) for source in (train, val))
             raise DataError(
-                f"model.num_classes is missing: the data holds class indices without names, up to "
-                f"{largest}; pass --model.num-classes {largest + 1} if that is all"
+                f"model.num_classes is missing: the data has class indices without names, up to "
+                f"{largest}; pass --model.num-classes {largest + 1} if there are no other classes"
             )
         num_classes = len(train.classes)
     batch, warmup = config.data.batch_size, config.schedule.warmup_epochs

@@ -327,11 +327,12 @@ class TrainConfig(Section):
         """Yield a message for each missing option and each conflict between options."""
         model, data, schedule = self.model, self.data, self.schedule
         if ":" in (model.name or ""):
-            yield f"model.name takes no weights, got {model.name}; pass --model.pretrained {model.name}"
+            told = f"model.name must be a timm model, got {model.name}"
+            yield f"{told}; pass --model.pretrained {model.name}"
         if model.pretrained is None and model.name is None:
-            yield "model.name is missing: a model of timm, vil_tiny say, or --model.pretrained SOURCE"
+            yield "model.name is missing; pass --model.name vil_tiny, or --model.pretrained SOURCE"
         if model.pretrained is None and model.pretrained_ema:
-            yield "model.pretrained_ema has no use without model.pretrained"
+            yield "model.pretrained_ema needs --model.pretrained"
         try:
             parse_args(model.args)
         except ConfigError as error:
@@ -339,9 +340,9 @@ class TrainConfig(Section):
         if data.val_fraction and data.dataset != "folder":
             yield f"data.val_fraction needs data.dataset folder, got {data.dataset}"
         if data.val_fraction and (data.train_split, data.val_split) != _SPLITS:
-            yield "data.train_split and data.val_split have no use with data.val_fraction"
+            yield "data.train_split and data.val_split have no effect with data.val_fraction"
         if data.dataset == "digits" and data.path is not None:
-            yield f"data.path has no use for data.dataset {data.dataset}, got {data.path}"
+            yield f"data.dataset {data.dataset} needs no data.path, got {data.path}"
         if data.dataset != "digits" and data.path is None:
             yield f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
         yield from self.other_channels()
@@ -352,15 +353,15 @@ class TrainConfig(Section):
             )
         if schedule.by == "step" and schedule.warmup_lr != ScheduleConfig.warmup_lr:
             yield (
-                f"schedule.warmup_lr has no use with schedule.by step, whose warm-up starts at 0, got "
-                f"{schedule.warmup_lr:g}"
+                f"schedule.warmup_lr has no effect with schedule.by step, whose warm-up starts at "
+                f"0, got {schedule.warmup_lr:g}; leave it unset"
             )
         if self.optim.best == "ema" and self.optim.model_ema_decay is None:
-            yield "optim.best ema needs averaged weights, --optim.model-ema-decay 0.9999 say"
+            yield "optim.best ema needs averaged weights, such as --optim.model-ema-decay 0.9999"
         tracker = self.run.tracker
         # find_spec also finds a plain folder of that name, such as wandb's, but without an origin.
         if tracker is not None and getattr(find_spec(tracker), "origin", None) is None:
-            yield f"run.tracker {tracker} needs its package, pip install {tracker}"
+            yield f"run.tracker {tracker} needs its package; run pip install {tracker}"
 
     def other_channels(self) -> Iterator[str]:
         """Yield a message if mean or std does not have one value per image channel."""
@@ -393,10 +394,10 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
     for key in parsed:
         if key in NOT_OF_A_MODEL:
             raise ConfigError(
-                f"model.args takes arguments that say which model it is, got {key}={brief(parsed[key])}"
+                f"model.args must only define the model, got {key}={brief(parsed[key])}"
             )
         if key in ("name", "drop_path_rate", *MODEL_ARGUMENTS):
-            raise ConfigError(f"model.args: {key} is a setting, model.{key}")
+            raise ConfigError(f"model.args must not contain {key}, use the option model.{key}")
     return parsed
 
 

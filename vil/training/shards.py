@@ -177,11 +177,12 @@ def load_index(shard: Path) -> list[Sample]:
         return samples
     if index is not None and stamp["size"] < index["size"]:
         raise DataError(
-            f"shard {shard} is truncated: {stamp['size']} of {index['size']} bytes (if it is a new one, delete {path})"
+            f"shard {shard} is truncated: {stamp['size']} of {index['size']} bytes; if this is a "
+            f"new shard, delete its index {path}"
         )
     scanned = scan(shard)
     if stamp_of(shard) != stamp:
-        raise DataError(f"shard {shard} changes while it is read: it is being written")
+        raise DataError(f"shard {shard} changed while it was read; wait until it is complete")
     if any(sample.crc32 is not None for sample in samples):
         if [sample._replace(crc32=None) for sample in samples] != scanned:
             raise DataError(
@@ -277,11 +278,11 @@ def read_info(root: Path) -> dict[str, Split]:
         told = error.errors()[0]
         place = ".".join(map(str, told["loc"]))
         raise DataError(
-            f"{path} does not describe shards as timm does: {place}: {told['msg']}"
+            f"{path} is not in timm's format for shards: {place}: {told['msg']}"
         ) from error
     for name, split in splits.items():
         if len(split.get("shard_lengths", split["filenames"])) != len(split["filenames"]):
-            raise DataError(f"{path} must have as many shard_lengths as filenames of split {name}")
+            raise DataError(f"{path} must have as many shard_lengths as filenames in split {name}")
     return splits
 
 
@@ -358,12 +359,10 @@ def _members(file: BinaryIO, shard: Path) -> list[tuple[str, str, tarfile.TarInf
                     members.append((key, extension.lower(), member))
             file.seek(tar.offset)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"shard {shard} is no tar, or not one {place}: {error}") from error
+        raise DataError(f"shard {shard} is not a valid tar file {place}: {error}") from error
     rest = file.read(1 << 20)  # tar writers pad to some KiB
     if len(rest) < tarfile.BLOCKSIZE or any(rest) or file.read(1):
-        raise DataError(
-            f"shard {shard} is truncated or damaged {place}, where a tar's end mark must be"
-        )
+        raise DataError(f"shard {shard} is truncated or damaged {place}, where a tar file must end")
     return members
 
 
@@ -406,10 +405,11 @@ def _find_shards(
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
     if missing:
         raise DataError(
-            f"{setting}: shard {root / missing[0]} is missing ({len(missing)} of {len(names)} are)"
+            f"{setting}: {len(missing)} of {len(names)} shards are missing, for example "
+            f"{root / missing[0]}"
         )
     if len(set(names)) != len(names) or not names:
-        raise DataError(f"{setting} in {root} names no shards, or one of them twice")
+        raise DataError(f"{setting} in {root} must name at least one shard, and none twice")
     return names, None if found is None else found.get("classes")
 
 
@@ -418,16 +418,16 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | No
     samples = load_index(root / name)
     count = sum(sample.offset is not None for sample in samples)
     if stated not in (None, count):
-        raise DataError(f"shard {root / name} holds {count} images, {INFO_NAME} says {stated}")
+        raise DataError(f"shard {root / name} has {count} images, but {INFO_NAME} says {stated}")
     places, keys, excluded = [], [], []
     for key, offset, size, label, checksum in samples:
         key = printable(key)
         if offset is None or not isinstance(label, int):
-            fault = "no label" if label is None else f"label {label!r} is no integer"
+            fault = "no label" if label is None else f"label {label!r} is not an integer"
             excluded.append(f"{name}: {key}: {'no image' if offset is None else fault}")
         elif not 0 <= label < (num_classes or _MOST_CLASSES):
-            limit = f"model.num_classes is {num_classes or _MOST_CLASSES}"
-            raise DataError(f"shard {root / name} sample {key} has label {label}, {limit}")
+            limit = f"must be 0 to {(num_classes or _MOST_CLASSES) - 1} (number of classes - 1)"
+            raise DataError(f"shard {root / name}: label of sample {key} {limit}, got {label}")
         else:
             places.append((offset, size, label, _NO_CHECKSUM if checksum is None else checksum))
             keys.append(key.encode())

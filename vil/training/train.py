@@ -116,18 +116,19 @@ def account(run: Run, report: Report, data: TrainData) -> None:
         step, loss = list(state.bad_steps.items())[-1]
         epoch, step_in_epoch = divmod(step, data.steps_per_epoch)
         raise NonFiniteLossError(
-            f"{len(state.bad_steps)} steps were skipped because loss or gradient was not finite, "
-            f"optim.max_bad_steps is {config.optim.max_bad_steps}; the last was step {step_in_epoch + 1} of epoch "
-            f"{epoch + 1}, loss {loss}; their images are in {report.folder / 'skipped.txt'}",
+            f"{len(state.bad_steps)} steps were skipped because the loss or gradient was not "
+            f"finite, more than optim.max_bad_steps {config.optim.max_bad_steps}; the last was "
+            f"step {step_in_epoch + 1} of epoch {epoch + 1}, loss {loss}; "
+            f"{report.folder / 'skipped.txt'} lists their images",
             everywhere=True,
         )
     count = len(state.bad_images) + len(data.source.excluded)
     if count > config.data.max_bad_images * (data.num_images + len(data.source.excluded)):
         index, why = list(state.bad_images.items())[-1]
         raise DataError(
-            f"{count} of {data.num_images} training images are no good, more than "
-            f"data.max_bad_images {config.data.max_bad_images:g}, as {data.source.name(index)}: "
-            f"{why}; all are in {report.folder / 'skipped.txt'}",
+            f"{count} of {data.num_images + len(data.source.excluded)} training images are "
+            f"unusable, more than data.max_bad_images {config.data.max_bad_images:g}, for example "
+            f"{data.source.name(index)}: {why}; {report.folder / 'skipped.txt'} lists all",
             everywhere=True,
         )
 
@@ -176,4 +177,4 @@ def write(folder: Path, run: Run, report: Report, must: bool) -> None:
         report.failed_saves += 1
         if must or report.failed_saves == _MOST_FAILED_SAVES:
             raise
-        log.warning(f"{error}; training goes on without")
+        log.warning(f"{error}; training continues without this checkpoint")

@@ -70,8 +70,8 @@ def adapt(
         and patches.shape[:1] + patches.shape[2:] != own.shape[:1] + own.shape[2:]
     ):
         raise ValueError(
-            f"{_PATCHES} is {tuple(patches.shape)} in the state dict and {tuple(own.shape)} in the model; "
-            "vil.load(path) builds the model of a checkpoint"
+            f"{_PATCHES} has shape {tuple(patches.shape)} in the state dict, but "
+            f"{tuple(own.shape)} in the model; vil.load(path) creates the model of a checkpoint"
         )
     if patches is not None:
         _adapt_levels(adapted, model, prefix)
@@ -143,10 +143,10 @@ def _adapt_levels(state_dict: dict[str, Tensor], model: nn.Module, prefix: str) 
     """Fill in the levels of a pyramid that the weights lack, or remove those that the model lacks."""
     own = {prefix + n: p for n, p in model.named_parameters() if n.startswith("pyramid.")}
     if own and not has_levels(state_dict, prefix):
-        _logger.warning("the weights have no pyramid: its levels are new")
+        _logger.warning("the weights have no pyramid levels (pyramid.*): the model keeps its own")
         state_dict.update(own)
     elif has_levels(state_dict, prefix) and not own:
-        _logger.warning("the model has no pyramid: the levels among the weights are left out")
+        _logger.warning("the model has no pyramid levels: ignoring pyramid.* of the weights")
         for name in [name for name in state_dict if name.startswith(prefix + "pyramid.")]:
             del state_dict[name]
 
@@ -166,25 +166,27 @@ def _resized_pos_embed(
     patches = pos_embed.shape[1] - prefix
     if grid is not None and grid[0] * grid[1] != patches:
         raise ValueError(
-            f"pos_embed has {pos_embed.shape[1]} tokens of a grid of {grid}, and the model expects "
-            f"{prefix} beside the grid; class_token must be the checkpoint's"
+            f"pos_embed has {pos_embed.shape[1]} tokens for a patch grid of {grid}, but the model "
+            f"needs {grid[0] * grid[1] + prefix}; class_token must be the same as in the checkpoint"
         )
     side = math.isqrt(max(patches, 0))
     square = side * side == patches
     if grid is None and patches == own_grid[0] * own_grid[1]:
         if square and own_grid != (side, side):
             raise ValueError(
-                f"pos_embed has {patches} patches and no record of their grid, which may be "
-                f"{(side, side)} or the model's {own_grid}; load a state dict as model.state_dict() "
-                "made it, or create the model with pretrained=True and pretrained_cfg_overlay="
-                "dict(file=path, input_size=(3, height, width)) of the checkpoint's images"
+                f"the grid of the {patches} patches in pos_embed is not recorded; it may be "
+                f"{(side, side)} or the model's {own_grid}; load an unchanged result of "
+                "model.state_dict(), or create the model with pretrained=True and "
+                "pretrained_cfg_overlay=dict(file=path, input_size=(3, height, width)), with the "
+                "height and width of the checkpoint's images"
             )
         grid = own_grid
     if grid is None and not square:
         raise ValueError(
-            f"pos_embed has {pos_embed.shape[1]} tokens, of which {prefix} are for the class in the model, "
-            f"and {patches} patches are no square grid, and not the model's of {own_grid}; class_token must "
-            "be the checkpoint's; where it is, build the model with its img_size, load, then call set_input_size"
+            f"pos_embed has {pos_embed.shape[1]} tokens: {prefix} for the model's class token and "
+            f"{patches} patches, which form neither a square grid nor the model's {own_grid}; "
+            "class_token must be the same as in the checkpoint; if it is, create the model with "
+            "the checkpoint's img_size, load, then call set_input_size"
         )
     grid = tuple(grid or (side, side))
     resampled = resample_abs_pos_embed(
@@ -233,8 +235,8 @@ def with_own_names(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[s
         return dict(state_dict)
     if any(name.startswith(prefix + "rope.") for name in state_dict):
         raise ValueError(
-            "the checkpoint has rotary position embeddings (rope.*), which no model here has; "
-            "expected one of the official midclstok checkpoints"
+            "the checkpoint has rotary position embeddings (rope.*), which are not supported; "
+            "use one of the official midclstok checkpoints"
         )
     converted: dict[str, Tensor] = {}
     mixers: dict[str, dict[str, Tensor]] = {}

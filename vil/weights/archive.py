@@ -53,7 +53,7 @@ def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
             raise ValueError(f"{origin}: {name} is not a dense tensor")
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(
-                f"{origin}: {name} has fewer numbers than its shape needs: {(*value.shape,)}"
+                f"{origin}: {name} has fewer values than its shape needs, {(*value.shape,)}"
             )
 
 
@@ -118,8 +118,8 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{path} {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is not a torch.save file, or contains more than tensors and plain values; what could "
-            f"execute code is not read"
+            f"{path} is not a torch.save file, or contains more than tensors and plain values; "
+            f"files that could execute code are not read"
         ) from error
     except Exception as error:  # zipfile and torch.load raise many things for a damaged file
         if raw.failure is not None:
@@ -143,7 +143,7 @@ def _check_members(file: BinaryIO) -> None:
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise _FaultError("is compressed, which torch.save does not do")
+            raise _FaultError("is compressed, so torch.save did not write it")
         if sum(member.file_size for member in members) > size:
             raise _FaultError("is damaged: its parts are larger than the whole")
         if len({member.filename for member in members}) < len(members):

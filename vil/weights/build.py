@@ -62,7 +62,7 @@ def load(
     if isinstance(model, nn.Module):
         if timm_arguments:
             raise ValueError(
-                f"{', '.join(timm_arguments)}: a module that exists takes no arguments"
+                f"model is already built, so it takes no arguments, got {', '.join(timm_arguments)}"
             )
         built, line = model, _put_inside(model, read_weights(source, ema))
     else:
@@ -92,10 +92,13 @@ def model_with(
     name = name or weights.architecture
     arguments = {key: value for key, value in arguments.items() if value is not None}  # as in timm
     if name is None:
-        raise ValueError(f"{weights.origin} does not say which model its weights are of; name it")
+        raise ValueError(
+            f"{weights.origin} does not name the model of its weights; pass it, for example "
+            f'vil.load(source, "vil_tiny")'
+        )
     if not _is_known(name):
         raise ValueError(
-            f"{weights.origin} is of {printable(name[:50])}, which is not a timm model"
+            f"{weights.origin}: model must be the name of a timm model, got {printable(name[:50])}"
         )
     if weights.architecture is not None:
         arguments = weights.model_args | arguments
@@ -103,7 +106,7 @@ def model_with(
     arguments = _classes_of_the_head(weights, name) | arguments
     for key in OTHER_WEIGHTS:
         if key in arguments:
-            raise ValueError(f"{key} cannot be an argument: the weights are of {weights.origin}")
+            raise ValueError(f"{key} must not be given: the weights come from {weights.origin}")
     features = {key: arguments.pop(key) for key in FEATURES if key in arguments}
     if features.get("features_only"):
         arguments["num_classes"] = 0  # only then a pyramid has its levels
@@ -184,10 +187,10 @@ def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:
     """Raise ValueError for weights of another recurrence, whose names and shapes may all agree."""
     theirs = _recurrence(weights.architecture, weights.model_args)
     if mine != theirs:
-        first = next((key for key in weights.state_dict if ".mixer." in key), "its first")
+        first = next((key for key in weights.state_dict if ".mixer." in key), "the first block")
         raise ValueError(
-            f"{weights.origin} has weights of {weights.architecture} ({theirs or 'no scan'}), and "
-            f"{name} computes another function ({mine or 'no scan'}) from {first} on"
+            f"{weights.origin} has weights of {weights.architecture} ({theirs or 'no scan'}), but "
+            f"{name} has another recurrence ({mine or 'no scan'}) from {first} on"
         )
 
 
@@ -266,12 +269,12 @@ def _check_dtypes(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     for name, own in model.state_dict().items():
         value = state_dict.get(name, own)
         if own.is_meta:
-            raise ValueError("device meta holds no numbers")
+            raise ValueError("the model is on device meta, which stores no values")
         if _kind(value) != _kind(own):
             raise ValueError(f"{name} is {value.dtype} in the weights and {own.dtype} in the model")
         if _kind(own) == "float" and torch.finfo(value.dtype).max > torch.finfo(own.dtype).max:
             rounded[name] = value.to(own.dtype)
-    check_finite(rounded, "as numbers of the model's dtype")
+    check_finite(rounded, "converted to the model's dtype")
 
 
 def _kind(value: Tensor) -> str:

@@ -96,7 +96,7 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
     if path.is_file() and path.suffix != ".safetensors":
         return _from_file(path, ema)
     if ema:
-        raise LookupError(f"{name} has no averaged weights; only a checkpoint has both")
+        raise LookupError(f"{name} has no averaged weights (EMA); only checkpoint files have them")
     if scheme == "hf-hub":
         return _released(name, "", load_model_config_from_hf, load_state_dict_from_hf, place)
     if path.is_dir() or scheme == "local-dir":
@@ -197,7 +197,7 @@ def _weights(
     for key in NOT_OF_A_MODEL:
         if key in described.get("model_args", {}):
             raise ValueError(
-                f"{origin}: model_args has {key}, which does not say which model it is"
+                f"{origin}: model_args must not contain {key}, which does not define a model"
             )
     cleaned = clean_state_dict(state_dict)  # without prefixes of torch.compile and DDP
     state_dict = state_dict if cleaned.keys() == state_dict.keys() else cleaned
@@ -211,7 +211,9 @@ def _weights(
         stated, head = described["model_args"].get("num_classes"), state_dict.get("head.weight")
         rows = 0 if head is None or not head.ndim else len(head) - cfg.get("label_offset", 0)
         if stated and rows and stated != rows:  # the head would silently be new
-            raise ValueError(f"{origin}: model_args has num_classes {stated}, and its head {rows}")
+            raise ValueError(
+                f"{origin}: model_args has num_classes {stated}, but head.weight has {rows} classes"
+            )
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
 
 
@@ -256,15 +258,15 @@ def _are(holds: Callable[[Any], bool], count: int | None = None) -> Callable[[An
     return lambda v: isinstance(v, list | tuple) and count in (None, len(v)) and all(map(holds, v))
 
 
-_NAMED: _Form = ("a dictionary with texts as keys", _is_named)
+_NAMED: _Form = ("a dictionary with string keys", _is_named)
 _NUMBERS: _Form = ("a list of finite numbers", _are(_is_number))
 _COUNT: _Form = ("a whole number of at least 0", _is_count)
 _NAMES: _Form = (
-    "a list of texts, or a dictionary of texts by number",
+    "a list of strings, or a dictionary from index to string",
     lambda v: _are(_is_text)(v) or (_is_named(v) and all(map(_is_text, v.values()))),
 )
 _SIZE: _Form = ("three whole numbers above 0", lambda v: _are(_is_count, 3)(v) and min(v) > 0)
-_TEXT: _Form = ("text", _is_text)
+_TEXT: _Form = ("a string", _is_text)
 _FORMS: dict[str, _Form] = {
     "architecture": _TEXT,
     "model_args": _NAMED,
@@ -282,7 +284,7 @@ _CFG_FORMS: dict[str, _Form] = {
     "std": _NUMBERS,
     "interpolation": _TEXT,
     "crop_pct": ("a finite number", _is_number),
-    "notes": ("texts", lambda v: _is_text(v) or _are(_is_text)(v)),
+    "notes": ("a string or a list of strings", lambda v: _is_text(v) or _are(_is_text)(v)),
 }
 
 
@@ -297,7 +299,7 @@ def _from_folder(folder: Path, name: str) -> Weights:
     """Read a folder in timm's layout: config.json and weights."""
     for checkpoint in (folder / "best.pt", folder / "last.pt"):
         if checkpoint.is_file():
-            raise ValueError(f"{name} is the folder of a run; name its checkpoint, {checkpoint}")
+            raise ValueError(f"{name} is the folder of a run; pass its checkpoint, {checkpoint}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{name} is not a folder with config.json and weights")
     what = "as a released model: "
@@ -335,7 +337,7 @@ def _released(
 def _from_timm(name: str) -> Weights:
     """Get the weights that timm has of a model."""
     if not timm.is_model_pretrained(name):
-        raise ValueError(f"{name} has no trained weights; name a file or a folder that has")
+        raise ValueError(f"timm has no weights for {name}; pass a file or a folder with weights")
     try:
         model = timm.create_model(name, pretrained=True)
     except Exception as error:  # also errors of a download
