@@ -185,7 +185,9 @@ def main() -> int:
     print(f"{platform.machine()}, {device}; python {platform.python_version()}, {versions}")
     backends = available_backends()
     if not backends:
-        print("only the reference backend is available; for CPUs, run pip install numba")
+        print(
+            "only the reference backend is available; pip install numba for CPUs, triton for GPUs"
+        )
         return 1
     totals = [check(backend, device) for backend, device in backends.items()]
     passed, failed = (sum(counts) for counts in zip(*totals, strict=True))

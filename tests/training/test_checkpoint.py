@@ -262,7 +262,9 @@ def test_weights_that_are_not_finite_are_not_saved(ema, run, tmp_path) -> None:
         model = run.trainee.ema.module if ema else run.trainee.model
         with torch.no_grad():
             model.head.bias[2] = torch.nan
-        message = f"after step 0: head.bias is not finite; intact .* checkpoints in .*: {kept}$"
+        message = (
+            f"after step 0: head.bias is not finite; checkpoints from before .* in .*: {kept}$"
+        )
         with pytest.raises(NonFiniteLossError, match=message):
             save(tmp_path, run)
         with torch.no_grad():

@@ -168,9 +168,9 @@ def save(folder: Path, run: Run) -> None:
 
 
 def kept_checkpoints(folder: Path) -> str:
-    """Return a message that lists the intact checkpoints of a run that failed."""
+    """Return a message that lists the checkpoints of a run that failed."""
     names = [name for name in CHECKPOINTS if is_there(folder / name)]
-    return f"intact earlier checkpoints in {folder}: {', '.join(names) or 'none'}"
+    return f"checkpoints from before this error in {folder}: {', '.join(names) or 'none'}"
 
 
 def load_newest(folder: Path) -> dict[str, Any] | None:
