@@ -73,8 +73,8 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
     channels, height, width = described.get("input_size", (3, 224, 224))
     if height != width and model.img_size is None:
         raise ConfigError(
-            f"model.img_size is missing: {weights.origin} has images of {height} x {width} px, "
-            "which are not square"
+            f"model.img_size (eval.py: --img-size) is missing: {weights.origin} has images of "
+            f"{height} x {width} px, which are not square"
         )
     args = {} if weights is None else weights.model_args
     sizes = {key: args[key] for key in MODEL_SIZES if isinstance(args.get(key), int)}
