@@ -89,17 +89,18 @@ def _forward_direction(
     state = first_states(split_states_ptr, sequence * num_splits + split, d, mask, D, M, BLOCK_D)
     # x and dt are loaded one token ahead: a step is shorter than a round trip to memory.
     next_x, next_dt = load_row(x_row + d, mask), load_row(dt_row + d, mask)
-    done = 0
     for c in range(chunks):
         # The short chunk is the last chunk of the sequence in either direction.
         chunk = chunks - 1 - c if REVERSE else c
         if states_ptr is not None:
             saved = sequence * all_chunks + first_chunk + chunk
             store_states(states_ptr + saved * (M * D), state, d, mask, D, M)
-        end = done + tl.minimum(count - chunk * INTERVAL, INTERVAL)
-        for i in range(done, end):
+        # The outer loop carries no bound of the inner loop: Triton 3.6 would keep its first value.
+        size = tl.minimum(count - chunk * INTERVAL, INTERVAL)
+        loads = size + tl.where(c + 1 < chunks, 1, 0)
+        for i in range(size):
             x, v = next_x, next_dt + bias
-            ahead = tl.where(i + 1 < count, sign, 0)
+            ahead = tl.where(i + 1 < loads, sign, 0)
             x_row += ahead * x_stride_l
             dt_row += ahead * dt_stride_l
             next_x, next_dt = load_row(x_row + d, mask), load_row(dt_row + d, mask)
@@ -126,7 +127,6 @@ def _forward_direction(
             out_row += sign * D
             if N == 2:
                 y_row += sign * D
-        done = end
     if N == 1:
         stored = d < tl.where(split == (num_splits - 1) * (1 - REVERSE), D, 0)
         store_states(final_ptr + b * (M * D), state, d, stored, D, M)

@@ -65,11 +65,22 @@ def _randn(generator: torch.Generator):
     return lambda *shape: torch.randn(*shape, generator=generator)
 
 
-def _odd(t: torch.Tensor) -> torch.Tensor:
-    wide = torch.zeros(*t.shape[:-1], t.shape[-1] + 1, dtype=t.dtype).flatten()
-    wide = torch.cat((wide[:1], wide))[1:].view(*t.shape[:-1], t.shape[-1] + 1)
-    wide[..., 1:] = t
-    return wide[..., 1:]
+# Rows between the sequences of an input, more than a kernel loads ahead.
+GAP = 32
+
+
+def _apart(t: torch.Tensor, odd: bool = False) -> torch.Tensor:
+    """Return a copy of (..., L, C) with rows of NaN, which belong to no tensor, after each sequence.
+
+    A kernel that reads past a sequence would otherwise get the next one, unnoticed. With ``odd``,
+    neither the first address nor the rows are aligned.
+    """
+    *lead, L, width = t.shape
+    row = width + odd * (1 + width % 2)
+    rows = math.prod(lead) * (L + GAP)
+    memory = torch.full((odd + rows * row,), math.nan, dtype=t.dtype)
+    apart = memory[int(odd) :].view(*lead, L + GAP, row)[..., :L, :width]
+    return apart.copy_(t)
 
 
 def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
@@ -77,10 +88,10 @@ def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
     g = torch.Generator().manual_seed(hash((c.L, c.D, c.M)) % 2**31)
     randn, dtype, N = _randn(g), DTYPES[c.dtype], c.directions
     pad = 3 if c.strides != "aligned" else 0
-    x_dbl = randn(N, c.B, c.L, pad + 2 * c.M).to(dtype)
+    x_dbl = _apart(randn(N, c.B, c.L, pad + 2 * c.M).to(dtype))
     k, q = x_dbl[..., pad : pad + c.M], x_dbl[..., pad + c.M :]
     x, dt = randn(N, c.B, c.L, c.D).to(dtype), randn(N, c.B, c.L, c.D).to(dtype)
-    z = randn(c.B, c.L, 2 * c.D).to(dtype)[..., c.D :] if N == 2 else None
+    z = _apart(randn(c.B, c.L, 2 * c.D).to(dtype))[..., c.D :] if N == 2 else None
     if c.extreme in ("beta60", "keys1e3"):
         dt = torch.where(dt < -0.4, -60.0, torch.where(dt > 0.4, 60.0, dt.float())).to(dtype)
     if c.extreme == "keys1e3":
@@ -90,8 +101,10 @@ def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
     if c.strides == "transposed":
         x, dt, q, k = (t.mT.contiguous().mT for t in (x, dt, q, k))
         z = None if z is None else z.mT.contiguous().mT
-    if c.strides == "odd":  # base and rows without alignment
-        x, dt, z = _odd(x), _odd(dt), None if z is None else _odd(z)
+    else:
+        odd = c.strides == "odd"
+        x, dt = _apart(x, odd), _apart(dt, odd)
+        z = _apart(z, odd) if N == 2 and odd else z
     A = -randn(N, c.D, c.M).exp() if c.op == "mamba" else None
     D, bias = randn(N, c.D), randn(N, c.D)
     initial = randn(1, c.B, c.D, c.M) if N == 1 and c.initial else None
@@ -225,11 +238,11 @@ def conv_errors(c: Case) -> dict[str, float]:
 
     g = torch.Generator().manual_seed(c.L * c.D + c.K)
     randn, dtype, pdtype = _randn(g), DTYPES[c.dtype], DTYPES[c.parameters]
-    x = (randn(c.B, c.L, 2 * c.D) * (1e3 if c.extreme else 1)).to(dtype)[..., : c.D]
+    x = _apart((randn(c.B, c.L, 2 * c.D) * (1e3 if c.extreme else 1)).to(dtype))[..., : c.D]
     weight, bias = randn(2, c.D, c.K).to(pdtype), randn(2, c.D).to(pdtype)
     grad = randn(2, c.B, c.L, c.D).to(dtype)
     if c.extreme:  # whole numbers, whose products add up exactly
-        x, weight, bias = x.round(), (4 * weight).round(), bias.round()
+        x, weight, bias = _apart(x.round()), (4 * weight).round(), bias.round()
     if c.strides == "odd":
         x = x[..., 1:]
         weight, bias, grad = weight[:, 1:], bias[:, 1:], grad[..., 1:]

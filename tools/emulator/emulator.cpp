@@ -34,7 +34,7 @@ typedef uint8_t u8;
       X(NOTP) \
   X(SHL32) X(SHRU32) X(SHRS32) X(SHL64) X(SHRU64) X(SHRS64) X(SHL16) X(SHRU16) X(SHRS16) \
   X(AND16) X(OR16) X(XOR16) X(NOT16) X(ADD16) X(SUB16) X(MUL16) \
-  X(NEG32) X(NEG64) X(ABS32) X(ABS64) X(BFEU32) X(BFES32) X(BFI32) X(PRMT) X(LOP3) X(POPC32) \
+  X(NEG32) X(NEG64) X(ABS32) X(ABS64) X(BFEU32) X(BFES32) X(BFEU64) X(BFI32) X(PRMT) X(LOP3) X(POPC32) \
       X(CLZ32) X(SHFLF) \
   X(SEL32) X(SEL64) X(SETPS32) X(SETPU32) X(SETPS64) X(SETPU64) X(SETPS16) X(SETPU16) X(SETPF32) \
   X(FADD) X(FSUB) X(FMUL) X(FFMA) X(FNEG) X(FABS) X(FMIN) X(FMAX) X(FMIN3) X(FMAX3) X(FDIV) \
@@ -46,7 +46,7 @@ typedef uint8_t u8;
       X(CVTU32U8) \
   X(CVTU64U16) X(CVTS64S16) \
   X(LD) X(ST) X(LDMATRIX) X(STMATRIX) X(CPASYNC) X(CPCOMMIT) X(CPWAIT) X(BAR) X(WARPSYNC) X(SHFL) \
-      X(VOTE) \
+      X(REDUX) X(VOTE) \
   X(MMATF32) X(MMABF16) X(MMAF16) X(WGMMA) X(WGFENCE) X(WGCOMMIT) X(WGWAIT) X(FENCEPROXY) X(ELECT) \
       X(BRA) X(RET) X(TRAP) X(NOP)
 
@@ -777,6 +777,9 @@ void Machine::step(Warp &W, u64 limit) {
               i64 v = (i64)(i32)a[l] >> std::min(pos, 63u);
               if (len == 0) v = 0; else if (pos + len < 32) { v = v << (64 - len) >> (64 - len); }
               d[l] = (u32)v) break; }
+      case BFEU64: { u64 *d = D(0), *a = D(1); u32 *b = R(2), *c = R(3);
+        LANES(u32 pos = b[l] & 255; u32 len = c[l] & 255; u64 v = pos > 63 ? 0 : a[l] >> pos;
+            d[l] = len > 63 ? v : v & ((1ULL << len) - 1)) break; }
       case BFI32: { u32 *d = R(0), *a = R(1), *b = R(2), *c = R(3), *e = R(4);
         LANES(u32 pos = c[l] & 255; u32 len = e[l] & 255;
             u64 m = pos > 31 ? 0 : ((len > 31 ? 0xffffffffULL : ((1ULL << len) - 1)) << pos);
@@ -1037,6 +1040,24 @@ void Machine::step(Warp &W, u64 limit) {
         }
         LANES(d[l] = src[l])
         if (pool[I.off + 1] >= 0) PR(1) = (PR(1) & ~mask) | (pred & mask);
+        break;
+      }
+      case REDUX: {  // operands d, a, membermask; f0: see op_redux in ptx.py
+        u32 *d = R(0), *a = R(1), *mm = R(2);
+        int first = __builtin_ctz(mask);
+        if ((mm[first] & W.live) != mask) { report(DIVERGENT, I.line, 0, 0, W.id, first, 0, -1);
+            fail(I, W, "redux.sync without all its members"); return; }
+        u32 v = a[first];
+        for (int l = first + 1; l < 32; l++) if (mask >> l & 1) {
+          switch (I.f0) {
+            case 0: v = (u32)std::min((i32)v, (i32)a[l]); break;
+            case 1: v = (u32)std::max((i32)v, (i32)a[l]); break;
+            case 2: v = std::min(v, a[l]); break;
+            case 3: v = std::max(v, a[l]); break;
+            default: v += a[l];
+          }
+        }
+        LANES(d[l] = v)
         break;
       }
       case VOTE: {  // f0 0 ballot 1 any 2 all; operands d, p, mask ; f1 negate

@@ -480,6 +480,12 @@ class Decoder:
             self._int("MUL", m, ops)
         elif m in (["wide", "s32"], ["wide", "u32"]):
             self.simple(f"MULW{m[1].upper()}", ops, "drr")
+        elif m in (["wide", "s16"], ["wide", "u16"]):
+            extend, _, _ = CONVERSIONS[f"{m[1][0]}32.{m[1]}"]
+            wide = [self._new("r", 1) for _ in range(2)]
+            for slot, factor in zip(wide, ops[1:], strict=True):
+                self.emit(extend, [slot, self.operand(factor, "r", 16)])
+            self.emit("MUL32", [self.operand(ops[0], "r"), *wide])
         elif m in (["hi", "s32"], ["hi", "u32"]):
             self.simple(f"MULHI{m[1].upper()}", ops, "rrr")
         elif m == ["hi", "u64"]:
@@ -584,7 +590,10 @@ class Decoder:
             self._int("ABS", m, ops, 2)
 
     def op_bfe(self, m, ops):
-        self.simple({"u32": "BFEU32", "s32": "BFES32"}[m[0]], ops, "rrrr")
+        if m == ["u64"]:
+            self.simple("BFEU64", ops, "ddrr")
+        else:
+            self.simple({"u32": "BFEU32", "s32": "BFES32"}[m[0]], ops, "rrrr")
 
     def op_bfi(self, m, ops):
         if m != ["b32"]:
@@ -677,7 +686,13 @@ class Decoder:
         if key not in CONVERSIONS:
             raise PTXError("conversion")
         name, kinds, f0 = CONVERSIONS[key]
-        self.simple(name, ops, kinds, f0=f0)
+        source = self.register(ops[-1])
+        if kinds[-1] == "r" and source and source[0] == "d":  # a wider register: its low bits
+            low = self._new("r", 1)
+            self.emit("CVTU32U64", [low, source[1]])
+            self.emit(name, [self.operand(ops[0], kinds[0]), low], f0=f0)
+        else:
+            self.simple(name, ops, kinds, f0=f0)
 
     def op_cvta(self, m, ops):
         # generic addresses equal global ones here
@@ -740,6 +755,13 @@ class Decoder:
         self.emit("LD", [*slots, b], f0=int(space == "shared"), f1=w, f2=how, imm=offset)
         for d, s in wide:
             self.emit("CVTS64S32" if signed else "CVTU64U32", [d, s])
+
+    def op_prefetch(self, m, ops):
+        if m != ["global", "L2"]:
+            raise PTXError("modifiers")
+        base, _ = self.address(ops[0])
+        self.operand(base, "d", 64)
+        self.emit("NOP", [])  # any address may be prefetched, and nothing is read
 
     def op_st(self, m, ops):
         space, nc, vec, _, w = self._space(m)
@@ -830,6 +852,12 @@ class Decoder:
         slots = [self.operand(d, "r"), self.operand(p, "p") if p else -1]
         slots += [self.operand(o, "r") for o in ops[1:5]]
         self.emit("SHFL", slots, f0=["up", "down", "bfly", "idx"].index(m[1]))
+
+    def op_redux(self, m, ops):
+        kinds = ["min.s32", "max.s32", "min.u32", "max.u32", "add.s32", "add.u32"]
+        if m[0] != "sync" or ".".join(m[1:]) not in kinds:
+            raise PTXError("modifiers")
+        self.simple("REDUX", ops, "rrr", f0=kinds.index(".".join(m[1:])))
 
     def op_vote(self, m, ops):
         raise PTXError("vote")

@@ -44,6 +44,37 @@ def elementwise(x, y, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def integers(x, y, n: tl.constexpr):
+    i = tl.arange(0, n)
+    v = tl.inline_asm_elementwise(
+        """{
+        .reg .u16 h;
+        .reg .b32 w, least;
+        .reg .b64 p, low, d;
+        cvt.u16.u32 h, $1;
+        mul.wide.u16 w, h, h;
+        redux.sync.min.s32 least, $1, 0xffffffff;
+        add.u64 p, $2, 1;
+        min.u64 p, p, $2;
+        prefetch.global.L2 [p];
+        bfe.u64 low, $2, 4, 8;
+        cvt.u64.u32 d, p;
+        sub.u64 d, d, p;
+        add.u32 w, w, least;
+        cvt.u64.u32 $0, w;
+        add.u64 $0, $0, low;
+        sub.u64 $0, $0, d;
+        }""",
+        "=l,r,l",
+        [tl.load(x + i).to(tl.int32), tl.load(x + i)],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(y + i, v)
+
+
+@triton.jit
 def racy(x, y, n: tl.constexpr, BARRIER: tl.constexpr):
     i = tl.arange(0, n)
     tl.store(y + i, tl.load(x + i))
@@ -133,6 +164,17 @@ def reduce() -> float:
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
+def integers_differ() -> int:
+    """Return in how many results integer instructions differ from Python's."""
+    runtime.clear()
+    x, y = torch.randint(1 << 62, (32,)), torch.empty(32, dtype=torch.int64)
+    integers[(1,)](x, y, n=32, num_warps=1)
+    low = (x & 0xFFFFFFFF) - ((x & 0x80000000) << 1)
+    word = ((x & 0xFFFF) ** 2 + low.min()) & 0xFFFFFFFF
+    truth = word + (x >> 4 & 0xFF) - ((x & 0xFFFFFFFF) - x)
+    return int((y != truth).sum())
+
+
 def arithmetic(arch: int) -> None:
     """Check the results of kernels."""
     for precision, n, k, warps, tolerance in (
@@ -153,6 +195,7 @@ def arithmetic(arch: int) -> None:
             error = multiply_rows(m, n, k, dtype)
             is_right(f"matmul of rows {dtype} {m}x{n}x{k}", error, 1e-6)
     is_right("a kernel of reductions and cumulative sums", reduce(), 1e-4)
+    is_right("a kernel of integer instructions", integers_differ(), 1)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         runtime.clear()
         x, y = torch.randn(1000).to(dtype), torch.empty(1000)
