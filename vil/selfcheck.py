@@ -2,15 +2,20 @@
 
 Some released compilers and drivers compute wrong gradients on some hardware. This script runs every
 operation on the current machine, forward and backward, in every dtype. It compares the results with
-the reference in float64 on the CPU. Exit status: 0 if all agree; 1 if any differs or there is no
-backend to compare.
+the reference in float64 on the CPU. A case that ends its process does not keep the others from running.
+Exit status: 0 if all agree; 1 if any differs or fails, or there is no backend to compare.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
+import math
+import multiprocessing
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
@@ -25,6 +30,8 @@ SMALL = (2, 33, 40, 16)  # B, L, D, M: channel and token counts that fill no blo
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny
 WIDTH = 4  # taps of the convolution
 GRID = (5, 6, 3, 4, 8, 8, 8, 8, 1)  # 5 x 6 patches, trained at 3 x 4, with a class token
+
+START_METHOD = "spawn"  # of child processes: CUDA does not work in a forked one
 
 # Largest allowed error relative to the largest value. Rounding the result once gives eps / 2.
 TOLERANCES = {
@@ -152,25 +159,60 @@ def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
     return max(errors)
 
 
+def _send_errors(
+    sender: Connection, backend: str, device: str, dtype: torch.dtype, first: int
+) -> None:
+    """Send the error of each case from index ``first`` on; None if the backend does not support it."""
+    with ops.use_backend(backend):
+        for case in itertools.islice(cases(dtype), first, None):
+            try:
+                error = largest_error(case, dtype, device)
+            except NotImplementedError:  # as for users
+                error = None
+            sender.send(error)
+
+
+def _errors(
+    backend: str, device: str, dtype: torch.dtype
+) -> Iterator[tuple[Case, float | None, str]]:
+    """Yield each case, its error as in ``_send_errors``, and how it ended its process, if it did.
+
+    Child processes run the cases: after an illegal access, every later CUDA call of a process fails.
+    """
+    context = multiprocessing.get_context(START_METHOD)
+    rest = list(cases(dtype))
+    first = 0
+    while first < len(rest):
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_send_errors, args=(sender, backend, device, dtype, first))
+        child.start()
+        sender.close()
+        with contextlib.suppress(EOFError):
+            while first < len(rest):
+                yield rest[first], receiver.recv(), ""
+                first += 1
+        child.join()
+        if first < len(rest):
+            yield rest[first], math.inf, f", ended its process with code {child.exitcode}"
+            first += 1
+
+
 def check(backend: str, device: str) -> tuple[int, int]:
     """Compare a backend with the reference, print a line per case, and return (passed, failed)."""
     counts = [0, 0]
     for dtype, tolerance in TOLERANCES.items():
         if dtype == torch.float64 and device != "cpu":
             continue  # kernels compute in float32
-        for case in cases(dtype):
+        for case, error, end in _errors(backend, device, dtype):
+            if error is None:
+                continue
             label = " ".join(map(str, case.options))
             shape = "x".join(map(str, case.tensors[0].shape))
-            with ops.use_backend(backend):
-                try:
-                    error = largest_error(case, dtype, device)
-                except NotImplementedError:
-                    continue  # not supported by this backend, which raises for users too
             passed = error <= tolerance
             counts[not passed] += 1
             verdict = "pass" if passed else "FAIL"
             name = f"{backend} {case.name} {label}".strip()
-            print(f"{verdict}  {str(dtype)[6:]:9} {name:48} {shape:14} error {error:.1e}")
+            print(f"{verdict}  {str(dtype)[6:]:9} {name:48} {shape:14} error {error:.1e}{end}")
     return counts[0], counts[1]
 
 

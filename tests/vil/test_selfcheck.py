@@ -1,5 +1,8 @@
 """The self check passes here, and fails where a backend is wrong."""
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "SMALL", (2, 9, 10, 4))
     monkeypatch.setattr(selfcheck, "MODEL", (1, 11, 12, 4))
     monkeypatch.setattr(selfcheck, "available_backends", lambda: {"cpu": "cpu"})
+    monkeypatch.setattr(selfcheck, "START_METHOD", "fork")  # with what a test changes
 
 
 @pytest.mark.ci
@@ -41,3 +45,32 @@ def test_fails_on_a_wrong_gradient(
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == "22 passed, 18 failed"
     assert "FAIL  bfloat16  cpu bidirectional_scan mamba" in printed
+
+
+def _crash() -> None:
+    os._exit(7)
+
+
+def _illegal_access() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(("end", "code"), [(_crash, 7), (_illegal_access, 1)])
+def test_goes_on_after_a_case_that_ends_its_process(
+    end: Callable[[], None],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def error(case: selfcheck.Case, dtype: torch.dtype, device: str) -> float:
+        if dtype == torch.float32 and case.name == "scan" and case.options == ("mamba", True):
+            end()
+        return 0.0
+
+    monkeypatch.setattr(selfcheck, "largest_error", error)
+    assert selfcheck.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "39 passed, 1 failed"
+    (failed,) = (line for line in lines if line.startswith("FAIL"))
+    assert failed.split()[1:6] == ["float32", "cpu", "scan", "mamba", "True"]
+    assert failed.endswith(f"error inf, ended its process with code {code}")
