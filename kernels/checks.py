@@ -18,6 +18,14 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export runs.
+
+    Until PyTorch 2.11, ``torch.compiler.is_exporting`` is also true within torch.compile.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
     """Check that no argument has a tangent, which an operator's implementation would lose.
 

@@ -23,7 +23,6 @@ from timm.layers import (
     get_norm_layer,
     global_pool_nlc,
     is_exportable,
-    is_exporting,
     lecun_normal_,
     resample_abs_pos_embed,
     trunc_normal_,
@@ -36,6 +35,7 @@ from timm.models.naflexvit import global_pool_naflex
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
+from vil.kernels.checks import is_exporting
 from vil.kernels.layout import TokenLayout
 from vil.kernels.registration import token_layout
 from vil.padded import run_padded

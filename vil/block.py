@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import torch
-from timm.layers import DropPath, is_exportable, is_exporting
+from timm.layers import DropPath, is_exportable
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import functional, mixer, onnx, reference
-from vil.kernels.checks import in_forward_mode
+from vil.kernels.checks import in_forward_mode, is_exporting
 from vil.kernels.layout import TokenLayout
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
@@ -244,7 +244,7 @@ class Block(nn.Module):
         if above is None or isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
             return False
         # Tracers have no backward pass, and torch.func has no hooks for saved tensors.
-        traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        traced = torch.jit.is_tracing() or is_exporting()
         transformed = in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
         return not (traced or transformed) and x.shape[1] > above
 

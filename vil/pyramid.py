@@ -17,11 +17,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import LayerNorm2d, get_device_dtype, is_exporting
+from timm.layers import LayerNorm2d, get_device_dtype
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
+from vil.kernels.checks import is_exporting
 from vil.weights.adapt import (
     checkpoint_filter_fn as checkpoint_filter_fn,
 )  # vil.load looks for it in the model's module

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exporting, register_notrace_function, resample_abs_pos_embed
+from timm.layers import register_notrace_function, resample_abs_pos_embed
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from vil.kernels.checks import is_exporting
 
 
 def inside_pixels(size: int, trained: int, patch: int, stride: int, below: float) -> int:
@@ -32,11 +34,22 @@ def inside_pixels(size: int, trained: int, patch: int, stride: int, below: float
     """
     patches, limit = (size - patch) // stride + 1, math.ceil(below * trained)
     usual = (trained - 1) * stride + patch
-    if not torch.jit.is_scripting() and is_exporting():
+    if not torch.jit.is_scripting() and is_undecided(patches, limit):
         # A branch would specialise the exported program to one of the two cases.
         larger = torch.sym_min(torch.sym_max(patches - limit + 1, 0), 1)
         return usual + larger * (size - usual)
     return usual if patches < limit else size
+
+
+@torch.jit.unused
+def is_undecided(size: int, limit: int) -> bool:
+    """Return whether torch.export runs, and its program is for sizes below the limit and for others.
+
+    For constants a branch is needed: PyTorch 2.11 cannot export ``torch.sym_max`` of them.
+    """
+    return is_exporting() and not (
+        statically_known_true(size < limit) or statically_known_true(size >= limit)
+    )
 
 
 def _equal(size: list[int], other: list[int]) -> bool:

@@ -222,6 +222,7 @@ def test_features_compile_whole() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="pooling there is for even or odd sizes")
 @pytest.mark.parametrize(
     "example",
     [
