@@ -609,6 +609,7 @@ class VisionLonghorn(nn.Module):
 
         Raises:
             ValueError: The patches have another shape, ``keep`` is invalid, or patches cannot be left out.
+            RuntimeError: On a GPU or in a compiled program, an index in ``keep`` is invalid.
         """
         grids = "any" if self.dynamic_img_size else self.patch_embed.grid_size
         if x.ndim != 4 or x.shape[3] != self.embed_dim or grids not in ("any", tuple(x.shape[1:3])):
@@ -668,7 +669,8 @@ class VisionLonghorn(nn.Module):
             mask: Mask of images that are padded to one size. It is nonzero where a pixel belongs to its image,
                 (B, height, width) like transformers' pixel_mask, or where a patch does, (B, H, W). The result is
                 the same as for each image alone, cut to the rectangle of its patches. Masked pixels count as
-                zeros and may be NaN. Not supported in scripted, traced or exported programs.
+                zeros and may be NaN. A mask on a GPU is copied to the CPU, which waits for the GPU. Not supported
+                in scripted, traced or exported programs.
 
         Raises:
             AssertionError: The model does not support the channels or the size of the images.

@@ -7,7 +7,7 @@ A patch at the edge may contain masked pixels. They are replaced by zeros, so th
 Letters: B images, H W grid of patches as padded, b images with boxes of h w patches, n = h w.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,29 +39,32 @@ def run_padded(
 
     Raises:
         AssertionError: The model does not support the size of the padded images.
-        ValueError: Same as in ``valid_patches``. Also if the patches of an image do not fill a box, or if the model has
-            ``dynamic_img_size=False`` and the box another size.
+        ValueError: Same as in ``valid_patches``. Also if an image has no patch, its patches do not fill a box, or the
+            model has ``dynamic_img_size=False`` and the box another size.
     """
     covered = patch_embed.covered(x)
     H, W = patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
     valid = valid_patches(mask, x, patch_embed)
+    boxes = _boxes(valid)
+    ahead = mask.device.type == "cpu"  # copies to the CPU must be complete before they are read
+    mask, valid = (t.to(x.device, non_blocking=ahead) for t in (mask, valid))
+    tokens_valid = torch.cat([valid.new_ones(len(x), num_prefix), valid.flatten(1)], 1)
+    if not len(x):
+        return run(covered), tokens_valid
     x = _zeros_where_masked(covered, mask, valid, patch_embed)
     results: list[Tensor] = []
-    for box in _boxes(valid):
+    for box in boxes:
         if patch_embed.strict_img_size and box.size != patch_embed.grid_size:
             raise ValueError(
                 f"with dynamic_img_size=False, mask must keep {patch_embed.grid_size} patches of "
                 f"each image, got {box.size}"
             )
-        images = _pixels(box, x, W, patch_embed)
-        where = torch.cat(
-            [box.patches.new_zeros(len(images), num_prefix), box.patches + num_prefix], 1
-        )
-        for i, out in enumerate(run(images)):
+        places = _places(box, W, num_prefix, x.device)
+        for i, out in enumerate(run(_pixels(box, x, patch_embed))):
             if i == len(results):
                 results.append(out.new_zeros(len(x), num_prefix + H * W, out.shape[2]))
-            results[i] = results[i].index_put((box.images[:, None], where), out)
-    return results, torch.cat([valid.new_ones(len(x), num_prefix), valid.flatten(1)], 1)
+            results[i] = results[i].index_put(places, out)
+    return results, tokens_valid
 
 
 def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) -> Tensor:
@@ -77,7 +80,7 @@ def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) 
         patch_embed: Patch embedding of the model.
 
     Raises:
-        ValueError: The mask has another shape, or leaves an image without a patch.
+        ValueError: The mask has another shape.
     """
     B, _, height, width = images.shape
     patch, stride = patch_embed.patch_size, patch_embed.stride
@@ -99,9 +102,6 @@ def valid_patches(mask: Tensor, images: Tensor, patch_embed: OverlapPatchEmbed) 
             valid = F.max_pool2d(whole, patch, stride)[:, 0] > 0
         else:
             valid = F.avg_pool2d(whole, patch, stride)[:, 0] == 1
-    empty = (~valid.flatten(1).any(1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"mask must keep at least one patch per image, images {empty} have none")
     return valid
 
 
@@ -125,42 +125,52 @@ def _zeros_where_masked(
 class _Box(NamedTuple):
     """Images with boxes of one size."""
 
-    images: Tensor
-    """Indices of the images in the batch, int64 (b,)."""
-    patches: Tensor
-    """Indices of the box's patches among all H W patches, row by row, int64 (b, n)."""
     size: tuple[int, int]
     """Rows and columns (h, w)."""
+    images: list[tuple[int, int, int]]
+    """Index of each image in the batch, and the first row and column of its box."""
 
 
-def _boxes(valid: Tensor) -> Iterator[_Box]:
-    """Yield images grouped by the size of their boxes, given valid patches, bool (B, H, W)."""
-    W = valid.shape[2]
-    corners = [_first_and_last(side) for side in (valid.any(2), valid.any(1))]
-    sizes = torch.stack([last - first + 1 for first, last in corners], 1)
-    holes = sizes.prod(1) > valid.flatten(1).sum(1)
-    if holes.any():
+def _boxes(valid: Tensor) -> list[_Box]:
+    """Group images by the size of their boxes, given valid patches, bool (B, H, W).
+
+    Only this reads values of the mask, and all at once: a read waits for the GPU.
+    """
+    corners = [*_first_and_last(valid.any(2)), *_first_and_last(valid.any(1))]
+    numbers = torch.stack([*corners, valid.flatten(1).sum(1)], 1).tolist()
+    sizes: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    empty, holes = [], []
+    for i, (top, bottom, left, right, patches) in enumerate(numbers):
+        h, w = bottom - top + 1, right - left + 1
+        sizes.setdefault((h, w), []).append((i, top, left))
+        if patches < h * w:
+            (holes if patches else empty).append(i)
+    if empty:
+        raise ValueError(f"mask must keep at least one patch per image, images {empty} have none")
+    if holes:
         raise ValueError(
             "mask must keep a rectangle of patches in each image, but masks patches inside the "
-            f"rectangles of images {holes.nonzero().flatten().tolist()}"
+            f"rectangles of images {holes}"
         )
-    for size in sizes.unique(dim=0):
-        (h, w), images = size.tolist(), (sizes == size).all(1).nonzero().flatten()
-        top, left = (first[images] for first, _ in corners)
-        row = top[:, None] + torch.arange(h, device=valid.device)
-        column = left[:, None] + torch.arange(w, device=valid.device)
-        patches = (row[:, :, None] * W + column[:, None, :]).flatten(1)
-        yield _Box(images, patches, (h, w))
+    return [_Box(size, images) for size, images in sorted(sizes.items())]
 
 
-def _pixels(box: _Box, images: Tensor, columns: int, patch_embed: OverlapPatchEmbed) -> Tensor:
-    """Cut the boxes out of images with ``columns`` columns of patches; return (b, in_chans, height, width)."""
+def _places(box: _Box, W: int, num_prefix: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the index of each image, int64 (b, 1), and of its tokens in the padded sequence, (b, num_prefix + n)."""
+    image, top, left = torch.tensor(box.images).mT[:, :, None]
+    row, column = top + torch.arange(box.size[0]), left + torch.arange(box.size[1])
+    patches = (row[:, :, None] * W + column[:, None, :]).flatten(1)
+    tokens = torch.cat([patches.new_zeros(len(image), num_prefix), patches + num_prefix], 1)
+    return image.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
+
+
+def _pixels(box: _Box, images: Tensor, patch_embed: OverlapPatchEmbed) -> Tensor:
+    """Cut the boxes out of images; return (b, in_chans, height, width)."""
     stride, patch = patch_embed.stride, patch_embed.patch_size
     height, width = ((n - 1) * s + p for n, s, p in zip(box.size, stride, patch, strict=True))
-    corners = [divmod(first, columns) for first in box.patches[:, 0].tolist()]
     cut = [
-        images[i, :, row * stride[0] :, column * stride[1] :][:, :height, :width]
-        for i, (row, column) in zip(box.images.tolist(), corners, strict=True)
+        images[i, :, top * stride[0] :, left * stride[1] :][:, :height, :width]
+        for i, top, left in box.images
     ]
     return torch.stack(cut)
 

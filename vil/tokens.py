@@ -142,14 +142,15 @@ def class_token_first(x: Tensor, num_prefix: int = 1) -> Tensor:
 
 
 def check_keep(keep: Tensor, patches: Tensor) -> None:
-    """Check the indices of the patches to keep; a compiled program checks only their shape and dtype.
+    """Check the indices of the patches to keep; on a GPU without waiting for their values.
 
     Args:
         keep: Indices of patches, counted row by row, int64 (B, n).
         patches: Patches, (B, H, W, C).
 
     Raises:
-        ValueError: The shape or dtype is wrong, an index is out of range, or an image has an index twice.
+        ValueError: The shape or dtype is wrong. An index is out of range, or an image has an index twice.
+        RuntimeError: The same for indices on a GPU or in a compiled program.
     """
     B, H, W, _ = patches.shape
     shape = tuple(keep.shape)
@@ -157,13 +158,13 @@ def check_keep(keep: Tensor, patches: Tensor) -> None:
         raise ValueError(
             f"keep must be int64 (B, n), B = {B} and n from 1 to {H * W}, got {keep.dtype} {shape}"
         )
-    if torch.compiler.is_compiling():
-        return
     numbers = keep.sort(1)[0]
-    if (numbers[:, 0] < 0).any() or (numbers[:, -1] >= H * W).any() or (numbers.diff() == 0).any():
-        raise ValueError(
-            f"keep must have distinct indices 0 to {H * W - 1} in each image, got {keep.tolist()}"
-        )
+    right = (numbers[:, 0] >= 0) & (numbers[:, -1] < H * W) & (numbers.diff() != 0).all(1)
+    message = f"keep must have distinct indices 0 to {H * W - 1} in each image"
+    if torch.compiler.is_compiling() or keep.device.type != "cpu":
+        torch._assert_async(right.all(), message)  # a read of the result would wait for the GPU
+    elif not all(right.tolist()):
+        raise ValueError(f"{message}, got {keep.tolist()}")
 
 
 def packed_intermediates(

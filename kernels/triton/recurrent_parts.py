@@ -28,24 +28,8 @@ ROW_TAIL = 4  # floats of a packed row after k and q: 1 + kappa_scale |k|^2, and
 RUN_TIME = (
     *("B", "L", "num_splits", "split_tokens", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b", "l")),
-    *(
-        f"{name}_ptr"
-        for name in (
-            "x",
-            "dt",
-            "z",
-            "q",
-            "k",
-            "y",
-            "out",
-            "dout",
-            "dx",
-            "ddt",
-            "dz",
-            "skip",
-            "bias",
-        )
-    ),
+    *(f"{name}_ptr" for name in ("x", "dt", "z", "q", "k", "y", "out")),
+    *(f"{name}_ptr" for name in ("dout", "dx", "ddt", "dz", "skip", "bias")),
 )
 
 
