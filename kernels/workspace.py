@@ -67,7 +67,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return known[0]
     end = start + math.prod(shape) * dtype.itemsize
     _memory.taken = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
-    if end > _memory.capacity:
+    if start == end or end > _memory.capacity:
         return torch.empty(shape, dtype=dtype, device="cpu")
     if len(_memory.views) == _MOST_VIEWS:
         _memory.views.clear()

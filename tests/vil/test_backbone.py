@@ -1,8 +1,10 @@
 """The models: sizes, initial values, decay groups, and timm's interface beyond timm's own tests."""
 
 import copy
+import itertools
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,24 @@ def test_parameter_counts(name: str) -> None:
 def test_multiply_adds(name: str) -> None:
     macs = count_macs(timm.create_model(name, device="meta"), (3, 224, 224))
     assert float(f"{macs / 1e9:.3g}") == GMACS[name]
+
+
+@pytest.mark.parametrize("name", [*TINY_MODELS, "vil_tiny_pyramid"])
+def test_an_empty_batch_may_be_the_first_of_a_thread(name: str) -> None:
+    model = small(name, depth=1)
+
+    def run(height: int, train: bool) -> list[tuple[int, ...]]:
+        x = torch.zeros(0, 3, height, 32, requires_grad=True)
+        logits = model.train(train)(x)
+        (gradient,) = torch.autograd.grad(logits.sum(), x)
+        final, maps = model.forward_intermediates(x, mask=torch.ones(0, height, 32))
+        return [tuple(t.shape) for t in (logits, gradient, final, maps[-1])]
+
+    for height, train in itertools.product((32, 48), (False, True)):
+        with ThreadPoolExecutor(1) as thread:
+            logits, gradient, final, last = thread.submit(run, height, train).result()
+        assert (logits, gradient) == ((0, 5), (0, 3, height, 32))
+        assert (final, last[:2]) == ((0, 1 + height // 2, 32), (0, 32))
 
 
 # --------------------------------------------------------------------------- initial values, decay
