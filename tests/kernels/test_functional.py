@@ -187,6 +187,8 @@ WAYS = {
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_way_to_call_a_model_loses_a_tangent(way: str, model: torch.nn.Module) -> None:
+    if way == "compile" and torch.__version__ < (2, 12):
+        pytest.skip("PyTorch 2.11 raises RuntimeError when a compiled operator looks for tangents")
     expected = torch.func.jvp(model, (IMAGES,), (TANGENTS,))[1]
     other = WAYS[way](model)
     with forward_ad.dual_level(), torch.no_grad():
