@@ -3,14 +3,19 @@
 The mixer is a convolution, projections to step sizes, keys and queries, a scan and a gate. It saves the input, the
 small projections and the states of the scan for the backward pass. The convolution and the step sizes, each as large
 as the input, are recomputed, as in Mamba's fused block. ``layout.py`` handles grids that differ from the trained one.
-Letters as in ``args.py``; E channels of the scan, K taps.
+The small projections of a token are its key, its query, and its step size of low rank, padded with zeros to a multiple
+of 8 columns: matrix products on a GPU take up to ten times as long with unaligned columns.
+
+Letters as in ``args.py``; E channels of the scan, K taps, P columns of the small projections.
 """
 
 import contextlib
+import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vil.kernels import layout as layouts
@@ -21,7 +26,7 @@ from vil.kernels.layout import DtScale, GridSpec, TokenLayout
 from vil.kernels.plan import ConvKey, ScanKey, plans
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
-"""The small projections, (2, B L, R + 2 M), and, if the backend keeps them, the sum of both directions and states."""
+"""The small projections, (2, B L, P), and, if the backend keeps them, the sum of both directions and states."""
 
 
 class MixerParams(NamedTuple):
@@ -41,6 +46,11 @@ class MixerParams(NamedTuple):
     """(2, E, M)."""
     D: Tensor
     """(2, E)."""
+
+
+def small_columns(rank: int, states: int) -> int:
+    """Return the number of columns P of the small projections."""
+    return math.ceil((2 * states + rank) / 8) * 8
 
 
 class MixerKey(NamedTuple):
@@ -84,7 +94,8 @@ class MixerPlan:
         one = (L * width, width, 1) if self.writes_halves else None
         of_x = (taps, positions, key.aligned, key.dtype, key.device)
         self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
-        x_dbl = (B * L * columns, L * columns, columns, 1)
+        self.columns = small_columns(R, M)
+        x_dbl = (B * L * self.columns, L * self.columns, self.columns, 1)
         kappa_scale = DtScale.kappa_scale_of(key.recurrence, self.tokens_per_ref)
         strides = (self.conv.out_strides, x_dbl, x_dbl, x_dbl, half)
         described = ScanKey(
@@ -159,7 +170,8 @@ def scan_args(
     convolved = layouts.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
     steps = _steps(plan, params)
     if x_dbl is None:
-        x_dbl = torch.bmm(convolved.flatten(1, 2), steps.x_proj_weight.to(convolved.dtype).mT)
+        made = _small_weight(plan, steps.x_proj_weight, convolved.dtype)
+        x_dbl = torch.bmm(convolved.flatten(1, 2), made.mT)
     dt_low, q, k = _parts(plan, x_dbl)
     D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
     return ScanArgs(convolved, dt_low, steps.A, q, k, D, bias, z, dt_weight=dt_weight), x_dbl
@@ -200,15 +212,18 @@ def backward(
         dx, dz = dxz.chunk(2, dim=-1)
     with _as_given(xz), plan.arena():
         x_dbl = None if saved is None else saved[0]
-        args, _ = scan_args(plan, xz, params, layout, x_dbl)
+        args, x_dbl = scan_args(plan, xz, params, layout, x_dbl)
         kept = None if saved is None or saved[2] is None else saved[1:]
         grads = plan.scan.backward(args, grad, None, kept, dz)
         x, tokens, ddt = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2), grads.dt.flatten(1, 2)
-        d_low = torch.bmm(ddt, dt_weight.to(ddt.dtype))
-        d_dt_weight = torch.bmm(ddt.mT, args.dt.flatten(1, 2))
-        dx_dbl = torch.cat((d_low, grads.k.flatten(1, 2), grads.q.flatten(1, 2)), dim=-1)
-        d_x_proj_weight = torch.bmm(dx_dbl.mT, tokens)
-        made = steps.x_proj_weight.to(xz.dtype)
+        _, _, R, M = plan.sizes
+        padding = (0, plan.columns - 2 * M - R)
+        d_low = torch.bmm(ddt, F.pad(dt_weight.to(ddt.dtype), padding))
+        d_dt_weight = _sum_over_tokens(ddt, x_dbl[..., 2 * M :])[..., :R].contiguous()
+        dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
+        d_made = _sum_over_tokens(dx_dbl, tokens)
+        d_x_proj_weight = torch.cat((d_made[:, 2 * M : 2 * M + R], d_made[:, : 2 * M]), 1)
+        made = _small_weight(plan, steps.x_proj_weight, xz.dtype)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, made).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias = layouts.conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx
@@ -235,8 +250,30 @@ def _steps(plan: MixerPlan, params: MixerParams) -> DtScale:
 def _parts(plan: MixerPlan, x_dbl: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return low-rank step sizes, (2, B, L, R), queries and keys, (2, B, L, M)."""
     B, L, R, M = plan.sizes
-    parts = x_dbl.view(2, B, L, R + 2 * M)
-    return parts.narrow(3, 0, R), parts.narrow(3, R + M, M), parts.narrow(3, R, M)
+    parts = x_dbl.view(2, B, L, plan.columns)
+    return parts.narrow(3, 2 * M, R), parts.narrow(3, M, M), parts.narrow(3, 0, M)
+
+
+def _small_weight(plan: MixerPlan, x_proj_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x_proj_weight``, (2, R + 2 M, E), with its rows in the order of the small projections, (2, P, E)."""
+    _, _, R, M = plan.sizes
+    made = x_proj_weight.new_empty((2, plan.columns, x_proj_weight.shape[2]), dtype=dtype)
+    made[:, : 2 * M] = x_proj_weight[:, R:]
+    made[:, 2 * M : 2 * M + R] = x_proj_weight[:, :R]
+    made[:, 2 * M + R :] = 0
+    return made
+
+
+def _sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sums over tokens, (2, C, D), of the products of columns (2, B L, C) and (2, B L, D).
+
+    cuBLAS divides such a long sum among processors for one matrix, but not for a batch of two.
+    """
+    if a.device.type != "cuda":
+        return torch.bmm(a.mT, b)
+    half = a.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None
+    wide = {"out_dtype": torch.float32} if half else {}
+    return torch.stack([torch.mm(x.mT, y, **wide) for x, y in zip(a, b, strict=True)])
 
 
 def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -284,7 +284,8 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     recurrence, save = inputs[8:10]
     x, k = _scanned(xz, x_proj_weight, dt_weight)
     _, B, L, E = x.shape
-    x_dbl = xz.new_empty((2, B * L, x_proj_weight.shape[1]) if save else 0)
+    columns = mixer.small_columns(dt_weight.shape[2], k.shape[3])
+    x_dbl = xz.new_empty((2, B * L, columns) if save else 0)
     return xz.new_empty(B, L, E), x_dbl, *_empty_saved(x, k, recurrence, save)
 
 

@@ -194,6 +194,36 @@ def test_compiles_whole_and_exports(recurrence: Recurrence) -> None:
     torch.testing.assert_close(exported(x), expected, rtol=1e-6, atol=1e-6)
 
 
+WIDTHS = [(192, 12, 16), (192, 1, 16), (192, 6, 5), (384, 24, 16), (768, 48, 16)]  # C, R, M
+
+
+@pytest.mark.parametrize(("width", "rank", "states"), WIDTHS)
+@pytest.mark.parametrize("tokens", [(3, 7), (1, 4)], ids=str)
+def test_small_projections_of_any_width_and_rank(
+    tokens: tuple[int, int], width: int, rank: int, states: int
+) -> None:
+    torch.manual_seed(0)
+    mixer = BidirectionalMixer(width, "longhorn_exact", d_state=states, dt_rank=rank, device=DEVICE)
+    x = torch.randn(*tokens, width, device=DEVICE)
+    gradients = []
+    for backend, dtype in (("reference", torch.float64), ("auto", torch.float32)):
+        with ops.use_backend(backend):
+            out = mixer.to(dtype)(x.to(dtype))
+            gradients.append(torch.autograd.grad(out.square().sum(), [*mixer.parameters()]))
+    for truth, found in zip(*gradients, strict=True):
+        assert (found - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 7, 25216])
+def test_sums_over_tokens(length: int, dtype: torch.dtype) -> None:
+    a, b = (torch.randn(2, length, n, device=DEVICE).to(dtype) for n in (48, 40))
+    found = fused._sum_over_tokens(a[..., 32:], b).double()
+    truth = a[..., 32:].double().mT @ b.double()
+    limit = 1e-5 if dtype == torch.float32 else 2**-8
+    assert (found - truth).abs().max() <= limit * truth.abs().max()
+
+
 def test_saves_the_projections_and_not_the_convolution() -> None:
     given = arguments("longhorn", torch.float32)
     saved = []
@@ -201,7 +231,7 @@ def test_saves_the_projections_and_not_the_convolution() -> None:
         torch.ops.vil.mixer(*given, "longhorn", True)
     kept = [t.shape for t in saved if all(t is not g for g in given)]
     rank = given[4].shape[-1]
-    assert kept[0] == (2, B * L, rank + 2 * M)
+    assert kept[0] == (2, B * L, fused.small_columns(rank, M))
     assert (2, B, L, 2 * C) not in kept
 
 
