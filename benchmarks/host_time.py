@@ -8,8 +8,8 @@ one thread: medians over rounds in which all parts take turns. Ratios are to Dei
 
     block      norm, mixer and residual; for DeiT, attention and MLP
     operator   the part that this library adds: the mixer without its two outer projections, which PyTorch does
-    routes     cpu: the compiled loops run. triton: launches are counted but not made, which leaves the host's time.
-               Triton itself takes about 12 us for a launch, which is not included.
+    routes     cpu: the compiled loops run. triton: kernels are compiled for an H100 and launched, but Triton's
+               launcher, written in C, only counts. This leaves the time of Python. "each" is that of one launch.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import copy
 import json
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,34 +39,44 @@ ROUTES, PASSES = ("cpu", "triton"), ("inference", "forward", "forward + backward
 CALLS = 10  # of a part in a step, since reading the clock takes a tenth of a microsecond
 
 
-class Sink:
-    """Count launches, in place of a list that records them."""
+class Launcher:
+    """Count launches, in place of Triton's launcher."""
 
     count = 0
 
-    def append(self, launch: object) -> None:
+    def __init__(self, *_: object) -> None:
+        """Take what Triton gives its launcher."""
+
+    def __call__(self, *_: object) -> None:
         """Count a launch."""
-        self.count += 1
+        Launcher.count += 1
 
 
 @contextlib.contextmanager
-def routed(route: str) -> Iterator[Sink]:
+def routed(route: str) -> Iterator[None]:
     """Use one backend within a ``with`` block; "triton" acts as on an H100 but launches nothing."""
-    sink = Sink()
     with contextlib.ExitStack() as stack:
         if route == "triton":
-            from vil.kernels.triton import launch, tuning
+            from triton.runtime import driver
 
+            from benchmarks.kernels import Driver
+            from vil.kernels.triton import tuning
+
+            class NoGPU(Driver):
+                launcher_cls, utils = Launcher, mock.Mock()
+
+            NoGPU.utils.load_binary.return_value = (None, None, 0, 0, 1024)
+            NoGPU.utils.get_device_properties.return_value = {"max_shared_mem": 232448}
+            driver.set_active(NoGPU("90"))
             for owner, name, value in (
                 (backends, "_check_serves", lambda *_: None),
                 (tuning, "architecture", lambda device: "sm_90"),
-                (launch, "_record", sink),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
             forget_plans()
             stack.callback(forget_plans)
         stack.enter_context(backends.use_backend(route))
-        yield sink
+        yield
 
 
 def parts(name: str, dim: int, size: int) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
@@ -100,9 +111,24 @@ def step_of(call: Callable[[], Tensor], module: nn.Module, pass_name: str) -> Ca
     return step
 
 
+def launch_times(step: Callable[[], None]) -> list[float]:
+    """Return the microseconds of Python in each launch of a step, each the least of 20 rounds."""
+    from vil.kernels.triton.launch import Kernel
+
+    launches, original = [], Kernel.__call__
+
+    def noted(kernel: Kernel, on: Tensor, **tensors: Tensor | None) -> None:
+        launches.append(lambda: original(kernel, on, **tensors))
+        launches[-1]()
+
+    with mock.patch.object(Kernel, "__call__", noted):
+        step()
+    return [1e4 * min(timeit.repeat(again, number=100, repeat=20)) for again in launches]
+
+
 def measure(route: str, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each part and pass."""
-    with routed(route) as sink:
+    with routed(route):
         timed = parts(name, args.dim, args.size)
         steps = {
             (part, pass_name): step_of(call, module, pass_name)
@@ -113,8 +139,11 @@ def measure(route: str, name: str, args: argparse.Namespace) -> list[dict[str, A
         rows = []
         for (part, pass_name), times in seconds.items():
             base = seconds["DeiT's block", pass_name]
-            sink.count = 0
+            Launcher.count = 0
             steps[part, pass_name]()
+            launches, each = Launcher.count // CALLS, []
+            if launches:
+                each = launch_times(steps[part, pass_name])[:launches]
             rows.append(
                 {
                     "route": route,
@@ -123,7 +152,8 @@ def measure(route: str, name: str, args: argparse.Namespace) -> list[dict[str, A
                     "pass": pass_name,
                     "microseconds": 1e6 * statistics.median(times) / CALLS,
                     "ratio": statistics.median(t / b for t, b in zip(times, base, strict=True)),
-                    "launches": sink.count // CALLS,
+                    "launches": launches,
+                    "launch_microseconds": each,
                 }
             )
     return rows
@@ -131,7 +161,7 @@ def measure(route: str, name: str, args: argparse.Namespace) -> list[dict[str, A
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return rows as a Markdown table: microseconds, and the ratio to DeiT's block in brackets."""
-    heads = ("route", "model", "part", *PASSES, "launches")
+    heads = ("route", "model", "part", *PASSES, "launches", "each")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -140,7 +170,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for key, passes in groups.items():
         cells = [f"{passes[p]['microseconds']:.0f} ({passes[p]['ratio']:.2f})" for p in PASSES]
         launches = ", ".join(str(passes[p]["launches"]) for p in PASSES)
-        lines.append(f"| {' | '.join((*key, *cells, launches))} |")
+        each = passes[PASSES[-1]].get("launch_microseconds")
+        span = f"{min(each):.1f} to {max(each):.1f}" if each else ""
+        lines.append(f"| {' | '.join((*key, *cells, launches, span))} |")
     return "\n".join(lines)
 
 

@@ -338,12 +338,14 @@ def install(arch: int) -> State:
 
 
 def install_project() -> None:
-    """Make vil's launchers choose the same as on the emulated GPU."""
+    """Make vil's launchers choose the same as on the emulated GPU, and forget kernels of another one."""
     from vil.kernels import backends
+    from vil.kernels.plan import forget_plans
     from vil.kernels.triton import tuning
 
     tuning.architecture = lambda device: f"sm_{STATE.arch}"
     backends._check_serves = lambda name, device, asked_by: None
+    forget_plans()
 
 
 def clear() -> None:

@@ -26,6 +26,15 @@ def tensors(B: int, L: int, D: int, recurrence: str) -> list[torch.Tensor | None
     return [None if t is None else t.clone().requires_grad_() for t in given]
 
 
+def unaligned(given: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return copies, one element behind an aligned address."""
+    moved = [None if t is None else t.new_empty(t.numel() + 1)[1:].view(t.shape) for t in given]
+    for t, source in zip(moved, given, strict=True):
+        if t is not None:
+            t.requires_grad_().data.copy_(source)
+    return moved
+
+
 def outcomes(given: list[torch.Tensor | None], recurrence: str) -> list[torch.Tensor]:
     out = ops.bidirectional_scan(*given, recurrence)
     gradients = torch.autograd.grad(out.float().square().sum(), [t for t in given if t is not None])
@@ -41,6 +50,17 @@ def test_gradients_are_the_same_bits_from_run_to_run(recurrence: str) -> None:
     given = tensors(16, 197, 384, recurrence)
     first, second = outcomes(given, recurrence), outcomes(given, recurrence)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_later_launches_notice_another_alignment_and_device(recurrence: str) -> None:
+    given = tensors(2, 37, 40, recurrence)
+    expected = outcomes(given, recurrence)
+    other = f"cuda:{torch.cuda.device_count() - 1}"
+    elsewhere = [None if t is None else t.detach().to(other).requires_grad_() for t in given]
+    for moved in (given, unaligned(given), elsewhere, given):
+        for found, truth in zip(outcomes(moved, recurrence), expected, strict=True):
+            assert (found.cuda() - truth).float().abs().max() <= 0.01 * truth.float().abs().max()
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
