@@ -15,7 +15,6 @@ _logger = logging.getLogger(__name__)
 
 BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT_VARIABLE = "VIL_BACKEND"
-OLDEST_TRITON = (3, 6)
 
 _MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
 
@@ -53,7 +52,7 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     Raises:
         ValueError: If VIL_BACKEND holds an unknown name.
         RuntimeError: If a backend requested by name does not support the device. Also if its package is
-            not installed, cannot be imported or is too old.
+            not installed or cannot be imported.
     """
     if _override is not None:
         name, asked_by = _override, "use_backend"
@@ -89,11 +88,6 @@ def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
         )
     if missing := _missing(package):
         raise RuntimeError(f'{asked_by} = "{name}" needs {package}: {missing}')
-    if name == "triton" and (version := _old_triton()):
-        raise RuntimeError(
-            f'{asked_by} = "triton" needs triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, '
-            f"which comes with torch 2.11, got {version}"
-        )
 
 
 @functools.cache
@@ -109,13 +103,6 @@ def _missing(package: str) -> str | None:
     return None
 
 
-def _old_triton() -> str | None:
-    """Return the version of the installed Triton if it is older than the kernels were tested with."""
-    version = importlib.import_module("triton").__version__
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return version if (major, minor) < OLDEST_TRITON else None
-
-
 @functools.cache
 def automatic_backend(device_type: str, double: bool) -> str:
     """Return the name of the fastest backend for a device type, and warn once if it is slow."""
@@ -128,8 +115,6 @@ def automatic_backend(device_type: str, double: bool) -> str:
             why = "float64 on a GPU"
         elif missing := _missing("triton"):
             why = missing
-        elif version := _old_triton():
-            why = f"triton {version} is too old"
         else:
             return "triton"
     else:

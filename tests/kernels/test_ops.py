@@ -270,23 +270,6 @@ def test_automatic_choice(caplog: pytest.LogCaptureFixture) -> None:
     assert "float64 on a GPU" in caplog.text
 
 
-@pytest.mark.ci
-def test_a_triton_too_old_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    triton = pytest.importorskip("triton")
-    monkeypatch.setattr(triton, "__version__", "3.5.1+git")
-    cuda = torch.device("cuda")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    backends.automatic_backend.cache_clear()
-    with ops.use_backend("auto"):
-        assert name_of(backends.backend_for(cuda, torch.float32)) == "reference"
-    assert "triton 3.5.1+git is too old" in caplog.text
-    backends.automatic_backend.cache_clear()
-    with ops.use_backend("triton"), pytest.raises(RuntimeError, match=r"3\.6 or newer.*got 3\.5"):
-        backends.backend_for(cuda, torch.float32)
-
-
 def test_without_numba_falls_back_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
