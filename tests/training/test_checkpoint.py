@@ -6,6 +6,7 @@ import io
 import os
 import re
 import stat
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,8 +99,8 @@ def test_folder_has_one_writer_and_nothing_of_dead_ones(tmp_path) -> None:
     )
     with lock_folder(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {".mine", ".vision-longhorn.lock"}
-        assert os.spawnlp(os.P_WAIT, "python", "python", "-c", child) == 1
-    assert os.spawnlp(os.P_WAIT, "python", "python", "-c", child) == 0
+        assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", child) == 1
+    assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", child) == 0
 
 
 def test_checkpoint_that_does_not_read_back_does_not_replace_the_old_one(
