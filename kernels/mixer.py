@@ -4,7 +4,7 @@ The mixer is a convolution, projections to step sizes, keys and queries, a scan 
 small projections and the states of the scan for the backward pass. The convolution and the step sizes, each as large
 as the input, are recomputed, as in Mamba's fused block. ``layout.py`` handles grids that differ from the trained one.
 The small projections of a token are its key, its query, and its step size of low rank. Zeros pad them to a multiple of 8
-columns, because matrix products on a GPU take up to ten times as long with unaligned columns.
+columns, because matrix products on a GPU are several times slower with unaligned columns.
 
 Letters as in ``args.py``; E channels of the scan, K taps, P columns of the small projections.
 """

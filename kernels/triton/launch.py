@@ -1,7 +1,7 @@
 """Launch of Triton kernels: on one axis of programs, on the device of a tensor.
 
 A ``Kernel`` holds everything for a launch except the tensors, so that a plan can keep it. It also keeps what Triton
-compiled: Triton takes 20 to 55 microseconds to find that again from the arguments. ``recording`` records the
+compiled: Triton takes longer to find that again from the arguments than to launch it. ``recording`` records the
 launches of a ``with`` block instead of running them; ``benchmarks.kernels`` compiles them.
 """
 
