@@ -29,6 +29,7 @@ TRAINER = (
         "shards",
         "loader",
         "resolve",
+        "passes",
         "model",
         "engine",
         "checkpoint",

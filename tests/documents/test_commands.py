@@ -136,7 +136,8 @@ def test_settings_named_on_a_page_exist(page: str) -> None:
     named = set(re.findall(r"--(model|data|augment|optim|schedule|run)\.([a-z-]+)", read(page)))
     sections = {field.name: field.default_factory() for field in fields(TrainConfig)}
     for section, setting in named:
-        assert hasattr(sections[section], setting.replace("-", "_")), f"--{section}.{setting}"
+        option = setting.removeprefix("no-").replace("-", "_")
+        assert hasattr(sections[section], option), f"--{section}.{setting}"
 
 
 DOCUMENTS = sorted(

@@ -10,6 +10,7 @@ from vil.training.distributed import World
 from vil.training.engine import Score, evaluate, train_step
 from vil.training.loader import Step, ValData, open_source
 from vil.training.model import Trainee, build
+from vil.training.passes import ScoringPass
 
 
 class CountedData(ValData):
@@ -40,10 +41,12 @@ def test_models_scored_together_score_as_alone_and_images_are_read_once(
     small = dataclasses.replace(config.data, validation_batch_size=5)  # 12 images: 5, 5, 2
     chosen = dataclasses.replace(config, data=small)
     data = CountedData(chosen, open_source(chosen.data, chosen.model, False), World())
+    run = dataclasses.replace(config.run, amp=amp)
     models = [training.model, training.ema.module, training.model]
-    together = evaluate(models, data, amp)
+    scorers = [ScoringPass(model, run, torch.device("cpu")) for model in models]
+    together = evaluate(scorers, data)
     assert data.passes == 1
-    alone = [evaluate([model], data, amp)[0] for model in models]
+    alone = [evaluate([scorer], data)[0] for scorer in scorers]
     assert [untimed(score) for score in together] == [untimed(score) for score in alone]
     assert together[0].loss != together[1].loss
     assert not any(module.training for model in models for module in model.modules())
@@ -70,9 +73,9 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) 
 @pytest.mark.parametrize("opt", ["adamw", "sgd"])  # only adamw decides on the device
 def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, opt=opt))
-    training = dataclasses.replace(
-        build(config, World(), 4), criterion=lambda logits, _: logits.sum() * torch.nan
-    )
+    training = build(config, World(), 4)
+    loss = training.training_pass
+    training = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * torch.nan)
     before = [weight.clone() for weight in training.model.parameters()]
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
     train_step(training, Step(0, [(images, torch.arange(8) % 4)], {}), config)

@@ -136,7 +136,7 @@ def test_recipe_reaches_what_trains(name) -> None:
     assert (mixup.switch_prob, mixup.mode, mixup.label_smoothing) == (0.5, "batch", 0.1)
     assert (erase.probability, erase.per_pixel, erase.max_count) == (0.25, True, 1)
     assert training.augment.mix_size == (64 if small else 128)
-    assert training.criterion.label_smoothing == 0.0  # mixup has smoothed already
+    assert training.training_pass.criterion.label_smoothing == 0.0  # mixup has smoothed already
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in training.model.blocks]
     assert rates == pytest.approx([0.0, 0.025, 0.05] if small else [0.0] * 3)
 

@@ -174,16 +174,14 @@ def test_non_finite_steps_change_nothing_and_are_named(
 
 def poisoned(steps: set[int]) -> Callable[..., StepResult]:
     """Return train_step with a loss that is NaN at the given steps."""
+    original = train_step_of_engine
 
     def train_step(training: Trainee, step: Step, config: TrainConfig) -> StepResult:
         if step.number in steps:
-            training = dataclasses.replace(training, criterion=lambda *_: criterion(*_) * math.nan)
+            loss = training.training_pass
+            training = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * math.nan)
         return original(training, step, config)
 
-    def criterion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits, targets)
-
-    original = train_step_of_engine
     return train_step
 
 

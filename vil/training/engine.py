@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -14,6 +13,7 @@ from vil.training.draws import key, seed_everything
 from vil.training.errors import DataError
 from vil.training.loader import Step, ValData
 from vil.training.model import Trainee
+from vil.training.passes import ScoringPass
 from vil.training.settings import TrainConfig
 from vil.training.transforms import Normalize
 
@@ -67,7 +67,7 @@ def train_step(trainee: Trainee, step: Step, config: TrainConfig) -> StepResult:
 
 @torch.no_grad()
 def evaluate(
-    models: Sequence[nn.Module], data: ValData, amp: bool, by_class: torch.Tensor | None = None
+    models: Sequence[ScoringPass], data: ValData, by_class: torch.Tensor | None = None
 ) -> list[Score]:
     """Evaluate models on all validation images, distributed over all processes.
 
@@ -75,9 +75,8 @@ def evaluate(
     accuracy does not depend on the batch size. A score does not depend on the other models.
 
     Args:
-        models: Models that return logits (B, classes); they stay in evaluation mode.
+        models: Models to evaluate; they stay in evaluation mode.
         data: Validation images.
-        amp: Whether to autocast to bfloat16.
         by_class: Zeros (2, classes), float64, on the model's device. Receives the first model's top-1
             hits and the number of images per class, summed over all processes.
 
@@ -96,7 +95,7 @@ def evaluate(
     for images, targets in data.batches():
         check_targets(targets, data.config.model.num_classes)
         targets = targets.to(normalize.device, non_blocking=True)
-        _score(models, sums, normalize(images), targets, amp, by_class)
+        _score(models, sums, normalize(images), targets, by_class)
     # Reduce the sums one by one. The partitioning of a larger tensor in all_reduce, and with it the
     # rounding, would depend on the number of models.
     totals = [data.world.sum(total).tolist() for total in sums]
@@ -131,27 +130,23 @@ def _accumulate(trainee: Trainee, step: Step, config: TrainConfig) -> torch.Tens
         images, targets = trainee.augment(images, targets, step.number, place)
         seed_everything(key("model", config.run.seed, step.number, place))
         waits = world.size > 1 and part < parts - 1
-        with trainee.forward.no_sync() if waits else nullcontext():
-            with torch.autocast(world.device.type, torch.bfloat16, enabled=config.run.amp):
-                loss = trainee.criterion(trainee.forward(images), targets) / parts
+        with trainee.training_pass.no_sync() if waits else nullcontext():
+            loss = trainee.training_pass(images, targets)
             loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
 
 def _score(
-    models: Sequence[nn.Module],
+    models: Sequence[ScoringPass],
     sums: Sequence[torch.Tensor],
     images: torch.Tensor,
     targets: torch.Tensor,
-    amp: bool,
     by_class: torch.Tensor | None,
 ) -> None:
     """Add a batch to the sums of each model, and to ``by_class``; see ``evaluate``."""
     for model, total in zip(models, sums, strict=True):
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
-            logits = model(images)
-        loss, hits = _judge(logits.float(), targets)
+        loss, hits = _judge(model(images).float(), targets)
         total[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
         total[3] += len(targets)
         if by_class is not None and model is models[0]:

@@ -25,6 +25,7 @@ from vil.training.files import write_text
 from vil.training.images import fingerprint
 from vil.training.loader import ValData, check_same, described, open_source
 from vil.training.model import build_model
+from vil.training.passes import ScoringPass
 from vil.training.recipes import from_dict
 from vil.training.report import model_size
 from vil.training.resolve import fill_from_weights, read_source
@@ -88,6 +89,8 @@ class EvalConfig(Section):
     """Evaluate the averaged weights (EMA) instead of the last ones."""
     amp: bool | None = None
     """Autocast to bfloat16; None keeps the setting of training."""
+    cuda_graphs: bool = True
+    """On a GPU, record the model in CUDA graphs, one for each shape of a batch."""
     per_class: bool = False
     """Also report the top-1 accuracy of each class."""
     device: Text = "auto"
@@ -175,7 +178,8 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
     data, model = ValData(config, source, world), subject.model.to(world.device)
     _check_classes(subject.label_names, source.classes)
     by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=world.device)
-    [score] = evaluate([model], data, config.run.amp, by_class)
+    scoring_pass = ScoringPass(model, config.run, world.device)
+    [score] = evaluate([scoring_pass], data, by_class)
     if not math.isfinite(score.loss):
         raise NonFiniteLossError(
             f"the validation loss is {score.loss} with the weights of {options.checkpoint}",
@@ -327,6 +331,11 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
         config,
         model=dataclasses.replace(config.model, img_size=size),
         data=dataclasses.replace(config.data, **chosen),
-        run=RunConfig(device=options.device, amp=amp, num_threads=config.run.num_threads),
+        run=RunConfig(
+            device=options.device,
+            amp=amp,
+            cuda_graphs=options.cuda_graphs,
+            num_threads=config.run.num_threads,
+        ),
     )
     return from_dict(dataclasses.asdict(merged), "")

@@ -15,6 +15,7 @@ from vil.backbone import VisionLonghorn
 from vil.messages import one_line
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
+from vil.training.passes import ScoringPass, TrainingPass
 from vil.training.resolve import model_arguments
 from vil.training.settings import ModelConfig, OptimConfig, TrainConfig
 from vil.training.transforms import BatchAugment
@@ -32,15 +33,14 @@ class Trainee:
     """Model that holds the weights."""
     origin: str
     """Description of the source of the initial weights."""
-    compiled: nn.Module
-    """The model, compiled if run.torchcompile is set."""
-    forward: nn.Module
-    """Module that training calls: ``compiled``, with gradients averaged over all processes."""
+    training_pass: nn.Module
+    """Loss of a micro-batch, a ``TrainingPass``; with several processes, it averages the gradients."""
+    scoring_passes: list[ScoringPass]
+    """What evaluation calls: the model, and its average if one is kept."""
     ema: ModelEmaV3 | None
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
     steps_per_epoch: int
-    criterion: nn.Module
     augment: BatchAugment
     world: World
 
@@ -96,17 +96,20 @@ def build(
     # Compile one static program per image size; a dynamic one would depend on the size drawn first.
     dynamic = False if config.data.img_sizes else None
     compiled = torch.compile(model, dynamic=dynamic) if config.run.torchcompile else model
+    # Mixup, if enabled, already smooths the labels.
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixes else augment.smoothing)
+    training_pass = TrainingPass(compiled, criterion, config.run, world.device)
+    ema = None if decay is None else ModelEmaV3(model, decay=decay)
+    scored = [compiled, *([] if ema is None else [ema.module])]
     return Trainee(
         model=model,
         origin=origin,
-        compiled=compiled,
-        forward=_distribute(compiled, config.model, world),
-        ema=None if decay is None else ModelEmaV3(model, decay=decay),
+        training_pass=_distribute(training_pass, config.model, world),
+        scoring_passes=[ScoringPass(each, config.run, world.device) for each in scored],
+        ema=ema,
         optimizer=optimizer,
         scheduler=_scheduler(optimizer, config, steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
-        # Mixup, if enabled, already smooths the labels.
-        criterion=nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixes else augment.smoothing),
         augment=BatchAugment(config, world.device),
         world=world,
     )
@@ -208,8 +211,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.o
         raise ConfigError(f"cannot create optimizer {config.opt}: {one_line(error)}") from error
 
 
-def _distribute(model: nn.Module, config: ModelConfig, world: World) -> nn.Module:
-    """Wrap the model in DistributedDataParallel if there are several processes.
+def _distribute(training_pass: TrainingPass, config: ModelConfig, world: World) -> nn.Module:
+    """Wrap the training pass in DistributedDataParallel if there are several processes.
 
     After its first backward pass, DistributedDataParallel rebuilds its buckets in the order in which
     gradients arrived. A sum of more than two numbers depends on the order of addition, which in a ring
@@ -217,12 +220,13 @@ def _distribute(model: nn.Module, config: ModelConfig, world: World) -> nn.Modul
     all its steps equal, including the first step after resuming.
     """
     if world.size == 1:
-        return model
+        return training_pass
     devices = [world.device] if world.device.type == "cuda" else None
-    averaging = DistributedDataParallel(model, devices, gradient_as_bucket_view=True)
-    averaging.eval()  # keeps batch-norm statistics unchanged
-    size = (1, config.in_chans, config.img_size, config.img_size)
+    averaging = DistributedDataParallel(training_pass, devices, gradient_as_bucket_view=True)
+    averaging.eval()  # keeps batch-norm statistics unchanged, and records nothing
+    images = torch.zeros(1, config.in_chans, config.img_size, config.img_size, device=world.device)
+    targets = torch.zeros(1, dtype=torch.long, device=world.device)
     with torch.compiler.set_stance("force_eager"):  # avoids compiling a dynamic batch size
-        averaging(torch.zeros(size, device=world.device)).sum().backward()
+        averaging(images, targets).backward()
     averaging.zero_grad()
-    return averaging
+    return averaging.train()

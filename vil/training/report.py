@@ -26,6 +26,7 @@ from vil.training.engine import StepResult
 from vil.training.errors import is_dead_loader, log
 from vil.training.files import csv_text, sync, write_atomically, write_text
 from vil.training.loader import Step, TrainData, ValData
+from vil.training.passes import describe
 from vil.training.recipes import to_yaml
 from vil.training.settings import TrainConfig
 
@@ -236,7 +237,7 @@ class Report:
             f"\nepochs   {self.epochs} of {self.length:,} batches of {config.data.batch_size}"
             + (spread if world.size * parts > 1 else "")
             + f", peak lr {config.peak_lr:g} for that batch\n"
-            f"device   {world.device}, {'bfloat16 autocast' if config.run.amp else 'float32'}\n"
+            f"device   {describe(config.run, world.device)}\n"
             f"versions {', '.join(f'{name} {version}' for name, version in versions().items())}\n"
             f"output   {config.run.output}"
         )

@@ -81,7 +81,7 @@ def train(config: TrainConfig) -> None:
                         raise StoppedError(number)
                     report.progress()
                 account(run, report, train_data)
-                scores = evaluate([trainee.compiled, *trainee.averages], val_data, config.run.amp)
+                scores = evaluate(trainee.scoring_passes, val_data)
                 end_epoch(folder, run, report, scores)
             report.summary()
 

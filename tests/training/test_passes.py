@@ -1,0 +1,195 @@
+"""Training and evaluation with recorded passes: the same bits as in eager mode."""
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tests.training.recorded import Graph, record_on_cpu
+from tests.training.run_files import assert_same, load, rows, signal_at, with_
+from tests.training.test_distributed import LAST_RESORT, ROOT, start_script
+from vil.training import passes
+from vil.training.errors import ConfigError
+from vil.training.passes import ScoringPass, TrainingPass, describe
+from vil.training.recipes import to_yaml
+from vil.training.settings import RunConfig, TrainConfig
+from vil.training.transforms import BatchAugment
+
+EAGER = "--run.no-cuda-graphs"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> None:
+    """Record the passes of the trainer, on the CPU."""
+    monkeypatch.setattr(Graph, "replays", 0)
+    record_on_cpu(monkeypatch)
+
+
+def everything(config: TrainConfig, recurrence: str, accumulation: int) -> TrainConfig:
+    """Return the configuration with all that could disturb a graph."""
+    args = (f"recurrence={recurrence}", "patch_drop_rate=0.25", "drop_rate=0.1", "grid_aware=False")
+    config = with_(config, "model", args=args)
+    config = with_(config, "augment", mix_size=2)
+    config = with_(config, "optim", clip_grad=0.5)
+    return with_(config, "run", amp=True, grad_accum_steps=accumulation)
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    assert rows(one) == rows(other)
+    for name in ("last.pt", "best.pt"):
+        contents = [load(folder / name) for folder in (one, other)]
+        for content in contents:  # their losses are NaN, which equals nothing
+            content["run"]["bad_steps"] = list(content["run"]["bad_steps"])
+        assert_same(*contents)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("recurrence", "accumulation", "sizes"),
+    [("longhorn_exact", 2, None), ("longhorn", 1, None), ("mamba", 1, (16, 24))],
+)
+def test_a_recorded_run_is_the_eager_one(
+    config, recurrence, accumulation, sizes, train, monkeypatch, tmp_path
+) -> None:
+    """Drop path, dropout, EMA, clipping, a skipped step, the last batch of an evaluation, and a stop in an epoch."""
+    augment = BatchAugment.__call__
+
+    def poisoned(self: BatchAugment, images: torch.Tensor, targets, step: int, place: int) -> tuple:
+        images, targets = augment(self, images, targets, step, place)
+        return images * (torch.nan if step == 6 else 1), targets
+
+    monkeypatch.setattr(BatchAugment, "__call__", poisoned)
+    chosen = with_(everything(config, recurrence, accumulation), "data", img_sizes=sizes)
+    chosen = with_(chosen, "data", validation_batch_size=5)  # 12 images: 5, 5, 2
+    eager, whole, parts = (str(tmp_path / name) for name in ("eager", "whole", "parts"))
+    assert train(chosen, "--run.output", eager, EAGER) == 0
+    assert Graph.replays == 0
+    assert train(chosen, "--run.output", whole) == 0
+    assert Graph.replays == 12 * accumulation + 3 * 2 * 3
+    assert_same_runs(Path(whole), Path(eager))
+    assert [*load(Path(whole) / "last.pt")["run"]["bad_steps"]] == [6]
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, 5, signal.SIGTERM)
+        assert train(chosen, "--run.output", parts) == 143
+    assert train(chosen, "--run.output", parts) == 0
+    assert_same_runs(Path(parts), Path(eager))
+
+
+@pytest.mark.ci
+def test_two_recorded_processes_are_two_eager_ones(config, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    chosen = everything(config, "longhorn_exact", 2)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(chosen))
+    for name, more in (("eager", [EAGER]), ("graphs", [])):
+        output = ["--run.output", str(tmp_path / name)]
+        command = ["tests/training/recorded.py", "--config", str(recipe), *output, *more]
+        processes = start_script(command, [ROOT] * 2)
+        printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], printed
+    assert_same_runs(tmp_path / "graphs", tmp_path / "eager")
+
+
+@pytest.mark.usefixtures("recorded")
+def test_the_first_pass_leaves_statistics_and_random_numbers_as_one_pass_does() -> None:
+    torch.manual_seed(0)
+    images, targets = torch.randn(4, 3, 32, 32), torch.arange(4)
+    found = []
+    for graphs in (True, False):
+        run = RunConfig(cuda_graphs=graphs, grad_accum_steps=2)
+        torch.manual_seed(1)
+        model = timm.create_model("resnet10t", num_classes=4, drop_rate=0.5).train()
+        own = TrainingPass(model, nn.CrossEntropyLoss(), run, CPU)
+        losses = []
+        for seed in (2, 3):
+            torch.manual_seed(seed)
+            losses.append(own(images, targets))
+            losses[-1].backward()
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        scores = ScoringPass(model.eval(), run, CPU)
+        with torch.no_grad():
+            logits = [scores(images).clone(), scores(images[:3]).clone()]
+        gradients = [p.grad for p in model.parameters()]
+        found.append([*losses, *logits, *gradients, *state.values(), torch.rand(1)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_model_that_cannot_be_recorded_is_an_error_that_names_the_way_out(monkeypatch) -> None:
+    class Refusing(passes.torch.cuda.graph):
+        def __exit__(self, *error: object) -> None:
+            super().__exit__(*error)
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "graph", Refusing)
+    scores = ScoringPass(nn.Identity(), RunConfig(), CPU)
+    with pytest.raises(ConfigError, match=r"\(operation not permitted .*\); pass --run.no-cuda"):
+        scores(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "told"),
+    [
+        (CPU, {}, "cpu, float32"),
+        (CUDA, {"amp": True}, "cuda, bfloat16 autocast, CUDA graphs"),
+        (CUDA, {"cuda_graphs": False}, "cuda, float32, no CUDA graphs (run.cuda_graphs False)"),
+        (CUDA, {"torchcompile": True}, "cuda, float32, no CUDA graphs (run.torchcompile True)"),
+    ],
+)
+def test_the_banner_says_which_and_why(device, options, told) -> None:
+    assert describe(dataclasses.replace(RunConfig(), **options), device) == told
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("recurrence", "accumulation"), [("longhorn_exact", 2), ("longhorn", 1), ("mamba", 1)]
+)
+def test_a_gpu_records_the_eager_run(
+    config, recurrence, accumulation, train, evaluate, monkeypatch, tmp_path
+) -> None:
+    """20 steps with drop path, dropout, EMA and clipping; then the same with a stop, and eval.py both ways."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    config = everything(config, recurrence, accumulation)
+    # The gradient of patch dropping is a sum in any order.
+    config = with_(config, "model", args=tuple(a for a in config.model.args if "patch" not in a))
+    config = with_(with_(config, "run", device="cuda"), "schedule", epochs=5)
+    eager, whole, parts = (tmp_path / name for name in ("eager", "whole", "parts"))
+    assert train(config, "--run.output", str(eager), EAGER) == 0
+    assert train(config, "--run.output", str(whole)) == 0
+    assert_same_runs(whole, eager)
+    with pytest.MonkeyPatch.context() as patch:
+        signal_at(patch, 9, signal.SIGTERM)
+        assert train(config, "--run.output", str(parts)) == 143
+    assert train(config, "--run.output", str(parts)) == 0
+    assert_same_runs(parts, eager)
+    scores = []
+    for option in ((), ("--no-cuda-graphs",)):
+        assert evaluate(str(whole / "last.pt"), *option) == 0
+        scores.append(json.loads((whole / "last-eval.json").read_text()))
+    assert scores[0]["loss"] == scores[1]["loss"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_recorded_pass_takes_little_more_memory_than_an_eager_one() -> None:
+    reserved = []
+    for graphs in (False, True):
+        model = timm.create_model("vil_tiny_exact", depth=6).cuda()
+        run = RunConfig(amp=True, cuda_graphs=graphs)
+        own = TrainingPass(model, nn.CrossEntropyLoss(), run, CUDA)
+        images = torch.randn(64, 3, 224, 224, device="cuda")
+        targets = torch.zeros(64, dtype=torch.long, device="cuda")
+        torch.cuda.empty_cache()
+        for _ in range(3):
+            model.zero_grad()
+            own(images, targets).backward()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1] < 1.3 * reserved[0]
