@@ -1,11 +1,8 @@
-"""Time budgets: stop a benchmark so that it can be resumed, and interrupt a compiler."""
+"""Time budgets: stop a benchmark so that it can be resumed."""
 
 import argparse
-import contextlib
 import math
-import signal
 import time
-from collections.abc import Iterator
 
 UNFINISHED = 75  # exit status: out of time, repeat the command to resume (EX_TEMPFAIL)
 
@@ -31,23 +28,3 @@ def add_seconds(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="begin nothing new after that long, and end with status 75 if something is left",
     )
-
-
-class TimeLimitError(Exception):
-    """Something took too long."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float, what: str = "not compiled") -> Iterator[None]:
-    """Raise TimeLimitError in the block after ``seconds``; works in the main thread only."""
-
-    def stop(*_: object) -> None:
-        raise TimeLimitError(f"{what} within {seconds:.3g} s")
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)

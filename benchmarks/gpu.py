@@ -1,21 +1,182 @@
-"""Print the tables of a record from a GPU: whole models, hours of ImageNet, scans and kernels.
+"""Check and measure this library on a GPU in calls of a few minutes, and print the tables of a record.
 
-    python -m benchmarks.gpu [RECORD]
+    python -m benchmarks.gpu --minutes 3       # correctness, kernels, tiny models at 224 px
+    python -m benchmarks.gpu --minutes 7       # the rest; repeat it while its exit status is 75
+    python -m benchmarks.gpu --show [RECORD]   # default: results/h100.json, the first run on a GPU
+    python -m benchmarks.gpu --fill 90         # without a GPU: compile the kernels for this architecture
 
-The default record, ``results/h100.json``, is the first run on a GPU. Its programs are not part of the repository. All
-numbers are bfloat16 autocast on one GPU. Times of models are of whole steps in CUDA graphs, except where the table says
-eager or compile. Times of scans and kernels are those that the GPU works on one block.
+The parts run in the order of ``PARTS``, the most important first, each in its own processes and for a limited time. So a
+failure costs only its part. A part that the end of a call interrupts is resumed by the next call. Records, logs and
+Triton's cache are in ``--output``, which you may copy to another machine before the next call.
+
+All numbers are bfloat16 autocast on one GPU. Models are timed by whole steps, scans and kernels by the GPU's own time.
 """
 
 import argparse
+import contextlib
+import csv
 import json
-from collections.abc import Sequence
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parent / "results" / "h100.json"
+import torch
+
+from benchmarks.budget import UNFINISHED
+from benchmarks.provenance import environment
+from vil.training.files import write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "h100.json"
 IMAGENET, EPOCHS = 1_281_167, 300
+SHORTEST_S = 10.0  # no part starts with less time left
+SHARE = 0.9  # of a part's time, after which a program that can resume starts nothing new
+PASSED, FAILED, TOO_SLOW, INTERRUPTED = "passed", "failed", "too slow", "interrupted"
 Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands, as arguments of Python separated by ``&&``; {output} is the folder of the records."""
+
+    name: str
+    seconds: int
+    command: str
+
+
+_MODELS = "-m benchmarks.models --memory --device cuda --rounds 3 --seconds {seconds} --output {output}/models"
+_TINY = "deit_tiny_patch16_224 vil_tiny_exact vil_tiny vim_tiny"
+_SMALL = "deit_small_patch16_224 vil_small_exact vil_small vim_small"
+_TESTS = "tests/kernels/triton/test_on_gpu.py tests/training/test_passes.py"
+_TRAIN = (  # on enlarged digits, so that loading data does not limit the steps
+    "train_imagenet.py --config configs/vil_tiny.yaml --model.name vil_tiny_exact --data.dataset digits --run.amp"
+    " --data.batch-size 128 --data.aug-repeats 0 --augment.aa None --augment.reprob 0 --data.num-workers 14"
+    " --schedule.epochs 12 --schedule.warmup-epochs 1 --run.log-interval 10 --run.output {output}/training"
+)
+PARTS = (
+    Part("selfcheck", 60, "-m vil.selfcheck"),
+    Part("tests", 90, f"-m pytest -q -p no:cacheprovider -n 8 -m gpu {_TESTS}"),
+    Part("kernels", 60, "-m benchmarks.gpu_kernels blocks {output}/kernels.json"),
+    Part("tiny models", 160, f"{_MODELS}-tiny.json {_TINY} --ways graphs eager --sizes 224:128"),
+    Part("training", 90, f"{_TRAIN}-graphs && {_TRAIN}-eager --run.no-cuda-graphs"),
+    Part("scans", 60, "-m benchmarks.gpu_kernels scans {output}/scans.json"),
+    Part("default run", 70, "train_imagenet.py --run.output {output}/digits"),
+    Part(
+        "large images",
+        240,
+        f"{_MODELS}-large.json {_TINY} --ways graphs eager --sizes 512:32 1024:8 2048:2",
+    ),
+    Part("small models", 120, f"{_MODELS}-small.json {_SMALL} --ways graphs --sizes 224:64 1024:4"),
+    Part("compiled", 120, f"{_MODELS}-compiled.json {_TINY} --ways compile --sizes 224:128"),
+)
+
+
+# --------------------------------------------------------------------------------------------- run
+
+
+def measure(folder: Path, minutes: float) -> int:
+    """Run the unfinished parts until the time is up; return the exit status.
+
+    Raises:
+        SystemExit: If there is no GPU, or the folder has results of another GPU or other versions.
+    """
+    end = time.monotonic() + 60 * minutes
+    about = environment() | {"triton": metadata.version("triton"), "dtype": "bfloat16 autocast"}
+    if not torch.cuda.is_available():
+        sys.exit("error: PyTorch finds no GPU here; --fill and --show need none")
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    path = folder / "record.json"
+    record = json.loads(path.read_text()) if path.exists() else {"environment": about, "parts": {}}
+    if record["environment"] != about:
+        was = record["environment"]
+        sys.exit(f"error: {folder} has results of {was}, but this run has {about}; move it away")
+    for part in PARTS:
+        entry = record["parts"].setdefault(part.name, {"status": INTERRUPTED, "seconds": 0.0})
+        start = time.monotonic()
+        if entry["status"] != INTERRUPTED or end - start < SHORTEST_S:
+            continue
+        print(f"== {part.name}", flush=True)
+        log = folder / "logs" / f"{part.name.replace(' ', '-')}.log"
+        entry["status"] = _run(part, folder, log, end - start)
+        entry["seconds"] = round(entry["seconds"] + time.monotonic() - start, 1)
+        write_text(path, json.dumps(record | _results(folder), indent=1) + "\n")
+        print(f"{log.read_text(errors='replace')[-1500:]}\n== {entry['status']}", flush=True)
+    statuses = {entry["status"] for entry in record["parts"].values()}
+    return UNFINISHED if INTERRUPTED in statuses else int(statuses != {PASSED})
+
+
+def _run(part: Part, folder: Path, log: Path, left: float) -> str:
+    """Run a part for at most ``left`` seconds, and return its status."""
+    end = time.monotonic() + min(part.seconds, left)
+    out_of_time = INTERRUPTED if left < part.seconds else TOO_SLOW
+    for command in part.command.split(" && "):
+        seconds = f"{SHARE * (end - time.monotonic()):.0f}"
+        words = shlex.split(command.format(output=folder, seconds=seconds))
+        with log.open("ab") as file, _process(words, folder, file) as process:
+            try:
+                code = process.wait(max(end - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                return out_of_time
+        if code:
+            return out_of_time if code == UNFINISHED else FAILED
+    return PASSED
+
+
+@contextlib.contextmanager
+def _process(words: list[str], folder: Path, log: Any = None) -> Iterator[subprocess.Popen]:
+    """Run Python in a new process group, which is killed at the end of the block."""
+    variables = {"PYTHONUNBUFFERED": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=log, stderr=log, cwd=ROOT, env=os.environ | variables,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _results(folder: Path) -> dict[str, Rows]:
+    """Return what the parts have written so far, as rows."""
+    files = {name: folder / f"{name}.json" for name in ("scans", "kernels")}
+    found = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
+    models = (json.loads(path.read_text()) for path in sorted(folder.glob("models-*.json")))
+    found["models"] = [row for record in models for row in record["rows"]]
+    found["digits"] = _csv(folder / "digits" / "log.csv")
+    steps = {way: _csv(folder / f"training-{way}" / "steps.csv") for way in ("graphs", "eager")}
+    found["training"] = [_steps(way, own, steps["eager"]) for way, own in steps.items() if own]
+    return found
+
+
+def _csv(path: Path) -> Rows:
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def _steps(way: str, own: Rows, eager: Rows) -> dict[str, Any]:
+    """Return the median time of a step, without the first epoch, and whether the losses are eager mode's."""
+    later = [row for row in own if row["epoch"] != "1"] or own
+    speed, wait = (
+        statistics.median(float(row[key]) for row in later) for key in ("images_per_s", "data_wait")
+    )
+    same = [row["loss"] for row in own] == [row["loss"] for row in eager]
+    return {"way": way, "ms": 128e3 / speed, "data_wait": wait, "losses_of_eager": same}
+
+
+# ------------------------------------------------------------------------------------------ tables
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -31,42 +192,43 @@ def _by(rows: Rows, row: str, column: Sequence[str]) -> tuple[list, list, dict]:
 
 
 def models(rows: Rows) -> str:
-    """Return times of steps, and memory, as ratios to the first model; that model's in ms and MiB."""
-    graphs = [r for r in rows if r["way"] == "graphs"]
-    names, columns, cells = _by(graphs, "model", ("pass", "size", "batch"))
-    body = []
-    for unit, digits in (("ms", 1), ("mib", 0)):
-        for name in names:
-            what = "time" if unit == "ms" else "memory"
-            line = [f"{what}, {name}"]
-            for column in columns:
-                row, base = cells.get((name, column)), cells[names[0], column][unit]
-                if row is None:
-                    line.append("")
-                elif name == names[0]:
-                    line.append(f"{base:,.{digits}f} {'ms' if unit == 'ms' else 'MiB'}")
-                else:
-                    line.append(f"{row[unit] / base:.2f}")
-            body.append(line)
-    heads = ["", *(f"{p}, {size} px, batch {batch}" for p, size, batch in columns)]
-    return table(heads, body)
+    """Return times of steps, and memory, as ratios to DeiT of the same size, whose own are in ms and MiB."""
+    tables = []
+    for peer in dict.fromkeys(r["model"] for r in rows if r["model"].startswith("deit")):
+        family = peer.split("_")[1]  # tiny or small
+        own = [r for r in rows if r["way"] == "graphs" and family in r["model"] and not r["error"]]
+        names, columns, cells = _by(own, "model", ("pass", "size", "batch"))
+        body = []
+        for key, scale, form in (("seconds", 1e3, "{:,.1f} ms"), ("bytes", 2**-20, "{:,.0f} MiB")):
+            for name in names:
+                line = [f"{'time' if key == 'seconds' else 'memory'}, {name}"]
+                for column in columns:
+                    row, base = cells.get((name, column)), cells.get((peer, column))
+                    if row is None or base is None:
+                        line.append("")
+                    elif name == peer:
+                        line.append(form.format(scale * row[key]))
+                    else:
+                        line.append(f"{row[key] / base[key]:.2f}")
+                body.append(line)
+        heads = ["", *(f"{p}, {px} px, batch {batch}" for p, px, batch in columns)]
+        tables.append(table(heads, body))
+    return "\n\n".join(tables)
 
 
 def hours(rows: Rows) -> str:
     """Return the hours of 300 epochs of ImageNet, computed from the times of a step at 224 px."""
-    chosen = [r for r in rows if r["pass"] == "training" and r["size"] == 224]
+    chosen = [r for r in rows if r["pass"] == "training" and r["size"] == 224 and not r["error"]]
     names, ways, cells = _by(chosen, "model", ("way",))
     body = []
     for name in names:
-        line = [name]
-        for way in ways:
-            row = cells.get((name, way))
-            if row is None:
-                line.append("")
-                continue
-            one = IMAGENET * EPOCHS / row["batch"] * row["ms"] / 3.6e6
-            line.append(f"{row['ms']:.0f} ms: {one:.0f} h, {one / 8:.1f} h")
-        body.append(line)
+        line = []
+        for row in (cells.get((name, way)) for way in ways):
+            one = IMAGENET * EPOCHS / row["batch"] * row["seconds"] / 3600 if row else 0
+            line.append(
+                f"{1e3 * row['seconds']:.0f} ms: {one:.0f} h, {one / 8:.1f} h" if row else ""
+            )
+        body.append([name, *line])
     return table(["step, hours on 1 and on 8 GPUs", *(way for (way,) in ways)], body)
 
 
@@ -76,18 +238,17 @@ def scans(rows: Rows) -> str:
     names, shapes, cells = _by(rows, "name", ("shape",))
     body = []
     for name in names:
-        line = [name]
-        for shape in shapes:
-            row = cells[name, shape]
-            line.append(f"{row['inference_us']:,.0f}, {row['training_us']:,.0f}")
-        body.append(line)
+        own = [cells.get((name, shape), {"error": ""}) for shape in shapes]
+        texts = (r.get("error", "{inference_us:,.0f}, {training_us:,.0f}") for r in own)
+        body.append([name, *(text.format(**r) for text, r in zip(texts, own, strict=True))])
     return table(["(B, L, D)", *(str(shape) for (shape,) in shapes)], body)
 
 
 def kernels(rows: Rows) -> str:
     """Return microseconds of every kernel of a block at 224 px, batch 128.
 
-    In brackets: issue slots used, and time in which a warp waits for global loads, both in percent (Nsight Compute).
+    In brackets, in percent: the time that its bytes need at the speed of a copy (benchmarks.traffic), issue slots used,
+    and time in which a warp waits for global loads (both from Nsight Compute).
     """
     names, columns, cells = _by(rows, "kernel", ("model", "pass"))
     body = []
@@ -95,27 +256,58 @@ def kernels(rows: Rows) -> str:
         line = [name]
         for column in columns:
             row = cells.get((name, column), {})
+            shares = [row.get(key, "-") for key in ("bytes", "issue_slots", "waits_for_loads")]
             line.append(f"{row['us']:.0f}" if row else "")
-            if "issue_slots" in row:
-                line[-1] += f" ({row['issue_slots']}, {row['waits_for_loads']})"
+            if set(shares) != {"-"}:
+                line[-1] += f" ({', '.join(map(str, shares))})"
         body.append(line)
     return table(["", *(", ".join(column) for column in columns)], body)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print all tables of a record."""
+def training(rows: Rows) -> str:
+    """Return the time of a step of vil_tiny_exact in train_imagenet.py, 224 px, batch 128."""
+    form = "{way} {ms:.1f} {data_wait:.0f} {losses_of_eager}"
+    body = [form.format(**row).split() for row in rows]
+    return table(["", "ms", "data wait, %", "losses of eager mode"], body)
+
+
+def show(record: dict[str, Any]) -> str:
+    """Return all tables of a record."""
+    lines = [", ".join(f"{name} {value}" for name, value in record["environment"].items())]
+    for name, entry in record.get("parts", {}).items():
+        lines.append(f"{name}: {entry['status']}, {entry['seconds']:.0f} s")
+    for r in record["models"]:
+        if r["error"]:
+            lines.append(f"{r['model']}, {r['pass']}, {r['size']} px, {r['way']}: {r['error']}")
+    if record.get("digits"):
+        best = max(float(row["top1"]) for row in record["digits"])
+        lines.append(f"default run: top-1 {best:.2f} %")
+    for function in (models, hours, training, scans, kernels):
+        part = "models" if function is hours else function.__name__
+        if record.get(part):
+            lines.append(f"\n{function.__doc__.strip()}\n\n{function(record[part])}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, fill the cache, or print a record; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("record", nargs="?", type=Path, default=RECORD)
-    record = json.loads(parser.parse_args(arguments).record.read_text())
-    print(", ".join(f"{name} {value}" for name, value in record["environment"].items()))
-    for function, part in (
-        (models, "models"),
-        (hours, "models"),
-        (scans, "scans"),
-        (kernels, "kernels"),
-    ):
-        print(f"\n{function.__doc__.splitlines()[0]}\n\n{function(record[part])}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
+    parser.add_argument("--output", type=Path, default=ROOT / "output" / "gpu")
+    parser.add_argument("--fill", metavar="ARCH", help="only compile, as for 90")
+    parser.add_argument("--show", nargs="?", type=Path, const=RECORD, metavar="RECORD")
+    args = parser.parse_args(arguments)
+    folder = args.output.resolve()
+    if args.show is not None:
+        print(show(json.loads(args.show.read_text())))
+        return 0
+    if args.fill is not None:
+        with _process(["-m", "benchmarks.gpu_kernels", "fill", args.fill], folder) as process:
+            return process.wait()
+    status = measure(folder, args.minutes)
+    print(show(json.loads((folder / "record.json").read_text())))
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -129,9 +129,8 @@ def compiled_kernels(
             kernel = launch.kernel.warmup(**launch.arguments, grid=(1,))
             if kernel.hash not in seen:
                 seen.add(kernel.hash)
-                module = launch.kernel.__module__.rpartition(".")[2]
-                function = launch.kernel.__name__.strip("_").removesuffix("_kernel")
-                yield f"{module}.{function}, {model}, {shape}, {mode}", kernel
+                function = launch.kernel.__name__.removesuffix("_kernel")
+                yield f"{function}, {model}, {shape}, {mode}", kernel
 
 
 def figures(kernel: Any) -> Figures:

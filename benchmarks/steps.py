@@ -47,7 +47,8 @@ def step_of(
 
     if pass_name == "inference":
         return infer
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=capturable)
+    fused = images.device.type == "cuda"  # as in the trainer
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, capturable=capturable, fused=fused)
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
 
     def train() -> None:

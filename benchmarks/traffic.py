@@ -1,6 +1,6 @@
 """Count the bytes that one block of a model moves through memory, without a GPU or any computation.
 
-    python -m benchmarks.traffic [MODEL] [--img-size 224] [--fast-norm] [--every-kernel]
+    python -m benchmarks.traffic [MODEL] [--img-size 224] [--fast-norm]
 
 The block runs forward and backward on fake tensors, in bfloat16 under autocast, with 128 images. Each
 PyTorch operation counts as one kernel that reads its inputs and writes its outputs once. Launches of our own
@@ -13,7 +13,7 @@ Autocast is the CPU's, which casts the same operations of these models to bfloat
 block sizes and sequence splits of an H200. The program prints the bytes per token of three passes, next to timm's
 deit_tiny_patch16_224 with fused attention, and the least time of an H200 to move them. It then prints the bytes
 that all blocks keep for the backward pass. ``--fast-norm`` lets norms take and return bfloat16, as timm's scripts
-do with this option. ``--every-kernel`` adds a table for each pass.
+do with this option.
 """
 
 import argparse
@@ -59,20 +59,20 @@ _BACKWARD = dict.fromkeys(("dx", "ddt", "dz", "dskip", "dbias", "dinitial"), (0,
 _BACKWARD |= {"dout": (1, 0), "y": (1, 0), "states": (1, 0)}
 _CONV = {"x": (1, 0), "weight": (1, 0), "bias": (1, 0), "order": (1, 0)}
 TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
-    "recurrent_parts.pack_kernel": {"q": (1, 0), "k": (1, 0), "kq": (0, 1)},
-    "recurrent._forward_kernel": _RECURRENT | _FORWARD,
+    "pack_kernel": {"q": (1, 0), "k": (1, 0), "kq": (0, 1)},
+    "recurrent_forward_kernel": _RECURRENT | _FORWARD,
     # The scratch memory of the programs that run at one time stays in L2.
-    "recurrent._backward_kernel": _RECURRENT
+    "recurrent_backward_kernel": _RECURRENT
     | _BACKWARD
     | {"split_states": (1, 0), "scratch": (0, 0), "dkq": (0, 1), "drates": (0, 1)},
-    "chunk_parts.gram_kernel": {
+    "gram_kernel": {
         "q": (1, 0), "k": (1, 0), "keys": (0, 1), "gram": (0, 1), "kappa": (0, 1),
     },
-    "chunk._forward_kernel": _EXACT | _FORWARD,
-    "chunk._backward_kernel": _EXACT | _BACKWARD | {"split_states": (1, 0), "sums": (0, 1)},
-    "chunk_parts.keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
-    "conv._forward_kernel": _CONV | {"out": (0, 1)},
-    "conv._backward_kernel": _CONV
+    "exact_forward_kernel": _EXACT | _FORWARD,
+    "exact_backward_kernel": _EXACT | _BACKWARD | {"split_states": (1, 0), "sums": (0, 1)},
+    "keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
+    "conv_forward_kernel": _CONV | {"out": (0, 1)},
+    "conv_backward_kernel": _CONV
     | {"grad": (1, 0), "dx": (0, 1), "dweight": (0, 1), "dbias": (0, 1)},
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ class Kernel:
     """A kernel and the tensors that it moves.
 
     Attributes:
-        name: Name of a PyTorch operation, or module and function of one of our kernels.
+        name: Name of a PyTorch operation, or of the function of one of our kernels.
         moves: Reads, then writes.
         launch: Recorded launch if the kernel is ours, else None.
     """
@@ -115,19 +115,13 @@ class Kernel:
         return sum(move.bytes for move in self.moves)
 
 
-def kernel_name(one: Launch) -> str:
-    """Return the module and function of a launched kernel, as in ``TOUCHES``."""
-    function = one.kernel.fn
-    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-
-
 def touches(one: Launch) -> Iterator[tuple[str, Tensor, int, int]]:
     """Yield each tensor of a launch: its name, the tensor, its reads and its writes.
 
     Raises:
         KeyError: If ``TOUCHES`` lacks the kernel or one of its tensors.
     """
-    known = TOUCHES[kernel_name(one)]
+    known = TOUCHES[one.kernel.__name__]
     for argument, tensor in one.arguments.items():
         if isinstance(tensor, Tensor):
             name = argument.removesuffix("_ptr")
@@ -178,7 +172,7 @@ class Counter(TorchDispatchMode):
                     reads.append(Move(name, read * _bytes(tensor), False))
                 if written:
                     writes.append(Move(name, written * _bytes(tensor), True))
-            self.kernels.append(Kernel(kernel_name(one), (*reads, *writes), one))
+            self.kernels.append(Kernel(one.kernel.__name__, (*reads, *writes), one))
         self._launches.clear()
 
     def _note(self, func: Any, inputs: Any, result: Any) -> None:
@@ -296,22 +290,6 @@ def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]], int]:
     return tokens, found, kept
 
 
-def table(kernels: list[Kernel], tokens: int) -> str:
-    """Return a Markdown table of kernels with bytes per token and the ns to move them."""
-    lines = ["| kernel | reads | writes | bytes | ns to move |", "|---|---|---|---|---|"]
-    for kernel in kernels:
-        reads, writes = (
-            ", ".join(
-                f"{m.what}: {m.bytes / tokens:.0f}" for m in kernel.moves if m.written == side
-            )
-            for side in (False, True)
-        )
-        moved = kernel.bytes / tokens
-        cells = (kernel.name, reads, writes, f"{moved:.0f}", f"{1e9 * moved / BANDWIDTH:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
@@ -319,7 +297,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("model", nargs="?", default="vil_tiny", metavar="MODEL")
     parser.add_argument("--img-size", type=int, default=224, help="pixels; default: 224")
-    parser.add_argument("--every-kernel", action="store_true", help="also a table of each pass")
     parser.add_argument("--fast-norm", action="store_true", help="as timm's scripts take it")
     args = parser.parse_args(arguments)
     set_fast_norm(args.fast_norm)
@@ -335,8 +312,6 @@ def main(arguments: list[str] | None = None) -> None:
         peer_ns, ns = (1e9 * moved / BANDWIDTH for moved in (of_peer, of_own))
         rows.append(f"| {PEER} | {name} | {of_peer:.0f} | {peer_ns:.2f} | |")
         rows.append(f"| {args.model} | {name} | {of_own:.0f} | {ns:.2f} | {of_own / of_peer:.2f} |")
-        if args.every_kernel:
-            print(f"{args.model}, {name}\n\n{table(own[name], tokens)}\n")
     rows += [
         "",
         f"Kept for the backward pass of {IMAGES} images: {PEER} {peer_kept / 2**30:.2f} GiB, ",

@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -102,14 +102,20 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
                 yield Case("scan", (*one, randn(B, D, M)), (recurrence, reverse))
 
 
-def outcomes(
-    function: Callable[..., Tensor | tuple[Tensor, ...]],
-    tensors: tuple[Tensor | None, ...],
-    options: tuple,
-) -> tuple[Tensor, ...]:
+def rounded(case: Case, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a case in a dtype; parameters and states stay float32 if it has 16 bits."""
+    low, parameters = dtype in (torch.bfloat16, torch.float16), _PARAMETERS[case.name]
+    return tuple(
+        None if tensor is None else tensor.to(torch.float32 if low and i in parameters else dtype)
+        for i, tensor in enumerate(case.tensors)
+    )
+
+
+def outcomes(case: Case, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """Return the outputs of an operation and the gradients of a fixed weighted sum of the outputs."""
+    operator = {"scan": _scan, "mixer": _mixer}.get(case.name) or getattr(ops, case.name)
     inputs = tuple(None if t is None else t.detach().requires_grad_() for t in tensors)
-    outputs = function(*inputs, *options)
+    outputs = operator(*inputs, *case.options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     loss = sum(
         (out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype))
@@ -139,18 +145,11 @@ def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
         dtype: Dtype of the activations; parameters and states stay in float32 if it is a 16-bit dtype.
         device: Device type.
     """
-    low = dtype in (torch.bfloat16, torch.float16)
-    parameters = _PARAMETERS[case.name]
-    tensors = tuple(
-        None if tensor is None else tensor.to(torch.float32 if low and i in parameters else dtype)
-        for i, tensor in enumerate(case.tensors)
-    )
+    tensors = rounded(case, dtype)
     exact = tuple(None if tensor is None else tensor.double() for tensor in tensors)
-    operator = {"scan": _scan, "mixer": _mixer}.get(case.name) or getattr(ops, case.name)
     with ops.use_backend("reference"):
-        truth = outcomes(operator, exact, case.options)
-    moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
-    results = outcomes(operator, moved, case.options)
+        truth = outcomes(case, exact)
+    results = outcomes(case, tuple(None if t is None else t.to(device) for t in tensors))
     errors = []
     for result, exact in zip(results, truth, strict=True):
         scale = exact.abs().max().clamp(min=1e-30)

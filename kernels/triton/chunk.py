@@ -37,7 +37,7 @@ from vil.kernels.triton.chunk_parts import (
     split_state,
     store_states,
 )
-from vil.kernels.triton.chunk_splits import carry_kernel, summary_kernel
+from vil.kernels.triton.chunk_splits import exact_carry_kernel, exact_summary_kernel
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import ScanPlan, Spread
 from vil.kernels.triton.tiles import (
@@ -137,7 +137,7 @@ def _forward_direction(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _forward_kernel(
+def exact_forward_kernel(
     x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
     out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, num_splits, split_chunks,
     x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
@@ -329,7 +329,7 @@ def _chunk_backward(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _backward_kernel(
+def exact_backward_kernel(
     x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
     states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
     B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
@@ -419,11 +419,11 @@ class ChunkPlan(ScanPlan):
         shared_back = shared | self.strides("dt", "z", back=True)
         ranks = [key.rank if makes else 0 for makes in self.makes_steps]
         self.forward_kernel = Kernel(
-            _forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
+            exact_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
             **_splits(ahead, ahead.block_d), RANK=ranks[0],
         )  # fmt: skip
         self.backward_kernel = Kernel(
-            _backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,
+            exact_backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,
             **shared_back, **_splits(back, back.block_d), RANK=ranks[1],
         )  # fmt: skip
         sequences = self.N * self.B * self.chunks
@@ -443,10 +443,10 @@ class ChunkPlan(ScanPlan):
         block, num_warps = tuning.blocks("exact_summary", self.D, self.key.device)
         programs = sequences * (spread.num_splits - 1) * (M + 1) * triton.cdiv(self.D, block)
         summary = Kernel(
-            summary_kernel, programs, num_warps, M=M, **shared, **_splits(spread, block)
+            exact_summary_kernel, programs, num_warps, M=M, **shared, **_splits(spread, block)
         )
         carry = Kernel(
-            carry_kernel, sequences * self.D, self.block_m // 16, B=self.B,
+            exact_carry_kernel, sequences * self.D, self.block_m // 16, B=self.B,
             num_splits=spread.num_splits, D=self.D, M=M, BLOCK_M=self.block_m,
             DESCENDING=self.reverse != adjoint,
         )  # fmt: skip

@@ -98,7 +98,7 @@ def _summary_direction(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def summary_kernel(
+def exact_summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
     B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
     z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
@@ -128,7 +128,7 @@ def summary_kernel(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def carry_kernel(
+def exact_carry_kernel(
     summary_ptr, start_ptr, split_states_ptr, B, num_splits,
     DESCENDING: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip

@@ -171,7 +171,7 @@ _RUN_TIME = (
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
-def _forward_kernel(
+def conv_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, B, L, positions, x_stride_b, x_stride_l,
     stride_l, D: tl.constexpr, K: tl.constexpr, UNIT: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr, FAST: tl.constexpr,
@@ -225,7 +225,7 @@ def _through_silu(grad, v, FAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
-def _backward_kernel(
+def conv_backward_kernel(
     grad_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, dweight_ptr, dbias_ptr, order_ptr, B, L,
     positions, x_stride_b, x_stride_l, dx_stride_b, dx_stride_l, stride_l, D: tl.constexpr,
     K: tl.constexpr, UNIT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -392,8 +392,8 @@ class ConvPlan:
         # One sum per program, added up at the end: atomics would add in another order every time.
         self._sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
         ahead = {name: c for name, c in constants.items() if not name.startswith("dx")}
-        self._forward = Kernel(_forward_kernel, rows * blocks, warps, **ahead)
-        self._backward = Kernel(_backward_kernel, self._sums * blocks, warps, **constants)
+        self._forward = Kernel(conv_forward_kernel, rows * blocks, warps, **ahead)
+        self._backward = Kernel(conv_backward_kernel, self._sums * blocks, warps, **constants)
 
     def _inputs(
         self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None

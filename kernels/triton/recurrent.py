@@ -46,7 +46,7 @@ from vil.kernels.triton.recurrent_parts import (
     store_sums,
     sums_over_channels,
 )
-from vil.kernels.triton.recurrent_splits import carry_kernel, summary_kernel
+from vil.kernels.triton.recurrent_splits import recurrent_carry_kernel, recurrent_summary_kernel
 from vil.kernels.triton.scan_plan import ScanPlan
 from vil.kernels.triton.tiles import half_silu, load_row, token_mask
 
@@ -133,7 +133,7 @@ def _forward_direction(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _forward_kernel(
+def recurrent_forward_kernel(
     x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
     y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
@@ -325,7 +325,7 @@ def _chunk_backward(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def _backward_kernel(
+def recurrent_backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
     split_states_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, dkq_ptr, drates_ptr, dskip_ptr, dbias_ptr,
     dinitial_ptr, B, L, num_splits, split_tokens, kappa_scale,
@@ -425,11 +425,15 @@ class RecurrentPlan(ScanPlan):
         shared_back = shared | self.strides("z", back=True)
         wide = ahead.blocks * self.num_splits
         self.forward_kernel = Kernel(
-            _forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d, **shared
+            recurrent_forward_kernel,
+            wide * self.B,
+            ahead.num_warps,
+            BLOCK_D=ahead.block_d,
+            **shared,
         )
         limit = {"maxnreg": MOST_REGISTERS} if fast and not mamba and self.M <= 16 else {}
         self.backward_kernel = Kernel(
-            _backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
+            recurrent_backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
             kappa_scale=key.kappa_scale, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
             PRECISION=tuning.dot_precision(key.dtype), **limit,
         )  # fmt: skip
@@ -442,14 +446,14 @@ class RecurrentPlan(ScanPlan):
         size, block = self.M * self.D, 256
         self._summaries = [
             Kernel(
-                summary_kernel, wide * sequences, ahead.num_warps, **constants,
+                recurrent_summary_kernel, wide * sequences, ahead.num_warps, **constants,
                 BLOCK_D=ahead.block_d, ADJOINT=adjoint,
             )
             for adjoint, constants in enumerate((shared, shared_back))
         ]  # fmt: skip
         self._carries = [
             Kernel(
-                carry_kernel, triton.cdiv(size, block) * sequences, 4, B=self.B, N=self.N,
+                recurrent_carry_kernel, triton.cdiv(size, block) * sequences, 4, B=self.B, N=self.N,
                 num_splits=self.num_splits, REVERSE=int(self.reverse), ADJOINT=adjoint, SIZE=size,
                 BLOCK=block,
             )

@@ -24,7 +24,7 @@ from vil.kernels.triton.tiles import half_silu, load_row, token_mask
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def summary_kernel(
+def recurrent_summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, kq_ptr, rates_ptr, bias_ptr, split_end_ptr, split_decay_ptr,
     B, L, num_splits, split_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
@@ -86,7 +86,7 @@ def summary_kernel(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def carry_kernel(
+def recurrent_carry_kernel(
     split_end_ptr, split_decay_ptr, initial_ptr, B, num_splits,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -24,10 +24,10 @@ def test_kernels_compile(arch: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     for kernel in (
-        "recurrent.backward, vil_tiny, batch, train",
-        "recurrent.backward, vim_tiny, long, train",
-        "chunk.backward, vil_tiny_exact, batch, train",
-        "chunk_splits.summary, vil_tiny_exact, long, train",
-        "conv.backward, vil_tiny, grid, train",
+        "recurrent_backward, vil_tiny, batch, train",
+        "recurrent_backward, vim_tiny, long, train",
+        "exact_backward, vil_tiny_exact, batch, train",
+        "exact_summary, vil_tiny_exact, long, train",
+        "conv_backward, vil_tiny, grid, train",
     ):
         assert f"| {arch} {kernel} |" in done.stdout
