@@ -8,9 +8,8 @@ cases: a batch that fills the GPU, one long image whose sequence is split, and w
 reads the machine code with the disassembler that Triton ships; for AMD it reads the compiler's own figures.
 
 Below the table it prints the changes since the record of the installed Triton version in ``results/kernels.json``, as
-every version compiles the kernels differently. ``--record`` writes the new figures there. A loop is the code between
-a label and the last branch back to it, unless it contains another loop. Latencies and cache misses are not modelled:
-the numbers show when a kernel gets worse, but do not replace a measurement.
+every version compiles the kernels differently. ``--record`` writes the new figures there. For sm_90, ``chain.py``
+estimates the cycles of a loop's iteration. The numbers show when a kernel gets worse, but do not replace a measurement.
 """
 
 import os
@@ -32,6 +31,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.chain import parse, simulate
 from vil.kernels import backends, ops
 from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
@@ -43,6 +43,7 @@ MODELS = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
 SHAPES = {"batch": (128, 224, 224), "long": (1, 1024, 1024), "grid": (128, 384, 224)}
 """Batch size, image size in pixels, and the image size that the weights were trained at."""
 PROCESSORS = 132  # multiprocessors of an H100; they decide how the long sequence is split
+MOST_WAITS = 4  # opcodes that the table lists
 RECORDS = Path(__file__).parent / "results" / "kernels.json"
 Figures = dict[str, Any]
 
@@ -139,6 +140,8 @@ def figures(kernel: Any) -> Figures:
     Returns:
         "warps" of a program, vector "registers" of a lane, "spills", bytes of "shared" memory, "instructions", and
         "loops" (lengths of inner loops). Spills count instructions that access spilled registers; on AMD, registers.
+        On sm_90 also "chain", the cycles of an iteration of each loop in the model of ``chain.py``, and "waits for",
+        the cycles of the longest chain that wait for results, by opcode.
     """
     found = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
     if "amdgcn" in kernel.asm:
@@ -147,10 +150,16 @@ def figures(kernel: Any) -> Figures:
             found[name] = int(re.search(rf"\.{field}:\s*(\d+)", listing)[1])
         return found
     registers, listing = _disassemble(kernel.asm["cubin"])
-    opcodes, loops = _parse(listing)
-    spills = sum(opcode in ("LDL", "STL") for opcode in opcodes)
-    found |= {"registers": registers, "spills": spills}
-    return found | {"instructions": len(opcodes), "loops": loops}
+    instructions, loops = parse(listing)
+    spills = sum(one.opcode in ("LDL", "STL") for one in instructions)
+    found |= {"registers": registers, "spills": spills, "instructions": len(instructions)}
+    found["loops"] = [end - start for start, end in loops]
+    if "sm_90" in kernel.asm["ptx"]:
+        chains = [simulate(instructions[start:end]) for start, end in loops]
+        found["chain"] = [cycles for cycles, _ in chains]
+        waits = max(chains, default=(0, {}))[1]
+        found["waits for"] = {opcode: waits[opcode] for opcode in list(waits)[:MOST_WAITS]}
+    return found
 
 
 def _disassemble(cubin: bytes) -> tuple[int, str]:
@@ -167,39 +176,14 @@ def _disassemble(cubin: bytes) -> tuple[int, str]:
         return int(re.search(r"REG:(\d+)", usage)[1]), output_of("nvdisasm", "-c")
 
 
-def _parse(listing: str) -> tuple[list[str], list[int]]:
-    """Return the opcode of every instruction, without modifiers, and the lengths of inner loops."""
-    labels: dict[str, int] = {}
-    opcodes: list[str] = []
-    ends: dict[int, int] = {}  # first instruction of a loop -> its end
-    for line in listing.splitlines():
-        if label := re.match(r"(\.L\w+):", line):
-            labels[label[1]] = len(opcodes)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ +)?([A-Z]\w*)", line):
-            branch = re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)
-            start = labels.get(branch[1]) if branch else None
-            # A branch to itself is the trap behind every kernel's end; only padding follows it.
-            if start is not None and start < len(opcodes):
-                ends[start] = len(opcodes) + 1
-            opcodes.append(instruction[1])
-    while opcodes[-1] == "NOP":
-        opcodes.pop()
-    loops = [
-        end - start
-        for start, end in ends.items()
-        if not any(start <= s and e <= end for s, e in ends.items() if s != start)
-    ]
-    return opcodes, sorted(loops, reverse=True)
-
-
-COLUMNS = ("warps", "registers", "spills", "shared", "instructions", "loops")
+COLUMNS = ("warps", "registers", "spills", "shared", "instructions", "loops", "chain", "waits for")
 
 
 def table(found: dict[str, Figures]) -> str:
     """Return the figures by kernel as a Markdown table."""
     lines = [f"| kernel | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for name, one in found.items():
-        cells = [str(one.get(column, "-")).strip("[]") for column in COLUMNS]
+        cells = [re.sub(r"[][{}']", "", str(one.get(column, "-"))) for column in COLUMNS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -52,6 +52,7 @@ from vil.kernels.triton.tiles import (
     load_rows,
     load_states,
     longhorn_eps,
+    prefetch_rows,
     round_tf32,
     row_mask,
     sigmoid,
@@ -86,34 +87,53 @@ def _forward_direction(
     channel = mask[None, :]
     bias = load_row(bias_ptr + direction * D + d, mask)
     skip = load_row(skip_ptr + direction * D + d, mask)
-    x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
+    x_row = x_ptr + direction * x_stride_dir + b * x_stride_b
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b
     if dt_weight_ptr is not None:
         weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
     rounded = round_tf32(state, PRECISION, FAST)
+    n = (end - 1) if REVERSE else begin
+    first = tl.cast(tl.minimum(n * T, L - T) + ((T - 1) if REVERSE else 0), tl.int64)
+    keys = keys_ptr + (direction * B + b) * chunks * (T * 2 * BLOCK_M)
+    keys = keys + t16[:, None] * (2 * BLOCK_M) + m[None, :]
+    k, low = tl.load(keys + n * (T * 2 * BLOCK_M)), None
+    if dt_weight_ptr is not None:
+        low = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
     for i in range(begin, end):
         n = (begin + end - 1 - i) if REVERSE else i
+        # Load ahead what the next chunk's first products need; bring the rest of it to the L2 cache.
+        after = n + tl.where(i + 1 < end, sign, 0)
+        ahead = tl.cast(tl.minimum(after * T, L - T), tl.int64)
+        next_k, next_low = tl.load(keys + after * (T * 2 * BLOCK_M)), None
+        if dt_weight_ptr is not None:
+            tokens = ahead + ((T - 1 - t16) if REVERSE else t16)
+            next_low = load_ranks(dt_row + tokens * dt_stride_l, t16 < T, RANK, FAST)
+        z_ahead, y_ahead = None, None
+        if direction == 1:
+            z_ahead = z_ptr + b * z_stride_b + ahead * z_stride_l
+            y_ahead = y_ptr + (b * L + ahead) * D
+        prefetch_rows(
+            x_row + ahead * x_stride_l, x_stride_l, z_ahead, z_stride_l, y_ahead, None, d, D, BLOCK_D, FAST,
+        )  # fmt: skip
         chunk = (direction * B + b) * chunks + n
-        keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
-        k, q = tl.load(keys), tl.load(keys + BLOCK_M)
         gram = gram_ptr + chunk * (2 * T * T)
         if states_ptr is not None:
             store_states(states_ptr, chunk * D + d, rounded, d, D, BLOCK_M)
         start, num_valid = tl.minimum(n * T, L - T), L - n * T
         first = tl.cast(start + ((T - 1) if REVERSE else 0), tl.int64)
-        # Load dt before anything else: this saves 28 registers on sm_90, if states are saved.
         if dt_weight_ptr is None:
             dt = load_rows(dt_row + first * dt_stride_l + d, sign * dt_stride_l, channel)
         else:
-            low = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
             dt = tl.dot(weight, tl.trans(low), input_precision=PRECISION)
             dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
         recalled = to_rows(tl.dot(rounded, tl.trans(k), input_precision=PRECISION), BLOCK_D)
         kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
-        x = load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel)
+        x = load_rows(x_row + first * x_stride_l + d, sign * x_stride_l, channel)
         eps = longhorn_eps(dt + bias[None, :], kappa, FAST)
-        c = forward_substitution(x - recalled, eps, gram, BLOCK_D, PRECISION, FAST)
+        # All loads that do not hold up the products before here go out together.
+        q = tl.load(keys + n * (T * 2 * BLOCK_M) + BLOCK_M)
         read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
+        c = forward_substitution(x - recalled, eps, gram, BLOCK_D, PRECISION, FAST)
         y = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
         y = to_rows(tl.dot(c, read, y, input_precision=PRECISION), BLOCK_D) + skip[None, :] * x
         state = tl.dot(c, k, state, input_precision=PRECISION)
@@ -131,6 +151,7 @@ def _forward_direction(
             if states_ptr is not None:
                 store_rows(y_ptr + token + d, sign * D, y, alive)
             store_rows(out_ptr + token + d, sign * D, y * half_silu(z, FAST), alive)
+        k, low = next_k, next_low
     if final_ptr is not None:
         left = begin if REVERSE else chunks - end
         store_states(final_ptr, b * D + d, state, d, tl.where(left == 0, D, 0), BLOCK_M)
@@ -366,6 +387,15 @@ def exact_backward_kernel(
     reverse = direction == 1 or REVERSE
     for i in range(begin, end):
         n = tl.where(reverse, i, begin + end - 1 - i)
+        after = n + tl.where(i + 1 < end, tl.where(reverse, 1, -1), 0)
+        ahead = tl.cast(tl.minimum(after * 16, L - 16), tl.int64)
+        token, z_ahead, y_ahead = (b * L + ahead) * D, None, None
+        if z_ptr is not None:
+            z_ahead, y_ahead = z_ptr + b * z_stride_b + ahead * z_stride_l, y_ptr + token
+        prefetch_rows(
+            x_ptr + ahead * x_stride_l, x_stride_l, z_ahead, z_stride_l, y_ahead, dout_ptr + token,
+            d, D, BLOCK_D, FAST,
+        )  # fmt: skip
         dstate, later, dskip, dbias = _chunk_backward(
             dstate, later, dskip, dbias, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
             keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
@@ -418,9 +448,11 @@ class ChunkPlan(ScanPlan):
         shared = of_keys | self.strides("x", "dt", "z") | {"D": self.D}
         shared_back = shared | self.strides("dt", "z", back=True)
         ranks = [key.rank if makes else 0 for makes in self.makes_steps]
+        fast = tuning.fast(key.device)
+        limit = {"maxnreg": tuning.THREE_WARPS} if 0 < fast < 100 and self.block_m == 16 else {}
         self.forward_kernel = Kernel(
             exact_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
-            **_splits(ahead, ahead.block_d), RANK=ranks[0],
+            **_splits(ahead, ahead.block_d), RANK=ranks[0], **limit,
         )  # fmt: skip
         self.backward_kernel = Kernel(
             exact_backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,

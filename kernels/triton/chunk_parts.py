@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from vil.kernels.triton.tiles import (
+    columns,
     four_broadcast_rows,
     from_columns,
     load_states,
@@ -63,6 +64,27 @@ def store_states(pointer, lane, state, d, limit, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _gram_rows(
+    gram_ptr, I: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load rows 4 I to 4 I + 3 of a Gram matrix, at least their quads FIRST to END, into four chunks.
+
+    Four warps load the matrix once and pass its rows through shared memory; fewer would lack registers for that.
+    """
+    if BLOCK_D < 128:
+        return four_broadcast_rows(gram_ptr + I * 64, FIRST, END, BLOCK_D)
+    else:
+        t = tl.arange(0, 16)
+        g = columns(tl.trans(tl.load(gram_ptr + t[:, None] * 16 + t[None, :])), 16)
+        return (
+            g[4 * I][:, None],
+            g[4 * I + 1][:, None],
+            g[4 * I + 2][:, None],
+            g[4 * I + 3][:, None],
+        )
+
+
+@triton.jit
 def forward_substitution(
     rest, eps, gram_ptr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
@@ -72,7 +94,7 @@ def forward_substitution(
     """
     c = ()
     for i in tl.static_range(4):
-        g = four_broadcast_rows(gram_ptr + i * 64, i, 4, BLOCK_D)
+        g = _gram_rows(gram_ptr, i, i, 4, BLOCK_D)
         for j in tl.static_range(4):
             c_t = round_tf32(one_row(eps * rest, 4 * i + j), PRECISION, FAST)
             c += (c_t,)
@@ -90,9 +112,9 @@ def backward_substitution(
     """
     w = ()
     for i in tl.static_range(4):
-        if i == 2:
-            tl.debug_barrier()  # keeps the later Gram rows from being loaded early: fewer spills
-        g = four_broadcast_rows(gram_ptr + (3 - i) * 64, 0, 4 - i, BLOCK_D)
+        if i == (2 if BLOCK_D < 128 else 0):
+            tl.debug_barrier()  # keeps Gram rows from being loaded early: fewer spills
+        g = _gram_rows(gram_ptr, 3 - i, 0, 4 - i, BLOCK_D)
         for j in tl.static_range(4):
             w_t = round_tf32(one_row(eps * dc, 15 - 4 * i - j), PRECISION, FAST)
             w = (w_t,) + w

@@ -59,7 +59,7 @@ def advance(state, x, delta, k, rates, M: tl.constexpr, FAST: tl.constexpr):
     """Return the tuple of M states after a token."""
     after, write = (), delta * x
     for j in tl.static_range(M):
-        after += (_decay(delta * rates[j], FAST) * state[j] + write * k[j],)
+        after += (tl.fma(_decay(delta * rates[j], FAST), state[j], write * k[j]),)
     return after
 
 

@@ -48,11 +48,19 @@ from vil.kernels.triton.recurrent_parts import (
 )
 from vil.kernels.triton.recurrent_splits import recurrent_carry_kernel, recurrent_summary_kernel
 from vil.kernels.triton.scan_plan import ScanPlan
-from vil.kernels.triton.tiles import half_silu, load_row, token_mask
+from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
 
-# Registers of the Longhorn backward pass at M <= 16: this fits three warps on every scheduler of an NVIDIA
-# GPU instead of two, for 5 % more instructions.
-MOST_REGISTERS = 168
+
+@triton.jit
+def _group_rows(
+    pointer, step, group, count, d, REVERSE: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr
+):
+    """Load a group of tokens in scan order as float32, [GROUP, BLOCK_D], zero where there is no token."""
+    t = tl.arange(0, GROUP)
+    token = group * GROUP + ((GROUP - 1 - t) if REVERSE else t)
+    mask = ((token >= 0) & (token < count))[:, None] & (d < D)[None, :]
+    rows = pointer + (token.to(tl.int64) * step)[:, None] + d[None, :]
+    return tl.load(rows, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -62,71 +70,81 @@ def _forward_direction(
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     direction: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr,
-    FAST: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Scan a split in one direction.
+    """Scan a split in one direction, by groups of tokens.
 
-    With two directions, index 0 leaves its y. Index 1 adds its own, gates and stores the result.
+    With two directions, index 0 leaves its y. Index 1 adds its own, gates and stores the result. Missing tokens of
+    a group have keys (Mamba: a step) of zero, which leave the state unchanged.
     """
     sign: tl.constexpr = 1 - 2 * REVERSE
+    last: tl.constexpr = REVERSE * (GROUP - 1)
     mask = token_mask(0, 1, d, D, BLOCK_D)
     bias = load_row(bias_ptr + direction * D + d, mask)
     skip = load_row(skip_ptr + direction * D + d, mask)
     rates = load_rates(rates_ptr, direction, d, mask, D, M, MAMBA)
-    sequence, start = direction * B + b, split * split_tokens
-    count = tl.minimum(L - start, split_tokens)
-    chunks, first_chunk = tl.cdiv(count, INTERVAL), start // INTERVAL
-    first = (start + REVERSE * (count - 1)).to(tl.int64)
-    x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l
-    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + first * dt_stride_l
-    out_row = out_ptr + (b * L + first) * D
-    if N == 2:
-        y_row = y_ptr + (b * L + first) * D
-        z_row = z_ptr + b * z_stride_b + first * z_stride_l
-    all_chunks = tl.cdiv(L, INTERVAL)
-    row = kq_ptr + (sequence * all_chunks * INTERVAL + first) * (2 * M + 4)
+    sequence, start = direction * B + b, (split * split_tokens).to(tl.int64)
+    count = tl.minimum(L - split * split_tokens, split_tokens)
+    groups, all_chunks = tl.cdiv(count, GROUP), tl.cdiv(L, INTERVAL)
+    x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + start * x_stride_l
+    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + start * dt_stride_l
+    place = (b * L + start) * D
+    kq = kq_ptr + (sequence * all_chunks * INTERVAL + start) * (2 * M + 4)
+    saved = sequence * all_chunks + start // INTERVAL
     state = first_states(split_states_ptr, sequence * num_splits + split, d, mask, D, M, BLOCK_D)
-    # x and dt are loaded one token ahead: a step is shorter than a round trip to memory.
-    next_x, next_dt = load_row(x_row + d, mask), load_row(dt_row + d, mask)
-    for c in range(chunks):
-        # The short chunk is the last chunk of the sequence in either direction.
-        chunk = chunks - 1 - c if REVERSE else c
+    group = (groups - 1) * REVERSE
+    x = _group_rows(x_row, x_stride_l, group, count, d, REVERSE, D, GROUP)
+    dt = _group_rows(dt_row, dt_stride_l, group, count, d, REVERSE, D, GROUP)
+    if direction == 1:
+        z_row = z_ptr + b * z_stride_b + start * z_stride_l
+        z = _group_rows(z_row, z_stride_l, group, count, d, REVERSE, D, GROUP)
+        y_other = _group_rows(y_ptr + place, D, group, count, d, REVERSE, D, GROUP)
+    for i in range(groups):
+        group = groups - 1 - i if REVERSE else i
+        # A group takes about as long as a load from memory, so the next group's rows are loaded first.
+        ahead = group + sign
+        next_x = _group_rows(x_row, x_stride_l, ahead, count, d, REVERSE, D, GROUP)
+        next_dt = _group_rows(dt_row, dt_stride_l, ahead, count, d, REVERSE, D, GROUP)
+        if direction == 1:
+            next_z = _group_rows(z_row, z_stride_l, ahead, count, d, REVERSE, D, GROUP)
+            next_y = _group_rows(y_ptr + place, D, ahead, count, d, REVERSE, D, GROUP)
         if states_ptr is not None:
-            saved = sequence * all_chunks + first_chunk + chunk
-            store_states(states_ptr + saved * (M * D), state, d, mask, D, M)
-        # The outer loop carries no bound of the inner loop: Triton 3.6 would keep its first value.
-        size = tl.minimum(count - chunk * INTERVAL, INTERVAL)
-        loads = size + tl.where(c + 1 < chunks, 1, 0)
-        for i in range(size):
-            x, v = next_x, next_dt + bias
-            ahead = tl.where(i + 1 < loads, sign, 0)
-            x_row += ahead * x_stride_l
-            dt_row += ahead * dt_stride_l
-            next_x, next_dt = load_row(x_row + d, mask), load_row(dt_row + d, mask)
-            if direction == 1:
-                z = load_row(z_row + d, mask)
-                y_other = load_row(y_row + d, mask)
-                z_row += sign * z_stride_l
-            step = step_size(v, row + 2 * M, mask, MAMBA, FAST)
+            # The short chunk is the last chunk of the sequence in either direction.
+            in_chunk = group % (INTERVAL // GROUP)
+            if (i == 0) | (in_chunk == REVERSE * (INTERVAL // GROUP - 1)):
+                row = saved + group // (INTERVAL // GROUP)
+                store_states(states_ptr + row * (M * D), state, d, mask, D, M)
+        first = group * GROUP + last
+        token = kq + first * (2 * M + 4)
+        ys = ()
+        for t in tl.static_range(GROUP):
+            live = token_mask(first + sign * t, count, d, D, BLOCK_D)
+            row = token + sign * t * (2 * M + 4)
+            step = step_size(one_row(dt, t) + bias, row + 2 * M, live, MAMBA, FAST)
             k = broadcast_row(row, M, BLOCK_D)
-            state = advance(state, x, step, k, rates, M, MAMBA, FAST)
+            state = advance(state, one_row(x, t), step, k, rates, M, MAMBA, FAST)
             q = broadcast_row(row + M, M, BLOCK_D)
-            row += sign * (2 * M + 4)
-            y = skip * x  # inline: a function takes 16 % more instructions on sm_90 (diagonal)
+            y = skip * one_row(x, t)
             for j in tl.static_range(M):
-                y += q[j] * state[j]
+                y = tl.fma(q[j], state[j], y)
             if direction == 1:
-                y += y_other
+                y += one_row(y_other, t)
+            ys += (y,)
+        offset = place + first.to(tl.int64) * D + d
+        for t in tl.static_range(GROUP):
+            live = token_mask(first + sign * t, count, d, D, BLOCK_D)
+            y = ys[t]
             if N == 2 and (direction == 0 or states_ptr is not None):
-                tl.store(y_row + d, y, mask=mask)
+                tl.store(y_ptr + offset + sign * t * D, y, mask=live)
             if direction == 1:
-                y *= half_silu(z, FAST)
+                y *= half_silu(one_row(z, t), FAST)
             if direction == N - 1:
-                tl.store(out_row + d, y.to(out_ptr.dtype.element_ty), mask=mask)
-            out_row += sign * D
-            if N == 2:
-                y_row += sign * D
+                out = y.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + offset + sign * t * D, out, mask=live)
+        x, dt = next_x, next_dt
+        if direction == 1:
+            z, y_other = next_z, next_y
     if N == 1:
         stored = d < tl.where(split == (num_splits - 1) * (1 - REVERSE), D, 0)
         store_states(final_ptr + b * (M * D), state, d, stored, D, M)
@@ -138,8 +156,8 @@ def recurrent_forward_kernel(
     y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
-    N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scan a split of one batch element and BLOCK_D channels.
 
@@ -158,7 +176,7 @@ def recurrent_forward_kernel(
             y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
-            direction, N, 1 if direction == 1 else REVERSE, MAMBA, D, M, INTERVAL, BLOCK_D, FAST,
+            direction, N, 1 if direction == 1 else REVERSE, MAMBA, D, M, INTERVAL, GROUP, BLOCK_D, FAST,
         )  # fmt: skip
 
 
@@ -389,6 +407,16 @@ def recurrent_backward_kernel(
 _SPLITS_OVERHEAD = 2.0
 
 
+def _forward_registers(padded: int, mamba: bool) -> int:
+    """Return the registers of the forward pass on an NVIDIA GPU; see ``tuning.THREE_WARPS``."""
+    return tuning.THREE_WARPS if padded <= (16 if mamba else 64) else 255
+
+
+def _forward_group(padded: int) -> int:
+    """Return the number of tokens that the forward pass loads at a time; a group keeps its keys in registers."""
+    return 4 if padded <= 16 else 2 if padded <= 32 else 1
+
+
 def _group_size(padded: int) -> int:
     """Return the number of tokens between accesses of the backward pass to its scratch memory.
 
@@ -410,11 +438,8 @@ class RecurrentPlan(ScanPlan):
         sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
         ahead = self.spread("recurrent_forward", self.B, _SPLITS_OVERHEAD)
         back = self.spread("recurrent_backward", sequences, 0, ahead[3:])
-        self.num_splits, self.blocks, programs = (
-            back.num_splits,
-            back.blocks,
-            back.blocks * back.num_splits,
-        )
+        self.num_splits, self.blocks = back.num_splits, back.blocks
+        programs = self.blocks * self.num_splits
         self._scratch = programs * sequences * INTERVAL // self.group * self.M * back.block_d
         shared = {
             **self.strides("x", "dt", "z"), "B": self.B, "L": self.L, "num_splits": self.num_splits,
@@ -424,14 +449,13 @@ class RecurrentPlan(ScanPlan):
         }  # fmt: skip
         shared_back = shared | self.strides("z", back=True)
         wide = ahead.blocks * self.num_splits
+        most = {"maxnreg": _forward_registers(self.M, mamba)} if fast else {}
         self.forward_kernel = Kernel(
-            recurrent_forward_kernel,
-            wide * self.B,
-            ahead.num_warps,
-            BLOCK_D=ahead.block_d,
-            **shared,
-        )
-        limit = {"maxnreg": MOST_REGISTERS} if fast and not mamba and self.M <= 16 else {}
+            recurrent_forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d,
+            GROUP=_forward_group(self.M), **shared, **most,
+        )  # fmt: skip
+        # With more registers, Longhorn's backward pass would take 5 % fewer instructions, but only two warps would fit.
+        limit = {"maxnreg": tuning.THREE_WARPS} if fast and not mamba and self.M <= 16 else {}
         self.backward_kernel = Kernel(
             recurrent_backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
             kappa_scale=key.kappa_scale, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,

@@ -141,6 +141,33 @@ def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def _lines(row, step, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the addresses of the cache lines of 16 rows of 16-bit numbers, int64, four times over the lanes."""
+    in_row: tl.constexpr = BLOCK_D // 64
+    line = tl.arange(0, BLOCK_D) % (BLOCK_D // 4)
+    number = (line // in_row).to(tl.int64) * step + tl.minimum(first + line % in_row * 64, D - 1)
+    return tl.cast(row, tl.int64) + number * (row.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def prefetch_rows(
+    x_row, x_step, z_row, z_step, y_row, dout_row, d, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Bring a chunk of 16-bit x, z, y and dout to the L2 cache, a line by each lane; all but x may be None."""
+    if FAST and BLOCK_D >= 64 and x_row.dtype.element_ty.primitive_bitwidth == 16:
+        which, first = tl.arange(0, BLOCK_D) // (BLOCK_D // 4), tl.min(d, 0)
+        lines = _lines(x_row, x_step, first, D, BLOCK_D)
+        if z_row is not None:
+            lines = tl.where(which == 1, _lines(z_row, z_step, first, D, BLOCK_D), lines)
+            lines = tl.where(which == 2, _lines(y_row, D, first, D, BLOCK_D), lines)
+        if dout_row is not None:
+            lines = tl.where(which == 3, _lines(dout_row, D, first, D, BLOCK_D), lines)
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r,l", [lines], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def token_mask(t, num_valid, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the mask [BLOCK_D] of the t-th token of a chunk with ``num_valid`` existing tokens."""
     if D % BLOCK_D == 0:
