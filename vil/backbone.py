@@ -332,13 +332,14 @@ class VisionLonghorn(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Return the patterns of parameters that the published recipe does not decay.
+        """Return the names of the parameters that the published recipe does not decay.
 
         The vectors of the two directions are stacked into matrices here, which would otherwise be decayed.
         A_log is decayed, as in Vision Mamba's training, which never reads the attribute that exempts it.
         """
-        vectors = {f"blocks.*.mixer.{name}" for name in ("conv_bias", "dt_bias", "D")}
-        return {"pos_embed", "cls_token"} | vectors
+        vectors = tuple(f".mixer.{name}" for name in ("conv_bias", "dt_bias", "D"))
+        names = (name for name, _ in self.named_parameters())
+        return {n for n in names if n in ("pos_embed", "cls_token") or n.endswith(vectors)}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -82,6 +82,18 @@ def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
     assert all(map(torch.equal, training.model.parameters(), before))
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.9, 0.99)])  # the default, which is for two
+def test_an_optimizer_of_three_moments_steps(config, betas) -> None:
+    optim = dataclasses.replace(config.optim, opt="adan", opt_betas=betas)
+    training = build(dataclasses.replace(config, optim=optim), World(), 4)
+    before = training.model.head.bias.clone()
+    images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
+    train_step(training, Step(0, [(images, torch.arange(8) % 4)], {}), config)
+    assert not torch.equal(training.model.head.bias, before)
+    own = betas if len(betas) == 3 else (0.98, 0.92, 0.99)
+    assert training.optimizer.param_groups[0]["betas"] == own
+
+
 def untimed(score: Score) -> Score:
     """Return a score without its speed."""
     return score._replace(images_per_s=0.0)

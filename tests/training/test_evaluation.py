@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import vil
+from vil.training import evaluation
 from vil.training.errors import OutputError
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.release import ReleaseConfig, release
@@ -138,6 +139,15 @@ def test_classes_are_told_one_by_one(config, train, evaluate, capsys, tmp_path) 
     assert statistics.fmean(row["top1"] for row in rows.values()) == pytest.approx(result["top1"])
     told = [line.split()[-1] for line in printed.splitlines() if line.startswith("class ")]
     assert told == sorted(rows, key=lambda name: rows[name]["top1"])
+
+
+def test_classes_of_one_name_are_told_apart() -> None:
+    """ImageNet has two cranes: a bird and a machine."""
+    by_class = torch.tensor([[1.0, 2, 3], [2, 2, 4]])
+    rows = evaluation._per_class(("crane", "boat", "crane"), by_class)
+    assert {name: row["top1"] for name, row in rows.items()} == {
+        "crane (class 0)": 50, "boat": 100, "crane (class 2)": 75,
+    }  # fmt: skip
 
 
 ODD_NAMES = ("\x1b[31mred", "two\nlines", "a\rb", "\u202eright to left")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vil.training.errors import DataError
 from vil.training.resolve import fill_from_data, fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.weights.files import Weights
@@ -56,6 +57,11 @@ def test_settings_win_over_weights() -> None:
     assert (filled.model.img_size, filled.model.patch_size) == (96, 16)
     assert (filled.data.mean, filled.data.crop_pct) == ((0.7,), 1.0)
     assert filled.data.std == pytest.approx((0.5,))  # grey has the mean over the colours
+
+
+def test_one_class_is_refused() -> None:
+    with pytest.raises(DataError, match="there is one class"):
+        fill_from_data(TrainConfig(), source(("a",), [0, 0]), source(("a",), [0]))
 
 
 def test_data_say_the_number_of_classes_the_batch_and_the_warm_up() -> None:

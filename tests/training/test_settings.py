@@ -198,6 +198,8 @@ def test_command_line_says_it_and_ends_with_2(start, monkeypatch, capsys, tmp_pa
         (["--data.dataset", "folder"], "data.dataset folder needs --data.path, the root folder"),
         (["--optim.best", "ema"], "optim.best ema needs averaged weights, such as --optim.model-"),
         (["--optim.opt", "nope"], "cannot create optimizer nope"),
+        (["--optim.opt", "adahessian"], "adahessian needs second derivatives"),
+        (["--optim.opt-betas", "0.9", "0.9", "0.9"], "opt_betas must be 2 numbers, got (0.9"),
         (["--run.device", "nope"], "run.device nope is not available"),
         (["--run.tracker", "wandb"], "run.tracker wandb needs its package; run pip install wandb"),
         (["--config", "none.yaml"], "--config none.yaml: No such file or directory"),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -187,8 +188,6 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         )
     names = source.classes or subject.label_names or map(str, range(model.num_classes))
     held_out = config.data.val_fraction
-    rows = zip(names, *by_class.tolist(), strict=False)
-    per_class = {name: {"top1": 100 * hit / n, "num_images": int(n)} for name, hit, n in rows if n}
     return {
         "checkpoint": _whole_name(options.checkpoint),
         "model": config.model.name,
@@ -203,12 +202,22 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "amp": config.run.amp,
         "weights": subject.weights,
         **score._asdict(),
-        **({"per_class": per_class} if options.per_class else {}),
+        **({"per_class": _per_class(tuple(names), by_class)} if options.per_class else {}),
         **model_size(model, config),
         "gmacs_count_scans": True,
         "device": str(world.device),
         "versions": versions(),
     }
+
+
+def _per_class(names: tuple[str, ...], by_class: torch.Tensor) -> dict[str, dict[str, float]]:
+    """Return top-1 and number of images by class; names that several classes share get the class index."""
+    count, found = Counter(names), {}
+    for index, (name, hits, images) in enumerate(zip(names, *by_class.tolist(), strict=False)):
+        if images:
+            label = name if count[name] == 1 else f"{name} (class {index})"
+            found[label] = {"top1": 100 * hits / images, "num_images": int(images)}
+    return found
 
 
 def json_path(options: EvalConfig) -> Path | None:

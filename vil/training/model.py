@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
@@ -197,18 +197,33 @@ def _drop_path(config: ModelConfig) -> dict[str, float]:
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:
     """Create the optimizer; vectors and model.no_weight_decay() are not decayed. Raises ConfigError if invalid."""
     try:
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             model,
             opt=config.opt,
             lr=lr,
             weight_decay=config.weight_decay,
-            betas=config.opt_betas,
             eps=config.opt_eps,
             layer_decay=config.layer_decay,
+            **_betas(config),
             **({"fused": True} if config.opt.lower() in _FUSED else {}),
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"cannot create optimizer {config.opt}: {one_line(error)}") from error
+    if getattr(optimizer, "is_second_order", False):
+        raise ConfigError(
+            f"optim.opt {config.opt} needs second derivatives, which the trainer does not compute"
+        )
+    return optimizer
+
+
+def _betas(config: OptimConfig) -> dict[str, tuple[float, ...]]:
+    """Return the betas for the optimizer, unless our default has another number of them than it takes."""
+    count = get_optimizer_info(config.opt.lower()).num_betas
+    if len(config.opt_betas) == count:
+        return {"betas": config.opt_betas}
+    if config.opt_betas == OptimConfig.opt_betas:
+        return {}
+    raise ValueError(f"optim.opt_betas must be {count} numbers, got {config.opt_betas}")
 
 
 def _distribute(training_pass: TrainingPass, config: ModelConfig, world: World) -> nn.Module:

@@ -120,7 +120,8 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
         val: Validation images.
 
     Raises:
-        DataError: If model.num_classes is not set and the data has class indices without names.
+        DataError: If there is one class only, or model.num_classes is not set and the data has class indices without
+            names.
     """
     num_classes = config.model.num_classes
     if num_classes is None:
@@ -131,6 +132,8 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
                 f"{largest}; pass --model.num-classes {largest + 1} if there are no other classes"
             )
         num_classes = len(train.classes)
+    if num_classes == 1:
+        raise DataError("there is one class, which every image belongs to; training needs two")
     batch, warmup = config.data.batch_size, config.schedule.warmup_epochs
     if batch is None:
         batch = suitable_batch(train.num_images)

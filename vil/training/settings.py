@@ -54,6 +54,9 @@ ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 CropPct = Annotated[float, Field(gt=0, le=2)]
 Text = Annotated[str, _rule("text that is not empty", lambda text: text and "\0" not in text)]
 _Ascending = _rule("two numbers, first <= second", lambda ends: ends[0] <= ends[1])
+_Betas = Annotated[
+    tuple[ShareBelowOne, ...], _rule("two or three numbers", lambda betas: len(betas) in (2, 3))
+]
 _Channels = Annotated[tuple[T, ...], _rule("at least one value", bool)]
 _Sizes = Annotated[
     tuple[Count, ...],
@@ -214,8 +217,8 @@ class OptimConfig(Section):
     """Batch size that lr_base refers to; 512 is DeiT's rule."""
     lr_base_scale: Literal["linear", "sqrt"] = "linear"
     """Scale the learning rate with the batch size, as DeiT does, or with its square root, which suits small batches."""
-    opt_betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.999)
-    """Decay rates of the two moments."""
+    opt_betas: _Betas = (0.9, 0.999)
+    """Decay rates of the moments. Optimizers of three moments (adan) then use their own defaults."""
     opt_eps: Number = 1e-8
     """Epsilon that the optimizer adds to the denominator."""
     layer_decay: ShareAboveZero | None = None
