@@ -26,6 +26,8 @@ def checkpoint(config, train, tmp_path) -> Path:
         "2",
         "--data.crop-pct",
         "0.8",
+        "--data.crop-mode",
+        "squash",
         "--data.mean",
         "0.1",
         "0.2",
@@ -44,7 +46,7 @@ def released(checkpoint, tmp_path) -> Path:
 @pytest.fixture
 def open_config(config) -> TrainConfig:
     """Return the configuration with every option unset that weights and data can fill in."""
-    unset = dict.fromkeys(("mean", "std", "interpolation", "crop_pct"))
+    unset = dict.fromkeys(("mean", "std", "interpolation", "crop_pct", "crop_mode"))
     return dataclasses.replace(
         config, model=ModelConfig(), data=dataclasses.replace(config.data, **unset)
     )
@@ -86,6 +88,7 @@ def test_run_starts_from_the_weights(
     data = last["config"]["data"]
     assert tuple(data["mean"]) == (0.1, 0.2, 0.3)
     assert (data["crop_pct"], data["interpolation"]) == (0.8, "bicubic")
+    assert data["crop_mode"] == "squash"
     assert last["pretrained_cfg"]["mean"] == (0.1, 0.2, 0.3)
 
 

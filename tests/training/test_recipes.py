@@ -32,6 +32,7 @@ SHARED = {
     "data.std": (0.229, 0.224, 0.225),
     "data.interpolation": "bicubic",
     "data.crop_pct": 0.875,
+    "data.crop_mode": "center",
     "augment.degrees": 0.0,
     "augment.translate": 0.0,
     "augment.zoom": (1.0, 1.0),

@@ -17,6 +17,7 @@ DESCRIBED = {
     "std": (0.4, 0.5, 0.6),
     "interpolation": "bilinear",
     "crop_pct": 0.9,
+    "crop_mode": "squash",
 }
 
 
@@ -45,7 +46,7 @@ def test_weights_say_what_the_settings_do_not() -> None:
     assert (model.embed_dim, model.depth, model.patch_size) == (48, 3, 8)
     assert model.num_classes is None  # it comes from the new data, not from the weights
     assert (data.mean, data.std) == (DESCRIBED["mean"], DESCRIBED["std"])
-    assert (data.interpolation, data.crop_pct) == ("bilinear", 0.9)
+    assert (data.interpolation, data.crop_pct, data.crop_mode) == ("bilinear", 0.9, "squash")
 
 
 def test_settings_win_over_weights() -> None:

@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from timm.data import create_transform
 
 from vil.training.settings import TrainConfig
-from vil.training.transforms import BatchAugment, Normalize
+from vil.training.transforms import BatchAugment, Normalize, val_transform
 
 CPU = torch.device("cpu")
 
@@ -63,3 +66,15 @@ def test_without_anything_random_images_are_only_normalised(config) -> None:
     result, labels = BatchAugment(plain, CPU)(images, targets, 0, 0)
     assert torch.equal(result, Normalize(plain, CPU)(images))
     assert torch.equal(labels, targets)
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+def test_validation_crops_as_timm_does(config, crop_mode) -> None:
+    """Weights of timm say how; an image that is not square shows the difference."""
+    data = dataclasses.replace(config.data, crop_mode=crop_mode, crop_pct=0.9)
+    image = Image.fromarray(np.arange(30 * 60 * 3, dtype=np.uint8).reshape(30, 60, 3))
+    own = val_transform(dataclasses.replace(config, data=data))(image)
+    timms = create_transform(
+        (3, 16, 16), interpolation="bicubic", crop_pct=0.9, crop_mode=crop_mode, normalize=False
+    )(image)
+    assert torch.equal(own, timms)

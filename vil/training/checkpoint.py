@@ -117,6 +117,7 @@ class Run:
             "std": data.std,
             "interpolation": data.interpolation,
             "crop_pct": data.crop_pct,
+            "crop_mode": data.crop_mode or "center",  # None in runs from before this option
         }
 
     @property

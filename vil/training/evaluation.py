@@ -198,6 +198,7 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "split": f"{held_out:g} of the images" if held_out else config.data.val_split,
         "img_size": config.model.img_size,
         "crop_pct": config.data.crop_pct,
+        "crop_mode": config.data.crop_mode or "center",
         "interpolation": config.data.interpolation,
         "amp": config.run.amp,
         "weights": subject.weights,

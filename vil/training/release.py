@@ -123,12 +123,12 @@ def _write(
         model.pretrained_cfg.pop(key, None)
     preprocessing = {
         key: cfg[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")
-    }
+    } | {"crop_mode": cfg.get("crop_mode", "center")}
     save_for_hf(
         model,
         folder,
         safe_serialization=True,
-        data_config=preprocessing | {"crop_mode": "center"},
+        data_config=preprocessing,
         model_config={"pretrained_cfg": {"license": license}}
         | ({} if names is None else {"label_names": list(names)}),
     )

@@ -27,6 +27,7 @@ _PREPROCESSING = {
     "std": IMAGENET_DEFAULT_STD,
     "interpolation": "bicubic",
     "crop_pct": 0.875,
+    "crop_mode": "center",
 }
 
 

@@ -153,6 +153,9 @@ class DataConfig(Section):
     crop_pct: CropPct | None = None
     """Validation resizes to img_size / crop_pct and crops the centre. None uses the value of model.pretrained, else
     0.875."""
+    crop_mode: Literal["center", "squash", "border"] | None = None
+    """How validation resizes: its shorter side (center), both sides (squash), or its longer side with a border of the
+    mean colour (border). None uses the value of model.pretrained, else center."""
 
 
 _SPLITS = (DataConfig.train_split, DataConfig.val_split)

@@ -64,6 +64,8 @@ def val_transform(config: TrainConfig) -> Transform:
         (config.model.in_chans, size, size),
         interpolation=data.interpolation,
         crop_pct=data.crop_pct,
+        crop_mode=data.crop_mode,
+        mean=data.mean,
         use_prefetcher=True,
     )
     recipe.transforms[-1] = to_planes

@@ -41,7 +41,7 @@ class Weights:
     """Arguments with which timm's entry point makes that model, including the number of classes."""
     pretrained_cfg: dict[str, Any] = field(default_factory=dict)
     """Classes and preprocessing in timm's terms, as far as the source states them: num_classes, input_size,
-    mean, std, interpolation, crop_pct, label_names, label_offset."""
+    mean, std, interpolation, crop_pct, crop_mode, label_names, label_offset."""
     epoch: int | None = None
     """Epochs of training; this field and the next two are set only for checkpoints of train_imagenet.py."""
     config: dict[str, Any] | None = None
@@ -284,6 +284,7 @@ _CFG_FORMS: dict[str, _Form] = {
     "std": _NUMBERS,
     "interpolation": _TEXT,
     "crop_pct": ("a finite number", _is_number),
+    "crop_mode": _TEXT,
     "notes": ("a string or a list of strings", lambda v: _is_text(v) or _are(_is_text)(v)),
 }
 
