@@ -157,7 +157,7 @@ def figures(kernel: Any) -> Figures:
     if "sm_90" in kernel.asm["ptx"]:
         chains = [simulate(instructions[start:end]) for start, end in loops]
         found["chain"] = [cycles for cycles, _ in chains]
-        waits = max(chains, default=(0, {}))[1]
+        waits = max(chains, key=lambda chain: chain[0], default=(0, {}))[1]
         found["waits for"] = {opcode: waits[opcode] for opcode in list(waits)[:MOST_WAITS]}
     return found
 

@@ -116,6 +116,23 @@ def test_checkpoint_gives_the_model_bit_for_bit(
     assert data["mean"] == (0.1, 0.2, 0.3)
 
 
+@pytest.mark.parametrize("prefix", ["model.", "timm_model.", "module.student.backbone."])
+def test_modules_around_the_model_are_removed_from_names(
+    prefix: str,
+    run: tuple[Path, nn.Module, nn.Module],
+    told: Callable[[], tuple[str, int]],
+    tmp_path: Path,
+) -> None:
+    """Lightning's checkpoints, transformers' Trainer, and several levels."""
+    path = tmp_path / "wrapped.ckpt"
+    state_dict = {prefix + name: value for name, value in run[1].state_dict().items()}
+    torch.save({"state_dict": state_dict, "epoch": 3}, path)
+    sizes = {key: value for key, value in SMALL.items() if key != "num_classes"}
+    assert torch.equal(logits(vil.load(path, "vil_tiny", **sizes)), logits(run[1]))
+    without = prefix.removeprefix("module.")  # DDP's is removed without a word
+    assert told()[0] == f"weights from {path} (names without {without}): 25 tensors taken"
+
+
 def test_released_folder_gives_the_model_bit_for_bit(
     run: tuple[Path, nn.Module, nn.Module],
     released: Path,

@@ -1,8 +1,9 @@
 """Where weights come from: a file, a folder or a hub, read without executing anything in it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,9 @@ def _weights(
             )
     cleaned = clean_state_dict(state_dict)  # without prefixes of torch.compile and DDP
     state_dict = state_dict if cleaned.keys() == state_dict.keys() else cleaned
+    if prefix := _shared_prefix(state_dict):
+        state_dict = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+        origin = f"{origin} (names without {prefix[:50]})"
     if is_official_vim(state_dict):
         described = described or _describe_official_vim(state_dict)
     described = {"model_args": {}} | described | {"pretrained_cfg": cfg}
@@ -215,6 +219,17 @@ def _weights(
                 f"{origin}: model_args has num_classes {stated}, but head.weight has {rows} classes"
             )
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
+
+
+def _shared_prefix(names: Collection[str]) -> str:
+    """Return the modules around the model, such as "model." of a Lightning module; "" if there are none.
+
+    All names start with it. Without it, some names still have a module: "head." of a mere head is no prefix.
+    """
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = takewhile(lambda modules: len({*modules}) == 1, levels)
+    prefix = "".join(f"{modules[0]}." for modules in shared)
+    return prefix if any("." in name.removeprefix(prefix) for name in names) else ""
 
 
 _Form = tuple[str, Callable[[Any], bool]]  # description for errors, and check of a value
