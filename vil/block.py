@@ -260,10 +260,7 @@ class Block(nn.Module):
         def mixed(x: Tensor) -> Tensor:
             return self.mixer(self.norm(x), layout, save=False)
 
-        # Nothing here is random, so the random states, which are slow to read on a GPU, need not be kept.
-        return checkpoint(
-            mixed, x, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False
-        )
+        return checkpoint(mixed, x, use_reentrant=False, context_fn=_contexts)
 
 
 def _keep_mixer(context: object, op: object, *arguments: Any, **options: Any) -> CheckpointPolicy:
