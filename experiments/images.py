@@ -225,7 +225,7 @@ def train(
         ):
             losses[-1].item()  # waits for the device
             seconds += clock() - start
-            scores += [(seconds, *evaluate([trainee.model], held_out, config.run.amp))]
+            scores += [(seconds, *evaluate(trainee.scoring_passes[:1], held_out))]
             trainee.model.train()
             start = clock()
     return torch.stack(losses).tolist(), scores
