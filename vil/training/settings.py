@@ -221,7 +221,7 @@ class OptimConfig(Section):
     lr_base_scale: Literal["linear", "sqrt"] = "linear"
     """Scale the learning rate with the batch size, as DeiT does, or with its square root, which suits small batches."""
     opt_betas: _Betas = (0.9, 0.999)
-    """Decay rates of the moments. Optimizers of three moments (adan) then use their own defaults."""
+    """Decay rates of the moments: two, or three for adan. If you leave the default, adan uses its own three."""
     opt_eps: Number = 1e-8
     """Epsilon that the optimizer adds to the denominator."""
     layer_decay: ShareAboveZero | None = None
