@@ -46,8 +46,8 @@ BLOCKS = {
     },
 }
 
-# Registers of a lane with which three warps fit on every scheduler of an NVIDIA GPU. As a limit, it is also an aim: left
-# alone, ptxas takes fewer. Forward scans then wait for one load after another, 1.2 to 10 times as long (sm_90).
+# Registers with which three warps fit on every scheduler of an NVIDIA GPU. As a limit, it is also an aim: left
+# alone, ptxas takes fewer. Forward scans then wait for one load after another, 1.2 to 12 times as long (sm_90).
 THREE_WARPS = 168
 
 _WARPS_PER_PROCESSOR = 8  # keep a multiprocessor busy: two per scheduler
