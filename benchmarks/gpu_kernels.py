@@ -34,7 +34,6 @@ from benchmarks import traffic
 from benchmarks.steps import PASSES, Step, step_of
 from vil import selfcheck
 from vil.kernels import ops
-from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Launch, recording
 from vil.training.files import write_text
 
@@ -275,9 +274,6 @@ class Mamba(torch.autograd.Function):
 def fill(arch: str) -> None:
     """Compile into Triton's cache what models, scans and ``vil.selfcheck`` launch; needs no GPU."""
     compiled.target(arch)
-    tuning.num_splits = lambda warps, chunks, device, overhead: tuning.splits_for(
-        compiled.PROCESSORS, warps, chunks, overhead
-    )
     seen = set()
     for label, noted in _noted():
         for launch in noted:

@@ -80,6 +80,7 @@ def target(arch: str) -> None:
     amd = arch.startswith("gfx")
     tuning.architecture = lambda device: arch if amd else f"sm_{arch}"
     tuning.compiles_for_nvidia = lambda: not amd
+    tuning.processors = lambda device: PROCESSORS
     backends._check_serves = lambda name, device, asked_by: None
     forget_plans()  # made for the previous architecture
 
@@ -120,9 +121,6 @@ def compiled_kernels(
         d_state: States per channel of the models.
     """
     target(arch)
-    tuning.num_splits = lambda warps, chunks, device, overhead: tuning.splits_for(
-        PROCESSORS, warps, chunks, overhead
-    )
     seen: set[str] = set()
     for model, (shape, (batch, size, trained)) in itertools.product(models, SHAPES.items()):
         noted = launches(model, batch, size, trained, d_state=d_state)

@@ -201,14 +201,10 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | N
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[list[Launch]]:
     """Let our kernels accept CPU tensors as if on an H200; yield the list of recorded launches."""
-
-    def splits(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
-        return tuning.splits_for(MULTIPROCESSORS, warps, chunks, overhead)
-
     with (
         mock.patch.object(backends, "_check_serves"),
         mock.patch.object(tuning, "architecture", return_value="sm_90"),
-        mock.patch.object(tuning, "num_splits", splits),
+        mock.patch.object(tuning, "processors", return_value=MULTIPROCESSORS),
         mock.patch.object(registration, "_are_kept", return_value=True),
         use_backend("triton"),
         recording() as launches,

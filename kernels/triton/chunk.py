@@ -16,8 +16,6 @@ channels share, and ``chunk_splits.py`` the states that splits start from.
 Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -37,7 +35,7 @@ from vil.kernels.triton.chunk_parts import (
     split_state,
     store_states,
 )
-from vil.kernels.triton.chunk_splits import exact_carry_kernel, exact_summary_kernel
+from vil.kernels.triton.chunk_splits import exact_states_kernel
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import ScanPlan, Spread
 from vil.kernels.triton.tiles import (
@@ -414,8 +412,7 @@ def exact_backward_kernel(
 
 # Largest rank of step sizes that the kernels make; twice that would use up their shared memory.
 _MOST_RANK = 64
-# Cost of the summary per start state, as a share of the kernel's cost.
-_SUMMARY_SHARE = {"exact_forward": 0.6, "exact_backward": 0.3, "exact_backward_float32": 0.3}
+_STATES_SHARE = 0.2  # of the time of a scan: the time to find the states that splits start from
 
 
 def _splits(spread: Spread, block_d: int) -> dict[str, int]:
@@ -433,56 +430,36 @@ class ChunkPlan(ScanPlan):
         self.block_m, self.sum_dtype = padded_states(key.states), kept_dtype(key.dtype)
         precision = tuning.dot_precision(key.dtype)
         backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
-        ahead, back = (
-            self.spread(kernel, sequences, 1 + _SUMMARY_SHARE[kernel] * (key.states + 1))
-            for kernel, sequences in (("exact_forward", self.B), (backward, self.N * self.B))
-        )
+        ahead = self.spread("exact_forward", self.B, serial=_STATES_SHARE)
+        back = self.spread(backward, self.N * self.B, serial=_STATES_SHARE)
         self.num_splits, self.blocks = back.num_splits, back.blocks
-        # With splits, step sizes are made beforehand: a summary would make them once per state.
-        low = 0 < (key.rank or 0) <= _MOST_RANK
-        self.makes_steps = low and ahead.num_splits == 1, low and back.num_splits == 1
+        self.makes_steps, fast = 0 < (key.rank or 0) <= _MOST_RANK, tuning.fast(key.device)
         of_keys = {
             "B": self.B, "L": self.L, "REVERSE": self.reverse, "BLOCK_M": self.block_m,
-            "PRECISION": precision, "FAST": tuning.fast(key.device),
+            "PRECISION": precision, "FAST": fast,
         }  # fmt: skip
-        shared = of_keys | self.strides("x", "dt", "z") | {"D": self.D}
-        shared_back = shared | self.strides("dt", "z", back=True)
-        ranks = [key.rank if makes else 0 for makes in self.makes_steps]
-        fast = tuning.fast(key.device)
+        of_steps = {"D": self.D, "RANK": key.rank if self.makes_steps else 0}
+        shared = of_keys | of_steps | self.strides("x", "dt", "z")
+        shared_back = shared | self.strides("z", back=True)
         limit = {"maxnreg": tuning.THREE_WARPS} if 0 < fast < 100 and self.block_m == 16 else {}
         self.forward_kernel = Kernel(
             exact_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
-            **_splits(ahead, ahead.block_d), RANK=ranks[0], **limit,
+            **_splits(ahead, ahead.block_d), **limit,
         )  # fmt: skip
         self.backward_kernel = Kernel(
             exact_backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,
-            **shared_back, **_splits(back, back.block_d), RANK=ranks[1],
+            **shared_back, **_splits(back, back.block_d),
         )  # fmt: skip
         sequences = self.N * self.B * self.chunks
         keys = {"M": key.states, "kappa_scale": key.kappa_scale}
         self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
         self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
-        self._between = [
-            self._between_splits(spread, adjoint, (shared, shared_back)[adjoint])
-            for adjoint, spread in enumerate((ahead, back))
-        ]
-
-    def _between_splits(
-        self, spread: Spread, adjoint: bool, shared: dict[str, Any]
-    ) -> tuple[int, Kernel, Kernel]:
-        """Return the number of splits, and the kernels that find their start states."""
-        M, sequences = self.key.states, self.N * self.B
-        block, num_warps = tuning.blocks("exact_summary", self.D, self.key.device)
-        programs = sequences * (spread.num_splits - 1) * (M + 1) * triton.cdiv(self.D, block)
-        summary = Kernel(
-            exact_summary_kernel, programs, num_warps, M=M, **shared, **_splits(spread, block)
-        )
-        carry = Kernel(
-            exact_carry_kernel, sequences * self.D, self.block_m // 16, B=self.B,
-            num_splits=spread.num_splits, D=self.D, M=M, BLOCK_M=self.block_m,
-            DESCENDING=self.reverse != adjoint,
-        )  # fmt: skip
-        return spread.num_splits, summary, carry
+        block, num_warps = tuning.blocks("exact_states", self.D, key.device)
+        programs = self.N * self.B * triton.cdiv(self.D, block)
+        self._states_of_splits = [
+            (spread.num_splits, Kernel(exact_states_kernel, programs, num_warps, **own, **_splits(spread, block)))
+            for spread, own in ((ahead, shared), (back, shared_back))
+        ]  # fmt: skip
 
     def state_shape(self, *lead: int) -> tuple[int, ...]:
         return (*lead, self.D, self.block_m)
@@ -510,16 +487,12 @@ class ChunkPlan(ScanPlan):
     def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
     ) -> Tensor | None:
-        num_splits, summarise, carry = self._between[dout is not None]
+        num_splits, find = self._states_of_splits[dout is not None]
         if num_splits == 1:
             return start
-        lead = (self.N, self.B, num_splits)
-        summary = self.empty_states(*lead, self.key.states + 1)
-        inputs = {name: t for name, t in inputs.items() if name != "dt_weight_ptr"}
-        summarise(summary, **inputs, dout_ptr=dout, summary_ptr=summary)
-        states_of_splits = self.empty_states(*lead)
-        carry(summary, summary_ptr=summary, start_ptr=start, split_states_ptr=states_of_splits)
-        return states_of_splits
+        found = self.empty_states(self.N, self.B, num_splits)
+        find(found, **inputs, dout_ptr=dout, start_ptr=start, split_states_ptr=found)
+        return found
 
     def sums(self) -> dict[str, Tensor | None]:
         T, lead = tuning.CHUNK, (self.blocks, self.N, self.B, self.chunks)

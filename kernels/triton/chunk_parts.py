@@ -64,29 +64,34 @@ def store_states(pointer, lane, state, d, limit, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _gram_rows(
-    gram_ptr, I: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Load rows 4 I to 4 I + 3 of a Gram matrix, at least their quads FIRST to END, into four chunks.
+def load_gram(gram_ptr):
+    """Load a Gram matrix as four tiles of four rows, [4, 16]."""
+    row = gram_ptr + tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    return tl.load(row), tl.load(row + 64), tl.load(row + 128), tl.load(row + 192)
 
-    Four warps load the matrix once and pass its rows through shared memory; fewer would lack registers for that.
+
+@triton.jit
+def _gram_rows(
+    gram, I: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Return rows 4 I to 4 I + 3 of a Gram matrix, at least their quads FIRST to END, as four chunks.
+
+    gram is the result of ``load_gram``, or a pointer. Four warps load the matrix once and pass its rows through
+    shared memory; fewer would lack registers for that.
     """
-    if BLOCK_D < 128:
-        return four_broadcast_rows(gram_ptr + I * 64, FIRST, END, BLOCK_D)
-    else:
+    if isinstance(gram, tl.tensor):
+        if BLOCK_D < 128:
+            return four_broadcast_rows(gram + I * 64, FIRST, END, BLOCK_D)
         t = tl.arange(0, 16)
-        g = columns(tl.trans(tl.load(gram_ptr + t[:, None] * 16 + t[None, :])), 16)
-        return (
-            g[4 * I][:, None],
-            g[4 * I + 1][:, None],
-            g[4 * I + 2][:, None],
-            g[4 * I + 3][:, None],
-        )
+        g = columns(tl.trans(tl.load(gram + t[:, None] * 16 + t[None, :])), 16)[4 * I : 4 * I + 4]
+    else:
+        g = columns(tl.trans(gram[I]), 4)
+    return (g[0][:, None], g[1][:, None], g[2][:, None], g[3][:, None])
 
 
 @triton.jit
 def forward_substitution(
-    rest, eps, gram_ptr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
+    rest, eps, gram, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
     """Return C: C_t = eps_t rest_t, subtracted from every later rest_s with weight k_s.k_t.
 
@@ -94,7 +99,7 @@ def forward_substitution(
     """
     c = ()
     for i in tl.static_range(4):
-        g = _gram_rows(gram_ptr, i, i, 4, BLOCK_D)
+        g = _gram_rows(gram, i, i, 4, BLOCK_D)
         for j in tl.static_range(4):
             c_t = round_tf32(one_row(eps * rest, 4 * i + j), PRECISION, FAST)
             c += (c_t,)
@@ -104,7 +109,7 @@ def forward_substitution(
 
 @triton.jit
 def backward_substitution(
-    dc, eps, gram_ptr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
+    dc, eps, gram, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
     """Return eps W; W is the gradient of rest: W_t = dC_t minus eps_s W_s k_s.k_t for every later s.
 
@@ -114,7 +119,7 @@ def backward_substitution(
     for i in tl.static_range(4):
         if i == (2 if BLOCK_D < 128 else 0):
             tl.debug_barrier()  # keeps Gram rows from being loaded early: fewer spills
-        g = _gram_rows(gram_ptr, 3 - i, 0, 4 - i, BLOCK_D)
+        g = _gram_rows(gram, 3 - i, 0, 4 - i, BLOCK_D)
         for j in tl.static_range(4):
             w_t = round_tf32(one_row(eps * dc, 15 - 4 * i - j), PRECISION, FAST)
             w = (w_t,) + w

@@ -1,7 +1,7 @@
 """The exact Longhorn scan in chunks, cut in splits: the states that splits start from.
 
-Sequences too few to fill the device are cut in splits of whole chunks that run in parallel. The scan is
-linear in its state, so a summary of every split gives the states that the splits start from. Equations
+Sequences too few to fill the device are cut in splits of whole chunks, which run in parallel. Before that, the
+kernel here goes through all chunks in order. It only updates the state, and stores it before every split. Equations
 and letters are in ``chunk.py``.
 """
 
@@ -12,14 +12,16 @@ from vil.kernels.triton.chunk_parts import (
     RUN_TIME,
     backward_substitution,
     forward_substitution,
+    load_gram,
     place_of_program,
+    split_state,
     store_states,
 )
 from vil.kernels.triton.tiles import (
-    broadcast_rows,
     columns,
     from_columns,
     half_silu,
+    load_ranks,
     load_row,
     load_rows,
     longhorn_eps,
@@ -31,127 +33,136 @@ from vil.kernels.triton.tiles import (
 
 
 @triton.jit
-def _summary_direction(
-    x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
-    B, L, b, split, num_splits, split_chunks, d, j,
-    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-    direction: tl.constexpr, REVERSE: tl.constexpr, OWN: tl.constexpr, x_stride_l: tl.constexpr,
-    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    M: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+def _load_chunk(
+    n, x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, channel, REVERSE: tl.constexpr,
+    x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Propagate unit state j through one split; with OWN, propagate zeros under the given inputs.
+    """Return a chunk's step sizes or their RANK numbers, keys, Gram matrix, kappa, and x.
 
-    With dout, propagate the gradient of the state instead, against the scan.
+    With dout, return it in place of x, and then the queries, their Gram matrix and, if there is a gate, z.
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
-    DESCENDING: tl.constexpr = (dout_ptr is not None) != REVERSE
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
-    state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
-    if not OWN:
-        state += tl.where(m == j, 1.0, 0.0)[None, :]
-    split += 1 if DESCENDING else 0  # the last split on the way needs no summary
-    chunks, begin = tl.cdiv(L, T), split * split_chunks
-    end = tl.minimum(begin + split_chunks, chunks)
+    first = tl.cast(tl.minimum(n * T, L - T) + ((T - 1) if REVERSE else 0), tl.int64)
+    keys = keys_ptr + n * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
+    gram = gram_ptr + n * (2 * T * T)
+    if RANK == 0:
+        dt = load_rows(dt_row + first * dt_stride_l + d, sign * dt_stride_l, channel)
+    else:
+        dt = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
+    chunk = dt, tl.load(keys), load_gram(gram), tl.load(kappa_ptr + n * (2 * T) + t16)
+    if dout_row is None:
+        chunk += (load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel, False),)
+    else:
+        alive = row_mask(L - n * T, d, not REVERSE, D, BLOCK_D)
+        chunk += (load_rows(dout_row + first * D, sign * D, alive, False), tl.load(keys + BLOCK_M))
+        chunk += (tl.load(gram + T * T + t16[:, None] * T + t16[None, :]),)
+        if z_row is not None:
+            chunk += (load_rows(z_row + first * z_stride_l, sign * z_stride_l, channel, False),)
+    return chunk
+
+
+@triton.jit
+def _through_gate(chunk, z_row, FAST: tl.constexpr):
+    """Return a chunk with its rows in float32; if there is a gate, with the gradient of y, not of the output."""
+    rows = chunk[4].to(tl.float32)
+    if z_row is not None:
+        rows *= half_silu(chunk[7].to(tl.float32), FAST)
+    return chunk[:4] + (rows,) + chunk[5:7]  # noqa: RUF005  (Triton knows no starred tuples)
+
+
+@triton.jit
+def _states_direction(
+    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, start_ptr,
+    split_states_ptr, B, L, b, num_splits, split_chunks, d,
+    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+    direction: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry the state through one direction or, with dout, its gradient against the scan."""
+    T: tl.constexpr = 16
+    DESCENDING: tl.constexpr = (dout_ptr is not None) != REVERSE
     mask = token_mask(0, 1, d, D, BLOCK_D)
-    channel = mask[None, :]
-    bias = load_row(bias_ptr + direction * D + d, mask)
+    bias = load_row(bias_ptr + direction * D + d, mask)[None, :]
+    sequence, chunks = direction * B + b, tl.cdiv(L, T)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
-    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + d
+    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b
+    z_row = None if dout_ptr is None or z_ptr is None else z_ptr + b * z_stride_b + d
+    dout_row = None if dout_ptr is None else dout_ptr + b * L * D + d
+    keys_ptr += sequence * chunks * (T * 2 * BLOCK_M)
+    gram_ptr += sequence * chunks * (2 * T * T)
+    kappa_ptr += sequence * chunks * (2 * T)
+    if RANK > 0:
+        weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
+    state = split_state(start_ptr, b * D + d, d, D, BLOCK_D, BLOCK_M)
     rounded = round_tf32(state, PRECISION, FAST)
-    for i in range(begin, end):
-        n = (begin + end - 1 - i) if DESCENDING else i
-        chunk = (direction * B + b) * chunks + n
-        keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
-        k = tl.load(keys)
-        gram = gram_ptr + chunk * (2 * T * T)
-        first = tl.cast(tl.minimum(n * T, L - T) + ((T - 1) if REVERSE else 0), tl.int64)
-        kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
-        dt = load_rows(dt_row + first * dt_stride_l, sign * dt_stride_l, channel)
-        eps = longhorn_eps(dt + bias[None, :], kappa, FAST)
-        recalled = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
+    lane = sequence * num_splits * D + d
+    # The last split on the way is not gone through.
+    count = (chunks - split_chunks) if DESCENDING else (num_splits - 1) * split_chunks
+    chunk = _load_chunk(
+        (chunks - 1) if DESCENDING else 0,
+        x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :], REVERSE,
+        x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST,
+    )  # fmt: skip
+    chunk = _through_gate(chunk, z_row, FAST)
+    for i in range(count):
+        n = (chunks - 1 - i) if DESCENDING else i
+        # Nothing waits for memory: everything is loaded one chunk ahead.
+        ahead = _load_chunk(
+            (n - 1) if DESCENDING else (n + 1),
+            x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :], REVERSE,
+            x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST,
+        )  # fmt: skip
+        if (i == 0) | (((n + 1) if DESCENDING else n) % split_chunks == 0):
+            store_states(split_states_ptr, lane + n // split_chunks * D, state, d, D, BLOCK_M)
+        dt, k, gram, kappa, rows = chunk[:5]
+        if RANK > 0:
+            dt = tl.dot(weight, tl.trans(dt), input_precision=PRECISION)
+            dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
+        eps = longhorn_eps(dt + bias, kappa[:, None], FAST)
+        by_key = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
         if dout_ptr is None:
-            rest = -to_rows(recalled, BLOCK_D)
-            if OWN:
-                rest += load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel)
-            taken = forward_substitution(rest, eps, gram, BLOCK_D, PRECISION, FAST)
+            rest = rows - to_rows(by_key, BLOCK_D)
+            c = forward_substitution(rest, eps, gram, BLOCK_D, PRECISION, FAST)
+            state = tl.dot(c, k, state, input_precision=PRECISION)
         else:
-            if OWN:
-                alive = row_mask(L - n * T, d, not REVERSE, D, BLOCK_D)
-                dy = load_rows(dout_ptr + (b * L + first) * D + d, sign * D, alive)
-                if z_ptr is not None:
-                    z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
-                    dy *= half_silu(load_rows(z_row, sign * z_stride_l, channel), FAST)
-                read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
-                dy = round_tf32(dy, PRECISION, FAST)
-                dy = from_columns(columns(tl.trans(dy), 16), BLOCK_D)
-                recalled = tl.dot(dy, tl.trans(read), recalled, input_precision=PRECISION)
-                state = tl.dot(dy, tl.load(keys + BLOCK_M), state, input_precision=PRECISION)
-            taken = backward_substitution(
-                to_rows(recalled, BLOCK_D), eps, gram, BLOCK_D, PRECISION, FAST
-            )
-            k = -k
-        state = tl.dot(taken, k, state, input_precision=PRECISION)
+            dy = from_columns(columns(tl.trans(round_tf32(rows, PRECISION, FAST)), 16), BLOCK_D)
+            by_key = tl.dot(dy, tl.trans(chunk[6]), by_key, input_precision=PRECISION)
+            state = tl.dot(dy, chunk[5], state, input_precision=PRECISION)
+            rest = to_rows(by_key, BLOCK_D)
+            w = backward_substitution(rest, eps, gram, BLOCK_D, PRECISION, FAST)
+            state = tl.dot(w, -k, state, input_precision=PRECISION)
         rounded = round_tf32(state, PRECISION, FAST)
-    lane = (((direction * B + b) * num_splits + split) * (M + 1) + j) * D + d
-    store_states(summary_ptr, lane, state, d, D, BLOCK_M)
+        chunk = _through_gate(ahead, z_row, FAST)
+    lane += 0 if DESCENDING else (num_splits - 1) * D
+    store_states(split_states_ptr, lane, state, d, D, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def exact_summary_kernel(
-    x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, summary_ptr,
-    B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
-    z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
-    z_stride_l: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
-    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+def exact_states_kernel(
+    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, start_ptr,
+    split_states_ptr, B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir,
+    dt_stride_b, z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Summarise the effect of a split on a state or, against the scan, on the gradient of a state.
+    """Store the states that splits start from or, with dout, the gradients of the states after them.
 
-    summary (N, B, S, M + 1, D, BLOCK_M): entry j < M is the end of unit state j without inputs. Entry M is
-    the end of zeros under the inputs: x, or the gradient of y.
+    One direction of one batch element and block of channels. split_states (N, B, S, D, BLOCK_M). start
+    (B, D, BLOCK_M), for a single direction: the state before the first split on the way, zeros if not given.
     """
     DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
-    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    b, split, place, block = place_of_program(num_splits - 1, DIRECTIONS, (M + 1) * BLOCKS)
-    j = block // BLOCKS
-    d = (block - j * BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b, _, place, block = place_of_program(1, DIRECTIONS, (D + BLOCK_D - 1) // BLOCK_D)
+    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     for direction in tl.static_range(DIRECTIONS):
-        for own in tl.static_range(2):
-            if place == direction and (j == M) == (own == 1):
-                _summary_direction(
-                    x_ptr, dt_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr,
-                    summary_ptr, B, L, b, split, num_splits, split_chunks, d, j,
-                    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-                    direction, REVERSE or direction == 1, own == 1, x_stride_l, dt_stride_l,
-                    z_stride_l, D, BLOCK_D, M, BLOCK_M, FAST, PRECISION,
-                )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=RUN_TIME)
-def exact_carry_kernel(
-    summary_ptr, start_ptr, split_states_ptr, B, num_splits,
-    DESCENDING: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Carry the state of one channel over the splits: split_states (N, B, S, D, BLOCK_M).
-
-    DESCENDING is the order of direction 0; direction 1 has the opposite order.
-    """
-    j = tl.arange(0, BLOCK_M)
-    d, rest = tl.program_id(0) % D, (tl.program_id(0) // D).to(tl.int64)
-    b, direction = rest % B, rest // B
-    if start_ptr is None:
-        state = tl.zeros((BLOCK_M,), tl.float32)
-    else:
-        state = tl.load(start_ptr + (b * D + d) * BLOCK_M + j)
-    descending = direction == (0 if DESCENDING else 1)
-    # No pipeline: mamba's authors found that Triton 3.5 to 3.7 corrupts recurrent kernels with one (sm_100, sm_120).
-    for i in tl.range(num_splits - 1, num_stages=1):
-        place = rest * num_splits + tl.where(descending, num_splits - 1 - i, i)
-        summary = summary_ptr + (place * ((M + 1) * D) + d) * BLOCK_M + j
-        unit = summary[None, :] + j[:, None] * (D * BLOCK_M)
-        transition = tl.load(unit, mask=(j < M)[:, None], other=0.0)
-        own = tl.load(summary + M * D * BLOCK_M)
-        tl.store(split_states_ptr + (place * D + d) * BLOCK_M + j, state)
-        state = own + tl.sum(transition * state[:, None], 0)
-    place = rest * num_splits + tl.where(descending, 0, num_splits - 1)
-    tl.store(split_states_ptr + (place * D + d) * BLOCK_M + j, state)
+        if place == direction:
+            _states_direction(
+                x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr,
+                start_ptr, split_states_ptr, B, L, b, num_splits, split_chunks, d,
+                x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+                direction, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l, RANK, D,
+                BLOCK_D, BLOCK_M, FAST, PRECISION,
+            )  # fmt: skip

@@ -403,8 +403,7 @@ def recurrent_backward_kernel(
 # -------------------------------------------------------------------------------------- plan
 
 
-# Relative work of a scan in splits: the summary costs about as much as the scan.
-_SPLITS_OVERHEAD = 2.0
+_SPLITS_WORK = 2.0  # of a scan in splits: the summary costs about as much as the scan
 
 
 def _forward_registers(padded: int, mamba: bool) -> int:
@@ -436,8 +435,8 @@ class RecurrentPlan(ScanPlan):
         super().__init__(key)
         self.M, self.group = padded_states(key.states), _group_size(padded_states(key.states))
         sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
-        ahead = self.spread("recurrent_forward", self.B, _SPLITS_OVERHEAD)
-        back = self.spread("recurrent_backward", sequences, 0, ahead[3:])
+        ahead = self.spread("recurrent_forward", self.B, work=_SPLITS_WORK)
+        back = self.spread("recurrent_backward", sequences, cut=ahead[3:])
         self.num_splits, self.blocks = back.num_splits, back.blocks
         programs = self.blocks * self.num_splits
         self._scratch = programs * sequences * INTERVAL // self.group * self.M * back.block_d

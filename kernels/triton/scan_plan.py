@@ -85,8 +85,8 @@ class ScanPlan:
         """Return the arguments of all kernels over tokens, with keys and queries packed."""
         raise NotImplementedError
 
-    makes_steps: tuple[bool, bool] = (False, False)
-    """Whether the kernels of the forward and the backward pass multiply low-rank step sizes with their weight."""
+    makes_steps: bool = False
+    """Whether the kernels multiply low-rank step sizes with their weight."""
 
     def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
@@ -113,21 +113,27 @@ class ScanPlan:
     # ------------------------------------------------------------------------ shared
 
     def spread(
-        self, kernel: str, sequences: int, overhead: float, cut: tuple[int, int] | None = None
+        self,
+        kernel: str,
+        sequences: int,
+        serial: float = 0.0,
+        work: float = 1.0,
+        cut: tuple[int, int] | None = None,
     ) -> Spread:
         """Return the distribution of a kernel's work over the device.
 
         Args:
             kernel: Name of the kernel in ``tuning``.
             sequences: Number of sequences, each with one program per block of channels.
-            overhead: Relative work of a scan in splits.
+            serial: As in ``tuning.num_splits``.
+            work: As in ``tuning.num_splits``.
             cut: Number of splits and chunks per split, if already known.
         """
         block_d, warps = tuning.blocks(kernel, self.D, self.key.device)
         blocks = triton.cdiv(self.D, block_d)
         if cut is None:
             cut = tuning.num_splits(
-                sequences * blocks * warps, self.chunks, self.key.device, overhead
+                sequences * blocks * warps, self.chunks, self.key.device, serial, work
             )
         return Spread(block_d, warps, blocks, *cut)
 
@@ -156,7 +162,7 @@ class ScanPlan:
         found = dict(self._strides)
         if back and self.N == 2 and not self.writes_dz:
             found["z"] = (self.L * self.D, self.D, 1)
-        if self.key.rank is not None and not self.makes_steps[back]:
+        if self.key.rank is not None and not self.makes_steps:
             found["dt"] = (self.B * self.L * self.D, self.L * self.D, self.D)
         axes = {"z": ("b", "l")}
         return {
@@ -165,8 +171,8 @@ class ScanPlan:
             for axis, stride in zip(axes.get(name, ("dir", "b", "l")), found[name], strict=False)
         }
 
-    def prepared(self, args: ScanArgs, back: bool) -> ScanArgs:
-        """Return arguments for the kernels of a pass: enough tokens, contiguous channels, no absent weight.
+    def prepared(self, args: ScanArgs) -> ScanArgs:
+        """Return arguments for the kernels: enough tokens, contiguous channels, no absent weight.
 
         Step sizes of low rank are multiplied with their weight, unless the kernels do it.
         """
@@ -175,7 +181,7 @@ class ScanPlan:
             found[name] = _padded(getattr(args, name), self.missing).contiguous()
         if args.dt_weight is not None:
             weight, dt = args.dt_weight.to(self.key.dtype).contiguous(), found.get("dt", args.dt)
-            made = (dt, weight) if self.makes_steps[back] else (dt_proj(dt, weight), None)
+            made = (dt, weight) if self.makes_steps else (dt_proj(dt, weight), None)
             found["dt"], found["dt_weight"] = made
         for name in ("D", "bias"):
             if getattr(args, name) is None:
@@ -194,7 +200,7 @@ class ScanPlan:
         self, args: ScanArgs, save: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the output, the last state, the sum of both directions and states, as ``reference.scan``."""
-        args = self.prepared(args, back=False)
+        args = self.prepared(args)
         inputs = self.inputs(args)
         split_states = self.split_states(inputs, self.to_kernel(args.initial_state), None)
         rows = (self.B, self.L, self.D)
@@ -225,7 +231,7 @@ class ScanPlan:
 
         The gradient for dt has full rank, (N, B, L, D). The gradient for z is written to ``dz``, if given.
         """
-        args = self.prepared(given, back=True)
+        args = self.prepared(given)
         y_pre_gate, states = self.forward(given, True)[2:] if saved is None else saved
         y_pre_gate = None if y_pre_gate is None else _padded(y_pre_gate, self.missing)
         if self.N == 2 and not self.writes_dz:

@@ -190,17 +190,19 @@ def row_mask(num_valid, d, REVERSE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
-def load_rows(pointer, step: tl.constexpr, mask):
-    """Load a chunk of 16 rows in float32, zero where masked.
+def load_rows(pointer, step: tl.constexpr, mask, FLOAT: tl.constexpr = True):
+    """Load a chunk of 16 rows, zero where masked.
 
     Args:
         pointer: Channels of the first row, [BLOCK_D]. Triton must not know that the pointer is aligned:
             a lane would get neighbouring channels rather than the tokens of one channel.
         step: Elements from one row to the next.
         mask: Mask, [16 or 1, BLOCK_D].
+        FLOAT: Convert to float32.
     """
     rows = pointer[None, :] + (tl.arange(0, 16) * step)[:, None]
-    return tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+    tile = tl.load(rows, mask=mask, other=0.0)
+    return tile.to(tl.float32) if FLOAT else tile
 
 
 @triton.jit

@@ -18,7 +18,7 @@ _DEFAULT = {
     "exact_forward": (128, 4),
     "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
     "exact_backward_float32": (32, 1),  # products in three parts: more would spill
-    "exact_summary": (128, 4),
+    "exact_states": (32, 1),
     "recurrent_forward": (128, 4),
     "recurrent_backward": (64, 2),
     # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in the
@@ -30,7 +30,7 @@ _DEFAULT = {
 _WARP_GROUPS = {**_DEFAULT, "exact_backward": (128, 4)}
 # With four warps, products would use tensor memory there. That is untested, both on a GPU and emulated,
 # so two warps use the products of sm_80.
-_WITHOUT_TENSOR_MEMORY = {**_DEFAULT, "exact_forward": (64, 2), "exact_summary": (64, 2)}
+_WITHOUT_TENSOR_MEMORY = {**_DEFAULT, "exact_forward": (64, 2)}
 BLOCKS = {
     "default": _DEFAULT,
     "sm_90": _WARP_GROUPS,
@@ -39,7 +39,7 @@ BLOCKS = {
         "exact_forward": (128, 2),
         "exact_backward": (64, 1),
         "exact_backward_float32": (64, 1),
-        "exact_summary": (128, 2),
+        "exact_states": (64, 1),
         "recurrent_forward": (128, 2),
         "recurrent_backward": (64, 1),
         "conv": (128, 1),
@@ -52,6 +52,7 @@ THREE_WARPS = 168
 
 _WARPS_PER_PROCESSOR = 8  # keep a multiprocessor busy: two per scheduler
 SHORTEST_SPLIT = 4  # fewest chunks of a split
+_WORTH = 0.8  # of the time in one piece: the most that a scan in splits may take
 
 
 @functools.cache
@@ -83,30 +84,34 @@ def blocks_for(arch: str, kernel: str, channels: int) -> tuple[int, int]:
     return block, warps
 
 
-def num_splits(warps: int, chunks: int, device: torch.device, overhead: float) -> tuple[int, int]:
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_splits(
+    warps: int, chunks: int, device: torch.device, serial: float, work: float
+) -> tuple[int, int]:
     """Return the number of splits of a sequence and the number of chunks per split.
+
+    A scan in one piece takes the same time for any number of warps that the GPU runs at once. In splits its
+    work is spread over the whole GPU. It must take less than ``_WORTH`` of the time, to be worth its launches.
 
     Args:
         warps: Warps of the scan in one piece.
         chunks: Chunks of the sequence.
         device: Device of the scan.
-        overhead: Relative work of a scan in splits.
+        serial: Time to find the states that splits start from, relative to a scan in one piece.
+        work: Work of a scan in splits, relative to a scan in one piece, without that time.
     """
-    if device.type != "cuda":
-        return 1, chunks
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return splits_for(processors, warps, chunks, overhead)
-
-
-def splits_for(processors: int, warps: int, chunks: int, overhead: float) -> tuple[int, int]:
-    """Return ``num_splits`` for a GPU with a number of multiprocessors.
-
-    A scan in one piece takes the same time for any number of warps that the GPU runs at once. In splits it
-    takes ``overhead`` times the work, so splits are used if at least 2 x ``overhead`` of them fit.
-    """
-    fitting = _WARPS_PER_PROCESSOR * processors / max(warps, 1)  # an empty batch has no warps
+    fitting = (
+        _WARPS_PER_PROCESSOR * processors(device) / max(warps, 1)
+    )  # an empty batch has no warps
     count = min(int(fitting), chunks // SHORTEST_SPLIT)
-    if count < 2 * overhead:
+    if count < 2 or serial + work / count > _WORTH:
         return 1, chunks
     length = -(-chunks // count)
     return -(-chunks // length), length

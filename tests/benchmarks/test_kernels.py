@@ -27,7 +27,7 @@ def test_kernels_compile(arch: str) -> None:
         "recurrent_backward, vil_tiny, batch, train",
         "recurrent_backward, vim_tiny, long, train",
         "exact_backward, vil_tiny_exact, batch, train",
-        "exact_summary, vil_tiny_exact, long, train",
+        "exact_states, vil_tiny_exact, long, train",
         "conv_backward, vil_tiny, grid, train",
     ):
         assert f"| {arch} {kernel} |" in done.stdout
