@@ -62,10 +62,10 @@ class Case(NamedTuple):
 def available_backends() -> dict[str, str]:
     """Return the available backends and the device type of each."""
     backends = {}
-    if importlib.util.find_spec("numba") is not None:
-        backends["cpu"] = "cpu"
     if torch.cuda.is_available() and automatic_backend("cuda", double=False) == "triton":
         backends["triton"] = "cuda"
+    if importlib.util.find_spec("numba") is not None:
+        backends["cpu"] = "cpu"
     return backends
 
 

@@ -79,14 +79,15 @@ def _gram_rows(
     gram is the result of ``load_gram``, or a pointer. Four warps load the matrix once and pass its rows through
     shared memory; fewer would lack registers for that.
     """
-    if isinstance(gram, tl.tensor):
-        if BLOCK_D < 128:
-            return four_broadcast_rows(gram + I * 64, FIRST, END, BLOCK_D)
+    if not isinstance(gram, tl.tensor):
+        g = columns(tl.trans(gram[I]), 4)
+        return (g[0][:, None], g[1][:, None], g[2][:, None], g[3][:, None])
+    elif BLOCK_D < 128:
+        return four_broadcast_rows(gram + I * 64, FIRST, END, BLOCK_D)
+    else:
         t = tl.arange(0, 16)
         g = columns(tl.trans(tl.load(gram + t[:, None] * 16 + t[None, :])), 16)[4 * I : 4 * I + 4]
-    else:
-        g = columns(tl.trans(gram[I]), 4)
-    return (g[0][:, None], g[1][:, None], g[2][:, None], g[3][:, None])
+        return (g[0][:, None], g[1][:, None], g[2][:, None], g[3][:, None])
 
 
 @triton.jit

@@ -113,28 +113,21 @@ class ScanPlan:
     # ------------------------------------------------------------------------ shared
 
     def spread(
-        self,
-        kernel: str,
-        sequences: int,
-        serial: float = 0.0,
-        work: float = 1.0,
-        cut: tuple[int, int] | None = None,
+        self, kernel: str, sequences: int, least: float, cut: tuple[int, int] | None = None
     ) -> Spread:
         """Return the distribution of a kernel's work over the device.
 
         Args:
             kernel: Name of the kernel in ``tuning``.
             sequences: Number of sequences, each with one program per block of channels.
-            serial: As in ``tuning.num_splits``.
-            work: As in ``tuning.num_splits``.
+            least: As in ``tuning.num_splits``.
             cut: Number of splits and chunks per split, if already known.
         """
         block_d, warps = tuning.blocks(kernel, self.D, self.key.device)
         blocks = triton.cdiv(self.D, block_d)
         if cut is None:
-            cut = tuning.num_splits(
-                sequences * blocks * warps, self.chunks, self.key.device, serial, work
-            )
+            warps_in_all = sequences * blocks * warps
+            cut = tuning.num_splits(kernel, warps_in_all, self.chunks, self.key.device, least)
         return Spread(block_d, warps, blocks, *cut)
 
     def _layout(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:

@@ -50,9 +50,10 @@ BLOCKS = {
 # alone, ptxas takes fewer. Forward scans then wait for one load after another, 1.2 to 12 times as long (sm_90).
 THREE_WARPS = 168
 
-_WARPS_PER_PROCESSOR = 8  # keep a multiprocessor busy: two per scheduler
 SHORTEST_SPLIT = 4  # fewest chunks of a split
-_WORTH = 0.8  # of the time in one piece: the most that a scan in splits may take
+# Warps of a kernel that run on a multiprocessor at a time, by registers: 168, or 255 in the exact backward pass.
+_RESIDENT = {"exact_backward": 8, "exact_backward_float32": 8}
+_RESIDENT_OTHERS = 12
 
 
 @functools.cache
@@ -93,25 +94,21 @@ def processors(device: torch.device) -> int:
 
 
 def num_splits(
-    warps: int, chunks: int, device: torch.device, serial: float, work: float
+    kernel: str, warps: int, chunks: int, device: torch.device, least: float
 ) -> tuple[int, int]:
     """Return the number of splits of a sequence and the number of chunks per split.
 
-    A scan in one piece takes the same time for any number of warps that the GPU runs at once. In splits its
-    work is spread over the whole GPU. It must take less than ``_WORTH`` of the time, to be worth its launches.
-
     Args:
+        kernel: Name of the kernel that scans, in the table above.
         warps: Warps of the scan in one piece.
         chunks: Chunks of the sequence.
         device: Device of the scan.
-        serial: Time to find the states that splits start from, relative to a scan in one piece.
-        work: Work of a scan in splits, relative to a scan in one piece, without that time.
+        least: Times that a scan in one piece must fit onto the device for splits to be worth their own work.
     """
-    fitting = (
-        _WARPS_PER_PROCESSOR * processors(device) / max(warps, 1)
-    )  # an empty batch has no warps
+    resident = _RESIDENT.get(kernel, _RESIDENT_OTHERS) * processors(device)
+    fitting = resident / max(warps, 1)  # an empty batch has no warps
     count = min(int(fitting), chunks // SHORTEST_SPLIT)
-    if count < 2 or serial + work / count > _WORTH:
+    if fitting < least or count < 2:
         return 1, chunks
     length = -(-chunks // count)
     return -(-chunks // length), length

@@ -196,7 +196,7 @@ def in_splits(on: bool) -> Iterator[None]:
     from vil.kernels.plan import forget_plans
     from vil.kernels.triton import tuning
 
-    def splits(warps, chunks, *_):
+    def splits(kernel, warps, chunks, *_):
         return (chunks, 1) if chunks < 4 else (-(-chunks // 2), 2)
 
     old = tuning.num_splits

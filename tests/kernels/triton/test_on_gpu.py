@@ -78,7 +78,7 @@ def test_a_long_sequence_is_cut_and_gives_the_same(
     monkeypatch.setattr(tuning, "num_splits", counted)
     cut = outcomes(given, recurrence)
     assert max(counts) > 1
-    monkeypatch.setattr(tuning, "num_splits", lambda warps, chunks, *_: (1, chunks))
+    monkeypatch.setattr(tuning, "num_splits", lambda kernel, warps, chunks, *_: (1, chunks))
     for result, expected in zip(cut, outcomes(given, recurrence), strict=True):
         error = (result - expected).float().abs().max() / expected.float().abs().max()
         assert error < 0.02  # rounded to bfloat16, products in TF32
@@ -116,7 +116,7 @@ def test_another_grid_in_cuda_graphs(name: str) -> None:
         expected = [model(x) for x in images]
     for logits in found:
         for one, own in zip(logits, expected, strict=True):
-            torch.testing.assert_close(one, own, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one, own, rtol=1e-3, atol=1e-3)
 
 
 def test_other_current_device_does_not_matter() -> None:

@@ -68,7 +68,7 @@ def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_splits(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Cut every sequence into splits of ``chunks`` chunks."""
     monkeypatch.setattr(
-        tuning, "num_splits", lambda warps, count, *_: (-(-count // chunks), chunks)
+        tuning, "num_splits", lambda kernel, warps, count, *_: (-(-count // chunks), chunks)
     )
     forget_plans()
 
