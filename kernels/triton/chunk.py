@@ -30,6 +30,9 @@ from vil.kernels.triton.chunk_parts import (
     forward_substitution,
     gram_kernel,
     keys_kernel,
+    load_gram,
+    load_keys,
+    load_read,
     padded_states,
     place_of_program,
     split_state,
@@ -76,9 +79,9 @@ def _forward_direction(
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
-    t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
-    chunks, begin = tl.cdiv(L, T), split * split_chunks
+    t16, chunks, begin = tl.arange(0, T), tl.cdiv(L, T), split * split_chunks
     end = tl.minimum(begin + split_chunks, chunks)
+    first_chunk = (direction * B + b) * chunks
     lane = ((direction * B + b) * num_splits + split) * D + d
     state = split_state(split_states_ptr, lane, d, D, BLOCK_D, BLOCK_M)
     mask = token_mask(0, 1, d, D, BLOCK_D)
@@ -92,9 +95,8 @@ def _forward_direction(
     rounded = round_tf32(state, PRECISION, FAST)
     n = (end - 1) if REVERSE else begin
     first = tl.cast(tl.minimum(n * T, L - T) + ((T - 1) if REVERSE else 0), tl.int64)
-    keys = keys_ptr + (direction * B + b) * chunks * (T * 2 * BLOCK_M)
-    keys = keys + t16[:, None] * (2 * BLOCK_M) + m[None, :]
-    k, low = tl.load(keys + n * (T * 2 * BLOCK_M)), None
+    k, gram = load_keys(keys_ptr, first_chunk + n, 0, BLOCK_M), load_gram(gram_ptr, first_chunk + n)
+    low = None
     if dt_weight_ptr is not None:
         low = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
     for i in range(begin, end):
@@ -102,7 +104,8 @@ def _forward_direction(
         # Load ahead what the next chunk's first products need; bring the rest of it to the L2 cache.
         after = n + tl.where(i + 1 < end, sign, 0)
         ahead = tl.cast(tl.minimum(after * T, L - T), tl.int64)
-        next_k, next_low = tl.load(keys + after * (T * 2 * BLOCK_M)), None
+        next_k = load_keys(keys_ptr, first_chunk + after, 0, BLOCK_M)
+        next_gram, next_low = load_gram(gram_ptr, first_chunk + after), None
         if dt_weight_ptr is not None:
             tokens = ahead + ((T - 1 - t16) if REVERSE else t16)
             next_low = load_ranks(dt_row + tokens * dt_stride_l, t16 < T, RANK, FAST)
@@ -113,8 +116,7 @@ def _forward_direction(
         prefetch_rows(
             x_row + ahead * x_stride_l, x_stride_l, z_ahead, z_stride_l, y_ahead, None, d, D, BLOCK_D, FAST,
         )  # fmt: skip
-        chunk = (direction * B + b) * chunks + n
-        gram = gram_ptr + chunk * (2 * T * T)
+        chunk = first_chunk + n
         if states_ptr is not None:
             store_states(states_ptr, chunk * D + d, rounded, d, D, BLOCK_M)
         start, num_valid = tl.minimum(n * T, L - T), L - n * T
@@ -129,8 +131,7 @@ def _forward_direction(
         x = load_rows(x_row + first * x_stride_l + d, sign * x_stride_l, channel)
         eps = longhorn_eps(dt + bias[None, :], kappa, FAST)
         # All loads that do not hold up the products before here go out together.
-        q = tl.load(keys + n * (T * 2 * BLOCK_M) + BLOCK_M)
-        read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
+        q, read = load_keys(keys_ptr, chunk, 1, BLOCK_M), load_read(gram_ptr, chunk)
         c = forward_substitution(x - recalled, eps, gram, BLOCK_D, PRECISION, FAST)
         y = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
         y = to_rows(tl.dot(c, read, y, input_precision=PRECISION), BLOCK_D) + skip[None, :] * x
@@ -149,7 +150,7 @@ def _forward_direction(
             if states_ptr is not None:
                 store_rows(y_ptr + token + d, sign * D, y, alive)
             store_rows(out_ptr + token + d, sign * D, y * half_silu(z, FAST), alive)
-        k, low = next_k, next_low
+        k, gram, low = next_k, next_gram, next_low
     if final_ptr is not None:
         left = begin if REVERSE else chunks - end
         store_states(final_ptr, b * D + d, state, d, tl.where(left == 0, D, 0), BLOCK_M)
@@ -251,8 +252,26 @@ def _store_sums(
 
 
 @triton.jit
+def _load_ahead(
+    n, chunk, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l: tl.constexpr,
+    RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Return what the backward pass of chunk n needs first: keys, Gram matrix, state, low-rank step sizes."""
+    states = (
+        states_ptr + chunk * (D * BLOCK_M) + d[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    )
+    state = tl.load(states, mask=(d < D)[:, None], other=0.0)
+    loaded = load_keys(keys_ptr, chunk, 0, BLOCK_M), load_gram(gram_ptr, chunk), state
+    if RANK > 0:
+        t = tl.arange(0, 16)
+        token = tl.cast(tl.minimum(n * 16, L - 16), tl.int64) + tl.where(reverse, 15 - t, t)
+        loaded += (load_ranks(dt_ptr + token * dt_stride_l, t < 16, RANK, FAST),)
+    return loaded
+
+
+@triton.jit
 def _chunk_backward(
-    dstate, later, dskip, dbias, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
+    dstate, later, dskip, dbias, loaded, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
     keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
     n, chunks, d, block, channel, z_stride_b, direction, reverse,
     DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
@@ -266,14 +285,12 @@ def _chunk_backward(
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
-    t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)
     chunk = (direction * B + b) * chunks + n
-    keys = keys_ptr + chunk * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
-    k, q = tl.load(keys), tl.load(keys + BLOCK_M)
-    gram = gram_ptr + chunk * (2 * T * T)
-    read = tl.load(gram + T * T + t16[:, None] * T + t16[None, :])
+    k, gram, state = loaded[:3]
+    q, read = load_keys(keys_ptr, chunk, 1, BLOCK_M), load_read(gram_ptr, chunk)
     state_row = states_ptr + chunk * (D * BLOCK_M) + (d[:, None] * BLOCK_M + m[None, :])
-    state = load_states(state_row, d, D, BLOCK_D)
+    state = state.to(tl.float32)
     start, num_valid = tl.minimum(n * T, L - T), L - n * T
     first = tl.cast(start + tl.where(reverse, T - 1, 0), tl.int64)
     token = (b * L + first) * D
@@ -284,9 +301,6 @@ def _chunk_backward(
         z_row, dz_row, y_row = z_ptr + gate, dz_ptr + gate, y_ptr + token + d
         divisor = kappa_ptr + chunk * (2 * T) + T
     # All loads go out before the gate is computed.
-    if weight is not None:
-        tokens = first + tl.where(reverse, -t16, t16)
-        low = load_ranks(dt_ptr + tokens * dt_stride_l, t16 < T, RANK, FAST)
     if DIRECTIONS == 1:
         x = load_rows(x_row, sign * x_stride_l, channel)
         if weight is None:
@@ -310,7 +324,7 @@ def _chunk_backward(
             D, BLOCK_D, FAST,
         )  # fmt: skip
     if weight is not None:
-        dt = tl.dot(weight, tl.trans(low), input_precision=PRECISION)
+        dt = tl.dot(weight, tl.trans(loaded[3]), input_precision=PRECISION)
         dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
     recalled = to_rows(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
     kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
@@ -383,10 +397,19 @@ def exact_backward_kernel(
     if dt_weight_ptr is not None:
         weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
     reverse = direction == 1 or REVERSE
+    first_chunk, n = (direction * B + b) * chunks, tl.where(reverse, begin, end - 1)
+    loaded = _load_ahead(
+        n, first_chunk + n, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l, RANK, D,
+        BLOCK_D, BLOCK_M, FAST,
+    )  # fmt: skip
     for i in range(begin, end):
         n = tl.where(reverse, i, begin + end - 1 - i)
         after = n + tl.where(i + 1 < end, tl.where(reverse, 1, -1), 0)
         ahead = tl.cast(tl.minimum(after * 16, L - 16), tl.int64)
+        next_loaded = _load_ahead(
+            after, first_chunk + after, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l,
+            RANK, D, BLOCK_D, BLOCK_M, FAST,
+        )  # fmt: skip
         token, z_ahead, y_ahead = (b * L + ahead) * D, None, None
         if z_ptr is not None:
             z_ahead, y_ahead = z_ptr + b * z_stride_b + ahead * z_stride_l, y_ptr + token
@@ -395,11 +418,12 @@ def exact_backward_kernel(
             d, D, BLOCK_D, FAST,
         )  # fmt: skip
         dstate, later, dskip, dbias = _chunk_backward(
-            dstate, later, dskip, dbias, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
+            dstate, later, dskip, dbias, loaded, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
             keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
             n, chunks, d, block, channel, z_stride_b, direction, reverse, DIRECTIONS, REVERSE,
             x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
+        loaded = next_loaded
     tl.store(dskip_ptr + lane, dskip, mask=d < D)
     tl.store(dbias_ptr + lane, dbias, mask=d < D)
     if dinitial_ptr is not None:
@@ -443,7 +467,7 @@ class ChunkPlan(ScanPlan):
         of_steps = {"D": self.D, "RANK": key.rank if self.makes_steps else 0}
         shared = of_keys | of_steps | self.strides("x", "dt", "z")
         shared_back = shared | self.strides("z", back=True)
-        limit = {"maxnreg": tuning.THREE_WARPS} if 0 < fast < 100 and self.block_m == 16 else {}
+        limit = {"maxnreg": tuning.THREE_WARPS} if 90 <= fast < 100 and self.block_m == 16 else {}
         self.forward_kernel = Kernel(
             exact_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
             **_splits(ahead, ahead.block_d), **limit,

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from vil.kernels.triton.tiles import (
+    asm_identity,
     columns,
-    four_broadcast_rows,
     from_columns,
     load_states,
     one_row,
@@ -64,30 +64,32 @@ def store_states(pointer, lane, state, d, limit, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def load_gram(gram_ptr):
-    """Load a Gram matrix as four tiles of four rows, [4, 16]."""
-    row = gram_ptr + tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
+def load_keys(keys_ptr, chunk, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Load the keys of a chunk, or its queries, [16, BLOCK_M]."""
+    t, m = tl.arange(0, 16), tl.arange(0, BLOCK_M)
+    row = keys_ptr + (chunk * 16 + t[:, None]) * (2 * BLOCK_M)
+    return tl.load(row + (QUERIES * BLOCK_M + m[None, :]))
+
+
+@triton.jit
+def load_read(gram_ptr, chunk):
+    """Load the Gram matrix of keys and queries, [16, 16]."""
+    t = tl.arange(0, 16)
+    return tl.load(gram_ptr + chunk * 512 + (256 + t[:, None] * 16 + t[None, :]))
+
+
+@triton.jit
+def load_gram(gram_ptr, chunk):
+    """Load the Gram matrix of keys as four tiles of four rows, [4, 16]."""
+    row = gram_ptr + chunk * 512 + (tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :])
     return tl.load(row), tl.load(row + 64), tl.load(row + 128), tl.load(row + 192)
 
 
 @triton.jit
-def _gram_rows(
-    gram, I: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Return rows 4 I to 4 I + 3 of a Gram matrix, at least their quads FIRST to END, as four chunks.
-
-    gram is the result of ``load_gram``, or a pointer. Four warps load the matrix once and pass its rows through
-    shared memory; fewer would lack registers for that.
-    """
-    if not isinstance(gram, tl.tensor):
-        g = columns(tl.trans(gram[I]), 4)
-        return (g[0][:, None], g[1][:, None], g[2][:, None], g[3][:, None])
-    elif BLOCK_D < 128:
-        return four_broadcast_rows(gram + I * 64, FIRST, END, BLOCK_D)
-    else:
-        t = tl.arange(0, 16)
-        g = columns(tl.trans(tl.load(gram + t[:, None] * 16 + t[None, :])), 16)[4 * I : 4 * I + 4]
-        return (g[0][:, None], g[1][:, None], g[2][:, None], g[3][:, None])
+def _broadcast(rows):
+    """Return four rows of a Gram matrix as broadcast chunks, passed through shared memory."""
+    row = columns(tl.trans(rows), 4)
+    return (row[0][:, None], row[1][:, None], row[2][:, None], row[3][:, None])
 
 
 @triton.jit
@@ -96,11 +98,11 @@ def forward_substitution(
 ):
     """Return C: C_t = eps_t rest_t, subtracted from every later rest_s with weight k_s.k_t.
 
-    rest and eps are chunks. C is [BLOCK_D, 16], rounded for products.
+    rest and eps are chunks, gram is from ``load_gram``. C is [BLOCK_D, 16], rounded for products.
     """
     c = ()
     for i in tl.static_range(4):
-        g = _gram_rows(gram, i, i, 4, BLOCK_D)
+        g = _broadcast(gram[i])
         for j in tl.static_range(4):
             c_t = round_tf32(one_row(eps * rest, 4 * i + j), PRECISION, FAST)
             c += (c_t,)
@@ -118,9 +120,8 @@ def backward_substitution(
     """
     w = ()
     for i in tl.static_range(4):
-        if i == (2 if BLOCK_D < 128 else 0):
-            tl.debug_barrier()  # keeps Gram rows from being loaded early: fewer spills
-        g = _gram_rows(gram, 3 - i, 0, 4 - i, BLOCK_D)
+        # As if they were others: rows of the forward substitution must not stay in registers until here.
+        g = _broadcast(asm_identity(gram[3 - i], FAST))
         for j in tl.static_range(4):
             w_t = round_tf32(one_row(eps * dc, 15 - 4 * i - j), PRECISION, FAST)
             w = (w_t,) + w

@@ -13,6 +13,8 @@ from vil.kernels.triton.chunk_parts import (
     backward_substitution,
     forward_substitution,
     load_gram,
+    load_keys,
+    load_read,
     place_of_program,
     split_state,
     store_states,
@@ -34,7 +36,7 @@ from vil.kernels.triton.tiles import (
 
 @triton.jit
 def _load_chunk(
-    n, x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, channel, REVERSE: tl.constexpr,
+    n, sequence, x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, channel, REVERSE: tl.constexpr,
     x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -44,24 +46,23 @@ def _load_chunk(
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
-    t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
+    t16, chunk = tl.arange(0, T), sequence * tl.cdiv(L, T) + n
     first = tl.cast(tl.minimum(n * T, L - T) + ((T - 1) if REVERSE else 0), tl.int64)
-    keys = keys_ptr + n * (T * 2 * BLOCK_M) + t16[:, None] * (2 * BLOCK_M) + m[None, :]
-    gram = gram_ptr + n * (2 * T * T)
     if RANK == 0:
         dt = load_rows(dt_row + first * dt_stride_l + d, sign * dt_stride_l, channel)
     else:
         dt = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
-    chunk = dt, tl.load(keys), load_gram(gram), tl.load(kappa_ptr + n * (2 * T) + t16)
+    k, gram = load_keys(keys_ptr, chunk, 0, BLOCK_M), load_gram(gram_ptr, chunk)
+    loaded = dt, k, gram, tl.load(kappa_ptr + chunk * (2 * T) + t16)
     if dout_row is None:
-        chunk += (load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel, False),)
+        loaded += (load_rows(x_row + first * x_stride_l, sign * x_stride_l, channel, False),)
     else:
         alive = row_mask(L - n * T, d, not REVERSE, D, BLOCK_D)
-        chunk += (load_rows(dout_row + first * D, sign * D, alive, False), tl.load(keys + BLOCK_M))
-        chunk += (tl.load(gram + T * T + t16[:, None] * T + t16[None, :]),)
+        loaded += (load_rows(dout_row + first * D, sign * D, alive, False),)
+        loaded += (load_keys(keys_ptr, chunk, 1, BLOCK_M), load_read(gram_ptr, chunk))
         if z_row is not None:
-            chunk += (load_rows(z_row + first * z_stride_l, sign * z_stride_l, channel, False),)
-    return chunk
+            loaded += (load_rows(z_row + first * z_stride_l, sign * z_stride_l, channel, False),)
+    return loaded
 
 
 @triton.jit
@@ -92,9 +93,6 @@ def _states_direction(
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b
     z_row = None if dout_ptr is None or z_ptr is None else z_ptr + b * z_stride_b + d
     dout_row = None if dout_ptr is None else dout_ptr + b * L * D + d
-    keys_ptr += sequence * chunks * (T * 2 * BLOCK_M)
-    gram_ptr += sequence * chunks * (2 * T * T)
-    kappa_ptr += sequence * chunks * (2 * T)
     if RANK > 0:
         weight = load_ranks(dt_weight_ptr + (direction * D + d) * RANK, mask, RANK, FAST)
     state = split_state(start_ptr, b * D + d, d, D, BLOCK_D, BLOCK_M)
@@ -104,7 +102,7 @@ def _states_direction(
     count = (chunks - split_chunks) if DESCENDING else (num_splits - 1) * split_chunks
     chunk = _load_chunk(
         (chunks - 1) if DESCENDING else 0,
-        x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :], REVERSE,
+        sequence, x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :], REVERSE,
         x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST,
     )  # fmt: skip
     chunk = _through_gate(chunk, z_row, FAST)
@@ -113,7 +111,7 @@ def _states_direction(
         # Nothing waits for memory: everything is loaded one chunk ahead.
         ahead = _load_chunk(
             (n - 1) if DESCENDING else (n + 1),
-            x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :], REVERSE,
+            sequence, x_row, dt_row, z_row, dout_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :], REVERSE,
             x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST,
         )  # fmt: skip
         if (i == 0) | (((n + 1) if DESCENDING else n) % split_chunks == 0):

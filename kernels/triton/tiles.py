@@ -121,26 +121,6 @@ def broadcast_rows(pointer, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def four_broadcast_rows(pointer, FIRST: tl.constexpr, END: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load 4 x 16 float32 into four chunks like ``broadcast_rows``, only quads FIRST to END of each."""
-    row, quad = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, :, None, None]
-    j = tl.arange(0, 4)[None, None, :, None]
-    pointers = pointer + (row * 16 + quad * 4 + j + no_lane(BLOCK_D)[None, None, None, :])
-    pointers = tl.max_contiguous(pointers, [1, 1, 4, LANES_NEXT])
-    if FIRST > 0:
-        tile = tl.load(pointers, mask=quad >= FIRST, other=0.0)
-    elif END < 4:
-        tile = tl.load(pointers, mask=quad < END, other=0.0)
-    else:
-        tile = tl.load(pointers)
-    tile = tl.reshape(tl.permute(tile, (1, 2, 3, 0)), (16, BLOCK_D, 2, 2))
-    even, odd = tl.split(tile)
-    row0, row2 = tl.split(even)
-    row1, row3 = tl.split(odd)
-    return (row0, row1, row2, row3)
-
-
-@triton.jit
 def _lines(row, step, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the addresses of the cache lines of 16 rows of 16-bit numbers, int64, four times over the lanes."""
     in_row: tl.constexpr = BLOCK_D // 64
