@@ -95,8 +95,8 @@ def _forward_direction(
     rounded = round_tf32(state, PRECISION, FAST)
     n = (end - 1) if REVERSE else begin
     first = tl.cast(tl.minimum(n * T, L - T) + ((T - 1) if REVERSE else 0), tl.int64)
-    k, gram = load_keys(keys_ptr, first_chunk + n, 0, BLOCK_M), load_gram(gram_ptr, first_chunk + n)
-    low = None
+    gram, low = load_gram(gram_ptr, first_chunk + n), None
+    k = load_keys(keys_ptr, first_chunk + n, 0, BLOCK_M)
     if dt_weight_ptr is not None:
         low = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
     for i in range(begin, end):
@@ -109,13 +109,11 @@ def _forward_direction(
         if dt_weight_ptr is not None:
             tokens = ahead + ((T - 1 - t16) if REVERSE else t16)
             next_low = load_ranks(dt_row + tokens * dt_stride_l, t16 < T, RANK, FAST)
-        z_ahead, y_ahead = None, None
+        rows, steps = (x_row + ahead * x_stride_l,), (x_stride_l,)
         if direction == 1:
-            z_ahead = z_ptr + b * z_stride_b + ahead * z_stride_l
-            y_ahead = y_ptr + (b * L + ahead) * D
-        prefetch_rows(
-            x_row + ahead * x_stride_l, x_stride_l, z_ahead, z_stride_l, y_ahead, None, d, D, BLOCK_D, FAST,
-        )  # fmt: skip
+            rows += (z_ptr + b * z_stride_b + ahead * z_stride_l, y_ptr + (b * L + ahead) * D)
+            steps += (z_stride_l, D)
+        prefetch_rows(rows, steps, d, D, BLOCK_D, FAST)
         chunk = first_chunk + n
         if states_ptr is not None:
             store_states(states_ptr, chunk * D + d, rounded, d, D, BLOCK_M)
@@ -410,13 +408,12 @@ def exact_backward_kernel(
             after, first_chunk + after, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l,
             RANK, D, BLOCK_D, BLOCK_M, FAST,
         )  # fmt: skip
-        token, z_ahead, y_ahead = (b * L + ahead) * D, None, None
+        token = (b * L + ahead) * D
+        rows, steps = (x_ptr + ahead * x_stride_l, dout_ptr + token), (x_stride_l, D)
         if z_ptr is not None:
-            z_ahead, y_ahead = z_ptr + b * z_stride_b + ahead * z_stride_l, y_ptr + token
-        prefetch_rows(
-            x_ptr + ahead * x_stride_l, x_stride_l, z_ahead, z_stride_l, y_ahead, dout_ptr + token,
-            d, D, BLOCK_D, FAST,
-        )  # fmt: skip
+            rows += (z_ptr + b * z_stride_b + ahead * z_stride_l, y_ptr + token)
+            steps += (z_stride_l, D)
+        prefetch_rows(rows, steps, d, D, BLOCK_D, FAST)
         dstate, later, dskip, dbias = _chunk_backward(
             dstate, later, dskip, dbias, loaded, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
             keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,

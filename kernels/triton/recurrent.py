@@ -34,6 +34,7 @@ from vil.kernels.triton.recurrent_parts import (
     first_states,
     full_states,
     gate_backward,
+    group_rows,
     load_rates,
     load_states,
     pack_kernel,
@@ -48,19 +49,7 @@ from vil.kernels.triton.recurrent_parts import (
 )
 from vil.kernels.triton.recurrent_splits import recurrent_carry_kernel, recurrent_summary_kernel
 from vil.kernels.triton.scan_plan import ScanPlan
-from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
-
-
-@triton.jit
-def _group_rows(
-    pointer, step, group, count, d, REVERSE: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr
-):
-    """Load a group of tokens in scan order as float32, [GROUP, BLOCK_D], zero where there is no token."""
-    t = tl.arange(0, GROUP)
-    token = group * GROUP + ((GROUP - 1 - t) if REVERSE else t)
-    mask = ((token >= 0) & (token < count))[:, None] & (d < D)[None, :]
-    rows = pointer + (token.to(tl.int64) * step)[:, None] + d[None, :]
-    return tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+from vil.kernels.triton.tiles import half_silu, load_row, one_row, prefetch_rows, token_mask
 
 
 @triton.jit
@@ -93,22 +82,23 @@ def _forward_direction(
     kq = kq_ptr + (sequence * all_chunks * INTERVAL + start) * (2 * M + 4)
     saved = sequence * all_chunks + start // INTERVAL
     state = first_states(split_states_ptr, sequence * num_splits + split, d, mask, D, M, BLOCK_D)
-    group = (groups - 1) * REVERSE
-    x = _group_rows(x_row, x_stride_l, group, count, d, REVERSE, D, GROUP)
-    dt = _group_rows(dt_row, dt_stride_l, group, count, d, REVERSE, D, GROUP)
+    group, order = (groups - 1) * REVERSE, tl.arange(0, GROUP)
+    order = (GROUP - 1 - order) if REVERSE else order
+    x = group_rows(x_row, x_stride_l, group * GROUP + order, count, d, D)
+    dt = group_rows(dt_row, dt_stride_l, group * GROUP + order, count, d, D)
     if direction == 1:
         z_row = z_ptr + b * z_stride_b + start * z_stride_l
-        z = _group_rows(z_row, z_stride_l, group, count, d, REVERSE, D, GROUP)
-        y_other = _group_rows(y_ptr + place, D, group, count, d, REVERSE, D, GROUP)
+        z = group_rows(z_row, z_stride_l, group * GROUP + order, count, d, D)
+        y_other = group_rows(y_ptr + place, D, group * GROUP + order, count, d, D)
     for i in range(groups):
         group = groups - 1 - i if REVERSE else i
         # A group takes about as long as a load from memory, so the next group's rows are loaded first.
-        ahead = group + sign
-        next_x = _group_rows(x_row, x_stride_l, ahead, count, d, REVERSE, D, GROUP)
-        next_dt = _group_rows(dt_row, dt_stride_l, ahead, count, d, REVERSE, D, GROUP)
+        ahead = (group + sign) * GROUP + order
+        next_x = group_rows(x_row, x_stride_l, ahead, count, d, D)
+        next_dt = group_rows(dt_row, dt_stride_l, ahead, count, d, D)
         if direction == 1:
-            next_z = _group_rows(z_row, z_stride_l, ahead, count, d, REVERSE, D, GROUP)
-            next_y = _group_rows(y_ptr + place, D, ahead, count, d, REVERSE, D, GROUP)
+            next_z = group_rows(z_row, z_stride_l, ahead, count, d, D)
+            next_y = group_rows(y_ptr + place, D, ahead, count, d, D)
         if states_ptr is not None:
             # The short chunk is the last chunk of the sequence in either direction.
             in_chunk = group % (INTERVAL // GROUP)
@@ -318,6 +308,19 @@ def _chunk_backward(
     kq = kq_ptr + saved * (INTERVAL * (2 * M + 4))
     partial = dkq_ptr + (((block * N + direction) * B + b) * L + first) * (2 * M)
     state = load_states(states_ptr + saved * (M * D), d, channel, D, M)
+    if L >= INTERVAL:  # bring the next chunk to the L2 cache, at the sequence's end this one
+        ahead = tl.minimum(tl.maximum(first - sign * INTERVAL, 0), L - INTERVAL)
+        rows = (x_ptr + direction * x_stride_dir + b * x_stride_b + ahead * x_stride_l,)
+        rows += (dt_ptr + direction * dt_stride_dir + b * dt_stride_b + ahead * dt_stride_l,)
+        token = (b * L + ahead) * D
+        if N == 2:
+            rows += (dout_ptr + token, z_ptr + b * z_stride_b + ahead * z_stride_l)
+            prefetch_rows(rows, (x_stride_l, dt_stride_l, D, z_stride_l), d, D, BLOCK_D, FAST)
+            if direction == 0:
+                prefetch_rows((y_ptr + token,), (D,), d, D, BLOCK_D, FAST)
+        else:
+            rows += (dout_ptr + token,)
+            prefetch_rows(rows, (x_stride_l, dt_stride_l, D), d, D, BLOCK_D, FAST)
     _scan_again(
         state, scratch, x_row, dt_row, kq, bias, rates, x_stride_l, dt_stride_l,
         back, sign, num_valid, first_group, end_group, d, channel,
@@ -471,8 +474,8 @@ class RecurrentPlan(ScanPlan):
         size, block = self.M * self.D, 256
         self._summaries = [
             Kernel(
-                recurrent_summary_kernel, wide * sequences, ahead.num_warps, **constants,
-                BLOCK_D=ahead.block_d, ADJOINT=adjoint,
+                recurrent_summary_kernel, wide * sequences, ahead.num_warps, **constants, **most,
+                BLOCK_D=ahead.block_d, ADJOINT=adjoint, GROUP=_forward_group(self.M),
             )
             for adjoint, constants in enumerate((shared, shared_back))
         ]  # fmt: skip

@@ -44,6 +44,14 @@ def broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def group_rows(pointer, step, tokens, count, d, D: tl.constexpr):
+    """Load the rows of tokens as float32, [tokens, BLOCK_D], zero where there is no token."""
+    mask = ((tokens >= 0) & (tokens < count))[:, None] & (d < D)[None, :]
+    rows = pointer + (tokens.to(tl.int64) * step)[:, None] + d[None, :]
+    return tl.load(rows, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _state_rows(pointer, channel, SIZE: tl.constexpr, D: tl.constexpr):
     """Return pointers [SIZE / 4, BLOCK_D, 4] to SIZE states of channels in (M / 4, D, 4)."""
     quad, j = tl.arange(0, SIZE // 4)[:, None, None], tl.arange(0, 4)[None, None, :]

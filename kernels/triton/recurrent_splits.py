@@ -15,12 +15,24 @@ from vil.kernels.triton.recurrent_parts import (
     broadcast_row,
     fade,
     full_states,
+    group_rows,
     load_rates,
     place_of_program,
     step_size,
     store_states,
 )
-from vil.kernels.triton.tiles import half_silu, load_row, token_mask
+from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
+
+
+@triton.jit
+def _through_gate(
+    row, step, z_row, z_step, tokens, count, d, D: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
+    """Load the rows of tokens, x or the gradient of the output; with z, return the gradient of y."""
+    rows = group_rows(row, step, tokens, count, d, D)
+    if z_row is not None:
+        rows *= half_silu(group_rows(z_row, z_step, tokens, count, d, D), FAST)
+    return rows
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -30,7 +42,7 @@ def recurrent_summary_kernel(
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, MAMBA: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Find the effect of a split on a state s, decay s + end, both (N, B, S, M / 4, D, 4).
@@ -46,40 +58,41 @@ def recurrent_summary_kernel(
     start = split * split_tokens
     count = tl.minimum(L - start, split_tokens)
     back = (direction if N == 2 else REVERSE) ^ ADJOINT
-    sign = 1 - 2 * back
-    first = (start + back * (count - 1)).to(tl.int64)
-    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + first * dt_stride_l
-    if ADJOINT:
-        dout_row = dout_ptr + (b * L + first) * D
-        if N == 2:
-            z_row = z_ptr + b * z_stride_b + first * z_stride_l
-    else:
-        x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l
-    row = kq_ptr + (sequence * tl.cdiv(L, INTERVAL) * INTERVAL + first) * (2 * M + 4)
-    end = full_states(0.0, M, BLOCK_D)
-    product = full_states(1.0, M, BLOCK_D)
-    for _ in range(count):
-        k = broadcast_row(row, M, BLOCK_D)
-        v = load_row(dt_row + d, mask) + bias
-        step = step_size(v, row + 2 * M, mask, MAMBA, FAST)
-        if ADJOINT:
-            dy = load_row(dout_row + d, mask)
-            dout_row += sign * D
-            if N == 2:
-                dy *= half_silu(load_row(z_row + d, mask), FAST)
-                z_row += sign * z_stride_l
-            q = broadcast_row(row + M, M, BLOCK_D)
-            read = ()
-            for j in tl.static_range(M):
-                read += (end[j] + dy * q[j],)
-            end = fade(read, step, k, rates, M, MAMBA, FAST)
-        else:
-            x = load_row(x_row + d, mask)
-            x_row += sign * x_stride_l
-            end = advance(end, x, step, k, rates, M, MAMBA, FAST)
-        product = fade(product, step, k, rates, M, MAMBA, FAST)
-        dt_row += sign * dt_stride_l
-        row += sign * (2 * M + 4)
+    sign, groups, start = 1 - 2 * back, tl.cdiv(count, GROUP), start.to(tl.int64)
+    dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + start * dt_stride_l
+    x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + start * x_stride_l
+    x_step, z_row = x_stride_l, None
+    if ADJOINT:  # the gradient takes the place of x
+        x_row, x_step = dout_ptr + (b * L + start) * D, D
+        z_row = None if N == 1 else z_ptr + b * z_stride_b + start * z_stride_l
+    kq = kq_ptr + (sequence * tl.cdiv(L, INTERVAL) * INTERVAL + start) * (2 * M + 4)
+    end, product = full_states(0.0, M, BLOCK_D), full_states(1.0, M, BLOCK_D)
+    order = tl.arange(0, GROUP)
+    order = tl.where(back == 1, GROUP - 1 - order, order)
+    tokens = (groups - 1) * back * GROUP + order
+    dt = group_rows(dt_row, dt_stride_l, tokens, count, d, D)
+    x = _through_gate(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
+    for i in range(groups):
+        group = tl.where(back == 1, groups - 1 - i, i)
+        tokens = (group + sign) * GROUP + order
+        next_dt = group_rows(dt_row, dt_stride_l, tokens, count, d, D)
+        next_x = _through_gate(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
+        first = group * GROUP + back * (GROUP - 1)
+        for t in tl.static_range(GROUP):
+            live = token_mask(first + sign * t, count, d, D, BLOCK_D)
+            row = kq + (first + sign * t) * (2 * M + 4)
+            step = step_size(one_row(dt, t) + bias, row + 2 * M, live, MAMBA, FAST)
+            k = broadcast_row(row, M, BLOCK_D)
+            if ADJOINT:
+                q = broadcast_row(row + M, M, BLOCK_D)
+                read = ()
+                for j in tl.static_range(M):
+                    read += (end[j] + one_row(x, t) * q[j],)
+                end = fade(read, step, k, rates, M, MAMBA, FAST)
+            else:
+                end = advance(end, one_row(x, t), step, k, rates, M, MAMBA, FAST)
+            product = fade(product, step, k, rates, M, MAMBA, FAST)
+        x, dt = next_x, next_dt
     offset = (sequence * num_splits + split) * (M * D)
     store_states(split_end_ptr + offset, end, d, mask, D, M)
     store_states(split_decay_ptr + offset, product, d, mask, D, M)

@@ -122,27 +122,23 @@ def broadcast_rows(pointer, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _lines(row, step, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the addresses of the cache lines of 16 rows of 16-bit numbers, int64, four times over the lanes."""
-    in_row: tl.constexpr = BLOCK_D // 64
-    line = tl.arange(0, BLOCK_D) % (BLOCK_D // 4)
-    number = (line // in_row).to(tl.int64) * step + tl.minimum(first + line % in_row * 64, D - 1)
-    return tl.cast(row, tl.int64) + number * (row.dtype.element_ty.primitive_bitwidth // 8)
+    """Return the addresses of the cache lines of 16 rows, int64 [BLOCK_D], as often as they fit in."""
+    BYTES: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+    in_row: tl.constexpr = BLOCK_D * BYTES // 128
+    line = tl.arange(0, BLOCK_D) % (16 * in_row)
+    channel = tl.minimum(first + line % in_row * (128 // BYTES), D - 1)
+    return tl.cast(row, tl.int64) + ((line // in_row).to(tl.int64) * step + channel) * BYTES
 
 
 @triton.jit
-def prefetch_rows(
-    x_row, x_step, z_row, z_step, y_row, dout_row, d, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    """Bring a chunk of 16-bit x, z, y and dout to the L2 cache, a line by each lane; all but x may be None."""
-    if FAST and BLOCK_D >= 64 and x_row.dtype.element_ty.primitive_bitwidth == 16:
+def prefetch_rows(rows, steps, d, D: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr):
+    """Bring a chunk of up to four 16-bit tensors, or of one in float32, to the L2 cache, a line by each lane."""
+    BITS: tl.constexpr = rows[0].dtype.element_ty.primitive_bitwidth
+    if FAST and BLOCK_D >= 64 and BITS * len(rows) <= 64:
         which, first = tl.arange(0, BLOCK_D) // (BLOCK_D // 4), tl.min(d, 0)
-        lines = _lines(x_row, x_step, first, D, BLOCK_D)
-        if z_row is not None:
-            lines = tl.where(which == 1, _lines(z_row, z_step, first, D, BLOCK_D), lines)
-            lines = tl.where(which == 2, _lines(y_row, D, first, D, BLOCK_D), lines)
-        if dout_row is not None:
-            lines = tl.where(which == 3, _lines(dout_row, D, first, D, BLOCK_D), lines)
+        lines = _lines(rows[0], steps[0], first, D, BLOCK_D)
+        for i in tl.static_range(1, len(rows)):
+            lines = tl.where(which == i, _lines(rows[i], steps[i], first, D, BLOCK_D), lines)
         asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r,l", [lines], tl.int32, is_pure=False, pack=1)
 
