@@ -145,7 +145,7 @@ class VisionLonghorn(nn.Module):
         ref_feat_shape: tuple[int, int] | None = None,
         grid_aware: bool | Literal["dt"] = True,
         resize_below_scale: float = 1.3,
-        checkpoint_min_tokens: int | None = 2048,
+        checkpoint_min_tokens: int | None = None,
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
         patch_drop_rate: float = 0.0,
@@ -185,7 +185,7 @@ class VisionLonghorn(nn.Module):
                 ``ref_feat_shape`` is resized to it inside the model. The tokens are resized back to the
                 image's own grid. 0 never resizes; use it to train at such sizes.
             checkpoint_min_tokens: Above this many tokens, recompute each block's inner activations in the
-                backward pass to save memory. None disables it.
+                backward pass to save memory. None never recomputes.
             drop_rate: Dropout rate before the head.
             pos_drop_rate: Dropout rate after the position embedding.
             patch_drop_rate: Fraction of the patches that training drops from each image, at random every time.
