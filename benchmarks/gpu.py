@@ -63,8 +63,7 @@ _TRAIN = (  # on enlarged digits, so that loading data does not limit the steps
     " --schedule.epochs 12 --schedule.warmup-epochs 1 --run.log-interval 10 --run.output {output}/training"
 )
 PARTS = (
-    Part("selfcheck", 120, "-m vil.selfcheck"),
-    Part("tests", 90, f"-m pytest -q -p no:cacheprovider -n 8 -m gpu {_TESTS}"),
+    Part("tests", 120, f"-m pytest -q -p no:cacheprovider -n 8 -m gpu {_TESTS}"),
     Part("kernels", 60, "-m benchmarks.gpu_kernels blocks {output}/kernels.json"),
     Part("tiny models", 160, f"{_MODELS}-tiny.json {_TINY} --ways graphs eager --sizes 224:128"),
     Part("training", 90, f"{_TRAIN}-graphs && {_TRAIN}-eager --run.no-cuda-graphs"),

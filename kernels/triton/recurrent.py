@@ -49,7 +49,7 @@ from vil.kernels.triton.recurrent_parts import (
 )
 from vil.kernels.triton.recurrent_splits import recurrent_carry_kernel, recurrent_summary_kernel
 from vil.kernels.triton.scan_plan import ScanPlan
-from vil.kernels.triton.tiles import half_silu, load_row, one_row, prefetch_rows, token_mask
+from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
 
 
 @triton.jit
@@ -308,19 +308,6 @@ def _chunk_backward(
     kq = kq_ptr + saved * (INTERVAL * (2 * M + 4))
     partial = dkq_ptr + (((block * N + direction) * B + b) * L + first) * (2 * M)
     state = load_states(states_ptr + saved * (M * D), d, channel, D, M)
-    if L >= INTERVAL:  # bring the next chunk to the L2 cache, at the sequence's end this one
-        ahead = tl.minimum(tl.maximum(first - sign * INTERVAL, 0), L - INTERVAL)
-        rows = (x_ptr + direction * x_stride_dir + b * x_stride_b + ahead * x_stride_l,)
-        rows += (dt_ptr + direction * dt_stride_dir + b * dt_stride_b + ahead * dt_stride_l,)
-        token = (b * L + ahead) * D
-        if N == 2:
-            rows += (dout_ptr + token, z_ptr + b * z_stride_b + ahead * z_stride_l)
-            prefetch_rows(rows, (x_stride_l, dt_stride_l, D, z_stride_l), d, D, BLOCK_D, FAST)
-            if direction == 0:
-                prefetch_rows((y_ptr + token,), (D,), d, D, BLOCK_D, FAST)
-        else:
-            rows += (dout_ptr + token,)
-            prefetch_rows(rows, (x_stride_l, dt_stride_l, D), d, D, BLOCK_D, FAST)
     _scan_again(
         state, scratch, x_row, dt_row, kq, bias, rates, x_stride_l, dt_stride_l,
         back, sign, num_valid, first_group, end_group, d, channel,

@@ -25,9 +25,7 @@ from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
 
 
 @triton.jit
-def _through_gate(
-    row, step, z_row, z_step, tokens, count, d, D: tl.constexpr, FAST: tl.constexpr
-):  # fmt: skip
+def _gated(row, step, z_row, z_step, tokens, count, d, D: tl.constexpr, FAST: tl.constexpr):
     """Load the rows of tokens, x or the gradient of the output; with z, return the gradient of y."""
     rows = group_rows(row, step, tokens, count, d, D)
     if z_row is not None:
@@ -71,12 +69,12 @@ def recurrent_summary_kernel(
     order = tl.where(back == 1, GROUP - 1 - order, order)
     tokens = (groups - 1) * back * GROUP + order
     dt = group_rows(dt_row, dt_stride_l, tokens, count, d, D)
-    x = _through_gate(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
+    x = _gated(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
     for i in range(groups):
         group = tl.where(back == 1, groups - 1 - i, i)
         tokens = (group + sign) * GROUP + order
         next_dt = group_rows(dt_row, dt_stride_l, tokens, count, d, D)
-        next_x = _through_gate(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
+        next_x = _gated(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
         first = group * GROUP + back * (GROUP - 1)
         for t in tl.static_range(GROUP):
             live = token_mask(first + sign * t, count, d, D, BLOCK_D)

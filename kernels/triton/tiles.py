@@ -132,9 +132,8 @@ def _lines(row, step, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(rows, steps, d, D: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr):
-    """Bring a chunk of up to four 16-bit tensors, or of one in float32, to the L2 cache, a line by each lane."""
-    BITS: tl.constexpr = rows[0].dtype.element_ty.primitive_bitwidth
-    if FAST and BLOCK_D >= 64 and BITS * len(rows) <= 64:
+    """Bring a chunk of up to four tensors, the first of 16 bits, to the L2 cache, a line by each lane."""
+    if FAST and BLOCK_D >= 64 and rows[0].dtype.element_ty.primitive_bitwidth == 16:
         which, first = tl.arange(0, BLOCK_D) // (BLOCK_D // 4), tl.min(d, 0)
         lines = _lines(rows[0], steps[0], first, D, BLOCK_D)
         for i in tl.static_range(1, len(rows)):

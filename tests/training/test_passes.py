@@ -134,6 +134,20 @@ def test_a_model_that_cannot_be_recorded_is_an_error_that_names_the_way_out(monk
         scores(torch.zeros(1, 3))
 
 
+@pytest.mark.usefixtures("recorded")
+def test_graphs_share_their_memory_while_one_of_them_exists() -> None:
+    passes = [ScoringPass(nn.Identity(), RunConfig(), CPU) for _ in range(2)]
+    for one in passes:
+        one(torch.zeros(1, 3))
+    shared = [one.graphs.pool for one in passes]
+    assert shared[0] is shared[1]
+    passes.clear()
+    del one
+    later = ScoringPass(nn.Identity(), RunConfig(), CPU)
+    later(torch.zeros(1, 3))
+    assert later.graphs.pool is not shared[0]
+
+
 @pytest.mark.parametrize(
     ("device", "options", "told"),
     [

@@ -4,9 +4,11 @@ In eager mode, Python launches every kernel of a pass. For small models this tak
 CUDA graph launches all kernels of a pass at once. They are the same kernels, so all results have the same bits.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +125,8 @@ class _Recording(NamedTuple):
 class _Graphs:
     """A function of tensors on a GPU, recorded as one CUDA graph per combination of shapes and dtypes."""
 
-    pool: Any = None
-    """Memory of all graphs of the process. They can share it, because each reads only its inputs and the weights."""
+    everywhere: ClassVar["weakref.WeakSet[_Graphs]"] = weakref.WeakSet()
+    """All of the process. Their graphs share memory: each reads only its inputs and the weights."""
 
     def __init__(self, function: Callable[..., Sequence[Tensor | None]], model: nn.Module) -> None:
         """Record nothing yet.
@@ -136,6 +138,8 @@ class _Graphs:
         """
         self.function, self.model = function, model
         self.recordings: dict[Any, _Recording] = {}
+        self.pool: Any = None
+        self.everywhere.add(self)
 
     def __call__(self, *arguments: Tensor) -> Sequence[Tensor | None]:
         """Return the function's results, in memory that the next call overwrites.
@@ -160,12 +164,13 @@ class _Graphs:
             with _on_side_stream(device):
                 for _ in range(_WARM_UPS):
                     self.function(*inputs)
-            if _Graphs.pool is None:
-                _Graphs.pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             try:
                 # Meanwhile, other threads may use CUDA: those of the loader and of NCCL.
-                with torch.cuda.graph(graph, _Graphs.pool, capture_error_mode="thread_local"):
+                with (
+                    _without_garbage(),
+                    torch.cuda.graph(graph, self._shared(), capture_error_mode="thread_local"),
+                ):
                     return _Recording(graph, inputs, self.function(*inputs))
             except torch.OutOfMemoryError:
                 raise
@@ -174,6 +179,25 @@ class _Graphs:
                     f"this model cannot be recorded in CUDA graphs ({first_line(error)}); pass "
                     f"--run.no-cuda-graphs (eval.py: --no-cuda-graphs)"
                 ) from error
+
+    def _shared(self) -> Any:
+        """Return the memory of existing graphs, or new memory: that of former graphs cannot be used again."""
+        pools = [graphs.pool for graphs in self.everywhere if graphs.recordings]
+        self.pool = pools[0] if pools else torch.cuda.graph_pool_handle()
+        return self.pool
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Collect garbage before a block and not inside: the end of a former graph would disturb a recording."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

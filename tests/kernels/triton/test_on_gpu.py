@@ -41,8 +41,9 @@ def outcomes(given: list[torch.Tensor | None], recurrence: str) -> list[torch.Te
     return [out.detach(), *gradients]
 
 
-def test_every_backend_agrees_with_the_reference() -> None:
-    assert selfcheck.main() == 0
+def test_the_backend_agrees_with_the_reference() -> None:
+    passed, failed = selfcheck.check("triton", "cuda")
+    assert (passed > 0, failed) == (True, 0)
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
