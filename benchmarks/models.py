@@ -84,7 +84,8 @@ def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         result = step()
 
-    def replay() -> Any:
+    def replay(kept: Callable[[], Any] = step) -> Any:
+        # The graph uses the memory of the weights and images that the step refers to.
         graph.replay()
         return result
 
