@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --minutes 3       # correctness, kernels, tiny models at 224 px
     python -m benchmarks.gpu --minutes 7       # the rest; repeat it while its exit status is 75
-    python -m benchmarks.gpu --show [RECORD]   # default: results/h100.json, the first run on a GPU
+    python -m benchmarks.gpu --show [RECORD]   # default: results/h100.json, the first run on a GPU; also h200.json
     python -m benchmarks.gpu --fill 90         # without a GPU: compile the kernels for this architecture
 
 The parts run in the order of ``PARTS``, the most important first, each in its own processes and for a limited time. So a
@@ -228,7 +228,7 @@ def hours(rows: Rows) -> str:
                 f"{1e3 * row['seconds']:.0f} ms: {one:.0f} h, {one / 8:.1f} h" if row else ""
             )
         body.append([name, *line])
-    return table(["step, hours on 1 and on 8 GPUs", *(way for (way,) in ways)], body)
+    return table(["step, hours on 1 and on 8 GPUs", *(way for (way,) in ways)], body) if body else ""
 
 
 def scans(rows: Rows) -> str:
@@ -263,6 +263,18 @@ def kernels(rows: Rows) -> str:
     return table(["", *(", ".join(column) for column in columns)], body)
 
 
+def blocks(rows: Rows) -> str:
+    """Return microseconds of the scans of a block: one commit, a later one."""
+    places, names, cells = _by(rows, "place", ("model",))
+    body = []
+    for place in places:
+        found = (cells.get((place, name)) for name in names)
+        body.append(
+            [place, *(f"{r['before_us']:,.0f}, {r['us']:,.0f}" if r else "" for r in found)]
+        )
+    return table(["", *(name for (name,) in names)], body)
+
+
 def training(rows: Rows) -> str:
     """Return the time of a step of vil_tiny_exact in train_imagenet.py, 224 px, batch 128."""
     form = "{way} {ms:.1f} {data_wait:.0f} {losses_of_eager}"
@@ -281,10 +293,10 @@ def show(record: dict[str, Any]) -> str:
     if record.get("digits"):
         best = max(float(row["top1"]) for row in record["digits"])
         lines.append(f"default run: top-1 {best:.2f} %")
-    for function in (models, hours, training, scans, kernels):
+    for function in (models, hours, training, scans, kernels, blocks):
         part = "models" if function is hours else function.__name__
-        if record.get(part):
-            lines.append(f"\n{function.__doc__.strip()}\n\n{function(record[part])}")
+        if record.get(part) and (text := function(record[part])):
+            lines.append(f"\n{function.__doc__.strip()}\n\n{text}")
     return "\n".join(lines)
 
 
