@@ -228,7 +228,8 @@ def hours(rows: Rows) -> str:
                 f"{1e3 * row['seconds']:.0f} ms: {one:.0f} h, {one / 8:.1f} h" if row else ""
             )
         body.append([name, *line])
-    return table(["step, hours on 1 and on 8 GPUs", *(way for (way,) in ways)], body) if body else ""
+    heads = ["step, hours on 1 and on 8 GPUs", *(way for (way,) in ways)]
+    return table(heads, body) if body else ""
 
 
 def scans(rows: Rows) -> str:

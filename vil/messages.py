@@ -1,6 +1,8 @@
-"""One-line, printable forms of exceptions, file names and values for use in messages."""
+"""One-line, printable forms of exceptions, file names and values for use in messages; one form of class names."""
 
 import textwrap
+import unicodedata
+from collections.abc import Iterable
 from typing import Any
 
 _MOST = 500  # characters; errors of a hub or an unpickler can be pages long
@@ -15,6 +17,11 @@ def one_line(error: BaseException) -> str:
 def printable(name: str) -> str:
     """Escape unprintable characters of a name: newlines, terminal escapes, undecodable bytes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+
+def composed(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names with composed accents (NFC). macOS may write an accent as a character of its own."""
+    return tuple(unicodedata.normalize("NFC", name) for name in names)
 
 
 def first_line(error: BaseException) -> str:

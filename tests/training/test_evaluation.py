@@ -91,6 +91,17 @@ def test_other_classes_are_refused(checkpoint, released, image_folder, evaluate,
     assert "no class name of the data occurs in the model: class 0 is maple in the data and" in told
 
 
+def test_accents_of_class_names_may_have_another_form(
+    released, image_folder, evaluate, capsys
+) -> None:
+    described = json.loads((released / "config.json").read_text())
+    described["label_names"][1] = "bi\u0301rch"
+    (released / "config.json").write_text(json.dumps(described))
+    (image_folder / "val" / "birch").rename(image_folder / "val" / "b\u00edrch")
+    assert evaluate(str(released), "--data.path", str(image_folder)) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys) -> None:
     for options in ((), ("--amp", "True"), ("--per-class",), ("--ema",), ("--img-size", "24")):
         assert evaluate(str(checkpoint), *options) == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -157,6 +158,18 @@ def test_splits_must_have_the_same_classes_in_the_same_order(config, image_folde
         DataError, match="class 0 is ash in the training data and dogwood in the val"
     ):
         check_classes(train, val)
+
+
+def test_accents_of_class_names_may_be_composed_or_separate(config, image_folder) -> None:
+    open_ = dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=None))
+    for split, name in (("train", "b\u00edrch"), ("val", "bi\u0301rch")):
+        (image_folder / split / "birch").rename(image_folder / split / name)
+    train, val = open_splits(open_, World())
+    assert train.classes == val.classes == ("ash", "b\u00edrch", "cedar", "dogwood")
+    assert [*dict.fromkeys(train.labels)] == [*dict.fromkeys(val.labels)] == [0, 1, 2, 3]
+    shutil.copytree(image_folder / "train" / "ash", image_folder / "train" / "bi\u0301rch")
+    with pytest.raises(DataError, match=r"two folders in .* have the name"):
+        open_splits(open_, World())
 
 
 def test_other_number_of_classes_is_an_error(config) -> None:

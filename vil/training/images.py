@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from vil.messages import one_line, printable
+from vil.messages import composed, one_line, printable
 from vil.training.draws import key
 from vil.training.errors import DataError
 from vil.training.settings import Background, DataConfig, TrainConfig
@@ -310,28 +310,36 @@ def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
 def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
     """List the images folder/<class>/<image> of a split, without hidden files.
 
-    Names are sorted as in timm's reader, with numbers by value and regardless of case.
+    Names are sorted as in timm's reader, with numbers by value and regardless of case. Accents of class names are
+    composed first.
 
     Returns:
         Paths <class>/<image>, class names, and the class index of each image.
 
     Raises:
-        DataError: If a folder cannot be read, a class has no images, or an image is in the wrong place.
+        DataError: If a folder cannot be read, a class has no images, two classes have one name, or an image is in the
+            wrong place.
     """
     names, stray = _look_into(folder)
-    classes = tuple(sorted(names, key=natural_key))
+    folders = dict(zip(composed(names), names, strict=True))
+    if len(folders) < len(names):
+        twice = next(name for name in names if name not in folders.values())
+        raise DataError(
+            f"two folders in {printable(str(folder))} have the name {printable(twice)}, with composed and with "
+            f"separate accents"
+        )
+    classes = tuple(sorted(folders, key=natural_key))
     places = {name: place for place, name in enumerate(classes)}
     paths, labels, empty = [], [], []
     for name in sorted(classes, key=lambda name: natural_key(f"{name}/")):  # sort as in paths
-        inner, images = _look_into(folder / name)
+        own = folders[name]
+        inner, images = _look_into(folder / own)
         stray += [
-            f"{name}/{deeper}/{image}"
-            for deeper in inner
-            for image in _below(folder / name / deeper)
+            f"{own}/{deeper}/{image}" for deeper in inner for image in _below(folder / own / deeper)
         ]
-        paths += [f"{name}/{image}" for image in sorted(images, key=natural_key)]
+        paths += [f"{own}/{image}" for image in sorted(images, key=natural_key)]
         labels += [places[name]] * len(images)
-        empty += [] if images else [name]
+        empty += [] if images else [own]
     if stray:
         raise DataError(
             printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>")

@@ -13,7 +13,7 @@ from timm.models import clean_state_dict, load_model_config_from_hf, load_state_
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
-from vil.messages import brief, one_line
+from vil.messages import brief, composed, one_line
 from vil.timm_arguments import NOT_OF_A_MODEL, with_current_names
 from vil.weights.adapt import is_official_vim
 from vil.weights.archive import check_finite, check_plain, load_archive
@@ -66,7 +66,7 @@ class Weights:
         if isinstance(names, dict):  # timm's form if some outputs may lack a name
             numbers = [str(i) for i in range(len(names))]
             names = [names[i] for i in numbers] if names.keys() == {*numbers} else None
-        return tuple(names) if isinstance(names, list | tuple) else None
+        return composed(names) if isinstance(names, list | tuple) else None
 
 
 def read_weights(source: str | Path, ema: bool = False) -> Weights:
