@@ -283,7 +283,8 @@ def test_samples_are_grouped_as_webdataset_does_it(tmp_path) -> None:
         "b.v/z.webp": b"label is a word",
         "b.v/z.cls": b"cat",
         "w.cls": b"0",
-        "u.mask.png": b"no image",
+        "u.mask.png": b"an image with a dot in its name",
+        "u.mask.cls": b"0",
         "t.json": b"{}",
         "bad\nkey.jpg": b"one line",
         "bad\nkey.cls": b"3",
@@ -297,7 +298,8 @@ def test_samples_are_grouped_as_webdataset_does_it(tmp_path) -> None:
         assert source.excluded == [
             "a.tar: a/y: no label",
             "a.tar: b.v/z: label 'cat' is not an integer",
-            "a.tar: w: no image",
+            "a.tar: w: no image, or its name has another dot than that of its kind",
+            "a.tar: u: no image, or its name has another dot than that of its kind",
         ]
 
 

@@ -239,8 +239,8 @@ def scan(shard: Path) -> list[Sample]:
     """Index a shard from its tar headers and labels, without reading images.
 
     Returns:
-        Samples in order, grouped as in webdataset. Samples with neither image nor label are left
-            out.
+        Samples in order, grouped as in webdataset, by what precedes the first dot of a name. Samples with neither
+            image nor label are left out, unless an image has another dot in its name.
 
     Raises:
         DataError: If the file is missing, not a tar, truncated or damaged, has a duplicate key, or
@@ -250,14 +250,17 @@ def scan(shard: Path) -> list[Sample]:
     try:
         with shard.open("rb") as file:
             for key, group in groupby(_members(file, shard), key=lambda member: member[0]):
-                sample = _sample(key, {extension: member for _, extension, member in group}, file)
-                if (sample.offset, sample.label) != (None, None):
+                found = {extension: member for _, extension, member in group}
+                sample = _sample(key, found, file)
+                images = {extension.rpartition(".")[2] for extension in found} & IMAGE_EXTENSIONS
+                if images or sample.label is not None:
                     samples.append(sample)
     except OSError as error:
         raise DataError(f"shard {shard} cannot be read: {error.strerror or error}") from error
     if all(sample.offset is None for sample in samples):
         raise DataError(
-            f"shard {shard} holds no images (.jpg, .png or another kind that Pillow opens)"
+            f"shard {shard} holds no images (.jpg, .png or another kind that Pillow opens, without another dot in "
+            f"the name)"
         )
     [(key, count)] = Counter(sample.key for sample in samples).most_common(1)
     if count > 1:
@@ -424,7 +427,9 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | No
         key = printable(key)
         if offset is None or not isinstance(label, int):
             fault = "no label" if label is None else f"label {label!r} is not an integer"
-            excluded.append(f"{name}: {key}: {'no image' if offset is None else fault}")
+            if offset is None:
+                fault = "no image, or its name has another dot than that of its kind"
+            excluded.append(f"{name}: {key}: {fault}")
         elif not 0 <= label < (num_classes or _MOST_CLASSES):
             limit = f"must be 0 to {(num_classes or _MOST_CLASSES) - 1} (number of classes - 1)"
             raise DataError(f"shard {root / name}: label of sample {key} {limit}, got {label}")
