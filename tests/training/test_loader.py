@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,18 @@ def test_splits_must_have_the_same_classes_in_the_same_order(config, image_folde
         DataError, match="class 0 is ash in the training data and dogwood in the val"
     ):
         check_classes(train, val)
+
+
+def test_an_image_too_narrow_to_enlarge_is_named(config, image_folder) -> None:
+    Image.new("RGB", (1, 20_000)).save(image_folder / "val" / "ash" / "narrow.png")
+    data = dataclasses.replace(config.data, max_pixels=1_000_000)
+    for mode, told in (
+        ("center", r"ash/narrow\.png .* 1 x 20000 px.* exceeds data"),
+        ("squash", None),
+    ):
+        narrow = dataclasses.replace(config, data=dataclasses.replace(data, crop_mode=mode))
+        with pytest.raises(DataError, match=told) if told else nullcontext():
+            val_data(narrow).verify()
 
 
 def test_accents_of_class_names_may_be_composed_or_separate(config, image_folder) -> None:

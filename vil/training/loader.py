@@ -349,10 +349,21 @@ class _ValImages(_Images):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         try:
-            image = self.transform(self.decoded(index))
+            image = self.decoded(index)
+            self._check_enlarged(image)
+            return self.transform(image), int(self.source.labels[index])
         except (DataError, OSError) as error:
             raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
-        return image, int(self.source.labels[index])
+
+    def _check_enlarged(self, image: Image.Image) -> None:
+        """Raise DataError if the longer side becomes too long when the shorter one is resized, before the crop."""
+        data, (shorter, longer) = self.config.data, sorted(image.size)
+        pixels = (self.config.model.img_size / data.crop_pct) ** 2 * longer / shorter
+        if data.crop_mode == "center" and pixels > data.max_pixels:
+            raise DataError(
+                f"enlarged from {image.width} x {image.height} px, it would have {pixels:,.0f} pixels, which "
+                f"exceeds data.max_pixels {data.max_pixels:,}"
+            )
 
 
 class _Problems(_ValImages):
