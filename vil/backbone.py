@@ -436,6 +436,8 @@ class VisionLonghorn(nn.Module):
             x.shape[1] == self.in_chans,
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",
         )
+        if torch.jit.is_tracing():  # sizes become constants; a split refuses images of other sizes
+            x = x.split([int(x.shape[-2])], -2)[0].split([int(x.shape[-1])], -1)[0]
         height, width = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
         x = self.patch_embed(x, self.ref_feat_shape, self.resize_below_scale)
         grid, feat_shape = [x.shape[1], x.shape[2]], [height, width]

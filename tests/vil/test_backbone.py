@@ -333,15 +333,18 @@ def test_exports_of_its_own_size_and_of_any(strict: bool) -> None:
         assert torch.allclose(logits, model(images(*size)), atol=1e-6)
 
 
-@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", [*TINY_MODELS, "vil_tiny_pyramid"])
 def test_traces(name: str) -> None:
     model = small(name)
     with torch.no_grad():
-        traced = torch.jit.trace(model, images())
-        other = torch.randn_like(images())
+        traced = torch.jit.trace(model, images(32, 64))
+        other = torch.randn_like(images(32, 64))
         assert torch.equal(traced(other), model(other))
+        assert torch.equal(traced(other[:1]), model(other[:1]))
+        for size in ((64, 32), (32, 72), (8, 64)):  # the first has as many patches
+            with pytest.raises(RuntimeError, match="split_sizes to sum exactly"):
+                traced(images(*size))
 
 
 @pytest.mark.ci
