@@ -101,7 +101,7 @@ def _forward_direction(
         low = load_ranks(dt_row + (first + sign * t16) * dt_stride_l, t16 < T, RANK, FAST)
     for i in range(begin, end):
         n = (begin + end - 1 - i) if REVERSE else i
-        # Load ahead what the next chunk's first products need; bring the rest of it to the L2 cache.
+        # Load ahead what the next chunk needs first; bring the rest of it to the L2 cache.
         after = n + tl.where(i + 1 < end, sign, 0)
         ahead = tl.cast(tl.minimum(after * T, L - T), tl.int64)
         next_k = load_keys(keys_ptr, first_chunk + after, 0, BLOCK_M)
