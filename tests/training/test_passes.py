@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -135,17 +136,21 @@ def test_a_model_that_cannot_be_recorded_is_an_error_that_names_the_way_out(monk
 
 
 @pytest.mark.usefixtures("recorded")
-def test_graphs_share_their_memory_while_one_of_them_exists() -> None:
-    passes = [ScoringPass(nn.Identity(), RunConfig(), CPU) for _ in range(2)]
-    for one in passes:
-        one(torch.zeros(1, 3))
-    shared = [one.graphs.pool for one in passes]
-    assert shared[0] is shared[1]
-    passes.clear()
-    del one
-    later = ScoringPass(nn.Identity(), RunConfig(), CPU)
-    later(torch.zeros(1, 3))
-    assert later.graphs.pool is not shared[0]
+def test_graphs_share_their_memory_while_one_of_them_exists(monkeypatch) -> None:
+    monkeypatch.setattr(
+        passes._Graphs, "everywhere", weakref.WeakSet()
+    )  # without other tests' graphs
+
+    def scored() -> ScoringPass:
+        scores = ScoringPass(nn.Identity(), RunConfig(), CPU)
+        scores(torch.zeros(1, 3))
+        return scores
+
+    first, second = scored(), scored()
+    shared = first.graphs.pool
+    assert second.graphs.pool is shared
+    del first, second
+    assert scored().graphs.pool is not shared
 
 
 @pytest.mark.parametrize(
