@@ -276,6 +276,18 @@ def blocks(rows: Rows) -> str:
     return table(["", *(name for (name,) in names)], body)
 
 
+def variants(rows: Rows) -> str:
+    """Return microseconds of the scans' kernels of a block, with other blocks or splits."""
+    rows = [(r, way) for r in rows for way in ("training", "inference")]
+    names = list(dict.fromkeys(name for r, way in rows for name in r[way]))
+    body = [
+        [f"{r['model']}, {way}, {r['size']} px, batch {r['batch']}, {r['variant']}"]
+        + [str(r[way].get(name, "")) for name in names]
+        for r, way in rows
+    ]
+    return table(["", *names], body)
+
+
 def training(rows: Rows) -> str:
     """Return the time of a step of vil_tiny_exact in train_imagenet.py, 224 px, batch 128."""
     form = "{way} {ms:.1f} {data_wait:.0f} {losses_of_eager}"
@@ -286,6 +298,7 @@ def training(rows: Rows) -> str:
 def show(record: dict[str, Any]) -> str:
     """Return all tables of a record."""
     lines = [", ".join(f"{name} {value}" for name, value in record["environment"].items())]
+    lines += [record["note"]] if "note" in record else []
     for name, entry in record.get("parts", {}).items():
         lines.append(f"{name}: {entry['status']}, {entry['seconds']:.0f} s")
     for r in record["models"]:
@@ -294,7 +307,7 @@ def show(record: dict[str, Any]) -> str:
     if record.get("digits"):
         best = max(float(row["top1"]) for row in record["digits"])
         lines.append(f"default run: top-1 {best:.2f} %")
-    for function in (models, hours, training, scans, kernels, blocks):
+    for function in (models, hours, training, scans, kernels, blocks, variants):
         part = "models" if function is hours else function.__name__
         if record.get(part) and (text := function(record[part])):
             lines.append(f"\n{function.__doc__.strip()}\n\n{text}")
