@@ -31,14 +31,12 @@ from timm.layers.trace_utils import _assert
 from timm.models import checkpoint, named_apply
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_args, update_model_input_size
-from timm.models.naflexvit import global_pool_naflex
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
 from vil.kernels.checks import is_exporting
 from vil.kernels.layout import TokenLayout
 from vil.kernels.registration import token_layout
-from vil.padded import run_padded
 from vil.patch_embed import OverlapPatchEmbed
 from vil.tokens import (
     check_keep,
@@ -550,47 +548,8 @@ class VisionLonghorn(nn.Module):
                 taps.append(self._own_tokens(x, layout, feat_shape))
         return taps, self._own_tokens(x, layout, feat_shape)
 
-    @torch.jit.unused
-    def _masked_tokens(
-        self, x: Tensor, mask: Tensor, take_indices: list[int], num_blocks: int
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Return the results of ``_tokens`` with zeros where masked, and which tokens are valid, bool (B, L)."""
-        if self.training and self.patch_drop_rate > 0:
-            raise ValueError(
-                f"mask must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
-            )
-
-        def run(images: Tensor) -> list[Tensor]:
-            taps, tokens = self._tokens(images, take_indices, num_blocks)
-            return [*taps, tokens]
-
-        (*taps, x), valid = run_padded(run, x, mask, self.patch_embed, self.num_prefix_tokens)
-        return taps, x, valid
-
-    @torch.jit.unused
-    def _masked_features(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result of ``forward_features``, and which patches are valid, bool (B, N)."""
-        _, x, valid = self._masked_tokens(x, mask, [], len(self.blocks))
-        return self._normalised(x, valid), valid[:, self.num_prefix_tokens :]
-
-    @torch.jit.unused
-    def _masked_logits(self, x: Tensor, mask: Tensor) -> Tensor:
-        x, patch_valid = self._masked_features(x, mask)
-        return self.forward_head(x, patch_valid=patch_valid)
-
-    def _normalised(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        tokens = self.norm(tokens)
-        return tokens if valid is None else torch.where(valid[..., None], tokens, 0)
-
-    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the normalised tokens (B, L, C) of images, class token first; same errors as ``forward``.
-
-        Args:
-            x: Images, (B, in_chans, height, width).
-            mask: Same as in ``forward``; tokens of masked patches are zeros.
-        """
-        if isinstance(mask, Tensor):
-            return self._masked_features(x, mask)[0]
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the normalised tokens (B, L, C) of images, class token first; same arguments as ``forward``."""
         x, layout, feat_shape = self._embed(x)
         return self._final_tokens(x, layout, feat_shape)
 
@@ -632,56 +591,36 @@ class VisionLonghorn(nn.Module):
         prefix, patches = x.split([self.num_prefix_tokens, keep.shape[1]], 1)
         return torch.cat([prefix, patches.take_along_dim(order.argsort(1)[..., None], 1)], 1)
 
-    def pool(
-        self, x: Tensor, pool_type: str | None = None, patch_valid: Tensor | None = None
-    ) -> Tensor:
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Pool tokens (B, L, C) to (B, C), or return them if the pooling is "".
 
         Args:
             x: Tokens, class token first.
             pool_type: Pooling instead of ``global_pool``; an unknown one raises AssertionError.
-            patch_valid: Whether a patch is valid under a mask, bool (B, N); only valid ones are pooled.
         """
         pool_type = self.global_pool if pool_type is None else pool_type
-        if isinstance(patch_valid, Tensor):
-            return self._pool_valid(x, pool_type, patch_valid)
         return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
 
-    @torch.jit.unused
-    def _pool_valid(self, x: Tensor, pool_type: str, patch_valid: Tensor) -> Tensor:
-        return global_pool_naflex(x, patch_valid, pool_type, self.num_prefix_tokens)
-
-    def forward_head(
-        self, x: Tensor, pre_logits: bool = False, patch_valid: Tensor | None = None
-    ) -> Tensor:
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits (B, num_classes) for tokens (B, L, C), or the input of the head.
 
         Args:
             x: Tokens, class token first.
             pre_logits: Leave out the head.
-            patch_valid: Same as in ``pool``; required for tokens that were made with a mask.
         """
-        x = self.head_drop(self.fc_norm(self.pool(x, None, patch_valid)))
+        x = self.head_drop(self.fc_norm(self.pool(x)))
         return x if pre_logits else self.head(x)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, num_classes) of images.
 
         Args:
             x: Images, (B, in_chans, height, width).
-            mask: Mask of images that are padded to one size. It is nonzero where a pixel belongs to its image,
-                (B, height, width) like transformers' pixel_mask, or where a patch does, (B, H, W). The result is
-                the same as for each image alone, cut to the rectangle of its patches. Masked pixels count as
-                zeros and may be NaN. A mask on a GPU is copied to the CPU, which waits for the GPU. Not supported
-                in scripted, traced or exported programs.
 
         Raises:
             AssertionError: The model does not support the channels or the size of the images.
-            ValueError: The mask has another shape, or leaves an image no patch or patches that are no rectangle.
-                Also if training drops patches, with a mask or at a grid that does not allow it.
+            ValueError: Training drops patches, at a grid that does not allow it.
         """
-        if isinstance(mask, Tensor):
-            return self._masked_logits(x, mask)
         return self.forward_head(self.forward_features(x))
 
     def forward_intermediates(
@@ -694,7 +633,6 @@ class VisionLonghorn(nn.Module):
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
         output_dict: bool = False,
-        mask: Tensor | None = None,
     ) -> list[Any] | tuple[Tensor, list[Any]] | dict[str, Any]:
         """Return the residual stream after chosen blocks, and the final tokens.
 
@@ -708,7 +646,6 @@ class VisionLonghorn(nn.Module):
             intermediates_only: Return only the list of intermediates.
             output_dict: Return a dict with image_intermediates, image_intermediates_prefix (with
                 return_prefix_tokens) and image_features (unless intermediates_only).
-            mask: Same as in ``forward``; masked patches are zeros.
 
         Returns:
             Final tokens (B, L, C) and the list of intermediates. The final tokens are normalised and come after the
@@ -728,15 +665,14 @@ class VisionLonghorn(nn.Module):
         numbers, blocks = self._take_indices(indices)
         num_blocks = max(blocks) + 1 if stop_early else len(self.blocks)
         img_size, prefix = (x.shape[-2], x.shape[-1]), self.num_prefix_tokens
-        taps, x, valid = self._intermediates(x, sorted({*blocks}), num_blocks, norm, mask)
+        taps, x = self._intermediates(x, sorted({*blocks}), num_blocks, norm)
         patches = [taps[block][:, prefix:] for block in blocks]
-        valid_patches = None if valid is None else valid[:, prefix:]
         return packed_intermediates(
-            self._spatial(numbers, patches, img_size, output_fmt, valid_patches),
+            self._spatial(numbers, patches, img_size, output_fmt),
             [taps[block][:, :prefix] for block in blocks]
             if return_prefix_tokens and prefix
             else None,
-            None if intermediates_only else self._normalised(x, valid),
+            None if intermediates_only else self.norm(x),
             output_dict,
         )
 
@@ -746,24 +682,15 @@ class VisionLonghorn(nn.Module):
         return sorted({*take_indices}), sorted({*take_indices})
 
     def _intermediates(
-        self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool, mask: Tensor | None
-    ) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
-        """Return tokens after chosen blocks and after the last, and which are valid with a mask."""
-        valid: Tensor | None = None
-        if isinstance(mask, Tensor):
-            taps, x, valid = self._masked_tokens(x, mask, blocks, num_blocks)
-        else:
-            taps, x = self._tokens(x, blocks, num_blocks)
-        taps = [self._normalised(tap, valid) for tap in taps] if norm else taps
-        return dict(zip(blocks, taps, strict=True)), x, valid
+        self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Return tokens after chosen blocks, by block, and after the last."""
+        taps, x = self._tokens(x, blocks, num_blocks)
+        taps = [self.norm(tap) for tap in taps] if norm else taps
+        return dict(zip(blocks, taps, strict=True)), x
 
     def _spatial(
-        self,
-        numbers: list[int],
-        patches: list[Tensor],
-        img_size: tuple[int, int],
-        output_fmt: str,
-        valid: Tensor | None,
+        self, numbers: list[int], patches: list[Tensor], img_size: tuple[int, int], output_fmt: str
     ) -> list[Tensor]:
         """Return intermediates in a format, made from patches (B, N, C); the pyramid uses the other arguments."""
         if output_fmt == "NLC":

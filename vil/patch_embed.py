@@ -121,12 +121,12 @@ class OverlapPatchEmbed(PatchEmbed):
             AssertionError: The images do not have ``img_size`` although ``strict_img_size`` is set, or
                 whole patches do not cover them and ``dynamic_img_pad`` is not set.
         """
-        x = self.covered(x)
+        x = self._covered(x)
         if ref_feat_shape is not None:
             x = resize_images(x, ref_feat_shape, self.patch_size, self.stride, resize_below_scale)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
-    def covered(self, x: Tensor) -> Tensor:
+    def _covered(self, x: Tensor) -> Tensor:
         """Return the images, zero-padded below and to the right if ``dynamic_img_pad``; same errors as ``forward``."""
         height, width = x.shape[-2], x.shape[-1]
         if self.strict_img_size:

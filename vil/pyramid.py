@@ -68,7 +68,6 @@ class PyramidLevel(nn.Module):
             up += [LayerNorm2d(dim, **dd), nn.GELU()] if up else []
             up += [nn.ConvTranspose2d(dim, dim, 2, 2, **dd)]
         self.up = nn.Sequential(*up)
-        self.scale = stride // to if stride > to else 1
         pool = to // stride if to > stride else 1
         self.pool = nn.MaxPool2d(pool, ceil_mode=True) if pool > 1 else nn.Identity()
         self.norm = LayerNorm2d(dim, **dd)
@@ -77,23 +76,14 @@ class PyramidLevel(nn.Module):
         """Return the map (B, C, H, W) of tokens (B, C, h, w) in the same dtype; H and W are rounded up."""
         return self.norm(self.pool(self.up(x)))
 
-    @torch.jit.ignore
-    def masked(self, x: Tensor, valid: Tensor) -> Tensor:
-        """Return the map of the tokens that are ``valid``, bool (B, h, w), with zeros where none is."""
-        x = self.up(x)
-        valid = valid.repeat_interleave(self.scale, 1).repeat_interleave(self.scale, 2)[:, None]
-        x = self.pool(x.masked_fill(~valid, -torch.inf))
-        left_out = self.pool(valid.to(x.dtype)) == 0
-        return self.norm(x.masked_fill(left_out, 0)).masked_fill(left_out, 0)
-
 
 class VisionLonghornPyramid(VisionLonghorn):
     """Backbone whose ``features_only`` model returns maps at strides 4, 8, 16 and 32, for images of any size.
 
     It is a ``VisionLonghorn`` with levels in ``pyramid``, which only ``forward_intermediates`` uses. There, indices
-    count levels, finest first. Maps are (B, C, H, W) with H = ceil(height / stride) and W = ceil(width / stride). A
-    mask raises ValueError if patches overlap. Tokens and logits are the same as in the plain model. You can load
-    weights of the plain model strictly; the levels are then new.
+    count levels, finest first. Maps are (B, C, H, W) with H = ceil(height / stride) and W = ceil(width / stride).
+    Tokens and logits are the same as in the plain model. You can load weights of the plain model strictly; the levels
+    are then new.
     """
 
     def __init__(
@@ -167,25 +157,15 @@ class VisionLonghornPyramid(VisionLonghorn):
         return levels, [self.pyramid_blocks[level] for level in levels]
 
     def _intermediates(
-        self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool, mask: Tensor | None
-    ) -> tuple[dict[int, Tensor], Tensor, Tensor | None]:
-        if self._overlap and mask is not None:
-            raise ValueError(
-                f"mask must be None for overlapping patches, here of "
-                f"{self.patch_embed.patch_size[0]} px with stride {self.patch_embed.stride[0]} px"
-            )
+        self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool
+    ) -> tuple[dict[int, Tensor], Tensor]:
         if self._overlap:  # pad, so that the centre of each patch is the centre of its cell
             before, after = self._overlap // 2, self._overlap - self._overlap // 2
             x = F.pad(x, [before, after, before, after])
-        return super()._intermediates(x, blocks, num_blocks, norm, mask)
+        return super()._intermediates(x, blocks, num_blocks, norm)
 
     def _spatial(
-        self,
-        levels: list[int],
-        patches: list[Tensor],
-        img_size: tuple[int, int],
-        output_fmt: str,
-        valid: Tensor | None,
+        self, levels: list[int], patches: list[Tensor], img_size: tuple[int, int], output_fmt: str
     ) -> list[Tensor]:
         height, width = img_size
         H, W = self.patch_embed.dynamic_feat_size((height + self._overlap, width + self._overlap))
@@ -193,8 +173,7 @@ class VisionLonghornPyramid(VisionLonghorn):
         for level, x in zip(levels, patches, strict=True):
             make, stride = self.pyramid[level], self.feature_info[level]["reduction"]
             x = rearrange(x, "b (h w) c -> b c h w", h=H, w=W).contiguous()
-            made = make(x) if valid is None else make.masked(x, valid.unflatten(1, (H, W)))
-            made = _cut(made, -(-height // stride), -(-width // stride))
+            made = _cut(make(x), -(-height // stride), -(-width // stride))
             maps.append(made if output_fmt == "NCHW" else made.flatten(2).transpose(1, 2))
         return maps
 

@@ -1,16 +1,12 @@
 """transformers' heads on a TimmBackbone, which is built by name only."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
-
-import vil
-from tests.documents.pages import block_with
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -95,28 +91,6 @@ def test_detr(name: str, images: Callable, assert_trains: Callable) -> None:
     output = model(pixel_values=images(count=2), labels=boxes(2))
     assert output.pred_boxes.shape == (2, 5, 4)
     assert_trains(model, output.loss)
-
-
-@pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
-def test_detr_hands_its_mask_on(name: str) -> None:
-    """With the hook of docs/dense.md, a padded image gives the same features as without padding."""
-    hook = block_with("dense", "def hand_on")
-    names = {"vil": vil, "partial": partial}
-    exec(hook[hook.index("def hand_on") : hook.index("detr.register")], names)
-    model = detr(name).eval()
-    image = torch.randn(1, 3, 64, 96)
-    padded, mask = torch.randn(1, 3, 128, 128), torch.zeros(1, 128, 128, dtype=torch.int64)
-    padded[:, :, :64, :96], mask[:, :64, :96] = image, 1
-    model.register_forward_pre_hook(names["hand_on"], with_kwargs=True)
-    features = []
-    model.model.backbone.register_forward_hook(lambda _, args, out: features.append(out[0][0][0]))
-    with torch.no_grad():
-        model(pixel_values=padded, pixel_mask=mask)
-        model(pixel_values=image, pixel_mask=torch.ones(1, 64, 96))
-    height, width = features[1].shape[-2:]
-    alone = features[0][..., :height, :width]
-    torch.testing.assert_close(alone, features[1], rtol=1e-4, atol=1e-4)
-    assert not features[0][..., height:, :].any()
 
 
 @pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])

@@ -61,10 +61,3 @@ def test_averaged_tokens_classify_as_those_of_the_resized_image() -> None:
         x = images(8 * rows, 8 * columns)
         resized = F.interpolate(x, (32, 32), mode="bicubic", antialias=True)
         torch.testing.assert_close(model(x), model(resized))
-
-
-def test_what_a_mask_leaves_is_resized() -> None:
-    model, x = small(), images(40, 40)
-    mask = torch.zeros(2, 5, 5)
-    mask[:, 1:4, :4] = 1
-    torch.testing.assert_close(model(x, mask), model(x[:, :, 8:32, :32]))

@@ -103,25 +103,6 @@ def test_features_have_no_parameter_without_a_gradient(recurrence: str, indices:
         torch.testing.assert_close(made, same)
 
 
-def test_a_padded_image_gives_the_maps_that_it_gives_alone() -> None:
-    net = model(pyramid_blocks=(0, 1, 2, 3))
-    for name, parameter in net.named_parameters():
-        if name.endswith("bias"):  # a norm's bias would make masked places nonzero
-            nn.init.normal_(parameter)
-    batch, mask = torch.randn(2, 3, 160, 128), torch.zeros(2, 160, 128)
-    for image, (height, width) in zip((0, 1), ((80, 112), (160, 96)), strict=True):
-        mask[image, :height, :width] = 1
-    with torch.no_grad():
-        _, together = net.forward_intermediates(batch, mask=mask)
-        for i, (height, width) in enumerate(((80, 112), (160, 96))):
-            alone = net.forward_intermediates(batch[i : i + 1, :, :height, :width])[1]
-            for padded, own in zip(together, alone, strict=True):
-                h, w = own.shape[-2:]
-                torch.testing.assert_close(padded[i : i + 1, :, :h, :w], own)
-                assert not padded[i, :, h:].any()
-                assert not padded[i, :, :, w:].any()
-
-
 class TestWeightsOfThePlainModel:
     def test_load_strictly_and_leave_the_levels_new(self, caplog: pytest.LogCaptureFixture) -> None:
         plain, pyramid = model("vil_tiny"), model()

@@ -74,8 +74,6 @@ def test_what_needs_every_patch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"in training, patch_drop_rate must be 0, got 0\.5"):
         features(images())
     assert len(features.eval()(images())) == 2
-    with pytest.raises(ValueError, match=r"mask must be None while patches are dropped.* = 0\.5"):
-        model(images(), torch.ones(2, 32, 32))
     with pytest.raises(ValueError, match=r"keep must be None while patches are dropped.* = 0\.5"):
         model.forward_patches(model.patch_embed(images()), torch.zeros(2, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"patch_drop_rate must be 0 for a pyramid.*0\.5"):
