@@ -88,7 +88,7 @@ def parts(name: str, dim: int, size: int) -> dict[str, tuple[Callable[[], Tensor
     x = torch.randn(1, tokens, dim, requires_grad=True)
     xz = torch.randn(1, tokens, model.blocks[1].mixer.in_proj.out_features, requires_grad=True)
     block, core = model.blocks[1], copy.deepcopy(model.blocks[1].mixer)
-    core.in_proj = core.out_proj = nn.Identity()
+    core.in_proj = core.proj = nn.Identity()
     return {
         "DeiT's block": (lambda: deit.blocks[1](x), deit),
         "block": (lambda: block(x), model),

@@ -63,7 +63,7 @@ class GridMixer(BidirectionalMixer):
         dt, k, q = made.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         dt = torch.einsum("dblr,der->dble", dt, self.dt_weight)
         y = bidirectional_scan(both, dt, None, q, k, self.D, self.dt_bias, z, self.recurrence)
-        return self.out_proj(y)
+        return self.proj(y)
 
     def _convolved(self, x: Tensor) -> Tensor:
         """Convolve (B, L, E) -> (2, B, L, E); both directions have equal patches."""

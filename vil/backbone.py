@@ -46,7 +46,7 @@ from vil.tokens import (
     resample_pos_embed,
     resize_tokens,
 )
-from vil.weights.adapt import adapt_inside
+from vil.weights.adapt import adapt_inside, grid_from
 from vil.weights.adapt import (
     checkpoint_filter_fn as checkpoint_filter_fn,
 )  # vil.load looks for it in the model's module
@@ -175,7 +175,8 @@ class VisionLonghorn(nn.Module):
                 embedding for other sizes than ``img_size``. False raises AssertionError for other sizes.
             dynamic_img_pad: Pad images to whole patches, with zeros below and to the right.
             ref_feat_shape: Reference grid, (rows, columns): tap distances and step sizes are measured in its
-                patches. Default: the grid of ``img_size`` without overlap. Loading weights sets it to theirs.
+                patches. Default: the grid of ``img_size`` without overlap. With ``grid_aware`` it is a buffer, int64
+                (2,), which belongs to the weights: loading weights sets it to theirs.
             grid_aware: How to adapt to grids other than ``ref_feat_shape``. False does not. True measures tap
                 distances and step sizes in its patches; use it for images that show the same things enlarged. "dt"
                 measures only step sizes and resizes nothing; use it for images that show more at the same scale.
@@ -236,7 +237,11 @@ class VisionLonghorn(nn.Module):
             strict_img_size=not dynamic_img_size,
             **dd,
         )
-        self.ref_feat_shape = self._checked_grid(ref_feat_shape)
+        self._ref_grid = self._checked_grid(ref_feat_shape)
+        self.register_buffer(
+            "ref_feat_shape", torch.tensor(self._ref_grid, device=device) if grid_aware else None
+        )
+        self._ref_read = (self.ref_feat_shape, 0)  # the tensor of ``_ref_grid``, and its version
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
         if not class_token:
@@ -319,6 +324,7 @@ class VisionLonghorn(nn.Module):
 
         if needs_reset:
             named_apply(reset, self)
+            self.init_non_persistent_buffers()
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
@@ -327,6 +333,25 @@ class VisionLonghorn(nn.Module):
         if isinstance(self.head, nn.Linear):
             trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
+
+    @torch.jit.ignore
+    def init_non_persistent_buffers(self) -> None:
+        """Write ``ref_feat_shape`` again if transformers, which calls this after loading, has not loaded it.
+
+        Raises:
+            ValueError: The file has a former name of the mixers' output projections, which transformers ignores.
+        """
+
+        def loaded(tensor: Tensor) -> bool:
+            return getattr(tensor, "_is_hf_initialized", False)  # set by transformers
+
+        if loaded(self.pos_embed) and not loaded(self.blocks[0].mixer.proj.weight):
+            raise ValueError(
+                "the file has no mixer.proj, which was mixer.out_proj in former files; pass "
+                r'key_mapping={r"mixer\.out_proj\.": "mixer.proj."} to from_pretrained'
+            )
+        if self.ref_feat_shape is not None and not loaded(self.ref_feat_shape):
+            self.ref_feat_shape = torch.tensor(self._ref_grid, device=self.ref_feat_shape.device)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -410,7 +435,7 @@ class VisionLonghorn(nn.Module):
             self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
         # Keep the reference grid: construction would derive it from the new size.
-        update_model_args(self, ref_feat_shape=self.ref_feat_shape)
+        update_model_args(self, ref_feat_shape=self._reference())
 
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
@@ -418,15 +443,33 @@ class VisionLonghorn(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):  # only present when PyTorch created `destination`
             destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
-        # A tensor, since every file format keeps tensors. Without it, the grid of pos_embed is the reference.
-        if self.grid_aware and self.ref_feat_shape != tuple(self.patch_embed.grid_size):
-            destination[prefix + "ref_feat_shape"] = torch.tensor(self.ref_feat_shape)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
     ) -> None:
         adapt_inside(state_dict, self, prefix, local_metadata)  # state_dict is PyTorch's copy
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _reference(self) -> tuple[int, int]:
+        """Return ``ref_feat_shape`` as numbers."""
+        if not torch.jit.is_scripting():
+            self._follow_ref_feat_shape()
+        return self._ref_grid
+
+    @torch.jit.unused
+    def _follow_ref_feat_shape(self) -> None:
+        """Read ``ref_feat_shape`` if it is another tensor than before, or if something wrote into it.
+
+        Reading waits for the GPU. Only loading writes it, but some programs load without ``load_state_dict``.
+        """
+        if torch.compiler.is_compiling() or self.ref_feat_shape is None:
+            return
+        shape, (last, version) = self.ref_feat_shape, self._ref_read
+        if shape is last and shape._version == version:
+            return
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        if type(shape) is Tensor and not shape.is_meta and not in_transform:
+            self._ref_grid, self._ref_read = grid_from(shape), (shape, shape._version)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int]]:
         """Return the results of ``_sequence`` for images (B, in_chans, height, width), and their own grid."""
@@ -437,7 +480,7 @@ class VisionLonghorn(nn.Module):
         if torch.jit.is_tracing():  # sizes become constants; a split refuses images of other sizes
             x = x.split([int(x.shape[-2])], -2)[0].split([int(x.shape[-1])], -1)[0]
         height, width = self.patch_embed.dynamic_feat_size((x.shape[-2], x.shape[-1]))
-        x = self.patch_embed(x, self.ref_feat_shape, self.resize_below_scale)
+        x = self.patch_embed(x, self._reference(), self.resize_below_scale)
         grid, feat_shape = [x.shape[1], x.shape[2]], [height, width]
         if torch.jit.is_tracing():  # sizes are tensors, which lists of an operator cannot contain
             grid = [int(grid[0]), int(grid[1])]
@@ -452,7 +495,7 @@ class VisionLonghorn(nn.Module):
         A side that ``resize_below_scale`` resizes has as many patches as in ``ref_feat_shape``.
         """
         H, W = self.patch_embed.dynamic_feat_size(img_size)
-        trained_H, trained_W = self.ref_feat_shape
+        trained_H, trained_W = self._reference()
         return (
             trained_H if self.resize_below_scale * trained_H > H else H,
             trained_W if self.resize_below_scale * trained_W > W else W,
@@ -491,7 +534,7 @@ class VisionLonghorn(nn.Module):
         On a grid other than the trained one, the kernels find neighbours by rows and columns, which only a
         complete grid has.
         """
-        trained = self.ref_feat_shape
+        trained = self._reference()
         if self.grid_aware and (grid[0] != trained[0] or grid[1] != trained[1]):
             raise ValueError(
                 f"patch_drop_rate and keep need a grid of {trained[0]} x {trained[1]} patches "
@@ -500,7 +543,8 @@ class VisionLonghorn(nn.Module):
 
     def _layout(self, grid: list[int], x: Tensor) -> TokenLayout:
         """Return the layout of the tokens of a grid (H, W), for patches (B, N, C)."""
-        trained = [self.ref_feat_shape[0], self.ref_feat_shape[1]] if self.grid_aware else grid
+        reference = self._reference()
+        trained = [reference[0], reference[1]] if self.grid_aware else grid
         patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
         stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
         numbers = grid + trained + patch + stride + [self.num_prefix_tokens, int(self.scale_conv)]

@@ -95,7 +95,7 @@ class BidirectionalMixer(nn.Module):
         else:
             self.register_parameter("A_log", None)
         self.D = nn.Parameter(torch.empty(2, inner, **dd))
-        self.out_proj = nn.Linear(inner, dim, bias=False, **dd)
+        self.proj = nn.Linear(inner, dim, bias=False, **dd)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -121,8 +121,8 @@ class BidirectionalMixer(nn.Module):
             self.dt_bias[0].copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
             rates = torch.arange(1, self.d_state + 1, device=dt.device, dtype=torch.float32)
             self.A_log.copy_(rates.log().expand_as(self.A_log))
-        self.out_proj.reset_parameters()
-        self.out_proj.weight.div_(math.sqrt(self.depth))
+        self.proj.reset_parameters()
+        self.proj.weight.div_(math.sqrt(self.depth))
 
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
@@ -160,12 +160,12 @@ class BidirectionalMixer(nn.Module):
         if not torch.jit.is_scripting() and (
             in_forward_mode() or (self.exportable and is_exporting() and not self.training)
         ):
-            return self.out_proj(self._plain(xz, A, layout))
+            return self.proj(self._plain(xz, A, layout))
         save = save and self.training  # in evaluation mode, a backward pass recomputes the states
         if not torch.jit.is_scripting():
             params = self._params(A)
             if mixer.is_eager(xz, params):
-                return self.out_proj(mixer.run(xz, params, self.recurrence, save, layout))
+                return self.proj(mixer.run(xz, params, self.recurrence, save, layout))
         y = torch.ops.vil.mixer(
             xz,
             self.conv_weight,
@@ -183,7 +183,7 @@ class BidirectionalMixer(nn.Module):
             None if layout is None else layout.cls_index,
             None if layout is None else layout.cls_weight,
         )[0]
-        return self.out_proj(y)
+        return self.proj(y)
 
     @torch.jit.unused
     def _params(self, A: Tensor | None) -> mixer.MixerParams:

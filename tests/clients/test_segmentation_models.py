@@ -66,3 +66,12 @@ def test_weights_of_the_plain_model(tmp_path: Path, images: Callable) -> None:
     taken = [name for name in plain.state_dict() if name in own]
     assert len(taken) == len(plain.state_dict()) - 3  # the final norm and the head
     assert all(torch.equal(own[name], plain.state_dict()[name]) for name in taken)
+
+
+def test_a_saved_model_comes_back(images: Callable, tmp_path: Path) -> None:
+    model = build("FPN").eval()
+    backbone_in(model).ref_feat_shape.copy_(torch.tensor([3, 5]))
+    model.save_pretrained(tmp_path)
+    again = smp.from_pretrained(tmp_path).eval()
+    assert backbone_in(again).ref_feat_shape.tolist() == [3, 5]
+    assert torch.equal(again(images()), model(images()))

@@ -1,12 +1,17 @@
 """transformers' heads on a TimmBackbone, which is built by name only."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from tests.clients.small_models import backbone_in
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -48,7 +53,7 @@ SMALL = {
 }
 
 
-def detr(name: str, **how: Any) -> nn.Module:
+def detr(name: str = "vil_test_pyramid", **how: Any) -> nn.Module:
     how = how or {"backbone_config": backbone([3], name)}
     small = {**SMALL, "decoder_layers": 1, "num_queries": 5, "num_labels": 3}
     return transformers.DetrForObjectDetection(transformers.DetrConfig(**how, **small))
@@ -75,6 +80,52 @@ def deformable_detr() -> nn.Module:
     return transformers.DeformableDetrForObjectDetection(config)
 
 
+def mask2former(name: str = "vil_test_pyramid") -> nn.Module:
+    config = transformers.Mask2FormerConfig(
+        backbone_config=backbone(LEVELS, name),
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        num_attention_heads=2,
+        encoder_feedforward_dim=32,
+        dim_feedforward=32,
+        num_queries=5,
+        num_labels=2,
+        train_num_points=64,
+    )
+    return transformers.Mask2FormerForUniversalSegmentation(config)
+
+
+def upernet(name: str = "vil_test_pyramid") -> nn.Module:
+    config = transformers.UperNetConfig(
+        backbone_config=backbone(LEVELS, name),
+        hidden_size=16,
+        auxiliary_channels=16,
+        auxiliary_in_channels=CHANNELS,
+        num_labels=4,
+    )
+    return transformers.UperNetForSemanticSegmentation(config)
+
+
+def dpt() -> nn.Module:
+    """DPT's neck expects tokens with a class token first; it passes maps on at ignored stages."""
+    config = transformers.DPTConfig(
+        backbone_config=backbone(LEVELS, patch_size=16),
+        neck_hidden_sizes=[CHANNELS] * 4,
+        fusion_hidden_size=16,
+    )
+    config.neck_ignore_stages = LEVELS  # the constructor takes it for hybrids only
+    return transformers.DPTForDepthEstimation(config)
+
+
+def wrapper() -> nn.Module:
+    sizes = {"img_size": 64, "ref_feat_shape": (3, 5)}
+    config = transformers.TimmWrapperConfig(architecture="vil_test", num_labels=3, model_args=sizes)
+    return transformers.TimmWrapperForImageClassification(config)
+
+
 @pytest.mark.parametrize("build", [rt_detr, deformable_detr])
 def test_detectors_on_three_levels(
     build: Callable, images: Callable, assert_trains: Callable
@@ -95,21 +146,7 @@ def test_detr(name: str, images: Callable, assert_trains: Callable) -> None:
 
 @pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
 def test_mask2former(name: str, images: Callable, assert_trains: Callable) -> None:
-    config = transformers.Mask2FormerConfig(
-        backbone_config=backbone(LEVELS, name),
-        feature_size=32,
-        mask_feature_size=32,
-        hidden_dim=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        num_attention_heads=2,
-        encoder_feedforward_dim=32,
-        dim_feedforward=32,
-        num_queries=5,
-        num_labels=2,
-        train_num_points=64,
-    )
-    model = transformers.Mask2FormerForUniversalSegmentation(config)
+    model = mask2former(name)
     masks = [torch.zeros(2, 128, 96) for _ in range(2)]
     for mask in masks:
         mask[0, :64], mask[1, 64:] = 1, 1
@@ -122,14 +159,7 @@ def test_mask2former(name: str, images: Callable, assert_trains: Callable) -> No
 
 @pytest.mark.parametrize("name", ["vil_test", "vil_test_pyramid"])
 def test_upernet(name: str, images: Callable, assert_trains: Callable) -> None:
-    config = transformers.UperNetConfig(
-        backbone_config=backbone(LEVELS, name),
-        hidden_size=16,
-        auxiliary_channels=16,
-        auxiliary_in_channels=CHANNELS,
-        num_labels=4,
-    )
-    model = transformers.UperNetForSemanticSegmentation(config)
+    model = upernet(name)
     labels = torch.randint(0, 4, (2, 128, 96))
     output = model(pixel_values=images(128, 96, 2), labels=labels)
     assert output.logits.shape == (2, 4, 128, 96)
@@ -137,14 +167,49 @@ def test_upernet(name: str, images: Callable, assert_trains: Callable) -> None:
 
 
 def test_dpt_on_the_pyramid(images: Callable, assert_trains: Callable) -> None:
-    """DPT's neck expects tokens with a class token first; it passes maps on at ignored stages."""
-    config = transformers.DPTConfig(
-        backbone_config=backbone(LEVELS, patch_size=16),
-        neck_hidden_sizes=[CHANNELS] * 4,
-        fusion_hidden_size=16,
-    )
-    config.neck_ignore_stages = LEVELS  # the constructor takes it for hybrids only
-    model = transformers.DPTForDepthEstimation(config)
+    model = dpt()
     depth = model(pixel_values=images(128, 96)).predicted_depth
     assert depth.shape == (1, 128, 96)
     assert_trains(model, (depth - 1).square().mean())
+
+
+@pytest.mark.parametrize(
+    "build", [detr, rt_detr, deformable_detr, mask2former, upernet, dpt, wrapper]
+)
+def test_a_saved_model_comes_back(build: Callable, images: Callable, tmp_path: Path) -> None:
+    """transformers renames tensors by tables of patterns, and sets them one by one."""
+    torch.manual_seed(1)
+    model, x = build().eval(), images(128, 96)
+    part = backbone_in(model)
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        part.ref_feat_shape.copy_(torch.tensor([3, 5]))
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(2)
+    again, told = type(model).from_pretrained(
+        tmp_path, config=model.config, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    assert backbone_in(again).ref_feat_shape.tolist() == [3, 5]
+    with torch.no_grad():
+        for output, expected in zip(again.eval()(x).values(), model(x).values(), strict=True):
+            if isinstance(output, Tensor):
+                torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_former_files(images: Callable, tmp_path: Path) -> None:
+    """Files without ``ref_feat_shape`` are right; those with former names are, if told so."""
+    model, x = wrapper().eval(), images(64, 96)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    del saved["timm_model.ref_feat_shape"]
+    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
+    load = type(model).from_pretrained
+    assert torch.equal(load(tmp_path)(x).logits, model(x).logits)
+    former = {name.replace("mixer.proj.", "mixer.out_proj."): v for name, v in saved.items()}
+    save_file(former, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"no mixer\.proj, which was mixer\.out_proj") as error:
+        load(tmp_path)
+    mapping = re.search(r"key_mapping=(\{.*\})", str(error.value))[1]
+    assert torch.equal(load(tmp_path, key_mapping=eval(mapping))(x).logits, model(x).logits)

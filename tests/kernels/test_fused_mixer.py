@@ -77,7 +77,7 @@ def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: GridSpec | None = None)
         _scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], tokens_per_ref, i)
         for i in (0, 1)
     )
-    return mixer.out_proj(torch.nn.functional.silu(z) * y / 2)
+    return mixer.proj(torch.nn.functional.silu(z) * y / 2)
 
 
 def _scan(

@@ -239,7 +239,7 @@ def test_weight_decay_falls_on_the_published_parameters(name) -> None:
         for parameter in group["params"]
     }
     decayed = {key for key, value in model.named_parameters() if decay[id(value)] == 0.1}
-    mixer = ["conv_weight", "x_proj_weight", "dt_weight", "in_proj.weight", "out_proj.weight"]
+    mixer = ["conv_weight", "x_proj_weight", "dt_weight", "in_proj.weight", "proj.weight"]
     # A_log is a matrix, so the published run decays it regardless of any attribute.
     mixer += ["A_log"] if name == "vim_tiny" else []
     expected = {f"blocks.0.mixer.{key}" for key in mixer}

@@ -154,7 +154,15 @@ def test_round_trip_through_the_hub(released, route, monkeypatch, tmp_path) -> N
 
 
 @pytest.mark.ci
-def test_transformers_load_what_was_released(released, monkeypatch) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"patch_stride": 4}, {"img_size": 24}], ids=str)
+def test_transformers_load_what_was_released(checkpoint, sizes, tmp_path, monkeypatch) -> None:
+    """Also if the grid of the weights is another than the reference grid."""
+    content = torch.load(checkpoint, weights_only=True)
+    content["state_dict"] = vil.load(checkpoint, **sizes).state_dict()
+    content["model_args"] |= sizes
+    torch.save(content, tmp_path / "other.pt")
+    released = tmp_path / "small"
+    release(ReleaseConfig(checkpoint=str(tmp_path / "other.pt"), folder=str(released)))
     transformers = pytest.importorskip("transformers", minversion="5")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = transformers.AutoModelForImageClassification.from_pretrained(released)

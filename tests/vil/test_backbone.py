@@ -104,7 +104,7 @@ def test_initial_values() -> None:
     for i in (0, 23):
         mixer = {n.split("mixer.")[1]: t for n, t in state.items() if f"blocks.{i}.mixer." in n}
         uniform(mixer["in_proj.weight"], 192**-0.5)
-        uniform(mixer["out_proj.weight"], (384 * 24) ** -0.5)
+        uniform(mixer["proj.weight"], (384 * 24) ** -0.5)
         for d in (0, 1):
             uniform(mixer["conv_weight"][d], 0.5)
             uniform(mixer["conv_bias"][d], 0.5)
@@ -146,7 +146,7 @@ def test_weight_decay_groups_are_the_published_ones() -> None:
             m + name
             for m in mixer
             for name in (
-                "in_proj.weight", "out_proj.weight", "conv_weight", "x_proj_weight", "dt_weight",
+                "in_proj.weight", "proj.weight", "conv_weight", "x_proj_weight", "dt_weight",
                 "A_log",
             )
         ),

@@ -32,7 +32,7 @@ def pictures(height: int = 32, width: int = 32, dtype: torch.dtype = torch.float
 def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
     """Return the input (B, E, L) of the output projection of a block, class token first."""
     given: list[Tensor] = []
-    hook = model.blocks[block].mixer.out_proj.register_forward_pre_hook(
+    hook = model.blocks[block].mixer.proj.register_forward_pre_hook(
         lambda _, args: given.append(args[0])
     )
     with torch.no_grad():

@@ -237,7 +237,11 @@ def _distribute(training_pass: TrainingPass, config: ModelConfig, world: World) 
     if world.size == 1:
         return training_pass
     devices = [world.device] if world.device.type == "cuda" else None
-    averaging = DistributedDataParallel(training_pass, devices, gradient_as_bucket_view=True)
+    # Our models' only buffer is a constant of whole numbers, which needs no broadcast before every step.
+    statistics = any(buffer.is_floating_point() for buffer in training_pass.buffers())
+    averaging = DistributedDataParallel(
+        training_pass, devices, broadcast_buffers=statistics, gradient_as_bucket_view=True
+    )
     averaging.eval()  # keeps batch-norm statistics unchanged, and records nothing
     images = torch.zeros(1, config.in_chans, config.img_size, config.img_size, device=world.device)
     targets = torch.zeros(1, dtype=torch.long, device=world.device)

@@ -59,8 +59,6 @@ def adapt(
             direction.
     """
     adapted = with_own_names(state_dict, prefix)
-    if prefix + "trained_grid" in adapted:  # its former name
-        adapted[prefix + "ref_feat_shape"] = adapted.pop(prefix + "trained_grid")
     patches, own = adapted.get(prefix + _PATCHES), model.patch_embed.proj.weight
     if patches is not None and resample_patches and patches.shape[2:] != own.shape[2:]:
         size = [own.shape[2], own.shape[3]]
@@ -85,7 +83,7 @@ def adapt(
 def adapt_inside(
     state_dict: dict[str, Tensor], model: nn.Module, prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Adapt the state dict of ``_load_from_state_dict`` in place, and set the model's ``ref_feat_shape``.
+    """Adapt the state dict of ``_load_from_state_dict`` in place.
 
     A filter function is not enough: timm applies none to ``checkpoint_path``, and other packages load state dicts of
     whole detectors.
@@ -98,10 +96,11 @@ def adapt_inside(
         adapted = adapt(state_dict, model, prefix, metadata.get("grid_size"))
         grid = adapted.pop(prefix + "ref_feat_shape", None)
         if grid is not None:
-            model.ref_feat_shape = _grid_from(grid)
+            update_model_args(model, ref_feat_shape=grid_from(grid))
+        if grid is not None and model.ref_feat_shape is not None:
+            adapted[prefix + "ref_feat_shape"] = torch.tensor(grid_from(grid))
     except ValueError as error:
         raise RuntimeError(str(error)) from error
-    update_model_args(model, ref_feat_shape=model.ref_feat_shape)
     state_dict.clear()
     state_dict.update(adapted)
 
@@ -195,12 +194,16 @@ def _resized_pos_embed(
     return resampled, grid
 
 
-def _grid_from(recorded: Tensor) -> tuple[int, int]:
-    """Return the ``ref_feat_shape`` of a state dict, which must be two positive integers."""
-    sizes = recorded.tolist() if recorded.shape == (2,) and not recorded.is_floating_point() else []
-    if len(sizes) != 2 or min(sizes) < 1:
+def grid_from(recorded: Tensor) -> tuple[int, int]:
+    """Return the numbers of ``ref_feat_shape``; raise ValueError unless they are two positive integers.
+
+    Averages and copies in half precision are floating point. There, integers from 2 / eps on may have been rounded.
+    """
+    below = 2 / torch.finfo(recorded.dtype).eps if recorded.is_floating_point() else math.inf
+    sizes = recorded.tolist() if recorded.shape == (2,) and not recorded.is_complex() else []
+    if len(sizes) != 2 or not all(1 <= size < below and size == int(size) for size in sizes):
         raise ValueError(f"ref_feat_shape must be two positive integers, got {recorded}")
-    return (sizes[0], sizes[1])
+    return (int(sizes[0]), int(sizes[1]))
 
 
 def _grid_of_arguments(
@@ -230,9 +233,21 @@ def is_official_vim(state_dict: Mapping[str, Tensor], prefix: str = "") -> bool:
 
 
 def with_own_names(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """Return a copy with official Vision Mamba parameters renamed and stacked; raise ValueError as ``adapt`` does."""
-    if not is_official_vim(state_dict, prefix):
-        return dict(state_dict)
+    """Return a copy with former names renamed, and official Vision Mamba parameters also stacked.
+
+    Raises:
+        ValueError: Same as in ``adapt``.
+    """
+    if is_official_vim(state_dict, prefix):
+        state_dict = _from_official(state_dict, prefix)
+    own = re.compile(rf"{re.escape(prefix)}(blocks\.\d+\.mixer\.)out_proj\.(.+)")
+    renamed = {own.sub(rf"{prefix}\1proj.\2", name): value for name, value in state_dict.items()}
+    if prefix + "trained_grid" in renamed:
+        renamed[prefix + "ref_feat_shape"] = renamed.pop(prefix + "trained_grid")
+    return renamed
+
+
+def _from_official(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if any(name.startswith(prefix + "rope.") for name in state_dict):
         raise ValueError(
             "the checkpoint has rotary position embeddings (rope.*), which are not supported; "

@@ -313,11 +313,8 @@ def _account(model: nn.Module, weights: Weights, missing: list[str], left_out: l
     source = with_own_names(weights.state_dict)
     taken, resampled, new = 0, [], []
     levels = [key for key in missing if key.startswith("pyramid.")]
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for key, value in model.state_dict().items():
-        if key not in tensors:  # metadata, not a weight
-            continue
-        if key in levels:
+        if key in levels or key == "ref_feat_shape":  # no weight
             continue
         if key in missing:
             new.append(f"{key} {tuple(value.shape)}")
