@@ -24,7 +24,14 @@ if (_kernels.parent / "pyproject.toml").is_file():
 
 import vil.registry  # noqa: F401  (registers the models)
 from vil.backbone import VisionLonghorn
+from vil.preprocess import create_transform
 from vil.pyramid import VisionLonghornPyramid
 from vil.weights.build import load
 
-__all__ = ["VisionLonghorn", "VisionLonghornPyramid", "__version__", "load"]
+__all__ = [
+    "VisionLonghorn",
+    "VisionLonghornPyramid",
+    "__version__",
+    "create_transform",
+    "load",
+]

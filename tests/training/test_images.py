@@ -17,8 +17,9 @@ from timm.data import create_dataset
 
 from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
+from vil.preprocess import decode
 from vil.training.errors import DataError
-from vil.training.images import FolderSource, decode, decode_for, list_images
+from vil.training.images import FolderSource, decode_for, list_images
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig
 
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
@@ -77,7 +78,7 @@ def test_drawing_named_as_an_image_is_not_drawn(monkeypatch) -> None:
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("was drawn"))
     content = encoded(Image.new("L", (8, 8)), "EPS")
     assert Image.open(io.BytesIO(content)).format == "EPS"
-    with pytest.raises(DataError, match="cannot identify image file"):
+    with pytest.raises(ValueError, match="cannot identify image file"):
         decode(content, "L")
 
 
@@ -164,6 +165,35 @@ def test_background_shows_through_transparent_pixels(seed: int) -> None:
         assert np.array_equal(found[alpha > 0], stored[alpha > 0]), number
 
 
+def png(bits: int, colour_type: int, row: bytes, level: bytes) -> bytes:
+    """Return a PNG of 2 x 1 pixels with a transparent level; Pillow writes no such files."""
+    header = struct.pack(">IIBBBBB", 2, 1, bits, colour_type, 0, 0, 0)
+    chunks = {b"IHDR": header, b"tRNS": level, b"IDAT": zlib.compress(b"\0" + row), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "stored"),
+    [
+        (png(1, 0, b"\x80", b"\0\1"), [255, 0]),
+        (png(2, 0, b"\x70", b"\0\1"), [85, 255]),
+        (png(4, 0, b"\x3a", b"\0\3"), [51, 170]),
+        (png(8, 0, b"\x03\xc8", b"\0\3"), [3, 200]),
+        (png(16, 0, struct.pack(">HH", 1000, 1001), struct.pack(">H", 1000)), [3, 3]),
+        (png(8, 2, bytes([9, 9, 9, 0, 0, 0]), struct.pack(">HHH", 9, 9, 9)), [9, 0]),
+        (png(16, 2, struct.pack(">6H", *[1000] * 3, *[256] * 3), b"\3\xe8" * 3), [3, 1]),
+    ],
+    ids=["1 bit", "2 bits", "4 bits", "8 bits", "16 bits", "RGB", "RGB of 16 bits"],
+)
+def test_a_transparent_level(content: bytes, stored: list[int]) -> None:
+    assert pixels(content).tolist() == [stored]
+    assert pixels(content, background="white").tolist() == [[255, stored[1]]]
+    assert pixels(content, "RGB", background="white").tolist() == [[[255] * 3, [stored[1]] * 3]]
+
+
 def test_background_holds_in_training_and_validation(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for name, image in (("a", Image.new("RGBA", (16, 16))), ("b", Image.new("L", (16, 16)))):
@@ -182,7 +212,7 @@ def test_background_holds_in_training_and_validation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_32_bits_are_refused(mode) -> None:
     message = f"TIFF has pixels of mode {mode}, which has no defined range; expected 8 or 16 bits"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ValueError, match=message):
         decode(encoded(Image.new(mode, (4, 4)), "TIFF"), "RGB")
 
 
@@ -230,8 +260,8 @@ def test_damaged_file_is_an_image_or_an_error(kind) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of damaged metadata
             try:
-                read.append(decode(content, "RGB", turn, limit, background))
-            except DataError as error:
+                read.append(decode(content, "RGB", turn, background, limit))
+            except ValueError as error:
                 told.append(str(error))
     assert read
     assert all(image.mode == "RGB" and image.width * image.height <= limit for image in read)
@@ -243,7 +273,7 @@ def test_damaged_file_is_an_image_or_an_error(kind) -> None:
 def test_truncated_file_is_an_error(form) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     content = encoded(Image.fromarray(noise), form)
-    with pytest.raises(DataError):
+    with pytest.raises(ValueError, match=r"\w"):
         decode(content[: len(content) // 2], "RGB")
 
 
@@ -256,7 +286,7 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(config, image_fold
         for kind, data in chunks
     )
     message = "it has 169,000,000 pixels, which exceeds data.max_pixels 89,478,485"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ValueError, match=message):
         decode(content, "L")
     (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
     with pytest.raises(DataError, match=rf"image .*ash/0\.jpg cannot be read: {message}"):

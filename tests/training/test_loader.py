@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 
 from tests.training.run_files import train_data, val_data
+from vil.preprocess import decode
 from vil.training.distributed import World
 from vil.training.draws import step_size
 from vil.training.errors import DataError
-from vil.training.images import Source, decode
+from vil.training.images import Source
 from vil.training.loader import Step, open_source, open_splits
 from vil.training.loader import _check_classes as check_classes
 from vil.training.recipes import to_yaml

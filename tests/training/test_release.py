@@ -4,11 +4,15 @@ import csv
 import json
 import re
 import shutil
+import struct
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -19,9 +23,12 @@ from timm.data import create_transform, resolve_model_data_config
 from timm.models import _hub, push_to_hf_hub, save_for_hf
 
 import vil
+from tests.strategies import encoded
 from vil.training.errors import OutputError
 from vil.training.evaluation import EvalConfig, load_subject
+from vil.training.images import decode_for
 from vil.training.release import ReleaseConfig, release
+from vil.training.transforms import val_transform
 
 
 @pytest.fixture
@@ -78,20 +85,58 @@ def edited(checkpoint: Path, path: Path, **changes: Any) -> str:
     return str(path)
 
 
-def test_background_goes_with_the_release(checkpoint, tmp_path) -> None:
+def photographs() -> Iterator[bytes]:
+    """Yield a photograph held sideways, a drawing on transparent ground, and 16 bits with a transparent level."""
+    exif = Image.Exif()
+    exif[274] = 6
+    gradient = Image.linear_gradient("L").resize((40, 24))
+    yield encoded(gradient, "JPEG", exif=exif)
+    yield encoded(Image.merge("RGBA", [gradient] * 4), "PNG")
+    content = encoded(Image.fromarray(np.arange(960, dtype=np.uint16).reshape(24, 40) * 60), "PNG")
+    level = struct.pack(">I4sHI", 2, b"tRNS", 6000, zlib.crc32(b"tRNS" + struct.pack(">H", 6000)))
+    yield content[:33] + level + content[33:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"background": "white"}, {"exif_rotation": True, "background": "black"}],
+    ids=str,
+)
+def test_images_are_opened_as_in_training(checkpoint, options, tmp_path) -> None:
     content = torch.load(checkpoint, weights_only=True)
-    content["config"]["data"]["background"] = "white"
-    torch.save(content, tmp_path / "white.pt")
-    folder = tmp_path / "white"
-    release(ReleaseConfig(checkpoint=str(tmp_path / "white.pt"), folder=str(folder)))
-    timm.create_model(f"local-dir:{folder}", pretrained=True)
-    for source, background in (
-        (folder, "white"),
-        (tmp_path / "white.pt", "white"),
-        (checkpoint, "none"),
-    ):
-        subject = load_subject(EvalConfig(checkpoint=str(source)))
-        assert subject.config.data.background == background
+    content["config"]["data"] |= options
+    torch.save(content, tmp_path / "run.pt")
+    release(ReleaseConfig(checkpoint=str(tmp_path / "run.pt"), folder=str(tmp_path / "small")))
+    by_timm = timm.create_model(f"local-dir:{tmp_path / 'small'}", pretrained=True)
+    expected = []
+    for source in (tmp_path / "small", tmp_path / "run.pt"):
+        config = load_subject(EvalConfig(checkpoint=str(source))).config
+        assert config.data.background == options.get("background", "none")
+        assert config.data.exif_rotation == options.get("exif_rotation", False)
+        deviation = torch.tensor(config.data.std)[:, None, None]
+        mean = torch.tensor(config.data.mean)[:, None, None]
+        images = [val_transform(config)(decode_for(one, config)) / 255 for one in photographs()]
+        expected.append([(image - mean) / deviation for image in images])
+    features = timm.create_model(
+        f"local-dir:{tmp_path / 'small'}", pretrained=True, features_only=True
+    )
+    for model in (vil.load(tmp_path / "small"), vil.load(tmp_path / "run.pt"), by_timm, features):
+        prepare = vil.create_transform(model)
+        for number, one in enumerate(photographs()):
+            (tmp_path / "photo").write_bytes(one)
+            opened = Image.open(tmp_path / "photo")
+            before = (opened.size, opened.info.copy())
+            for image in (one, tmp_path / "photo", str(tmp_path / "photo"), opened):
+                torch.testing.assert_close(prepare(image), expected[0][number])
+                assert torch.equal(expected[0][number], expected[1][number])
+            assert (opened.size, opened.info) == before
+    large = vil.create_transform(model, input_size=(3, 32, 32))(one)
+    assert (large.shape, large.dtype) == ((3, 32, 32), torch.float32)
+    for bad in (b"", b"no image"):
+        with pytest.raises(ValueError, match=r"the file is empty|cannot identify"):
+            prepare(bad)
+    with pytest.raises(FileNotFoundError):
+        prepare(tmp_path / "missing.jpg")
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tyro.conf import Positional
 
 from vil.backbone import VisionLonghorn
 from vil.messages import one_line, printable
+from vil.preprocess import image_options
 from vil.training.distributed import World, connect, versions
 from vil.training.draws import seed_everything
 from vil.training.engine import evaluate
@@ -68,6 +69,8 @@ class EvalDataConfig(Section):
     """Maximum pixels of an image."""
     background: Background | None = None
     """Colour behind transparent pixels."""
+    exif_rotation: bool | None = None
+    """Apply the EXIF orientation of photographs."""
     num_workers: Workers | None = None
     """Number of data-loading workers."""
 
@@ -131,7 +134,7 @@ def load_subject(options: EvalConfig) -> Subject:
         if options.model is None and weights.architecture is None:
             raise ConfigError(f"--model is missing: {name} does not name its timm model")
         config = fill_from_weights(_foreign_config(options.model, options.img_size), weights)
-        data = dataclasses.replace(config.data, background=weights.background)
+        data = dataclasses.replace(config.data, **image_options(weights.pretrained_cfg))
         config = dataclasses.replace(config, data=data)
     else:
         config = from_dict(weights.config, f"{name}: ")

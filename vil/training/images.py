@@ -14,18 +14,18 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
-from vil.messages import composed, one_line, printable
+from vil.messages import composed, printable
+from vil.preprocess import decode, image_mode
 from vil.training.draws import key
 from vil.training.errors import DataError
-from vil.training.settings import Background, DataConfig, TrainConfig
+from vil.training.settings import DataConfig, TrainConfig
 
 IMAGE_EXTENSIONS = frozenset(
     (
@@ -34,12 +34,6 @@ IMAGE_EXTENSIONS = frozenset(
     )
 )
 """Lower-case file extensions that count as images, without the dot."""
-# Other formats run external programs (EPS) or hold no pixels. TGA is last because it has no signature.
-_FORMATS = (
-    *("JPEG", "PNG", "WEBP", "AVIF", "BMP", "DIB"),
-    *("GIF", "TIFF", "PPM", "JPEG2000", "TGA"),
-)
-_MODES = {1: "L", 3: "RGB"}
 _DIGITS_HELD_OUT = 360
 _CONTENTS = 256  # images whose content enters the fingerprint, evenly spaced
 _THREADS = 16  # more than cores, since they mostly wait for the disk
@@ -218,81 +212,19 @@ class Subset(Source):
         return drawn[drawn >= 0]
 
 
-def decode(
-    content: bytes,
-    mode: str,
-    exif_rotation: bool = False,
-    max_pixels: int = DataConfig.max_pixels,
-    background: Background = "none",
-) -> Image.Image:
-    """Decode an image file by its content, regardless of its extension.
-
-    Animations and stacks give their first image. 16-bit pixels keep their upper byte.
-
-    Args:
-        content: Bytes of the file.
-        mode: Pillow mode to convert to, RGB or L.
-        exif_rotation: Whether to apply the EXIF orientation; damaged EXIF data is ignored.
-        max_pixels: Maximum number of pixels to decode; a file of a few kilobytes can claim any number.
-        background: Colour behind transparent pixels; "none" keeps the colours that are stored there.
-
-    Raises:
-        DataError: If the file is not an image, is truncated, has too many pixels, or has 32-bit pixels
-            without a defined range.
-    """
-    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
-    try:
-        image = Image.open(io.BytesIO(content), formats=_formats())
-        pixels = image.width * image.height
-        if pixels > max_pixels:
-            raise DataError(
-                f"it has {pixels:,} pixels, which exceeds data.max_pixels {max_pixels:,}"
-            )
-        image.load()
-        if exif_rotation:
-            with suppress(Exception):
-                ImageOps.exif_transpose(image, in_place=True)
-        if image.mode[0] in "IF":
-            image = _to_eight_bits(image)
-        if background != "none" and _may_be_transparent(image):
-            image = _on_background(image, background)
-        # Transparency has no effect on RGB or L, and Pillow would warn about it.
-        image.info.pop("transparency", None)
-        return image if image.mode == mode else image.convert(mode)
-    except Exception as error:  # decoders raise many types for broken files
-        reason = one_line(error) if content else "the file is empty"
-        raise DataError(reason.split(" <_io", 1)[0]) from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = usual
-
-
 def decode_for(content: bytes, config: TrainConfig) -> Image.Image:
-    """Decode an image file with the options of a run; same errors as ``decode``."""
+    """Decode an image file with the options of a run; raise DataError if ``decode`` raises ValueError."""
     data = config.data
-    mode = image_mode(config.model.in_chans)
-    return decode(content, mode, data.exif_rotation, data.max_pixels, data.background)
-
-
-def _may_be_transparent(image: Image.Image) -> bool:
-    return "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa")
-
-
-def _on_background(image: Image.Image, colour: str) -> Image.Image:
-    image = image.convert("RGBA")
-    below = Image.new("RGBA", image.size, colour)
-    below.alpha_composite(image)
-    return below.convert("RGB")
-
-
-@cache
-def _formats() -> list[str]:
-    Image.init()
-    return [name for name in _FORMATS if name in Image.OPEN]  # AVIF is optional
-
-
-def image_mode(in_chans: int) -> str:
-    """Return the Pillow mode for a model with 1 or 3 channels."""
-    return _MODES[in_chans]
+    try:
+        return decode(
+            content,
+            image_mode(config.model.in_chans),
+            data.exif_rotation,
+            data.background,
+            data.max_pixels,
+        )
+    except ValueError as error:
+        raise DataError(str(error)) from error
 
 
 def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
@@ -435,19 +367,6 @@ def _find_split(data: DataConfig, training: bool) -> Path:
         f"{Path(data.path, names[-1])}/<class>/<image>, or at {data.path}/<class>/<image> with "
         f"--data.val-fraction 0.1"
     )
-
-
-def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey to L by its upper byte, like OpenCV and libpng; Pillow's conversion would clip."""
-    # Pillow reads 16-bit PPM as 32-bit; older versions also read 16-bit PNG this way.
-    if not (
-        image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
-    ):
-        raise DataError(
-            f"{image.format} has pixels of mode {image.mode}, which has no defined range; "
-            f"expected 8 or 16 bits"
-        )
-    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
 def _enlarged_png(pixels: np.ndarray) -> bytes:

@@ -25,7 +25,7 @@ from vil.training.recipes import from_dict
 from vil.training.resolve import read_source
 from vil.training.settings import Section, TrainConfig
 from vil.weights.build import model_with
-from vil.weights.files import BACKGROUND_NOTE, Weights
+from vil.weights.files import Weights
 
 # Fields of timm's pretrained_cfg that describe timm's own weights of a model with the same name.
 _OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")
@@ -97,7 +97,7 @@ def release(options: ReleaseConfig) -> None:
     except OSError as error:
         raise OutputError(f"cannot create {temporary}: {error.strerror}") from error
     try:
-        _write(temporary, model.eval(), weights, card, options.license, config.data.background)
+        _write(temporary, model.eval(), weights, card, options.license)
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
@@ -114,9 +114,7 @@ def release(options: ReleaseConfig) -> None:
     )
 
 
-def _write(
-    folder: Path, model: nn.Module, weights: Weights, card: str, license: str, background: str
-) -> None:
+def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license: str) -> None:
     """Write model.safetensors, config.json and README.md."""
     names, cfg = weights.label_names, weights.pretrained_cfg
     for key in _OF_OTHER_WEIGHTS:
@@ -136,9 +134,8 @@ def _write(
     described = json.loads(path.read_text(encoding="utf-8"))
     # config.json has the number of classes at its top level, and transformers passes it to the model.
     described["model_args"].pop("num_classes", None)
-    if background != "none":
-        # timm refuses fields that it does not know, and keeps notes.
-        described["pretrained_cfg"]["notes"] = [BACKGROUND_NOTE + background]
+    if cfg.get("notes"):
+        described["pretrained_cfg"]["notes"] = cfg["notes"]
     path.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -163,6 +160,7 @@ import timm
 import vil  # registers the models
 
 model = timm.create_model({json.dumps(f"local-dir:{name}")}, pretrained=True)  # hf-hub:YOU/{printable(name)} when pushed
+prepare = vil.create_transform(model)  # as in training; then model.eval()(prepare("photo.jpg")[None])
 model = vil.load({json.dumps(name)}, num_classes=3)  # to fine-tune on other classes
 ```
 """

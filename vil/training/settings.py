@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field
 
 from vil.messages import brief
+from vil.preprocess import MAX_PIXELS
 from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 
@@ -136,7 +137,7 @@ class DataConfig(Section):
     max_bad_images: Free[ShareBelowOne] = 0.001
     """Maximum fraction of unreadable or unlabelled training images before the run stops. Unreadable images are
     replaced, unlabelled ones left out; skipped.txt lists both. In validation, none is tolerated."""
-    max_pixels: Count = 89_478_485
+    max_pixels: Count = MAX_PIXELS
     """Maximum pixels of an image; larger images count as unreadable."""
     exif_rotation: bool = False
     """Apply the EXIF orientation of photographs; the published recipes ignored it."""

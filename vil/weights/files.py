@@ -14,6 +14,7 @@ from timm.models._hub import load_model_config_from_path, load_state_dict_from_p
 from torch import Tensor
 
 from vil.messages import brief, composed, one_line
+from vil.preprocess import image_notes
 from vil.timm_arguments import NOT_OF_A_MODEL, with_current_names
 from vil.weights.adapt import is_official_vim
 from vil.weights.archive import check_finite, check_plain, load_archive
@@ -23,7 +24,6 @@ _AVERAGED = ("state_dict_ema", "model_ema")
 # Keys that train_imagenet.py, and no other program, writes into a checkpoint.
 _CHECKPOINT = {"arch", "model_args", "pretrained_cfg", "epoch", "config", "run"}
 _OFFICIAL_VIM = {192: "vim_tiny", 384: "vim_small", 768: "vim_base"}
-BACKGROUND_NOTE = "transparent pixels on "  # begins a note of a released model
 _FINER_PATCHES = 27 * 27  # of the official fine-tuning: 224 px, a patch of 16 px every 8
 
 
@@ -49,15 +49,6 @@ class Weights:
     """All settings of the run that trained them."""
     history: list[dict[str, Any]] | None = None
     """That run's log, a row per epoch."""
-
-    @property
-    def background(self) -> str:
-        """Colour behind transparent pixels in training; "none" if transparency was dropped or nothing is known."""
-        notes = self.pretrained_cfg.get("notes", ())
-        known = [
-            note.removeprefix(BACKGROUND_NOTE) for note in notes if note.startswith(BACKGROUND_NOTE)
-        ]
-        return known[0] if known and known[0] in ("white", "black") else "none"
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
@@ -192,6 +183,11 @@ def _weights(
     for key, form in _FORMS.items():
         if key in described:
             _check_value(described[key], form, key, origin)
+    data = described.get("config", {}).get("data")
+    if isinstance(data, dict):
+        opened = {"exif_rotation": bool(data.get("exif_rotation"))}
+        notes = image_notes(**opened, background=str(data.get("background", "none")))
+        described["pretrained_cfg"] = described.get("pretrained_cfg", {}) | {"notes": notes}
     cfg = _relevant(described.get("pretrained_cfg", {}))
     for key, value in cfg.items():
         _check_value(value, _CFG_FORMS[key], f"pretrained_cfg.{key}", origin)

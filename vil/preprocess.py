@@ -1,0 +1,183 @@
+"""Open images and prepare them for a model as in its training: decode, turn upright, put on a background, resize."""
+
+import io
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from timm.data import create_transform as create_timm_transform
+from timm.data import resolve_model_data_config
+from torch import Tensor, nn
+
+from vil.messages import one_line
+
+MAX_PIXELS = 89_478_485
+# Other formats run external programs (EPS) or hold no pixels. TGA is last because it has no signature.
+_FORMATS = (
+    *("JPEG", "PNG", "WEBP", "AVIF", "BMP", "DIB"),
+    *("GIF", "TIFF", "PPM", "JPEG2000", "TGA"),
+)
+_MODES = {1: "L", 3: "RGB"}
+# Pillow expands these pixels to 8 bits, but not the level that is transparent.
+_TO_EIGHT_BITS: dict[str, Callable[[int], int]] = {
+    "L;2": lambda level: level * 85,
+    "L;4": lambda level: level * 17,
+    "RGB;16B": lambda level: level >> 8,
+}
+# Notes in pretrained_cfg, where timm refuses fields that it does not know.
+_BACKGROUND = "transparent pixels on "
+_UPRIGHT = "photographs turned by their EXIF orientation"
+
+
+def create_transform(
+    model: nn.Module, **timm_arguments: Any
+) -> Callable[[str | Path | bytes | Image.Image], Tensor]:
+    """Return the function that prepares an image for a model as its training and ``eval.py`` do for validation.
+
+    It does what ``timm.data.create_transform`` does with the preprocessing in ``model.pretrained_cfg``. Before that,
+    it opens the image, turns photographs by their EXIF orientation and puts transparent pixels on a background, if
+    these were options of the training.
+
+    Args:
+        model: A model from ``vil.load``, ``timm.create_model`` or a feature extractor of timm.
+        **timm_arguments: Arguments of ``timm.data.create_transform`` that override ``model.pretrained_cfg``, such as
+            ``input_size=(3, 384, 384)`` or ``crop_pct=1.0``.
+
+    Returns:
+        A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the bytes of a file or
+        a Pillow image. The function raises OSError if it cannot read a file, and ValueError if the file is no image
+        that training accepts.
+    """
+    data = resolve_model_data_config(model) | timm_arguments
+    transform, options = create_timm_transform(**data), image_options(model.pretrained_cfg)
+    mode = image_mode(data["input_size"][0])
+
+    def prepare(image: str | Path | bytes | Image.Image) -> Tensor:
+        if isinstance(image, Image.Image):
+            return transform(_prepared(image, mode, **options))
+        content = image if isinstance(image, bytes) else Path(image).read_bytes()
+        return transform(decode(content, mode, **options))
+
+    return prepare
+
+
+def decode(
+    content: bytes,
+    mode: str,
+    exif_rotation: bool = False,
+    background: str = "none",
+    max_pixels: int = MAX_PIXELS,
+) -> Image.Image:
+    """Decode an image file by its content, regardless of its extension.
+
+    Animations and stacks give their first image. 16-bit pixels keep their upper byte.
+
+    Args:
+        content: Bytes of the file.
+        mode: Pillow mode to convert to, RGB or L.
+        exif_rotation: Whether to apply the EXIF orientation; damaged EXIF data is ignored.
+        background: Colour behind transparent pixels; "none" keeps the colours that are stored there.
+        max_pixels: Maximum number of pixels to decode; a file of a few kilobytes can claim any number.
+
+    Raises:
+        ValueError: If the file is not an image, is truncated, has too many pixels, or has 32-bit pixels
+            without a defined range.
+    """
+    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
+    try:
+        image = Image.open(io.BytesIO(content), formats=_formats())
+        pixels = image.width * image.height
+        if pixels > max_pixels:
+            raise ValueError(
+                f"it has {pixels:,} pixels, which exceeds data.max_pixels {max_pixels:,}"
+            )
+        return _prepared(image, mode, exif_rotation, background)
+    except Exception as error:  # decoders raise many types for broken files
+        reason = one_line(error) if content else "the file is empty"
+        raise ValueError(reason.split(" <_io", 1)[0]) from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = usual
+
+
+def _prepared(
+    image: Image.Image, mode: str, exif_rotation: bool = False, background: str = "none"
+) -> Image.Image:
+    """Return an image in another mode, upright and on a background if asked; arguments as in ``decode``."""
+    pixels = image.tile[0][3] if getattr(image, "tile", None) else None  # known until it is loaded
+    image.load()
+    form, level = image.format, image.info.get("transparency")
+    if exif_rotation:
+        with suppress(Exception):
+            image = ImageOps.exif_transpose(image)
+    if level is not None:
+        image = image.copy()  # keeps the caller's image unchanged
+        if form == "PNG" and pixels in _TO_EIGHT_BITS:
+            expand = _TO_EIGHT_BITS[pixels]
+            level = tuple(map(expand, level)) if isinstance(level, tuple) else expand(level)
+        image.info["transparency"] = level
+    if image.mode[0] in "IF":
+        image = _of_eight_bits(image, form)
+    if background != "none" and _may_be_transparent(image):
+        image = _on_background(image, background)
+    # Transparency has no effect on RGB or L, and Pillow would warn about it.
+    image.info.pop("transparency", None)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def image_mode(in_chans: int) -> str:
+    """Return the Pillow mode for a model with 1 or 3 channels."""
+    return _MODES[in_chans]
+
+
+def image_notes(exif_rotation: bool, background: str) -> list[str]:
+    """Return notes for ``pretrained_cfg`` on how images are opened."""
+    notes = [] if background == "none" else [_BACKGROUND + background]
+    return notes + [_UPRIGHT] * exif_rotation
+
+
+def image_options(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return exif_rotation and background from the notes of a ``pretrained_cfg``; without notes, False and "none"."""
+    notes = pretrained_cfg.get("notes") or ()
+    colours = ("white", "black")
+    known = [colour for colour in colours if _BACKGROUND + colour in notes]
+    return {"exif_rotation": _UPRIGHT in notes, "background": known[0] if known else "none"}
+
+
+def _may_be_transparent(image: Image.Image) -> bool:
+    return "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa")
+
+
+def _on_background(image: Image.Image, colour: str) -> Image.Image:
+    image = image.convert("RGBA")
+    below = Image.new("RGBA", image.size, colour)
+    below.alpha_composite(image)
+    return below.convert("RGB")
+
+
+@cache
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]  # AVIF is optional
+
+
+def _of_eight_bits(image: Image.Image, form: str | None) -> Image.Image:
+    """Convert 16-bit grey to L by its upper byte, like OpenCV and libpng; Pillow's conversion would clip.
+
+    With a transparent level, the result is LA.
+    """
+    # Pillow reads 16-bit PPM as 32-bit; older versions also read 16-bit PNG this way.
+    if not (image.mode.startswith("I;16") or (image.mode == "I" and form in ("PNG", "PPM"))):
+        raise ValueError(
+            f"{form} has pixels of mode {image.mode}, which has no defined range; "
+            f"expected 8 or 16 bits"
+        )
+    values, transparent = np.asarray(image), image.info.get("transparency")
+    grey = Image.fromarray((values >> 8).astype(np.uint8))
+    if transparent is None:
+        return grey
+    opaque = Image.fromarray((values != transparent).astype(np.uint8) * 255)
+    return Image.merge("LA", (grey, opaque))
