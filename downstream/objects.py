@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import torch
 from pycocotools import mask as rle
 from pycocotools.coco import COCO
@@ -25,6 +24,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as T
 from torchvision.tv_tensors import Image, Mask
 
+from downstream.photos import read_photo
 from vil.training.errors import DataError
 
 Target = dict[str, Tensor]
@@ -67,12 +67,8 @@ class Objects(CocoDetection):
             raise DataError(f"{path} has no images")
 
     def _load_image(self, id: int) -> Tensor:
-        path = Path(self.root) / self.coco.imgs[id]["file_name"]
-        try:
-            with PIL.Image.open(path) as file:
-                return T.pil_to_tensor(file.convert("RGB"))
-        except (OSError, PIL.Image.DecompressionBombError) as error:
-            raise DataError(f"cannot read {path}: {error}") from error
+        about = self.coco.imgs[id]
+        return read_photo(Path(self.root) / about["file_name"], (about["height"], about["width"]))
 
     def _load_target(self, id: int) -> Target:
         size = (self.coco.imgs[id][side] for side in ("height", "width"))

@@ -19,6 +19,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as T
 
+from downstream.photos import read_photo
 from vil.training.errors import DataError
 
 CLASSES = 150
@@ -56,24 +57,17 @@ class Scenes(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple:
-        pixels = _read(self.images[index], lambda image: T.pil_to_tensor(image.convert("RGB")))
-        values = _read(self.labels[index], T.pil_to_tensor)[0]
-        if pixels.shape[1:] != values.shape:
-            sizes = f"{tuple(values.shape)}, but its image {tuple(pixels.shape[1:])}"
-            raise DataError(f"{self.labels[index]} has size {sizes}")
+        try:
+            with Image.open(self.labels[index]) as image:
+                values = T.pil_to_tensor(image)[0]
+        except (OSError, Image.DecompressionBombError) as error:
+            raise DataError(f"cannot read {self.labels[index]}: {error}") from error
+        pixels = read_photo(self.images[index], tuple(values.shape))
         if values.max() > CLASSES:
             raise DataError(
                 f"{self.labels[index]} must have labels 0 to {CLASSES}, got {values.max()}"
             )
         return self.transform(pixels, shifted(values))
-
-
-def _read(path: Path, take: Callable[[Image.Image], Tensor]) -> Tensor:
-    try:
-        with Image.open(path) as image:
-            return take(image)
-    except (OSError, Image.DecompressionBombError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
 
 
 def shifted(values: Tensor) -> Tensor:

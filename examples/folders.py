@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.datasets import CocoDetection, VisionDataset
@@ -60,16 +60,17 @@ class MaskFolder(VisionDataset):
             OSError: If a file cannot be read.
             ValueError: If the mask's mode is not L or P, its size not the image's, or a class too high.
         """
-        image, path = _image(self.images[index]), self.masks[index]
+        path = self.masks[index]
         with Image.open(path) as file:
             mode, mask = file.mode, pil_to_tensor(file)[0].long()
         most = len(self.classes) - 1
         wrong = mask[(mask > most) & (mask != IGNORED)].unique().tolist()
-        if mode not in ("L", "P") or mask.shape != image.shape[1:] or wrong:
+        if mode not in ("L", "P") or wrong:
             raise ValueError(
-                f"{path} must have mode L or P, the size {tuple(image.shape[1:])} of its image, and "
-                f"classes up to {most} or {IGNORED} to ignore, got {mode}, {tuple(mask.shape)}, {wrong}"
+                f"{path} must have mode L or P, and classes up to {most} or {IGNORED} to ignore, got "
+                f"{mode}, {wrong}"
             )
+        image = _image(self.images[index], tuple(mask.shape))
         return self.transforms(image, {"mask": tv_tensors.Mask(mask)})
 
 
@@ -101,7 +102,8 @@ class CocoFolder(CocoDetection):
         self.classes = ["background", *(self.coco.cats[n]["name"] for n in self.numbers)]
 
     def _load_image(self, id: int) -> tv_tensors.Image:
-        return _image(Path(self.root) / self.coco.imgs[id]["file_name"])
+        about = self.coco.imgs[id]
+        return _image(Path(self.root) / about["file_name"], (about["height"], about["width"]))
 
     def _load_target(self, id: int) -> dict[str, Tensor]:
         found = [
@@ -119,13 +121,29 @@ class CocoFolder(CocoDetection):
         }
 
 
-def _image(path: Path) -> tv_tensors.Image:
-    """Read an image as RGB; if that fails, raise an OSError that names the file."""
+def _image(path: Path, size: tuple[int, int]) -> tv_tensors.Image:
+    """Read an image as RGB, in the orientation in which it has the size (H, W) of its annotations.
+
+    A camera held sideways stores a photograph sideways, with an EXIF orientation. Most annotations are for the upright
+    photograph, some for the stored one; if both have this size, it is the upright one.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it has another size.
+    """
     try:
         with Image.open(path) as file:
-            return tv_tensors.Image(pil_to_tensor(file.convert("RGB")))
+            stored = file.convert("RGB")
+            upright = ImageOps.exif_transpose(file).convert("RGB")
     except (OSError, Image.DecompressionBombError) as error:
         raise OSError(f"{path} cannot be read: {error}") from error
+    fitting = [image for image in (upright, stored) if (image.height, image.width) == size]
+    if not fitting:
+        raise ValueError(
+            f"{path} has {upright.height} x {upright.width} pixels, but its annotations are for "
+            f"{size[0]} x {size[1]}"
+        )
+    return tv_tensors.Image(pil_to_tensor(fitting[0]))
 
 
 def _only(folder: Path, pattern: str) -> Path:

@@ -59,6 +59,13 @@ def test_a_folder_without_annotations_is_refused(tmp_path: Path) -> None:
         objects[1]
 
 
+def test_another_size_than_the_stated_one_is_refused(tmp_path: Path) -> None:
+    objects = read(tmp_path)
+    objects.coco.imgs[0]["width"] += 1
+    with pytest.raises(DataError, match=f"{0:012}.jpg has .* but its annotations are for"):
+        objects[0]
+
+
 def test_image_and_masks_are_jittered_together() -> None:
     masks = torch.zeros(3, 60, 80, dtype=torch.uint8)
     masks[0, 10:40, 20:60], masks[1, :20, :20], masks[2, 58:, 78:] = 1, 1, 1

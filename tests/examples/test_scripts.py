@@ -204,6 +204,9 @@ def test_boxes_and_labels_are_read_as_coco_means_them(folders: ModuleType, coco:
     assert found["boxes"].tolist() == [[5, 6, 25, 36.5]]
     assert found["labels"].tolist() == [2]
     assert data[3][1]["boxes"].shape == (0, 4)
+    data.coco.imgs[10]["height"] += 1
+    with pytest.raises(ValueError, match=r"0\.jpg has 40 x 50 pixels, but .* for 41 x 50"):
+        data[0]
 
 
 def test_an_example_says_what_does_not_fit(run: Run, masks: Path, tmp_path: Path) -> None:
@@ -212,6 +215,9 @@ def test_an_example_says_what_does_not_fit(run: Run, masks: Path, tmp_path: Path
         run("segment", tmp_path / "output", *data, "--batch-size", "5")
     too_high_a_class(masks)
     with pytest.raises(ValueError, match=r"masks/val/2\.png must have mode L or P, .*, \[3\]"):
+        run("segment", tmp_path / "output", *data)
+    picture(masks / "masks/val/2.png", np.zeros((41, 50), np.uint8))
+    with pytest.raises(ValueError, match=r"images/val/2\.\w+ has 40 x 50 pixels, but .* 41 x 50"):
         run("segment", tmp_path / "output", *data)
     (masks / "masks/train/3.png").unlink()
     with pytest.raises(FileNotFoundError, match=r"masks/train/3\.png is missing, the mask of"):
