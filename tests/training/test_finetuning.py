@@ -82,16 +82,16 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     assert run_script(train_imagenet.main) == 3
     told = "images at photos/train/train/<class>/<image>, or at photos/train/<class>/<image> with"
     assert f"{told} --data.val-fraction 0.1" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.val-fraction", "0.5"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.val-fraction", "0.15"])
     assert run_script(train_imagenet.main) == 0
     told = caplog.text + capsys.readouterr().out  # another test's logger may write to either
-    assert "folder in photos/train: 9 images to train on, 3 held out, 3 classes" in told
+    assert "folder in photos/train: 10 images to train on, 2 held out, 3 classes" in told
     with (tmp_path / "output" / "scratch" / "log.csv").open() as file:
         (row,) = csv.DictReader(file)
     monkeypatch.setattr(sys, "argv", ["eval.py", "output/scratch/last.pt"])
     assert run_script(eval_script.main) == 0
     result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
-    assert (result["num_images"], result["split"]) == (3, "0.5 of the images")
+    assert (result["num_images"], result["split"]) == (2, "0.15 of the images")
     assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-6)
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.path", "photos"])
     assert run_script(eval_script.main) == 0

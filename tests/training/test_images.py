@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import random
+import re
 import struct
 import warnings
 import zlib
@@ -97,36 +98,78 @@ def test_image_at_another_depth_is_an_error(tmp_path, names, first) -> None:
     assert str(error.value) == f"image {tmp_path / first} must lie at {tmp_path}/<class>/<image>"
 
 
+def test_files_of_other_formats_are_counted(tmp_path, caplog) -> None:
+    fill(tmp_path, "cat/1.heic", "cat/2.HEIC", "dog/1.heic", "dog/notes", "dog/Thumbs.db", "a.csv")
+    told = f"5 files in {tmp_path} are left out (3 .heic, 1 .csv, 1 without an extension)"
+    with pytest.raises(
+        DataError, match=re.escape(f"no images in the sub-folders of {tmp_path}; {told}")
+    ):
+        list_images(tmp_path)
+    fill(tmp_path, "cat/1.jpg", "dog/1.jpg", "dog/2.jpg")
+    split = DataConfig(path=str(tmp_path.parent), train_split=tmp_path.name)
+    parts = DataConfig(path=str(tmp_path), val_fraction=0.001, val_hash="path")
+    for data in (split, parts):
+        FolderSource(data, training=True)
+    FolderSource(parts, training=False)  # reads the same folder again
+    assert [record.message.partition(", because")[0] for record in caplog.records] == [told] * 2
+
+
 # A fraction held out
 
 
-def test_fraction_is_held_out_by_name_and_stays_held_out(tmp_path) -> None:
-    classes, data = ["oak", "ash"], DataConfig(path=str(tmp_path), val_fraction=0.25)
-    fill(tmp_path, *(f"{name}/{number}.jpg" for name in classes for number in range(200)))
+def sides_of(data: DataConfig) -> list[set[str]]:
+    """Return the names of the images to train on and of those held out."""
+    sources = [FolderSource(data, training) for training in (True, False)]
+    for source in sources:
+        named = [Path(source.name(i)).parent.name for i in range(source.num_images)]
+        assert named == [source.classes[label] for label in source.labels]
+    return [{s.name(i) for i in range(s.num_images)} for s in sources]
 
-    def sides(data: DataConfig) -> list[set[str]]:
-        sources = [FolderSource(data, training) for training in (True, False)]
-        for source in sources:
-            assert source.classes == ("ash", "oak")
-            named = [Path(source.name(i)).parent.name for i in range(source.num_images)]
-            assert named == [source.classes[label] for label in source.labels]
-        return [{s.name(i) for i in range(s.num_images)} for s in sources]
 
-    training, held_out = sides(data)
+@pytest.mark.parametrize("val_hash", [None, "name", "path"])
+def test_fraction_is_held_out_and_stays_held_out(tmp_path, val_hash) -> None:
+    data = DataConfig(path=str(tmp_path), val_fraction=0.25, val_hash=val_hash)
+    fill(tmp_path, *(f"{name}/{n}.jpg" for name in ("oak", "ash") for n in range(200)))
+    training, held_out = sides_of(data)
     assert not training & held_out
     assert len(training | held_out) == 400
     assert 60 < len(held_out) < 140
-    # Names decide: equal names are on one side, new images move none, a larger fraction only adds.
-    assert {path.replace("oak", "ash") for path in held_out} == {p for p in held_out if "ash" in p}
-    fill(tmp_path, *(f"elm/{number}.jpg" for number in range(50)))
-    later = FolderSource(data, training=False)
-    assert held_out <= {later.name(i) for i in range(later.num_images)}
-    more = FolderSource(dataclasses.replace(data, val_fraction=0.5), training=False)
-    assert held_out < {more.name(i) for i in range(more.num_images)}
+    # New images move none, and a larger fraction only adds.
+    assert held_out < sides_of(dataclasses.replace(data, val_fraction=0.5))[1]
+    fill(tmp_path, *(f"{n}/{name}.jpg" for n in range(100) for name in ("same", *range(n, n + 9))))
+    assert held_out <= sides_of(data)[1]
+    # Files of one name are together, or chosen for each class.
+    same = len([path for path in sides_of(data)[1] if path.endswith("same.jpg")])
+    ash = {path for path in held_out if "ash" in path}
+    if val_hash == "path":
+        assert 10 < same < 45
+        assert {path.replace("oak", "ash") for path in held_out - ash} != ash
+    else:
+        assert same in (0, 100)
+        assert {path.replace("oak", "ash") for path in held_out} == ash
     fill(tmp_path, "fir/3.jpg")
     lacking = dataclasses.replace(data, val_fraction=0.999)
     with pytest.raises(DataError, match=r"val_fraction 0\.999 leaves class \w+ no image"):
         FolderSource(lacking, training=True)
+
+
+def test_a_run_from_before_the_option_keeps_its_split(
+    config, train, image_folder, tmp_path
+) -> None:
+    data = dataclasses.replace(config.data, path=str(image_folder / "train"), val_fraction=0.5)
+    config, output = dataclasses.replace(config, data=data), tmp_path / "run"
+    old = ("--data.val-hash", "name")
+    assert train(config, "--run.output", str(output), "--schedule.epochs", "1", *old) == 0
+    content = torch.load(output / "last.pt", weights_only=True)
+    fingerprint = content["data"]
+    for key in ("config", "asked"):
+        del content[key]["data"]["val_hash"]
+        content[key]["schedule"]["epochs"] = 2
+    torch.save(content, output / "last.pt")
+    assert train(config, "--run.output", str(output), "--schedule.epochs", "2") == 0
+    assert torch.load(output / "last.pt", weights_only=True)["data"] == fingerprint
+    assert train(config, "--run.output", str(tmp_path / "new"), "--schedule.epochs", "1") == 0
+    assert torch.load(tmp_path / "new" / "last.pt", weights_only=True)["data"] != fingerprint
 
 
 # Their order

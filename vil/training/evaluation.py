@@ -63,6 +63,8 @@ class EvalDataConfig(Section):
     val_fraction: ShareBelowOne | None = None
     """Evaluate on the images that training with this fraction holds out; 0 uses val_split. None is 0 for another path
     or val_split than the checkpoint's."""
+    val_hash: Literal["path", "name"] | None = None
+    """What of an image's file val_fraction hashes, as in training."""
     validation_batch_size: Count | None = None
     """Images per process and step."""
     max_pixels: Count | None = None
@@ -319,7 +321,7 @@ def _resizes(model: nn.Module) -> bool:
 
 def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfig:
     """Return the settings for a model that this package did not train."""
-    data = DataConfig(validation_batch_size=_BATCH_SIZE)
+    data = DataConfig(validation_batch_size=_BATCH_SIZE, val_hash="path")
     return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
 
 

@@ -12,6 +12,7 @@ import re
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -24,7 +25,7 @@ from PIL import Image
 from vil.messages import composed, printable
 from vil.preprocess import decode, image_mode
 from vil.training.draws import key
-from vil.training.errors import DataError
+from vil.training.errors import DataError, log
 from vil.training.settings import DataConfig, TrainConfig
 
 IMAGE_EXTENSIONS = frozenset(
@@ -34,6 +35,7 @@ IMAGE_EXTENSIONS = frozenset(
     )
 )
 """Lower-case file extensions that count as images, without the dot."""
+_OF_A_DESKTOP = frozenset(("Thumbs.db", "desktop.ini"))
 _DIGITS_HELD_OUT = 360
 _CONTENTS = 256  # images whose content enters the fingerprint, evenly spaced
 _THREADS = 16  # more than cores, since they mostly wait for the disk
@@ -142,7 +144,7 @@ class FolderSource(Source):
         """List data.path/<split>/<class>/<image>, or one side of data.val_fraction; errors as in ``list_images``."""
         if data.val_fraction:
             self.folder = Path(data.path)
-            paths, self.classes, labels = _divided(self.folder, data.val_fraction, training)
+            paths, self.classes, labels = _divided(self.folder, data, training)
         else:
             self.folder = _find_split(data, training)
             paths, self.classes, labels = list_images(self.folder)
@@ -239,11 +241,11 @@ def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
     raise AssertionError("the last attempt returns or raises")
 
 
-def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
+def list_images(folder: Path, tell: bool = True) -> tuple[list[str], tuple[str, ...], list[int]]:
     """List the images folder/<class>/<image> of a split, without hidden files.
 
     Names are sorted as in timm's reader, with numbers by value and regardless of case. Accents of class names are
-    composed first.
+    composed first. A warning counts the files that are left out, unless ``tell`` is False.
 
     Returns:
         Paths <class>/<image>, class names, and the class index of each image.
@@ -252,7 +254,7 @@ def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
         DataError: If a folder cannot be read, a class has no images, two classes have one name, or an image is in the
             wrong place.
     """
-    names, stray = _look_into(folder)
+    names, stray, others = _look_into(folder)
     folders = dict(zip(composed(names), names, strict=True))
     if len(folders) < len(names):
         twice = next(name for name in names if name not in folders.values())
@@ -265,7 +267,8 @@ def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
     paths, labels, empty = [], [], []
     for name in sorted(classes, key=lambda name: natural_key(f"{name}/")):  # sort as in paths
         own = folders[name]
-        inner, images = _look_into(folder / own)
+        inner, images, more = _look_into(folder / own)
+        others += more
         stray += [
             f"{own}/{deeper}/{image}" for deeper in inner for image in _below(folder / own / deeper)
         ]
@@ -276,8 +279,13 @@ def list_images(folder: Path) -> tuple[list[str], tuple[str, ...], list[int]]:
         raise DataError(
             printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>")
         )
+    left_out = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
+    told = f"{others.total()} files in {printable(str(folder))} are left out ({left_out})"
     if not paths:
-        raise DataError(f"there are no images in the sub-folders of {folder}")
+        why = f"; {told}" if others else ""
+        raise DataError(f"there are no images in the sub-folders of {folder}{why}")
+    if others and tell:
+        log.warning(f"{told}, because no image can have these extensions")
     if empty:
         raise DataError(
             f"class folder {printable(str(folder / empty[0]))} has no images "
@@ -301,9 +309,9 @@ def is_folder(path: Path) -> bool:
         raise DataError(f"{printable(str(path))} cannot be read: {error.strerror}") from error
 
 
-def _look_into(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the folders and of the images in a folder, following links."""
-    folders, images = [], []
+def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
+    """Return the names of the folders and of the images in a folder, following links, and count other extensions."""
+    folders, images, others = [], [], Counter()
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -314,31 +322,37 @@ def _look_into(folder: Path) -> tuple[list[str], list[str]]:
                     folders.append(name)
                 elif name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and "." in name:
                     images.append(name)
+                elif name not in _OF_A_DESKTOP:
+                    others[printable(Path(name).suffix.lower()) or "without an extension"] += 1
     except OSError as error:
         raise DataError(
             f"folder {printable(str(folder))} cannot be read: {error.strerror}"
         ) from error
-    return folders, images
+    return folders, images, others
 
 
 def _below(folder: Path) -> list[str]:
     """Return one misplaced image in a folder or its sub-folders, or an empty list."""
-    inner, images = _look_into(folder)
+    inner, images, _ = _look_into(folder)
     return (
         images[:1] or [f"{name}/{image}" for name in inner for image in _below(folder / name)][:1]
     )
 
 
 def _divided(
-    folder: Path, fraction: float, training: bool
+    folder: Path, data: DataConfig, training: bool
 ) -> tuple[list[str], tuple[str, ...], list[int]]:
-    """Divide a folder's images by a hash of each file's name, and list one side like ``list_images``.
+    """Divide a folder's images by ``data.val_hash``, and list one side like ``list_images``.
 
     Raises:
         DataError: If no image of a class is left to train on; or as in ``list_images``.
     """
-    paths, classes, labels = list_images(folder)
-    held_out = [_hash_of_name(path) < fraction for path in paths]
+    paths, classes, labels = list_images(folder, tell=training)
+    names = [path.rpartition("/")[2] for path in paths]
+    if data.val_hash == "path":  # None is a run from before this option
+        names = [f"{classes[label]}/{name}" for label, name in zip(labels, names, strict=True)]
+    fraction = data.val_fraction
+    held_out = [_hashed(name) < fraction for name in names]
     left = {label for label, out in zip(labels, held_out, strict=True) if not out}
     if len(left) < len(classes):
         name = next(name for label, name in enumerate(classes) if label not in left)
@@ -349,10 +363,10 @@ def _divided(
     return [paths[place] for place in taken], classes, [labels[place] for place in taken]
 
 
-def _hash_of_name(path: str) -> float:
-    """Return a number in [0, 1) that depends on the name of a file alone."""
-    name = path.rpartition("/")[2].encode("utf-8", "surrogateescape")
-    return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
+def _hashed(name: str) -> float:
+    """Return a number in [0, 1) that depends on a name alone."""
+    content = name.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest()) / 2**48
 
 
 def _find_split(data: DataConfig, training: bool) -> Path:

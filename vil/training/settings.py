@@ -119,8 +119,11 @@ class DataConfig(Section):
     val_split: Text = "validation"
     """Sub-folder or shards for validation, as train_split; for `validation`, a folder data set also looks for `val`."""
     val_fraction: ShareBelowOne = 0.0
-    """Above 0, validate on this fraction of the images path/<class>/*, chosen by a hash of each file's name, and train
-    on the others (folder). The choice stays the same when images are added. 0 uses the sub-folders of the splits."""
+    """Above 0, validate on this fraction of the images path/<class>/*, chosen by a hash, and train on the others
+    (folder). The choice stays the same when images are added. 0 uses the sub-folders of the splits."""
+    val_hash: Literal["path", "name"] | None = None
+    """What of an image's file data.val_fraction hashes: <class>/<name> (path), or the name alone (name), so that copies
+    in several classes are together. None is path in a new run; runs from before this option resume with name."""
     images_per_class: Count | None = None
     """Training images per class; None takes all. Smaller subsets are contained in larger ones."""
     img_sizes: _Sizes | None = None
