@@ -1,19 +1,24 @@
 """eval.py: every kind of source, its options, and results that are printed even if not saved."""
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
 import vil
 from vil.training import evaluation
-from vil.training.errors import OutputError
-from vil.training.evaluation import EvalConfig, load_subject
+from vil.training.errors import DataError, OutputError
+from vil.training.evaluation import EvalConfig, Subject, _places, _trained_names, load_subject
+from vil.training.make_shards import MakeOptions, make_shards
+from vil.training.recipes import parse
 from vil.training.release import ReleaseConfig, release
+from vil.training.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +85,9 @@ def test_other_classes_are_refused(checkpoint, released, image_folder, evaluate,
     for source in (checkpoint, released):
         assert evaluate(str(source), "--data.path", str(image_folder)) == 3
         error = capsys.readouterr().err
-        assert "class 1 is cedar in the data and birch in the model" in error
+        assert (
+            "class zelkova of the data does not occur in the model, which has 4 classes; 1" in error
+        )
         assert error.count("\n") == 1
     (image_folder / "val" / "ash").rename(image_folder / "val" / "maple")
     for name in ("cedar", "dogwood"):
@@ -89,6 +96,57 @@ def test_other_classes_are_refused(checkpoint, released, image_folder, evaluate,
     told = capsys.readouterr().out
     assert told.count("warning: ") == 1
     assert "no class name of the data occurs in the model: class 0 is maple in the data and" in told
+
+
+def test_some_of_the_classes_are_scored_alone(
+    checkpoint, released, image_folder, evaluate, capsys, tmp_path
+) -> None:
+    """Like ImageNet-A: the other outputs do not count."""
+    model, found = vil.load(checkpoint).eval(), {}
+    for split in ("train", "val"):
+        shutil.rmtree(image_folder / split / "birch")
+    prepare = vil.create_transform(model)
+    for place, name in ((0, "ash"), (2, "cedar"), (3, "dogwood")):
+        images = torch.stack([prepare(path) for path in (image_folder / "val" / name).iterdir()])
+        with torch.no_grad():
+            logits = model(images)[:, [0, 2, 3]]
+        found[name] = (logits.argmax(1) == [0, 2, 3].index(place)).double().mean().item() * 100
+    shards = tmp_path / "some"
+    make_shards(parse(MakeOptions, [str(image_folder), str(shards), "--shard-images", "8"]))
+    for source in (checkpoint, released):
+        for data in (
+            ("--data.path", str(image_folder)),
+            ("--data.dataset", "wds", "--data.path", str(shards), "--data.val-split", "validation"),
+        ):
+            capsys.readouterr()
+            output = tmp_path / "result.json"
+            assert evaluate(str(source), *data, "--per-class", "--json", str(output)) == 0
+            assert "3 of the model's 4, matched by name" in capsys.readouterr().out
+            result = json.loads(output.read_text())
+            assert (result["num_images"], result["scored_classes"]) == (9, "3 of 4")
+            scores = {name: row["top1"] for name, row in result["per_class"].items()}
+            assert scores == pytest.approx(found)
+    (image_folder / "val" / "ash").rename(image_folder / "val" / "maple")
+    for source in (checkpoint, released):
+        assert evaluate(str(source), "--data.path", str(image_folder)) == 3
+        assert "class maple of the data does not occur in the model" in capsys.readouterr().err
+
+
+def test_classes_are_matched_to_names() -> None:
+    assert _places(("a", "b", "c"), ("c", "a"), 3) == [2, 0]
+    assert _places(("a", "b"), ("a", "b"), 2) is None
+    assert _places(None, ("a", "b"), 2) is None
+    with pytest.raises(DataError, match="crane of the data occurs twice in the model"):
+        _places(("crane", "ox", "crane"), ("crane",), 3)
+    with pytest.raises(DataError, match="has 2 classes and the model, whose class names are unk"):
+        _places(None, ("a", "b"), 3)
+    with pytest.raises(DataError, match="x of the data does not occur in the model, which has 3"):
+        _places(("a", "b", "c"), ("x", "y"), 3)
+    foreign = Subject(timm.create_model("resnet18"), TrainConfig(), "", None, None)
+    names = _trained_names(foreign, ("n01440764", "n01491361"))
+    assert _places(names, ("n01491361", "n01440764"), 1000) == [3, 0]
+    assert _trained_names(foreign, ("cat", "n01491361")) is None
+    assert _trained_names(foreign, None) is None
 
 
 def test_accents_of_class_names_may_have_another_form(

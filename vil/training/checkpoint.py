@@ -262,7 +262,8 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
     """
     once = {"run.allow_changes": False}
     if saved is None:
-        return _with(new, once | {"data.val_hash": new.data.val_hash or "path"}), _with(new, once)
+        kind = {"data.val_hash": new.data.val_hash or "path"} if new.data.val_fraction else {}
+        return _with(new, once | kind), _with(new, once)
     config, asked = (from_dict(saved[key], f"{saved['origin']}: ") for key in ("config", "asked"))
     before, filled, after = flat(asked), flat(config), flat(new)
     free, allowed = marked("free"), marked("changeable") if new.run.allow_changes else set()

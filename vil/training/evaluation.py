@@ -6,13 +6,13 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import timm
 import torch
 import tyro
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 from tyro.conf import Positional
 
@@ -153,7 +153,7 @@ def evaluate_as(options: EvalConfig) -> None:
     Raises:
         ConfigError: If an option is invalid, or the weights do not exist or do not fit the model.
         DataError: If the data is missing or damaged, or processes have different data or settings. Also if
-            the class names of data and model match only partly or in another order.
+            the class names of data and model match only partly.
         NonFiniteLossError: If the loss is NaN or infinite.
         OutputError: If the weights cannot be read, or the result, already printed, cannot be written.
     """
@@ -177,14 +177,16 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
             f"data.dataset {config.data.dataset} needs --data.path, the root folder of the data"
         )
     with world.main_first():
-        source = open_source(config.data, config.model, training=False)
+        source = open_source(config.data, config.model, training=False, other_classes=True)
     tensors = [value.cpu().reshape(-1) for value in subject.model.state_dict().values()]
     weights = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
     check_same(world, described(config, {"validation": source}) | {"weights": weights})
     data, model = ValData(config, source, world), subject.model.to(world.device)
-    _check_classes(subject.label_names, source.classes)
-    by_class = torch.zeros(2, model.num_classes, dtype=torch.float64, device=world.device)
-    scoring_pass = ScoringPass(model, config.run, world.device)
+    places = _places(_trained_names(subject, source.classes), source.classes, model.num_classes)
+    scored = model if places is None else nn.Sequential(model, _Columns(places).to(world.device))
+    count = model.num_classes if places is None else len(places)
+    by_class = torch.zeros(2, count, dtype=torch.float64, device=world.device)
+    scoring_pass = ScoringPass(scored, config.run, world.device)
     [score] = evaluate([scoring_pass], data, by_class)
     if not math.isfinite(score.loss):
         raise NonFiniteLossError(
@@ -204,6 +206,7 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "img_size": config.model.img_size,
         "crop_pct": config.data.crop_pct,
         "crop_mode": config.data.crop_mode or "center",
+        **({} if places is None else {"scored_classes": f"{count} of {model.num_classes}"}),
         "interpolation": config.data.interpolation,
         "amp": config.run.amp,
         "weights": subject.weights,
@@ -276,26 +279,64 @@ def _whole_name(source: str) -> str:
     return str(path.resolve()) if path.exists() else source
 
 
-def _check_classes(trained: tuple[str, ...] | None, found: tuple[str, ...] | None) -> None:
-    """Raise DataError if class names of data and model match only partly or in another order.
+def _trained_names(subject: Subject, found: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Return the model's class names; ImageNet's if it has none, as many classes, and the data has such names."""
+    subset = infer_imagenet_subset(subject.model)
+    if subject.label_names is not None or subset is None or found is None:
+        return subject.label_names
+    names = tuple(ImageNetInfo(subset).label_names())
+    return names if set(found) <= set(names) else None
+
+
+def _places(
+    trained: tuple[str, ...] | None, found: tuple[str, ...] | None, num_classes: int
+) -> list[int] | None:
+    """Return the model's outputs for the classes of the data, matched by name; None for all outputs in their order.
 
     If no name matches, only warn: the names may be synonyms, which only the user can know.
+
+    Raises:
+        DataError: If names match only partly, a name occurs twice in the model, or no name and no number matches.
     """
     if None in (trained, found) or trained == found:
-        return
-    pairs = enumerate(zip_longest(found, trained, fillvalue="missing"))
-    first, differing = next((i, pair) for i, pair in pairs if len(set(pair)) > 1)
-    one, other = map(printable, differing)
-    if set(trained) & set(found):
+        if found is not None and len(found) != num_classes:
+            raise DataError(
+                f"the data has {len(found)} classes and the model, whose class names are unknown, "
+                f"{num_classes}",
+                everywhere=True,
+            )
+        return None
+    common = set(trained) & set(found)
+    if not common and len(found) == num_classes:
+        log.warning(
+            f"no class name of the data occurs in the model: class 0 is {printable(found[0])} in the "
+            f"data and {printable(trained[0])} in the model; the scores are valid only if these names "
+            f"are synonyms"
+        )
+        return None
+    strange = [name for name in found if trained.count(name) != 1]
+    if strange:
+        occurs = "occurs twice" if strange[0] in common else "does not occur"
         raise DataError(
-            f"class {first} is {one} in the data and {other} in the model; both need the same "
-            f"classes in the same order",
+            f"class {printable(strange[0])} of the data {occurs} in the model, which has "
+            f"{num_classes} classes; {len(strange)} of the {len(found)} classes do not match by name",
             everywhere=True,
         )
-    log.warning(
-        f"no class name of the data occurs in the model: class {first} is {one} in the data and "
-        f"{other} in the model; the scores are valid only if these names are synonyms"
+    log.info(
+        f"classes  {len(found)} of the model's {num_classes}, matched by name; others are ignored"
     )
+    return [trained.index(name) for name in found]
+
+
+class _Columns(nn.Module):
+    """Select outputs of a model."""
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.tensor(places))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, self.places]
 
 
 def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:

@@ -72,8 +72,10 @@ def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
     return train, val
 
 
-def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
-    """Open one split and check it against the model; same errors as ``open_splits``."""
+def open_source(
+    data: DataConfig, model: ModelConfig, training: bool, other_classes: bool = False
+) -> Source:
+    """Open one split and check it against the model, unless named classes may be others; errors as ``open_splits``."""
     split = "training" if training else "validation"
     if data.dataset == "digits":
         source: Source = DigitSource(training)
@@ -92,7 +94,7 @@ def open_source(data: DataConfig, model: ModelConfig, training: bool) -> Source:
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
     found = model.num_classes if source.classes is None else len(source.classes)
-    if model.num_classes not in (None, found):
+    if model.num_classes not in (None, found) and not (other_classes and source.classes):
         raise DataError(
             f"the {split} data has {found} classes, but model.num_classes is {model.num_classes}; "
             f"to train, leave it unset or pass --model.num-classes {found}"
