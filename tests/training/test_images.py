@@ -7,6 +7,7 @@ import re
 import struct
 import warnings
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from timm.data import create_dataset
 
 from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
+from vil import preprocess
 from vil.preprocess import decode
 from vil.training.errors import DataError
 from vil.training.images import FolderSource, decode_for, list_images
@@ -157,13 +159,14 @@ def test_a_run_from_before_the_option_keeps_its_split(
     config, train, image_folder, tmp_path
 ) -> None:
     data = dataclasses.replace(config.data, path=str(image_folder / "train"), val_fraction=0.5)
+    data = dataclasses.replace(data, val_hash=None, decoder=None)
     config, output = dataclasses.replace(config, data=data), tmp_path / "run"
-    old = ("--data.val-hash", "name")
+    old = ("--data.val-hash", "name", "--data.decoder", "pillow")
     assert train(config, "--run.output", str(output), "--schedule.epochs", "1", *old) == 0
     content = torch.load(output / "last.pt", weights_only=True)
     fingerprint = content["data"]
     for key in ("config", "asked"):
-        del content[key]["data"]["val_hash"]
+        del content[key]["data"]["val_hash"], content[key]["data"]["decoder"]
         content[key]["schedule"]["epochs"] = 2
     torch.save(content, output / "last.pt")
     assert train(config, "--run.output", str(output), "--schedule.epochs", "2") == 0
@@ -310,6 +313,71 @@ def test_damaged_file_is_an_image_or_an_error(kind) -> None:
     assert all(image.mode == "RGB" and image.width * image.height <= limit for image in read)
     assert told
     assert all(0 < len(message) < 500 and "\n" not in message for message in told)
+
+
+def jpegs() -> dict[str, bytes]:
+    """Return JPEG files of every kind that cameras and programs write."""
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (7, 9, 3), np.uint8)).resize((61, 45))
+    sideways = Image.Exif()
+    sideways[274] = 6
+    upright = Image.Exif()
+    upright[274], upright[271] = 1, "a camera"
+    return {
+        "RGB": encoded(image, "JPEG"),
+        "no subsampling": encoded(image, "JPEG", subsampling=0, quality=97),
+        "progressive": encoded(image, "JPEG", progressive=True, optimize=True),
+        "restarts": encoded(image, "JPEG", restart_marker_rows=1),
+        "upright": encoded(image, "JPEG", exif=upright, comment=b"fine"),
+        "sideways": encoded(image, "JPEG", exif=sideways),
+        "grey": encoded(image.convert("L"), "JPEG"),
+        "CMYK": encoded(image.convert("CMYK"), "JPEG"),
+        "two pictures": encoded(image, "MPO", save_all=True, append_images=[image]),
+        "in another format": encoded(image, "PNG"),
+    }
+
+
+@pytest.mark.parametrize("without_operator", [False, True])
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_torchvision_decodes_plain_jpegs_to_the_same_pixels(
+    mode, turn, without_operator, monkeypatch
+) -> None:
+    if without_operator:  # as in a later torchvision
+        monkeypatch.setattr(preprocess, "_decode_jpeg", None)
+    taken = set()
+    for name, content in jpegs().items():
+        expected = np.asarray(decode(content, mode, turn))
+        found = decode(content, mode, turn, decoder="torchvision")
+        if isinstance(found, torch.Tensor):
+            taken.add(name)
+            found = found.permute(1, 2, 0).numpy().reshape(expected.shape)
+        assert np.array_equal(np.asarray(found), expected), name
+    colours = {"RGB", "no subsampling", "progressive", "restarts", "upright", "sideways"}
+    assert taken == {"grey"} | (colours if mode == "RGB" else set()) - (
+        {"sideways"} if turn else set()
+    )
+
+
+def test_a_damaged_jpeg_is_what_pillow_makes_of_it() -> None:
+    """2,000 files: the same pixels, or the same error."""
+    draw, kinds, results = random.Random(0), list(jpegs().values()), Counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of damaged metadata
+        for number in range(2000):
+            content, made = damaged(kinds[number % len(kinds)], draw), []
+            for decoder in ("pillow", "torchvision"):
+                try:
+                    image = decode(content, "RGB", True, "none", 1 << 20, decoder)
+                except ValueError as error:
+                    made.append(str(error))
+                    continue
+                by_torchvision = isinstance(image, torch.Tensor)
+                results[by_torchvision] += 1
+                image = image.permute(1, 2, 0).numpy() if by_torchvision else image
+                made.append(np.asarray(image).tobytes())
+            assert made[0] == made[1], number
+    assert results[True] > 200
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])

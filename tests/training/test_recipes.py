@@ -155,7 +155,8 @@ def test_rate_does_not_depend_on_how_a_batch_is_divided(name, world_size, accumu
 
 def test_transforms_are_the_published_ones() -> None:
     config = filled(read_recipe(CONFIGS / "vil_tiny.yaml"))
-    crop, flip, policy, to_tensor = train_transform(config).transforms
+    resize, flip, policy, to_tensor = train_transform(config).transforms
+    crop = resize.step
     assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
     assert "bicubic" in repr(crop)
     assert flip.p == 0.5

@@ -8,8 +8,11 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
+from tests.strategies import encoded
+from vil.training.draws import seed_image
+from vil.training.images import decode_for
 from vil.training.settings import TrainConfig
-from vil.training.transforms import BatchAugment, Normalize, val_transform
+from vil.training.transforms import BatchAugment, Normalize, train_transform, val_transform
 
 CPU = torch.device("cpu")
 
@@ -78,3 +81,32 @@ def test_validation_crops_as_timm_does(config, crop_mode) -> None:
         (3, 16, 16), interpolation="bicubic", crop_pct=0.9, crop_mode=crop_mode, normalize=False
     )(image)
     assert torch.equal(own, timms)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border", None], ids=str)
+def test_torchvision_resizes_like_pillow(config, crop_mode, channels) -> None:
+    """Of a JPEG, all that differs is how values are rounded. ``crop_mode`` None is training."""
+    model = dataclasses.replace(config.model, in_chans=channels, img_size=64)
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((200, 150), Image.Resampling.BICUBIC)
+    content = encoded(image if channels == 3 else image.convert("L"), "JPEG")
+    values = {"mean": (0.5,) * channels, "crop_mode": crop_mode or "center"}
+    found = {}
+    for decoder in ("torchvision", "pillow"):
+        data = dataclasses.replace(config.data, decoder=decoder, **values)
+        changed = dataclasses.replace(config, model=model, data=data)
+        decoded = decode_for(content, changed)
+        assert isinstance(decoded, torch.Tensor) == (decoder == "torchvision")
+        transform = train_transform(changed, 64) if crop_mode is None else val_transform(changed)
+        found[decoder] = []
+        for seed in range(8 if crop_mode is None else 1):
+            seed_image(seed)
+            found[decoder].append(transform(decoded))
+    one, other = (torch.stack(images).int() for images in found.values())
+    assert one.shape[1:] == (channels, 64, 64)
+    if crop_mode is None:  # RandAugment may enlarge a difference
+        assert (one != other).float().mean() < 0.05
+    else:
+        assert (one - other).abs().max() <= 2
+        assert (one != other).float().mean() < 0.02

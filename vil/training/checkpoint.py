@@ -37,7 +37,7 @@ from vil.training.errors import (
 from vil.training.files import is_there, link_atomically, write_atomically
 from vil.training.images import Source
 from vil.training.model import Trainee
-from vil.training.recipes import flat, from_dict
+from vil.training.recipes import flat, of_a_run
 from vil.training.resolve import model_arguments
 from vil.training.settings import TrainConfig, marked
 from vil.weights.archive import check_finite, check_plain, check_sums, load_archive
@@ -117,7 +117,7 @@ class Run:
             "std": data.std,
             "interpolation": data.interpolation,
             "crop_pct": data.crop_pct,
-            "crop_mode": data.crop_mode or "center",  # None in runs from before this option
+            "crop_mode": data.crop_mode,
         }
 
     @property
@@ -262,9 +262,9 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
     """
     once = {"run.allow_changes": False}
     if saved is None:
-        kind = {"data.val_hash": new.data.val_hash or "path"} if new.data.val_fraction else {}
-        return _with(new, once | kind), _with(new, once)
-    config, asked = (from_dict(saved[key], f"{saved['origin']}: ") for key in ("config", "asked"))
+        return _with(new, once), _with(new, once)
+    config = of_a_run(saved["config"], f"{saved['origin']}: ")
+    asked = of_a_run(saved["asked"], f"{saved['origin']}: ", filled=False)
     before, filled, after = flat(asked), flat(config), flat(new)
     free, allowed = marked("free"), marked("changeable") if new.run.allow_changes else set()
     # Stating a value that was filled in before is not a change.

@@ -28,7 +28,7 @@ from vil.training.images import fingerprint
 from vil.training.loader import ValData, check_same, described, open_source
 from vil.training.model import build_model
 from vil.training.passes import ScoringPass
-from vil.training.recipes import from_dict
+from vil.training.recipes import from_dict, of_a_run
 from vil.training.report import model_size
 from vil.training.resolve import fill_from_weights, read_source
 from vil.training.settings import (
@@ -73,6 +73,8 @@ class EvalDataConfig(Section):
     """Colour behind transparent pixels."""
     exif_rotation: bool | None = None
     """Apply the EXIF orientation of photographs."""
+    decoder: Literal["torchvision", "pillow"] | None = None
+    """Package that decodes and resizes JPEG files."""
     num_workers: Workers | None = None
     """Number of data-loading workers."""
 
@@ -139,7 +141,7 @@ def load_subject(options: EvalConfig) -> Subject:
         data = dataclasses.replace(config.data, **image_options(weights.pretrained_cfg))
         config = dataclasses.replace(config, data=data)
     else:
-        config = from_dict(weights.config, f"{name}: ")
+        config = of_a_run(weights.config, f"{name}: ")
     config = _with_options(config, options)
     model, line = _model(weights, config, options)
     return Subject(model, _with_classes(config, model), line, weights.epoch, weights.label_names)
@@ -205,7 +207,7 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "split": f"{held_out:g} of the images" if held_out else config.data.val_split,
         "img_size": config.model.img_size,
         "crop_pct": config.data.crop_pct,
-        "crop_mode": config.data.crop_mode or "center",
+        "crop_mode": config.data.crop_mode,
         **({} if places is None else {"scored_classes": f"{count} of {model.num_classes}"}),
         "interpolation": config.data.interpolation,
         "amp": config.run.amp,
@@ -362,7 +364,7 @@ def _resizes(model: nn.Module) -> bool:
 
 def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfig:
     """Return the settings for a model that this package did not train."""
-    data = DataConfig(validation_batch_size=_BATCH_SIZE, val_hash="path")
+    data = DataConfig(validation_batch_size=_BATCH_SIZE, val_hash="path", decoder="pillow")
     return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
 
 

@@ -214,7 +214,7 @@ class Subset(Source):
         return drawn[drawn >= 0]
 
 
-def decode_for(content: bytes, config: TrainConfig) -> Image.Image:
+def decode_for(content: bytes, config: TrainConfig) -> Image.Image | torch.Tensor:
     """Decode an image file with the options of a run; raise DataError if ``decode`` raises ValueError."""
     data = config.data
     try:
@@ -224,6 +224,7 @@ def decode_for(content: bytes, config: TrainConfig) -> Image.Image:
             data.exif_rotation,
             data.background,
             data.max_pixels,
+            data.decoder or "pillow",
         )
     except ValueError as error:
         raise DataError(str(error)) from error

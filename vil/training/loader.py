@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data import Subset as Chosen
+from torchvision.transforms.functional import get_image_size
 
 from vil.messages import printable
 from vil.training.distributed import World, versions
@@ -301,7 +302,7 @@ class _Images(Dataset):
     def __init__(self, source: Source, config: TrainConfig) -> None:
         self.source, self.config = source, config
 
-    def decoded(self, index: int) -> Image.Image:
+    def decoded(self, index: int) -> Image.Image | torch.Tensor:
         return decode_for(read_patiently(self.source.read, index), self.config)
 
 
@@ -357,13 +358,14 @@ class _ValImages(_Images):
         except (DataError, OSError) as error:
             raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
 
-    def _check_enlarged(self, image: Image.Image) -> None:
+    def _check_enlarged(self, image: Image.Image | torch.Tensor) -> None:
         """Raise DataError if the longer side becomes too long when the shorter one is resized, before the crop."""
-        data, (shorter, longer) = self.config.data, sorted(image.size)
+        data, (width, height) = self.config.data, get_image_size(image)
+        shorter, longer = sorted((width, height))
         pixels = (self.config.model.img_size / data.crop_pct) ** 2 * longer / shorter
         if data.crop_mode == "center" and pixels > data.max_pixels:
             raise DataError(
-                f"enlarged from {image.width} x {image.height} px, it would have {pixels:,.0f} pixels, which "
+                f"enlarged from {width} x {height} px, it would have {pixels:,.0f} pixels, which "
                 f"exceeds data.max_pixels {data.max_pixels:,}"
             )
 

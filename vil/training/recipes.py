@@ -20,6 +20,8 @@ from vil.training.errors import ConfigError
 from vil.training.settings import TrainConfig
 
 _Options = TypeVar("_Options")
+# Options of data that later versions added, with the values that earlier runs had.
+_BEFORE = {"val_hash": "name", "decoder": "pillow", "crop_mode": "center"}
 
 
 def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
@@ -99,10 +101,6 @@ def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _
     Raises:
         ConfigError: If a name is unknown or a value out of range; one line lists all problems.
     """
-    if isinstance(values, dict) and isinstance(values.get("data"), dict):
-        values["data"].pop(
-            "fractal_seed", None
-        )  # written by earlier versions; has no effect any more
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str))
     except ValidationError as error:
@@ -114,6 +112,17 @@ def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _
         RecursionError,
     ) as error:  # from json, as for a number of 5,000 digits
         raise ConfigError(f"{origin}{one_line(error)}", everywhere=True) from error
+
+
+def of_a_run(values: Any, origin: str, filled: bool = True) -> TrainConfig:
+    """Build the settings in a checkpoint, also of earlier versions; ``filled`` if they are not as the user gave them.
+
+    The other arguments and errors are those of ``from_dict``.
+    """
+    if isinstance(values, dict) and isinstance(values.get("data"), dict):
+        data = {key: value for key, value in values["data"].items() if key != "fractal_seed"}
+        values = values | {"data": (_BEFORE if filled else {}) | data}
+    return from_dict(values, origin)
 
 
 def _described(problem: Any) -> str:

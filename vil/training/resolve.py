@@ -106,6 +106,8 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
             if isinstance(value, tuple | list):
                 value = _per_channel(tuple(value), model.in_chans)
             data = replace(data, **{key: value})
+    chosen = {"decoder": data.decoder or "torchvision", "val_hash": data.val_hash or "path"}
+    data = replace(data, **chosen)
     config = from_dict(asdict(replace(config, model=model, data=data)), "")
     for problem in config.other_channels():
         raise ConfigError(problem, everywhere=True)

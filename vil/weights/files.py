@@ -185,8 +185,11 @@ def _weights(
             _check_value(described[key], form, key, origin)
     data = described.get("config", {}).get("data")
     if isinstance(data, dict):
-        opened = {"exif_rotation": bool(data.get("exif_rotation"))}
-        notes = image_notes(**opened, background=str(data.get("background", "none")))
+        notes = image_notes(
+            exif_rotation=bool(data.get("exif_rotation")),
+            background=str(data.get("background", "none")),
+            decoder=str(data.get("decoder", "pillow")),
+        )
         described["pretrained_cfg"] = described.get("pretrained_cfg", {}) | {"notes": notes}
     cfg = _relevant(described.get("pretrained_cfg", {}))
     for key, value in cfg.items():
