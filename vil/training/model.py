@@ -1,6 +1,7 @@
 """Build model, optimizer, schedule, loss, augmentation, EMA and data-parallel wrapper."""
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -239,8 +240,10 @@ def _distribute(training_pass: TrainingPass, config: ModelConfig, world: World) 
     devices = [world.device] if world.device.type == "cuda" else None
     # Our models' only buffer is a constant of whole numbers, which needs no broadcast before every step.
     statistics = any(buffer.is_floating_point() for buffer in training_pass.buffers())
+    renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    sync = {"forward_sync_buffers" if renamed else "broadcast_buffers": statistics}
     averaging = DistributedDataParallel(
-        training_pass, devices, broadcast_buffers=statistics, gradient_as_bucket_view=True
+        training_pass, devices, gradient_as_bucket_view=True, **sync
     )
     averaging.eval()  # keeps batch-norm statistics unchanged, and records nothing
     images = torch.zeros(1, config.in_chans, config.img_size, config.img_size, device=world.device)
