@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -13,6 +14,7 @@ import torch
 
 import vil
 from vil.training import evaluation
+from vil.training.distributed import World
 from vil.training.errors import DataError, OutputError
 from vil.training.evaluation import EvalConfig, Subject, _places, _trained_names, load_subject
 from vil.training.make_shards import MakeOptions, make_shards
@@ -50,7 +52,8 @@ def test_all_sources_of_the_same_weights_score_the_same(
         path = tmp_path / f"{number}.json"
         assert evaluate(str(source), "--data.path", str(image_folder), "--json", str(path)) == 0
         result = json.loads(path.read_text())
-        assert (result["top1"], result["top5"]) == (row["top1"], row["top5"])
+        assert result["top1"] == row["top1"]
+        assert "top5" not in result  # of four classes
         assert result["loss"] == pytest.approx(row["val_loss"], rel=1e-6)
         assert (result["crop_pct"], result["img_size"], result["num_images"]) == (0.8, 16, 12)
         assert "25 tensors taken" in result["weights"]
@@ -210,10 +213,47 @@ def test_classes_are_told_one_by_one(config, train, evaluate, capsys, tmp_path) 
     assert told == sorted(rows, key=lambda name: rows[name]["top1"])
 
 
+def test_sizes_that_work_are_named(checkpoint, evaluate, capsys) -> None:
+    assert evaluate(str(checkpoint), "--img-size", "20") == 2
+    told = "error: --img-size must be 8 px or a multiple of 8 px more, such as 16 or 24, got 20\n"
+    assert capsys.readouterr().err == told
+
+
+def test_other_data_has_its_own_result(
+    checkpoint, image_folder, evaluate, capsys, tmp_path
+) -> None:
+    """A folder of classes is scored as a whole, although the run has splits."""
+    whole = shutil.copytree(image_folder / "val", tmp_path / "others")
+    assert evaluate(str(checkpoint)) == evaluate(str(checkpoint), "--data.path", str(whole)) == 0
+    own, others = (checkpoint.with_name(f"last-{name}eval.json") for name in ("", "others-"))
+    own, others = json.loads(own.read_text()), json.loads(others.read_text())
+    assert (others["path"], others["split"], others["num_images"]) == (str(whole), ".", 12)
+    assert (own["path"], own["top1"]) == (str(image_folder), others["top1"])
+    again = shutil.copytree(whole, tmp_path / "elsewhere" / "others")
+    capsys.readouterr()
+    assert evaluate(str(checkpoint), "--data.path", str(again)) == 5
+    assert f"has the evaluation of other data (path {whole})" in capsys.readouterr().err
+
+
+def test_the_interval_is_wilsons() -> None:
+    low, high = evaluation.interval(90.0, 100)
+    assert (round(low, 1), round(high, 1)) == (82.6, 94.5)
+    assert evaluation.interval(100.0, 12)[1] == pytest.approx(100)
+    assert evaluation.interval(0.0, 12)[0] == 0
+
+
 def test_classes_of_one_name_are_told_apart() -> None:
     """ImageNet has two cranes: a bird and a machine."""
-    by_class = torch.tensor([[1.0, 2, 3], [2, 2, 4]])
-    rows = evaluation._per_class(("crane", "boat", "crane"), by_class)
+    true, found = [0, 0, 1, 1, 2, 2, 2, 2], [0, 2, 1, 1, 2, 2, 2, 1]
+    judged = [torch.tensor([true[:3], found[:3]]), torch.tensor([true[3:], found[3:]])]
+    source = Mock(num_images=8, **{"name.side_effect": str})
+    result = evaluation._by_class(("crane", "boat", "crane"), judged, source, World())
+    rows = result["per_class"]
+    assert result["confusion"] == {
+        "crane (class 0)": {"crane (class 2)": 1},
+        "crane (class 2)": {"boat": 1},
+    }
+    assert [one["image"] for one in result["wrong"]] == ["1", "7"]
     assert {name: row["top1"] for name, row in rows.items()} == {
         "crane (class 0)": 50, "boat": 100, "crane (class 2)": 75,
     }  # fmt: skip

@@ -95,7 +95,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-6)
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.path", "photos"])
     assert run_script(eval_script.main) == 0
-    result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
+    result = json.loads((tmp_path / "output" / "scratch" / "last-photos-eval.json").read_text())
     assert (result["num_images"], result["split"]) == (3, "validation")  # photos/val, whole
 
 

@@ -67,7 +67,7 @@ def train_step(trainee: Trainee, step: Step, config: TrainConfig) -> StepResult:
 
 @torch.no_grad()
 def evaluate(
-    models: Sequence[ScoringPass], data: ValData, by_class: torch.Tensor | None = None
+    models: Sequence[ScoringPass], data: ValData, judged: list[torch.Tensor] | None = None
 ) -> list[Score]:
     """Evaluate models on all validation images, distributed over all processes.
 
@@ -77,8 +77,8 @@ def evaluate(
     Args:
         models: Models to evaluate; they stay in evaluation mode.
         data: Validation images.
-        by_class: Zeros (2, classes), float64, on the model's device. Receives the first model's top-1
-            hits and the number of images per class, summed over all processes.
+        judged: Empty list. Receives a tensor (2, B) for each batch of this process, on the model's device: the
+            images' classes, and the first model's predictions.
 
     Returns:
         One score per model.
@@ -95,12 +95,10 @@ def evaluate(
     for images, targets in data.batches():
         check_targets(targets, data.config.model.num_classes)
         targets = targets.to(normalize.device, non_blocking=True)
-        _score(models, sums, normalize(images), targets, by_class)
+        _score(models, sums, normalize(images), targets, judged)
     # Reduce the sums one by one. The partitioning of a larger tensor in all_reduce, and with it the
     # rounding, would depend on the number of models.
     totals = [data.world.sum(total).tolist() for total in sums]
-    if by_class is not None:
-        data.world.sum(by_class)
     seconds = time.perf_counter() - start
     return [
         Score(loss / count, 100 * top1 / count, 100 * top5 / count, int(count), count / seconds)
@@ -142,16 +140,16 @@ def _score(
     sums: Sequence[torch.Tensor],
     images: torch.Tensor,
     targets: torch.Tensor,
-    by_class: torch.Tensor | None,
+    judged: list[torch.Tensor] | None,
 ) -> None:
-    """Add a batch to the sums of each model, and to ``by_class``; see ``evaluate``."""
+    """Add a batch to the sums of each model, and to ``judged``; see ``evaluate``."""
     for model, total in zip(models, sums, strict=True):
-        loss, hits = _judge(model(images).float(), targets)
+        logits = model(images).float()
+        loss, hits = _judge(logits, targets)
         total[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
         total[3] += len(targets)
-        if by_class is not None and model is models[0]:
-            counted = torch.stack([hits[:, 0], torch.ones_like(hits[:, 0])])
-            by_class.index_add_(1, targets, counted.double())
+        if judged is not None and model is models[0]:
+            judged.append(torch.stack([targets, logits.argmax(1)]))
 
 
 def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,7 +85,9 @@ class StoppedError(UserError):
     """A signal asked the run to stop."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}", everywhere=True)
+        name = signal.Signals(number).name
+        told = f"stopped by {name}; the run is saved, and the same command resumes it"
+        super().__init__(told, everywhere=True)
         self.exit_code = 128 + number
 
 

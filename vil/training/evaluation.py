@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from vil.training.draws import seed_everything
 from vil.training.engine import evaluate
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
 from vil.training.files import write_text
-from vil.training.images import fingerprint
+from vil.training.images import Source, fingerprint
 from vil.training.loader import ValData, check_same, described, open_source
 from vil.training.model import build_model
 from vil.training.passes import ScoringPass
@@ -48,6 +49,8 @@ from vil.weights.build import model_with
 from vil.weights.files import Weights, is_model_name, no_weights
 
 _BATCH_SIZE = 128  # default if no checkpoint sets it
+_FEW = 5  # with as many classes or fewer, top-5 says nothing
+_MOST_PRINTED = 20  # wrong images, and kinds of mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,7 @@ class EvalConfig(Section):
     cuda_graphs: bool = True
     """On a GPU, record the model in CUDA graphs, one for each shape of a batch."""
     per_class: bool = False
-    """Also report the top-1 accuracy of each class."""
+    """Also report the top-1 accuracy of each class, the mistakes (a confusion matrix), and the wrong images."""
     device: Text = "auto"
     """cpu, cuda, ...; auto uses CUDA if available."""
     json: Text | None = None
@@ -166,7 +169,7 @@ def evaluate_as(options: EvalConfig) -> None:
         log.info(describe(result))
         path = json_path(options)
         if path is not None:
-            _refuse_others(path)
+            _refuse_others(path, result if options.json is None else {})
             write_text(path, json.dumps(result, indent=2, allow_nan=False) + "\n")
             log.info(f"written  {path}")
 
@@ -187,15 +190,16 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
     places = _places(_trained_names(subject, source.classes), source.classes, model.num_classes)
     scored = model if places is None else nn.Sequential(model, _Columns(places).to(world.device))
     count = model.num_classes if places is None else len(places)
-    by_class = torch.zeros(2, count, dtype=torch.float64, device=world.device)
+    judged: list[torch.Tensor] | None = [] if options.per_class else None
     scoring_pass = ScoringPass(scored, config.run, world.device)
-    [score] = evaluate([scoring_pass], data, by_class)
+    [score] = evaluate([scoring_pass], data, judged)
     if not math.isfinite(score.loss):
         raise NonFiniteLossError(
             f"the validation loss is {score.loss} with the weights of {options.checkpoint}",
             everywhere=True,
         )
-    names = source.classes or subject.label_names or map(str, range(model.num_classes))
+    names = source.classes or subject.label_names or tuple(map(str, range(model.num_classes)))
+    low, high = interval(score.top1, score.num_images)
     held_out = config.data.val_fraction
     return {
         "checkpoint": _whole_name(options.checkpoint),
@@ -212,8 +216,9 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "interpolation": config.data.interpolation,
         "amp": config.run.amp,
         "weights": subject.weights,
-        **score._asdict(),
-        **({"per_class": _per_class(tuple(names), by_class)} if options.per_class else {}),
+        **{key: value for key, value in score._asdict().items() if key != "top5" or count > _FEW},
+        "top1_interval": [low, high],
+        **({} if judged is None else _by_class(names, judged, source, world)),
         **model_size(model, config),
         "gmacs_count_scans": True,
         "device": str(world.device),
@@ -221,18 +226,50 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
     }
 
 
-def _per_class(names: tuple[str, ...], by_class: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Return top-1 and number of images by class; names that several classes share get the class index."""
-    count, found = Counter(names), {}
-    for index, (name, hits, images) in enumerate(zip(names, *by_class.tolist(), strict=False)):
-        if images:
-            label = name if count[name] == 1 else f"{name} (class {index})"
-            found[label] = {"top1": 100 * hits / images, "num_images": int(images)}
-    return found
+def interval(percent: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval (Wilson) of an accuracy in percent that was measured on ``count`` images."""
+    share, z = percent / 100, 1.96
+    middle, scale = share + z * z / (2 * count), 1 + z * z / count
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return 100 * max(middle - half, 0.0) / scale, 100 * min(middle + half, scale) / scale
+
+
+def _by_class(
+    names: tuple[str, ...], judged: list[torch.Tensor], source: Source, world: World
+) -> dict[str, Any]:
+    """Return accuracy by class, mistakes by class and predicted class, and the wrong images; every rank calls this.
+
+    Names that several classes share get the class index.
+    """
+    own = torch.cat(judged, 1).cpu().T.tolist() if judged else []
+    places = range(world.rank, source.num_images, world.size)
+    told = world.gather(list(zip(places, own, strict=True)))
+    rows = sorted(row for rank in told for row in rank)
+    count, labels = Counter(names), []
+    for index, name in enumerate(names):
+        labels.append(name if count[name] == 1 else f"{name} (class {index})")
+    images = Counter(true for _, (true, _) in rows)
+    pairs = Counter((true, found) for _, (true, found) in rows)
+    confusion: dict[str, dict[str, int]] = {}
+    for (true, found), number in sorted(pairs.items()):
+        if true != found:
+            confusion.setdefault(labels[true], {})[labels[found]] = number
+    return {
+        "per_class": {
+            labels[true]: {"top1": 100 * pairs[true, true] / number, "num_images": number}
+            for true, number in sorted(images.items())
+        },
+        "confusion": confusion,
+        "wrong": [
+            {"image": source.name(place), "class": labels[true], "predicted": labels[found]}
+            for place, (true, found) in rows
+            if true != found
+        ],
+    }
 
 
 def json_path(options: EvalConfig) -> Path | None:
-    """Return the path of the result file; its name includes options that differ from training."""
+    """Return the path of the result file; its name includes options that differ from training, and named data."""
     checkpoint = Path(options.checkpoint)
     if options.json is not None:
         return Path(options.json)
@@ -240,12 +277,15 @@ def json_path(options: EvalConfig) -> Path | None:
         return None
     parts = [checkpoint.stem, *(["ema"] if options.ema else [])]
     parts += [] if options.img_size is None else [f"{options.img_size}px"]
+    data = options.data
+    parts += [Path(data.path).resolve().name] if data.path is not None else []
+    parts += [re.sub(r"\W+", "-", data.val_split).strip("-")] if data.val_split is not None else []
     parts += ["per-class"] if options.per_class else []
     return checkpoint.with_name("-".join([*parts, "eval.json"]))
 
 
-def _refuse_others(path: Path) -> None:
-    """Raise OutputError if a path exists and is not an earlier evaluation."""
+def _refuse_others(path: Path, result: dict[str, Any]) -> None:
+    """Raise OutputError if a path exists and is not an earlier evaluation, on the data that ``result`` states."""
     if not os.path.lexists(path):
         return
     try:
@@ -254,25 +294,48 @@ def _refuse_others(path: Path) -> None:
         earlier = None
     if not isinstance(earlier, dict) or not earlier.keys() >= {"checkpoint", "top1", "versions"}:
         raise OutputError(f"{path} exists and is not an evaluation; choose another --json")
+    for key in ("dataset", "path", "split"):
+        if key in result and earlier.get(key) != result[key]:
+            raise OutputError(
+                f"{path} has the evaluation of other data ({key} {earlier[key]}); choose another --json"
+            )
 
 
 def describe(result: dict[str, Any]) -> str:
     """Format the result as text."""
     installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rows = sorted(result.get("per_class", {}).items(), key=lambda item: item[1]["top1"])
-    return (
-        f"model    {result['model']} at {result['img_size']} px\n"
-        f"weights  {result['weights']}\n"
-        f"top-1    {result['top1']:.2f}%   top-5 {result['top5']:.2f}%   "
-        f"loss {result['loss']:.4f}   on {result['num_images']:,} images\n"
+    low, high = result["top1_interval"]
+    top5 = f"top-5 {result['top5']:.2f}%   " if "top5" in result else ""
+    lines = [
+        f"model    {result['model']} at {result['img_size']} px",
+        f"weights  {result['weights']}",
+        f"top-1    {result['top1']:.2f}% (95% interval {low:.2f} to {high:.2f})   {top5}"
+        f"loss {result['loss']:.4f}   on {result['num_images']:,} images",
         f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
-        f"{result['images_per_s']:,.0f} images/s on {result['device']}\n"
-        f"versions {installed}"
-        + "".join(
-            f"\nclass    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
-            for name, row in rows  # worst class first
-        )
-    )
+        f"{result['images_per_s']:,.0f} images/s on {result['device']}",
+        f"versions {installed}",
+    ]
+    rows = sorted(result.get("per_class", {}).items(), key=lambda item: item[1]["top1"])
+    lines += [
+        f"class    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
+        for name, row in rows  # worst class first
+    ]
+    mistakes = [
+        (number, true, found)
+        for true, others in result.get("confusion", {}).items()
+        for found, number in others.items()
+    ]
+    lines += [
+        f"mistake  {number:,} x {printable(true)} taken for {printable(found)}"
+        for number, true, found in sorted(mistakes, key=lambda one: -one[0])[:_MOST_PRINTED]
+    ]
+    wrong = result.get("wrong", [])
+    lines += [
+        f"wrong    {one['image']}: {printable(one['predicted'])}" for one in wrong[:_MOST_PRINTED]
+    ]
+    if len(wrong) > _MOST_PRINTED:
+        lines.append(f"wrong    and {len(wrong) - _MOST_PRINTED:,} more images, in the JSON file")
+    return "\n".join(lines)
 
 
 def _whole_name(source: str) -> str:
@@ -349,10 +412,30 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
         if size and _resizes(model):  # then keep the weights' own grid and positions
             model, line = model_with(weights, options.model)
     except ValueError as error:
+        if size:
+            _check_size(weights, options)
         raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
     if "; new " in line:
         raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
     return model, line
+
+
+def _check_size(weights: Weights, options: EvalConfig) -> None:
+    """Raise ConfigError with valid sizes if whole patches do not cover images of --img-size."""
+    size = options.img_size
+    try:
+        model, _ = model_with(weights, options.model)
+    except ValueError:
+        return  # the size is not the reason
+    if not isinstance(model, VisionLonghorn):
+        return
+    patch, stride = max(model.patch_embed.patch_size), max(model.patch_embed.stride)
+    if size < patch or (size - patch) % stride:
+        lower = patch + max(size - patch, 0) // stride * stride
+        raise ConfigError(
+            f"--img-size must be {patch} px or a multiple of {stride} px more, such as {lower} or "
+            f"{lower + stride}, got {size}"
+        )
 
 
 def _resizes(model: nn.Module) -> bool:
@@ -379,6 +462,10 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
     if chosen.get("dataset", config.data.dataset) != config.data.dataset:
         chosen = {"path": None} | chosen  # the path of another data set does not apply
+    if "path" in chosen and chosen.get("dataset", config.data.dataset) == "folder":
+        names = [chosen.get("val_split", config.data.val_split), "val"]
+        if "val_split" not in chosen and not any(Path(chosen["path"], n).is_dir() for n in names):
+            chosen["val_split"] = "."  # the classes are in the folder itself
     if chosen.keys() & {"dataset", "path", "val_split"}:
         chosen = {"val_fraction": 0.0} | chosen  # all images of a split that is named
     if options.crop_pct is not None:

@@ -332,6 +332,15 @@ def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
     return folders, images, others
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Return all images in a folder and its sub-folders, in timm's order of names; raise DataError if one is unreadable."""
+    inner, images, _ = _look_into(folder)
+    own = [folder / name for name in sorted(images, key=natural_key)]
+    return own + [
+        path for name in sorted(inner, key=natural_key) for path in files_below(folder / name)
+    ]
+
+
 def _below(folder: Path) -> list[str]:
     """Return one misplaced image in a folder or its sub-folders, or an empty list."""
     inner, images, _ = _look_into(folder)

@@ -353,21 +353,10 @@ class _ValImages(_Images):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         try:
             image = self.decoded(index)
-            self._check_enlarged(image)
+            check_enlarged(image, self.config)
             return self.transform(image), int(self.source.labels[index])
         except (DataError, OSError) as error:
             raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
-
-    def _check_enlarged(self, image: Image.Image | torch.Tensor) -> None:
-        """Raise DataError if the longer side becomes too long when the shorter one is resized, before the crop."""
-        data, (width, height) = self.config.data, get_image_size(image)
-        shorter, longer = sorted((width, height))
-        pixels = (self.config.model.img_size / data.crop_pct) ** 2 * longer / shorter
-        if data.crop_mode == "center" and pixels > data.max_pixels:
-            raise DataError(
-                f"enlarged from {width} x {height} px, it would have {pixels:,.0f} pixels, which "
-                f"exceeds data.max_pixels {data.max_pixels:,}"
-            )
 
 
 class _Problems(_ValImages):
@@ -379,6 +368,18 @@ class _Problems(_ValImages):
         except DataError as error:
             return str(error)
         return ""
+
+
+def check_enlarged(image: Image.Image | torch.Tensor, config: TrainConfig) -> None:
+    """Raise DataError if the longer side becomes too long when validation resizes the shorter one, before the crop."""
+    data, (width, height) = config.data, get_image_size(image)
+    shorter, longer = sorted((width, height))
+    pixels = (config.model.img_size / data.crop_pct) ** 2 * longer / shorter
+    if data.crop_mode == "center" and pixels > data.max_pixels:
+        raise DataError(
+            f"enlarged from {width} x {height} px, it would have {pixels:,.0f} pixels, which "
+            f"exceeds data.max_pixels {data.max_pixels:,}"
+        )
 
 
 def _collate(

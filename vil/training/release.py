@@ -137,6 +137,7 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
     if cfg.get("notes"):
         described["pretrained_cfg"]["notes"] = cfg["notes"]
     path.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    shutil.copymode(path, folder / "model.safetensors")  # safetensors lets only the owner read it
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -33,6 +33,8 @@ from vil.training.settings import TrainConfig
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
 _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv
 _CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
+# A narrow terminal cuts the end off, so what matters most comes first.
+_BAR = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt}, {remaining} left  {desc}"
 
 
 def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
@@ -75,7 +77,9 @@ class Report:
             file=sys.stdout,
             leave=False,
             dynamic_ncols=True,
+            bar_format=_BAR,
         )
+        self.bar.set_description_str("loading data and compiling for the first step")
         if not self.bar.disable:
             self.stack.enter_context(logging_redirect_tqdm([log]))
         return self
@@ -101,6 +105,10 @@ class Report:
     def took(self, step: Step, result: StepResult) -> None:
         """Count a step; its loss is read later."""
         self.unread.append((step._replace(micro_batches=[]), result))
+        if (
+            self.state.step == self.first_step
+        ):  # it compiles, so its time says nothing about the others
+            self.bar.unpause()
         self.state.step += 1
         self.bar.update()
 
@@ -121,8 +129,8 @@ class Report:
 
     @property
     def is_due(self) -> bool:
-        """Whether to read the losses now; the same on all ranks."""
-        return self.done % self.config.run.log_interval == 0
+        """Whether to read the losses now, at least once an epoch; the same on all ranks."""
+        return self.done % min(self.config.run.log_interval, self.length) == 0
 
     @property
     def save_is_due(self) -> bool:
@@ -170,7 +178,7 @@ class Report:
             f"grad {self.mean[1]:.2g}  lr {self.run.trainee.lr:.2e}  {memory}{self._rest()}"
         )
         if not self.bar.disable:
-            self.bar.set_description_str(f"{title}  {status}")
+            self.bar.set_description_str(f"{title}  {status.removesuffix(self._rest())}")
         elif self.done < self.length:
             log.info(f"{title} step {self.done}/{self.length}  {status}")
         self.tracking.show()
@@ -213,7 +221,9 @@ class Report:
             f"\n{self.config.model.name} reached top-1 {best[state.best_key]:.2f}% (best{', EMA' * averaged}, "
             f"epoch {best['epoch']}) and {last['top1']:.2f}% (last{ema}) on {self.val_data.num_images:,} held-out "
             f"images, in {timedelta(seconds=seconds)}\n"
-            f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps\n"
+            f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps"
+            + (", listed in skipped.txt" if "skipped.txt" in present else "")
+            + "\n"
             f"files    {self.folder}: {', '.join(present)}\n"
             f"evaluate python eval.py {shlex.quote(str(path))}{' --ema' * averaged}"
         )
@@ -335,6 +345,7 @@ class Report:
 def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
     """Plot loss and top-1 per epoch as a PNG file, given one log row per epoch."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     curves = (
@@ -343,7 +354,9 @@ def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
         ("top1", "held out"),
         ("ema_top1", "EMA"),
     )
+    best = max(history, key=lambda row: row["top1"])["epoch"]
     for axes, chosen in zip(figure.subplots(1, 2), (curves[:2], curves[2:]), strict=True):
+        axes.axvline(best, color="grey", linestyle=":", label=f"best top-1, epoch {best}")
         for key, label in chosen:
             if key in history[-1]:
                 values = [row.get(key, math.nan) for row in history]
@@ -353,6 +366,10 @@ def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
     figure.axes[0].set(ylabel="loss", yscale="log")
+    for which in ("major", "minor"):  # 0.5 instead of 5 x 10^-1
+        getattr(figure.axes[0].yaxis, f"set_{which}_formatter")(
+            LogFormatter(minor_thresholds=(2, 0.4))
+        )
     figure.axes[1].set(ylabel="top-1 (%)")
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
 

@@ -299,6 +299,7 @@ _CFG_FORMS: dict[str, _Form] = {
     "interpolation": _TEXT,
     "crop_pct": ("a finite number", _is_number),
     "crop_mode": _TEXT,
+    "license": _TEXT,
     "notes": ("a string or a list of strings", lambda v: _is_text(v) or _are(_is_text)(v)),
 }
 

@@ -1,0 +1,187 @@
+"""predict.py: the rows are what eval.py counts, whatever is in the folder, and the sheet can be looked at."""
+
+import csv
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import predict as predict_script
+from vil.training.errors import run_script
+from vil.training.release import ReleaseConfig, release
+from vil.training.settings import TrainConfig
+
+
+@pytest.fixture
+def predict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    def run(*arguments: object) -> int:
+        command = ["predict.py", *map(str, arguments), "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", command)
+        return run_script(predict_script.main)
+
+    return run
+
+
+@pytest.fixture
+def photos(config: TrainConfig, image_folder: Path) -> TrainConfig:
+    """Return a run on photographs of which half are held sideways, and on drawings on transparent ground."""
+    sideways = Image.Exif()
+    sideways[274] = 6
+    for number, path in enumerate(sorted(image_folder.glob("*/*/*.jpg"))):
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        if number % 3 == 0:
+            image.putalpha(Image.linear_gradient("L").resize(image.size))
+            image.save(path.with_suffix(".png"))
+            path.unlink()
+        elif number % 3 == 1:
+            image.save(path, exif=sideways)
+    data = dataclasses.replace(config.data, exif_rotation=True, background="white")
+    return dataclasses.replace(config, data=data)
+
+
+@pytest.fixture
+def checkpoint(photos: TrainConfig, train: Callable, tmp_path: Path) -> Path:
+    assert train(photos, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 0
+    return tmp_path / "run" / "last.pt"
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_are_what_eval_counts(
+    checkpoint, image_folder, predict, evaluate, tmp_path, capsys
+) -> None:
+    released = tmp_path / "small"
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(released)))
+    for source in (checkpoint, released):
+        result, output = tmp_path / "result.json", tmp_path / "predictions.csv"
+        data = ("--data.path", str(image_folder), "--per-class", "--json", str(result))
+        assert evaluate(str(source), *data) == 0
+        found = json.loads(result.read_text())
+        assert predict(source, image_folder / "val", "--output", output, "--num-workers", 2) == 0
+        rows = rows_of(output)
+        assert [row["path"] for row in rows] == sorted(row["path"] for row in rows)
+        assert len(rows) == found["num_images"] == 12
+        for name, row in found["per_class"].items():
+            own = [each for each in rows if Path(each["path"]).parent.name == name]
+            hits = sum(each["class_1"] == name for each in own)
+            assert (len(own), 100 * hits / len(own)) == (row["num_images"], row["top1"])
+        for row in rows:
+            shares = [float(row[f"probability_{n}"]) for n in range(1, 5)]
+            assert sorted(shares, reverse=True) == shares
+            assert sum(shares) == pytest.approx(1, abs=1e-5)
+            assert {row[f"class_{n}"] for n in range(1, 5)} == {"ash", "birch", "cedar", "dogwood"}
+            assert row["error"] == ""
+    assert "12 of 12 images read, with vil_tiny" in capsys.readouterr().out
+
+
+def test_folders_and_files_of_every_kind(
+    checkpoint, image_folder, predict, tmp_path, capsys
+) -> None:
+    """Images that cannot be read have a row with the reason; other files are left out."""
+    inner = tmp_path / "mine" / "2" / "deeper"
+    inner.mkdir(parents=True)
+    good = next(image_folder.glob("val/*/*.jpg")).read_bytes()
+    (tmp_path / "mine" / "10.jpg").write_bytes(good)
+    (inner / "wörk \udcff.jpg").write_bytes(good)
+    (inner / "cut off.jpg").write_bytes(good[:300])
+    (inner / "notes.txt").write_bytes(b"nothing")
+    (inner / ".hidden.jpg").write_bytes(good)
+    named = tmp_path / "photo"  # a file that is named may have any extension
+    named.write_bytes(good)
+    capsys.readouterr()
+    assert predict(checkpoint, named, tmp_path / "mine", "--top", 2, "--img-size", 24) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0].rpartition("/")[2] for line in lines[:4]] == [
+        "photo",
+        "10.jpg",
+        "cut off.jpg",
+        "wörk \\udcff.jpg",
+    ]
+    assert lines[0].count("%") == 2
+    assert "truncated" in lines[2].lower()
+    assert "3 of 4 images read" in lines[4]
+    output = tmp_path / "one.csv"
+    assert predict(checkpoint, inner / "cut off.jpg", "--output", output) == 3
+    assert "none of the images can be read" in capsys.readouterr().err
+    [row] = rows_of(output)
+    assert "truncated" in row["error"].lower()
+    assert row["class_1"] == ""
+
+
+def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, code, told in (
+        ((checkpoint, tmp_path / "missing.jpg"), 3, "missing.jpg does not exist"),
+        ((checkpoint, tmp_path / "empty"), 3, "there are no images in"),
+        ((tmp_path / "missing.pt", image_folder), 2, "is not a file, a folder"),
+        (("vil_tiny", image_folder), 2, "vil_tiny has no weights"),
+    ):
+        assert predict(*arguments) == code, arguments
+        assert told in capsys.readouterr().err
+
+
+def test_only_its_own_files_are_replaced(checkpoint, image_folder, predict, tmp_path) -> None:
+    output, sheet = tmp_path / "predictions.csv", tmp_path / "sheet.png"
+    command = (checkpoint, image_folder / "val", "--output", output, "--sheet", sheet)
+    assert predict(*command) == predict(*command) == 0
+    for path in (output, sheet):
+        own = path.read_bytes()
+        path.write_bytes(b"mine")
+        assert predict(*command) == 5
+        assert path.read_bytes() == b"mine"
+        assert predict(*command, "--overwrite") == 0
+        assert path.read_bytes() == own
+
+
+@pytest.mark.parametrize("maps", [(), ("--maps",)])
+def test_a_sheet_is_sorted_by_confidence(
+    checkpoint, image_folder, predict, maps, tmp_path, monkeypatch
+) -> None:
+    titles = []
+    write = predict_script.predict_as.__globals__["write_sheet"]
+
+    def record(path, images, told, *rest) -> None:
+        titles.extend(told)
+        write(path, images, told, *rest)
+
+    monkeypatch.setitem(predict_script.predict_as.__globals__, "write_sheet", record)
+    monkeypatch.setitem(predict_script.predict_as.__globals__, "MOST", 7)
+    sheet = tmp_path / "sheet.png"
+    assert predict(checkpoint, image_folder, "--sheet", sheet, *maps) == 0
+    shares = [int(title.split()[-1][:-1]) for title in titles]
+    assert len(titles) == 7
+    assert shares == sorted(shares)
+    with Image.open(sheet) as image:
+        assert image.size == (1000, 2 * (192 + 32 + 8) + 8)
+        pixels = np.asarray(image.convert("L"))
+    assert (pixels[8:200, 4:196] < 250).any()
+    assert (pixels[240:, 420:] == 255).all()  # the last row has two images
+
+
+def test_the_options_of_a_run_are_followed(
+    photos, checkpoint, predict, image_folder, tmp_path
+) -> None:
+    """A photograph held sideways is seen upright: turning its pixels changes nothing."""
+    held = next(
+        path
+        for path in sorted(image_folder.glob("val/*/*.jpg"))
+        if 274 in Image.open(path).getexif()
+    )
+    with Image.open(held) as file:
+        upright = file.transpose(Image.Transpose.ROTATE_270)
+    upright.save(tmp_path / "upright.png")
+    output = tmp_path / "both.csv"
+    assert predict(checkpoint, held, tmp_path / "upright.png", "--output", output) == 0
+    one, other = ([float(row[f"probability_{n}"]) for n in (1, 2)] for row in rows_of(output))
+    assert one == pytest.approx(other, abs=1e-3)
+    assert torch.load(checkpoint, weights_only=True)["config"]["data"]["exif_rotation"]

@@ -1,0 +1,236 @@
+"""Predict the classes of image files, and write them as a CSV table and as a sheet to look at."""
+
+import csv
+import io
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import tyro
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+from tyro.conf import Positional
+
+from vil.messages import one_line, printable
+from vil.training.distributed import World, connect
+from vil.training.errors import ConfigError, DataError, OutputError, log
+from vil.training.evaluation import EvalConfig, Subject, load_subject
+from vil.training.files import write_text
+from vil.training.images import decode_for, files_below
+from vil.training.loader import check_enlarged, loader_arguments
+from vil.training.passes import ScoringPass
+from vil.training.settings import Count, Section, Text, TrainConfig, Workers
+from vil.training.sheet import MOST, is_sheet, write_sheet
+from vil.training.transforms import Normalize, val_transform
+
+_FIRST_COLUMNS = ("path", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig(Section):
+    """Predict the classes of photographs. Prints a line for each, or writes them to --output."""
+
+    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A folder of release.py, a checkpoint of train_imagenet.py, or anything else that eval.py takes."""
+    images: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="IMAGE_OR_FOLDER")]
+    """Image files, and folders whose images are taken with those of their sub-folders."""
+    top: Count = 5
+    """Number of classes per image."""
+    output: Text | None = None
+    """CSV file for the predictions, a row for each image."""
+    sheet: Text | None = None
+    """PNG file with up to 64 of the images, from the least to the most certain, and the class of each."""
+    maps: bool = False
+    """Show on the sheet what the model reads (models of this package)."""
+    img_size: Count | None = None
+    """Height and width in pixels; None keeps the size of training."""
+    ema: bool = False
+    """Use the averaged weights (EMA) of a checkpoint."""
+    amp: bool | None = None
+    """Autocast to bfloat16; None keeps the setting of training."""
+    batch_size: Count = 64
+    """Images per step."""
+    num_workers: Workers | None = None
+    """Data-loading workers; 0 loads in this process. None uses one per core, at most 8."""
+    device: Text = "auto"
+    """cpu, cuda, ...; auto uses CUDA if available."""
+    overwrite: bool = False
+    """Replace files that this program did not write."""
+
+
+class Prediction(NamedTuple):
+    """The likeliest classes of an image, or why it has none."""
+
+    path: Path
+    error: str = ""
+    classes: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+
+
+def predict_as(options: PredictConfig) -> None:
+    """Predict with the given options, and print or write the results.
+
+    Raises:
+        ConfigError: If an option is invalid, or the weights do not exist or do not fit the model.
+        DataError: If there are no images, or none can be read.
+        OutputError: If the weights cannot be read, or a file exists or cannot be written.
+    """
+    paths = _find([Path(name) for name in options.images])
+    _check_free(options)
+    subject = load_subject(
+        EvalConfig(
+            checkpoint=options.model,
+            img_size=options.img_size,
+            ema=options.ema,
+            amp=options.amp,
+            device=options.device,
+        )
+    )
+    if subject.weights.startswith("RANDOM"):
+        raise ConfigError(f"{options.model} has no weights; pass a release or a checkpoint")
+    with connect(subject.config.run) as world:
+        found = list(predictions(subject, paths, options, world))
+        if options.output is None:
+            for one in found:
+                log.info(_line(one))
+        else:
+            write_text(Path(options.output), _csv(found, options.top))
+        read = [number for number, one in enumerate(found) if not one.error]
+        log.info(f"{len(read):,} of {len(found):,} images read, with {subject.config.model.name}")
+        if not read:
+            raise DataError(f"none of the images can be read; {paths[0]}: {found[0].error}")
+        if options.sheet is not None:
+            chosen = _spread(sorted(read, key=lambda number: found[number].probabilities[0]))
+            images = _Photographs([paths[number] for number in chosen], subject.config)
+            titles = [f"{found[n].classes[0]} {found[n].probabilities[0]:.0%}" for n in chosen]
+            names = [paths[number].name for number in chosen]
+            model = subject.model if options.maps else None
+            normalize = Normalize(subject.config, world.device)
+            write_sheet(
+                Path(options.sheet), [image for image, _ in images], titles, names, model, normalize
+            )
+    for path in (options.output, options.sheet):
+        if path is not None:
+            log.info(f"written  {path}")
+
+
+def predictions(
+    subject: Subject, paths: list[Path], options: PredictConfig, world: World
+) -> Iterator[Prediction]:
+    """Yield the prediction of each image, in order."""
+    model = subject.model.to(world.device).eval()
+    scoring_pass = ScoringPass(model, subject.config.run, world.device)
+    normalize = Normalize(subject.config, world.device)
+    names = subject.label_names or tuple(map(str, range(model.num_classes)))
+    loader = DataLoader(
+        _Photographs(paths, subject.config),
+        batch_size=options.batch_size,
+        collate_fn=list,
+        **loader_arguments(options.num_workers, world),
+    )
+    rest = iter(paths)
+    with tqdm(total=len(paths), unit=" images", disable=not sys.stderr.isatty()) as bar:
+        for items in loader:
+            images = [image for image, _ in items if image is not None]
+            best: Iterator[tuple[list[float], list[int]]] = iter(())
+            if images:
+                with torch.inference_mode():
+                    logits = scoring_pass(normalize(torch.stack(images))).float()
+                top = logits.softmax(1).topk(min(options.top, logits.shape[1]))
+                best = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            for image, why in items:
+                path = next(rest)
+                if image is None:
+                    yield Prediction(path, why)
+                    continue
+                shares, places = next(best)
+                yield Prediction(path, "", tuple(names[place] for place in places), tuple(shares))
+            bar.update(len(items))
+
+
+class _Photographs(Dataset):
+    """Images as validation crops them, uint8 (C, H, W), and "", or None and the reason."""
+
+    def __init__(self, paths: list[Path], config: TrainConfig) -> None:
+        self.paths, self.config, self.transform = paths, config, val_transform(config)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor | None, str]:
+        try:
+            image = decode_for(self.paths[index].read_bytes(), self.config)
+            check_enlarged(image, self.config)
+            return self.transform(image), ""
+        except (DataError, OSError) as error:
+            return None, getattr(error, "strerror", None) or one_line(error)
+
+
+def _find(places: list[Path]) -> list[Path]:
+    """Return the given files and the images below the given folders; raise DataError if there are none."""
+    found: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            found += files_below(place)
+        elif place.exists():
+            found.append(place)
+        else:
+            raise DataError(f"{printable(str(place))} does not exist")
+    if not found:
+        raise DataError(f"there are no images in {', '.join(printable(str(p)) for p in places)}")
+    return found
+
+
+def _check_free(options: PredictConfig) -> None:
+    """Raise OutputError if a file exists that this program did not write, unless it may be replaced."""
+    header = ",".join((*_FIRST_COLUMNS, "class_1", "probability_1")).encode()
+    for path, own in ((options.output, _starts_with(header)), (options.sheet, is_sheet)):
+        if (
+            path is not None
+            and not options.overwrite
+            and Path(path).exists()
+            and not own(Path(path))
+        ):
+            raise OutputError(
+                f"{path} exists and is not a file of predict.py; choose another, or pass --overwrite"
+            )
+
+
+def _starts_with(content: bytes) -> Callable[[Path], bool]:
+    def starts(path: Path) -> bool:
+        with path.open("rb") as file:
+            return file.read(len(content)) == content
+
+    return starts
+
+
+def _spread(numbers: list[int]) -> list[int]:
+    """Return at most ``MOST`` of the numbers, evenly spaced, with the first and the last."""
+    if len(numbers) <= MOST:
+        return numbers
+    return [numbers[place * (len(numbers) - 1) // (MOST - 1)] for place in range(MOST)]
+
+
+def _line(one: Prediction) -> str:
+    told = one.error or ", ".join(
+        f"{printable(name)} {share:.1%}"
+        for name, share in zip(one.classes, one.probabilities, strict=True)
+    )
+    return f"{printable(str(one.path))}: {told}"
+
+
+def _csv(found: list[Prediction], top: int) -> str:
+    """Return the table: path, error, class_1, probability_1, class_2, ..."""
+    most = max((len(one.classes) for one in found), default=0) or top
+    columns = [name for n in range(1, most + 1) for name in (f"class_{n}", f"probability_{n}")]
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow((*_FIRST_COLUMNS, *columns))
+    for one in found:
+        pairs = zip(one.classes, one.probabilities, strict=True)
+        cells = [cell for name, share in pairs for cell in (name, f"{share:.6f}")]
+        writer.writerow((one.path, one.error, *cells, *[""] * (len(columns) - len(cells))))
+    return table.getvalue()

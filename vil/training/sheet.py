@@ -1,0 +1,87 @@
+"""Draw a sheet of images with a title under each, and optionally what a model reads of them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
+from torch import Tensor, nn
+
+from vil import maps
+from vil.messages import printable
+from vil.training.files import write_atomically
+
+MOST = 64  # images of a sheet
+_COLUMNS, _CELL, _GAP, _LINE = 5, 192, 8, 16  # 1,000 px wide
+_MARK = "predictions of Vision Longhorn"  # in the file, so that the program replaces nothing else
+
+
+def write_sheet(
+    path: Path,
+    images: Sequence[Tensor],
+    titles: Sequence[str],
+    names: Sequence[str],
+    model: nn.Module | None,
+    normalize: Callable[[Tensor], Tensor],
+) -> None:
+    """Write a PNG file of 1,000 px width, five images in a row.
+
+    Args:
+        path: File to write.
+        images: At most 64 images uint8 (C, H, W) of one size.
+        titles: First line under each image.
+        names: Second line under each image.
+        model: Model of this package whose reads (``maps.rollout``) are shown; None shows the images alone.
+        normalize: Function from images (B, C, H, W) to the model's input.
+
+    Raises:
+        OutputError: If the file cannot be written.
+        ValueError: If the model is none of this package.
+    """
+    rows = -(-len(images) // _COLUMNS)
+    height = rows * (_CELL + 2 * _LINE + _GAP) + _GAP
+    sheet = Image.new("RGB", (_COLUMNS * (_CELL + _GAP), height), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for number, (image, title, name) in enumerate(zip(images, titles, names, strict=True)):
+        row, column = divmod(number, _COLUMNS)
+        left = column * (_CELL + _GAP) + _GAP // 2
+        top = row * (_CELL + 2 * _LINE + _GAP) + _GAP
+        pixels = image.expand(3, -1, -1).permute(1, 2, 0).numpy()
+        tile = Image.fromarray(np.ascontiguousarray(pixels)).resize((_CELL, _CELL))
+        if model is not None:
+            tile = _with_map(tile, model, normalize(image[None]))
+        sheet.paste(tile, (left, top))
+        for place, (text, colour) in enumerate(((title, "black"), (name, "grey"))):
+            line = _shortened(printable(text), font)
+            draw.text((left, top + _CELL + place * _LINE), line, colour, font)
+    about = PngImagePlugin.PngInfo()
+    about.add_text("Software", _MARK)
+    write_atomically(path, lambda file: sheet.save(file, "png", pnginfo=about))
+
+
+def is_sheet(path: Path) -> bool:
+    """Return whether a file is a sheet."""
+    try:
+        with Image.open(path) as image:
+            return image.info.get("Software") == _MARK
+    except OSError:
+        return False
+
+
+def _with_map(tile: Image.Image, model: nn.Module, images: Tensor) -> Image.Image:
+    """Return the tile, darker where the model reads less."""
+    with torch.inference_mode():
+        reads = maps.pooled_reads(model, images, maps.rollout(model, images))[0].cpu()
+    light = 255 * (reads / reads.max().clamp(min=1e-12)).sqrt()
+    mask = Image.fromarray(light.byte().numpy()).resize(tile.size, Image.Resampling.BICUBIC)
+    dark = Image.blend(tile, Image.new("RGB", tile.size), 0.8)
+    return Image.composite(tile, dark, mask)
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont) -> str:
+    if font.getlength(text) <= _CELL:
+        return text
+    while text and font.getlength(f"{text} ...") > _CELL:
+        text = text[:-1]
+    return f"{text} ..."
