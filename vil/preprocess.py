@@ -105,11 +105,7 @@ def decode(
     usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
     try:
         image = Image.open(io.BytesIO(content), formats=_formats())
-        pixels = image.width * image.height
-        if pixels > max_pixels:
-            raise ValueError(
-                f"it has {pixels:,} pixels, which exceeds data.max_pixels {max_pixels:,}"
-            )
+        check_size(image.width * image.height, max_pixels)
         if decoder == "torchvision" and _decode_jpeg is not None:
             if _is_plain_jpeg(image, mode, exif_rotation):
                 with suppress(RuntimeError):  # Pillow decides what is damaged
@@ -122,6 +118,40 @@ def decode(
         raise ValueError(reason.split(" <_io", 1)[0]) from error
     finally:
         Image.MAX_IMAGE_PIXELS = usual
+
+
+def check_header(path: Path, max_pixels: int, resized_to: float | None = None) -> None:
+    """Check what the header of an image file says, without decoding it.
+
+    Args:
+        path: The file.
+        max_pixels: Same as in ``decode``.
+        resized_to: Length to which the shorter side will be resized before a crop, in pixels; None for no such resize.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is not an image, or it has or would have too many pixels.
+    """
+    try:
+        with Image.open(path, formats=_formats()) as image:
+            shorter, longer = sorted(image.size)
+    except Exception as error:  # decoders raise many types for broken files
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        empty = path.stat().st_size == 0
+        raise ValueError("the file is empty" if empty else "cannot identify image file") from error
+    check_size(shorter * longer, max_pixels)
+    if resized_to is not None:
+        check_size(round(resized_to**2 * longer / max(shorter, 1)), max_pixels, "enlarged, ")
+
+
+def check_size(pixels: int, max_pixels: int, when: str = "") -> None:
+    """Raise ValueError if an image has too many pixels."""
+    if pixels > max_pixels:
+        has = "it would have" if when else "it has"
+        raise ValueError(
+            f"{when}{has} {pixels:,} pixels, which exceeds data.max_pixels {max_pixels:,}"
+        )
 
 
 def _opened(

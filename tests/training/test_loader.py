@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -307,3 +309,44 @@ def test_a_program_that_leaves_loader_processes_ends(config, tmp_path) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3])
+def test_headers_tell_of_bad_images_before_the_first_step(
+    fraction, config, image_folder, train, evaluate, tmp_path, capsys
+) -> None:
+    """The run leaves them out in both splits; so does eval.py."""
+    data = {"check_headers": True, "max_bad_images": fraction, "max_pixels": 20_000}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    (image_folder / "train" / "ash" / "0.jpg").write_bytes(b"")
+    (image_folder / "train" / "birch" / "1.jpg").write_bytes(b"no image")
+    Image.new("L", (200, 101)).save(image_folder / "train" / "cedar" / "2.jpg")
+    Image.new("L", (200, 1)).save(image_folder / "val" / "cedar" / "1.jpg")
+    folder = tmp_path / "run"
+    code = train(config, "--run.output", str(folder), "--schedule.epochs", "1")
+    printed = capsys.readouterr()
+    listed = [
+        r"3 of 32 training images cannot be used",
+        r"ash/0\.jpg: the file is empty; .*birch/1\.jpg: cannot identify image file; ",
+        r"cedar/2\.jpg: it has 20,200 pixels, which exceeds data\.max_pixels 20,000",
+    ]
+    if fraction == 0.01:
+        assert code == 3
+        assert re.search(f"{listed[0]}, more than .* 0.01: .*{listed[1]}.*{listed[2]}", printed.err)
+        return
+    assert code == 0
+    assert re.search(f"{listed[0]} and are left out: .*{listed[1]}.*{listed[2]}", printed.out)
+    told = r"1 of 12 validation images .*cedar/1\.jpg: enlarged, it would have 66,\d+ pixels, which"
+    assert re.search(told, printed.out)
+    assert "29 images to train on, 11 held out, 4 classes; 3 left out" in printed.out
+    assert "skipped  3 images, 0 steps, listed in skipped.txt" in printed.out
+    assert "birch/1.jpg: cannot identify image file" in (folder / "skipped.txt").read_text()
+    assert evaluate(str(folder / "last.pt")) == 0
+    assert json.loads((folder / "last-eval.json").read_text())["num_images"] == 11
+    # An earlier run did not have the option; the recipe's command resumes it without.
+    content = torch.load(folder / "last.pt", weights_only=True)
+    for key in ("config", "asked"):
+        del content[key]["data"]["check_headers"]
+    torch.save(content, folder / "last.pt")
+    assert train(config, "--run.output", str(folder), "--schedule.epochs", "1") == 3
+    assert "the training images differ" in capsys.readouterr().err

@@ -42,6 +42,8 @@ from vil.training.resolve import model_arguments
 from vil.training.settings import TrainConfig, marked
 from vil.weights.archive import check_finite, check_plain, check_sums, load_archive
 
+# Options that our recipes set and earlier runs did not have: the same command must resume these.
+_NEW_IN_RECIPES = {"data.check_headers"}
 LAST, PREVIOUS, BEST = CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")
 
 
@@ -268,8 +270,13 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
     before, filled, after = flat(asked), flat(config), flat(new)
     free, allowed = marked("free"), marked("changeable") if new.run.allow_changes else set()
     # Stating a value that was filled in before is not a change.
+    known = {f"{name}.{key}" for name, section in saved["asked"].items() for key in section}
     changed = {
-        key for key in before if key not in free and after[key] not in (before[key], filled[key])
+        key
+        for key in before
+        if key not in free
+        and after[key] not in (before[key], filled[key])
+        and (key in known or key not in _NEW_IN_RECIPES)
     }
     refused = sorted(changed - allowed)
     if refused:

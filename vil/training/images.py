@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 
-from vil.messages import composed, printable
-from vil.preprocess import decode, image_mode
+from vil.messages import composed, one_line, printable
+from vil.preprocess import check_header, decode, image_mode
 from vil.training.draws import key
 from vil.training.errors import DataError, log
 from vil.training.settings import DataConfig, TrainConfig
@@ -37,6 +38,7 @@ IMAGE_EXTENSIONS = frozenset(
 """Lower-case file extensions that count as images, without the dot."""
 _OF_A_DESKTOP = frozenset(("Thumbs.db", "desktop.ini"))
 _DIGITS_HELD_OUT = 360
+T = TypeVar("T")
 _CONTENTS = 256  # images whose content enters the fingerprint, evenly spaced
 _THREADS = 16  # more than cores, since they mostly wait for the disk
 _NUMBERS = re.compile(r"(\d+)")
@@ -54,7 +56,7 @@ class Source(ABC):
     listing: str
     """Hash of image names and labels, and in shards also of offsets and sizes."""
     excluded: Sequence[str] = ()
-    """Images excluded because they have no usable label, one message each."""
+    """Images left out because they have no usable label or no readable header, one message each."""
 
     @property
     def num_images(self) -> int:
@@ -165,34 +167,37 @@ class FolderSource(Source):
         """Return the path of an image, with unprintable characters escaped."""
         return printable(str(self.path(index)))
 
+    def problems(self, max_pixels: int, resized_to: float | None) -> dict[int, str]:
+        """Return why images cannot be read, as far as their headers tell; arguments as in ``check_header``."""
+
+        def problem(index: int) -> str:
+            try:
+                read_patiently(lambda i: check_header(self.path(i), max_pixels, resized_to), index)
+            except (OSError, ValueError) as error:
+                return getattr(error, "strerror", None) or one_line(error)
+            return ""
+
+        usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
+        try:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                found = list(pool.map(problem, range(self.num_images)))
+        finally:
+            Image.MAX_IMAGE_PIXELS = usual
+        return {index: why for index, why in enumerate(found) if why}
+
     def path(self, index: int) -> Path:
         """Return the path of an image."""
         return self.folder / self.paths[index].decode("utf-8", "surrogateescape")
 
 
-class Subset(Source):
-    """A fixed number of images per class of another source, the same in every run; smaller subsets are nested."""
+class Kept(Source):
+    """Some images of another source."""
 
-    def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
-        """Select the images; raise DataError if a class has fewer than ``per_class``."""
-        counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
-        least = int(counts.argmin())
-        if counts[least] < per_class:
-            name = least if source.classes is None else source.classes[least]
-            raise DataError(
-                f"data.images_per_class must be at most the {counts[least]} training images that class {name} has, "
-                f"got {per_class}"
-            )
-        generator = torch.Generator().manual_seed(key("images of a class"))
-        drawn = torch.randperm(source.num_images, generator=generator).numpy()
-        by_class = drawn[np.argsort(source.labels[drawn], kind="stable")]
-        place = np.arange(len(drawn)) - (np.cumsum(counts) - counts).repeat(counts)
-        self.kept = np.sort(by_class[place < per_class])
-        self.source = source
-        self.labels = source.labels[self.kept]
-        self.classes = source.classes
-        # No excluded images here: they were checked for the whole split when it was opened.
-        self.listing = fingerprint(source.listing.encode(), self.kept)
+    def __init__(self, source: Source, kept: np.ndarray, excluded: Sequence[str] = ()) -> None:
+        """Keep the images of these indices, ascending; ``excluded`` has a message for each image to be told of."""
+        self.source, self.kept, self.excluded = source, kept, excluded
+        self.labels, self.classes = source.labels[kept], source.classes
+        self.listing = fingerprint(source.listing.encode(), kept)
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file."""
@@ -214,6 +219,27 @@ class Subset(Source):
         return drawn[drawn >= 0]
 
 
+class Subset(Kept):
+    """A fixed number of images per class of another source, the same in every run; smaller subsets are nested."""
+
+    def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
+        """Select the images; raise DataError if a class has fewer than ``per_class``."""
+        counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
+        least = int(counts.argmin())
+        if counts[least] < per_class:
+            name = least if source.classes is None else source.classes[least]
+            raise DataError(
+                f"data.images_per_class must be at most the {counts[least]} training images that class {name} has, "
+                f"got {per_class}"
+            )
+        generator = torch.Generator().manual_seed(key("images of a class"))
+        drawn = torch.randperm(source.num_images, generator=generator).numpy()
+        by_class = drawn[np.argsort(source.labels[drawn], kind="stable")]
+        place = np.arange(len(drawn)) - (np.cumsum(counts) - counts).repeat(counts)
+        # No excluded images here: they were checked for the whole split when it was opened.
+        super().__init__(source, np.sort(by_class[place < per_class]))
+
+
 def decode_for(content: bytes, config: TrainConfig) -> Image.Image | torch.Tensor:
     """Decode an image file with the options of a run; raise DataError if ``decode`` raises ValueError."""
     data = config.data
@@ -230,7 +256,7 @@ def decode_for(content: bytes, config: TrainConfig) -> Image.Image | torch.Tenso
         raise DataError(str(error)) from error
 
 
-def read_patiently(read: Callable[[int], bytes], index: int) -> bytes:
+def read_patiently(read: Callable[[int], T], index: int) -> T:
     """Read an image file; retry transient disk errors for up to a minute, then raise the OSError."""
     for attempt in range(max(_PASSING.values()) + 1):
         try:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -20,10 +21,11 @@ from torchvision.transforms.functional import get_image_size
 from vil.messages import printable
 from vil.training.distributed import World, versions
 from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image, step_size
-from vil.training.errors import SIGNALS, DataError, end_loaders
+from vil.training.errors import SIGNALS, DataError, end_loaders, log
 from vil.training.images import (
     DigitSource,
     FolderSource,
+    Kept,
     Source,
     Subset,
     decode_for,
@@ -92,6 +94,8 @@ def open_source(
             f"{count} of {source.num_images + count} {split} images have no usable label, more "
             f"than the allowed fraction {share:g}; the first: {source.excluded[0]}"
         )
+    if data.check_headers and isinstance(source, FolderSource):
+        source = _readable(source, data, model, training)
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
     found = model.num_classes if source.classes is None else len(source.classes)
@@ -103,6 +107,24 @@ def open_source(
     if training and data.images_per_class is not None:
         return Subset(source, data.images_per_class, model.num_classes)
     return source
+
+
+def _readable(source: FolderSource, data: DataConfig, model: ModelConfig, training: bool) -> Source:
+    """Return the images whose headers can be read, and warn of the others; DataError if they are too many."""
+    enlarges = not training and data.crop_mode == "center"
+    resized_to = model.img_size / data.crop_pct if enlarges else None
+    bad = source.problems(data.max_pixels, resized_to)
+    if not bad:
+        return source
+    names = [f"{source.name(index)}: {why}" for index, why in bad.items()]
+    more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    split = "training" if training else "validation"
+    told = f"{len(bad)} of {source.num_images} {split} images cannot be used"
+    listed = "; ".join(names[:_MOST_NAMED]) + more
+    if len(bad) > data.max_bad_images * source.num_images:
+        raise DataError(f"{told}, more than data.max_bad_images {data.max_bad_images:g}: {listed}")
+    log.warning(f"{told} and are left out: {listed}")
+    return Kept(source, np.delete(np.arange(source.num_images), [*bad]), names)
 
 
 def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, str]:

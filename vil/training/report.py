@@ -242,7 +242,7 @@ class Report:
             + f"\ndata     {config.data.dataset}{f' in {config.data.path}' if config.data.path else ''}: "
             f"{self.train_data.num_images:,} images to train on, {self.val_data.num_images:,} held out, "
             f"{config.model.num_classes} classes"
-            + (f"; {excluded} without a usable label left out" if excluded else "")
+            + (f"; {excluded} left out" if excluded else "")
             + f"\nweights  {trainee.origin if state.step == 0 else 'of the resumed run'}"
             f"\nepochs   {self.epochs} of {self.length:,} batches of {config.data.batch_size}"
             + (spread if world.size * parts > 1 else "")
@@ -304,7 +304,7 @@ class Report:
             path.unlink(missing_ok=True)
             return
         lines = [
-            f"{len(source.excluded)} images without a usable label, left out",
+            f"{len(source.excluded)} images left out, without a usable label or a readable header",
             *(f"  {line}" for line in source.excluded),
             f"{len(state.bad_images)} images that could not be read so far, each replaced by another",
             *(f"  {source.name(index)}: {why}" for index, why in state.bad_images.items()),
