@@ -109,6 +109,7 @@ class Report:
             self.state.step == self.first_step
         ):  # it compiles, so its time says nothing about the others
             self.bar.unpause()
+            self.bar.set_description_str(f"epoch {len(self.state.history) + 1}/{self.epochs}")
         self.state.step += 1
         self.bar.update()
 
