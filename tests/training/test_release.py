@@ -153,6 +153,10 @@ def test_release_gives_the_logits_of_the_checkpoint(checkpoint, released) -> Non
     described = json.loads((released / "config.json").read_text())
     assert described["label_names"] == CLASSES
     assert described["architecture"] == "vil_tiny"
+    assert (
+        vil.load(released).pretrained_cfg["license"] == other.pretrained_cfg["license"] == "other"
+    )
+    assert len({path.stat().st_mode for path in released.iterdir()}) == 1  # all follow umask
     assert "num_classes" not in described["model_args"]
     model = timm.create_model(f"local-dir:{released}", pretrained=True)
     assert model.pretrained_cfg["label_names"] == CLASSES

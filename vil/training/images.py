@@ -41,6 +41,7 @@ _DIGITS_HELD_OUT = 360
 T = TypeVar("T")
 _CONTENTS = 256  # images whose content enters the fingerprint, evenly spaced
 _THREADS = 16  # more than cores, since they mostly wait for the disk
+_HEADER_THREADS = 4  # parsing a header holds Python's lock, so 16 threads take twice as long
 _NUMBERS = re.compile(r"(\d+)")
 # Number of retries after transient disk errors, and for a file that a network disk does not show yet.
 _PASSING = {errno.EIO: 9, errno.ESTALE: 9, errno.ETIMEDOUT: 9, errno.ENOTCONN: 9, errno.ENOENT: 3}
@@ -179,7 +180,7 @@ class FolderSource(Source):
 
         usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
         try:
-            with ThreadPoolExecutor(_THREADS) as pool:
+            with ThreadPoolExecutor(_HEADER_THREADS) as pool:
                 found = list(pool.map(problem, range(self.num_images)))
         finally:
             Image.MAX_IMAGE_PIXELS = usual
