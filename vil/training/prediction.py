@@ -128,27 +128,32 @@ def predictions(
     loader = DataLoader(
         _Photographs(paths, subject.config),
         batch_size=options.batch_size,
-        collate_fn=list,
+        collate_fn=_collate,
         **loader_arguments(options.num_workers, world),
     )
     rest = iter(paths)
     with tqdm(total=len(paths), unit=" images", disable=not sys.stderr.isatty()) as bar:
-        for items in loader:
-            images = [image for image, _ in items if image is not None]
+        for images, reasons in loader:
             best: Iterator[tuple[list[float], list[int]]] = iter(())
-            if images:
+            if len(images):
                 with torch.inference_mode():
-                    logits = scoring_pass(normalize(torch.stack(images))).float()
+                    logits = scoring_pass(normalize(images)).float()
                 top = logits.softmax(1).topk(min(options.top, logits.shape[1]))
                 best = zip(top.values.tolist(), top.indices.tolist(), strict=True)
-            for image, why in items:
+            for why in reasons:
                 path = next(rest)
-                if image is None:
+                if why:
                     yield Prediction(path, why)
                     continue
                 shares, places = next(best)
                 yield Prediction(path, "", tuple(names[place] for place in places), tuple(shares))
-            bar.update(len(items))
+            bar.update(len(reasons))
+
+
+def _collate(items: list[tuple[torch.Tensor | None, str]]) -> tuple[torch.Tensor, list[str]]:
+    """Stack the images that could be read; return the reasons of all, "" for these."""
+    images = [image for image, _ in items if image is not None]
+    return torch.stack(images) if images else torch.empty(0), [why for _, why in items]
 
 
 class _Photographs(Dataset):

@@ -141,8 +141,8 @@ class DataConfig(Section):
     """Maximum fraction of unreadable or unlabelled training images before the run stops. Unreadable images are
     replaced, unlabelled ones left out; skipped.txt lists both. In validation, none is tolerated."""
     check_headers: bool = False
-    """Read the headers of all images (folder) before the first step, 10,000 a second, and leave out images that cannot be
-    read or are too large, up to the fraction max_bad_images of each split. The run lists them at once."""
+    """Read the headers of all images (folder) before the first step, thousands a second, and leave out images that cannot
+    be read or are too large, up to the fraction max_bad_images of each split. The run lists them at once."""
     max_pixels: Count = MAX_PIXELS
     """Maximum pixels of an image; larger images count as unreadable."""
     exif_rotation: bool = False
