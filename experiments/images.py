@@ -8,7 +8,7 @@
 
 All models have about as many parameters and train for as many steps on the same images in the same order. A name
 can change this: "DeiT x 4" trains for 4 times the steps, "ViL, averaged" averages tokens instead of using a class
-token. ``variants.py`` has more names. If you give several rates, each model takes the rate with the lowest mean
+token. If you give several rates, each model takes the rate with the lowest mean
 loss over seeds that are not reported.
 
 ``--start WEIGHTS`` trains each model twice, from the weights ("fine-tuned") and without them ("from scratch").
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.budget import UNFINISHED, Budget, add_seconds
-from experiments import fashion_mnist, variants
+from experiments import fashion_mnist
 from experiments.fractals import VALIDATION_IMAGES, FractalSource
 from experiments.records import Record, Row, product, run_all, select
 from experiments.statistics import CHOICE_SEED
@@ -59,7 +59,6 @@ MODELS = {
         *("--model.name", "resnet18", "--model.patch-size", "None", "--model.embed-dim", "None"),
         *("--model.depth", "None", "--model.args", "layers=[1,1,1,1]", "channels=[11,22,44,88]"),
     ),
-    **{name: ("--model.name", name) for name in variants.NAMES},
 }
 _COLOURS = (
     *("--model.in-chans", "3", "--data.interpolation", "bilinear"),
@@ -131,17 +130,6 @@ DATA = {
         steps=480,
     ),
     "fashion_mnist": FASHION,
-    "fashion_mnist_changes": dataclasses.replace(  # changed blocks, on 10,000 images
-        FASHION.to_choose,
-        compared=(
-            "ViL exact",
-            "heads_exact",
-            "conv2d_exact",
-            "ViL exact, averaged",
-            "conv2d_exact, averaged",
-        ),
-        seeds=3,
-    ),
     "fractals_224": Images(  # the full-size models, with DeiT tiny; for a GPU
         (
             *("--data.path", "fractals", "--model.num-classes", "100", "--data.batch-size", "256"),

@@ -37,7 +37,7 @@ TRAINER = (
         "report",
         "train",
     ),
-    *("evaluation", "release", "make_shards"),
+    *("evaluation", "release", "make_shards", "sheet", "prediction"),
 )
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 BACKENDS = ("vil.kernels.cpu", "vil.kernels.triton")
