@@ -38,6 +38,7 @@ _TORCHVISION_MODES = {"L": ImageReadMode.GRAY, "RGB": ImageReadMode.RGB}
 # torchvision 0.29 deprecates its function for this operator, in favour of a package that it does not install. Without
 # the operator, Pillow decodes to the same pixels in 1.2 times the time.
 _decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None)
+_ON_TENSORS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)  # for uint8
 _ORIENTATION = 274  # number of the EXIF tag
 # Notes in pretrained_cfg, where timm refuses fields that it does not know.
 _BACKGROUND = "transparent pixels on "
@@ -233,6 +234,8 @@ class _Resize:
         step = self.step
         if not isinstance(image, Tensor):
             return step(image)
+        if getattr(step, "interpolation", None) not in _ON_TENSORS:
+            return step(_pillow(image))
         if isinstance(step, RandomResizedCropAndInterpolation):
             top, left, height, width = step.get_params(image, step.scale, step.ratio)
             part = image[:, top : top + height, left : left + width]

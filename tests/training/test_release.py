@@ -132,6 +132,9 @@ def test_images_are_opened_as_in_training(checkpoint, options, tmp_path) -> None
             assert (opened.size, opened.info) == before
     large = vil.create_transform(model, input_size=(3, 32, 32))(one)
     assert (large.shape, large.dtype) == ((3, 32, 32), torch.float32)
+    photograph = next(photographs())
+    for other in ({"interpolation": "lanczos"}, {"is_training": True, "interpolation": "random"}):
+        assert vil.create_transform(model, **other)(photograph).shape == (3, 16, 16)
     for bad in (b"", b"no image"):
         with pytest.raises(ValueError, match=r"the file is empty|cannot identify"):
             prepare(bad)
