@@ -307,6 +307,6 @@ def test_two_processes_score_what_one_does(config, train, tmp_path) -> None:
         assert done.stdout.count("top-1 ") == 1
         results.append(json.loads(path.read_text()))
     one, two = results
-    for key in ("top1", "top5", "num_images", "per_class"):
+    for key in ("top1", "top1_interval", "num_images", "per_class", "confusion", "wrong"):
         assert one[key] == two[key]
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-12)
