@@ -130,7 +130,31 @@ def test_modules_around_the_model_are_removed_from_names(
     sizes = {key: value for key, value in SMALL.items() if key != "num_classes"}
     assert torch.equal(logits(vil.load(path, "vil_tiny", **sizes)), logits(run[1]))
     without = prefix.removeprefix("module.")  # DDP's is removed without a word
-    assert told()[0] == f"weights from {path} (names without {without}): 25 tensors taken"
+    expected = f"weights from {path} (names without {without}): 25 tensors taken"
+    form = "; the source does not say whether it has the diagonal or the exact form, taken for longhorn"
+    assert told() == (expected + form, logging.WARNING)
+
+
+def test_the_other_form_is_refused_or_told_of(tmp_path: Path, told: Callable) -> None:
+    """Both forms have the same names and shapes. PyTorch's files record the form, even below other modules."""
+    exact = timm.create_model("vil_tiny_exact", **SMALL)
+    wrapped = nn.Module()
+    wrapped.model = exact
+    for number, state_dict in enumerate((exact.state_dict(), wrapped.state_dict())):
+        path = tmp_path / f"{number}.pt"
+        torch.save({"state_dict": state_dict}, path)
+        with pytest.raises(ValueError, match="the state dict has weights of 'longhorn_exact'"):
+            vil.load(path, "vil_tiny", **SMALL)
+        vil.load(path, "vil_tiny_exact", **SMALL)
+        assert told()[1] == logging.INFO
+    save_file(exact.state_dict(), tmp_path / "exact.safetensors")
+    vil.load(tmp_path / "exact.safetensors", "vil_tiny", **SMALL)
+    line, level = told()
+    assert level == logging.WARNING
+    assert line.endswith("whether it has the diagonal or the exact form, taken for longhorn")
+    save_file(timm.create_model("vim_tiny", **SMALL).state_dict(), tmp_path / "vim.safetensors")
+    vil.load(tmp_path / "vim.safetensors", "vim_tiny", **SMALL)
+    assert told()[1] == logging.INFO
 
 
 def test_released_folder_gives_the_model_bit_for_bit(

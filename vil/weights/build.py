@@ -13,6 +13,7 @@ from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn, only_backbone
+from vil.block import BidirectionalMixer
 from vil.messages import first_line, one_line, printable
 from vil.registry import RECURRENCES
 from vil.timm_arguments import FEATURES, OTHER_WEIGHTS
@@ -21,6 +22,7 @@ from vil.weights.archive import check_finite
 from vil.weights.files import Weights, is_own, read_weights
 
 _logger = logging.getLogger("vil")
+_UNNAMED = "; the source does not say whether it has the diagonal or the exact form, taken for "
 
 
 def load(
@@ -67,7 +69,8 @@ def load(
         built, line = model, _put_inside(model, read_weights(source, ema))
     else:
         built, line = model_with(read_weights(source, ema), model, **timm_arguments)
-    _logger.log(logging.WARNING if "; new " in line else logging.INFO, "weights %s", line)
+    warns = "; new " in line or _UNNAMED in line
+    _logger.log(logging.WARNING if warns else logging.INFO, "weights %s", line)
     return built
 
 
@@ -329,7 +332,14 @@ def _account(model: nn.Module, weights: Weights, missing: list[str], left_out: l
     parts += [f"resampled {', '.join(resampled)}"] if resampled else []
     parts += [f"new {', '.join(new)}"] if new else []
     parts += [f"left out {', '.join(left_out)}"] if left_out else []
-    return f"from {weights.origin}{kind}{epoch}: {'; '.join(parts)}"
+    line = f"from {weights.origin}{kind}{epoch}: {'; '.join(parts)}"
+    # Both forms have the same names and shapes.
+    recorded = getattr(weights.state_dict, "_metadata", {}).values()
+    if weights.architecture is None and not any("recurrence" in module for module in recorded):
+        mixer = next((m for m in model.modules() if isinstance(m, BidirectionalMixer)), None)
+        if mixer is not None and mixer.recurrence != "mamba":
+            line += f"{_UNNAMED}{mixer.recurrence}"
+    return line
 
 
 def _same(source: Tensor, value: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Where weights come from: a file, a folder or a hub, read without executing anything in it."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -199,11 +200,14 @@ def _weights(
             raise ValueError(
                 f"{origin}: model_args must not contain {key}, which does not define a model"
             )
-    cleaned = clean_state_dict(state_dict)  # without prefixes of torch.compile and DDP
-    state_dict = state_dict if cleaned.keys() == state_dict.keys() else cleaned
+    former, state_dict = (
+        state_dict,
+        clean_state_dict(state_dict),
+    )  # no prefixes of torch.compile, DDP
     if prefix := _shared_prefix(state_dict):
         state_dict = {name.removeprefix(prefix): value for name, value in state_dict.items()}
         origin = f"{origin} (names without {prefix[:50]})"
+    state_dict = _with_metadata(state_dict, former)
     if is_official_vim(state_dict):
         described = described or _describe_official_vim(state_dict)
     described = {"model_args": {}} | described | {"pretrained_cfg": cfg}
@@ -218,6 +222,16 @@ def _weights(
                 f"{origin}: model_args has num_classes {stated}, but head.weight has {rows} classes"
             )
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
+
+
+def _with_metadata(state_dict: dict[str, Tensor], former: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with what PyTorch recorded about its modules, by their new names."""
+    pairs = zip(former, state_dict, strict=True)
+    places = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in pairs}
+    recorded = getattr(former, "_metadata", {})
+    state_dict = OrderedDict(state_dict)
+    state_dict._metadata = {places[key]: recorded[key] for key in recorded if key in places}
+    return state_dict
 
 
 def _shared_prefix(names: Collection[str]) -> str:
