@@ -449,6 +449,7 @@ class VisionLonghorn(nn.Module):
     ) -> None:
         adapt_inside(state_dict, self, prefix, local_metadata)  # state_dict is PyTorch's copy
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        self._ref_read = (None, 0)  # read it again: an inference tensor does not tell of the copy
 
     def _reference(self) -> tuple[int, int]:
         """Return ``ref_feat_shape`` as numbers."""
@@ -465,11 +466,12 @@ class VisionLonghorn(nn.Module):
         if torch.compiler.is_compiling() or self.ref_feat_shape is None:
             return
         shape, (last, version) = self.ref_feat_shape, self._ref_read
-        if shape is last and shape._version == version:
+        now = 0 if shape.is_inference() else shape._version  # inference tensors count no writes
+        if shape is last and now == version:
             return
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if type(shape) is Tensor and not shape.is_meta and not in_transform:
-            self._ref_grid, self._ref_read = grid_from(shape), (shape, shape._version)
+            self._ref_grid, self._ref_read = grid_from(shape), (shape, now)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int]]:
         """Return the results of ``_sequence`` for images (B, in_chans, height, width), and their own grid."""

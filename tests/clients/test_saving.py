@@ -149,6 +149,19 @@ def test_functional_calls() -> None:
         torch.testing.assert_close(logits, model(x))
 
 
+def test_inference_mode() -> None:
+    """Its tensors have no version, so the grid is read when another tensor takes its place."""
+    source, x = small(ref_feat_shape=(3, 5)), torch.randn(2, 3, 48, 64)
+    expected = source(x)
+    with torch.inference_mode():
+        made = small()
+        made.load_state_dict(source.state_dict())
+        assert torch.equal(made(x), expected)
+        for name, value in source.named_buffers():
+            setattr(source, name, value.clone())
+        assert torch.equal(source(x), expected)
+
+
 def test_uninitialised_memory_is_written_again() -> None:
     model = small().to("meta").to_empty(device="cpu")
     model.init_weights()

@@ -125,6 +125,7 @@ def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
         ((checkpoint, tmp_path / "empty"), 3, "there are no images in"),
         ((tmp_path / "missing.pt", image_folder), 2, "is not a file, a folder"),
         (("vil_tiny", image_folder), 2, "vil_tiny has no weights"),
+        ((checkpoint, image_folder, "--maps"), 2, "--maps needs --sheet and a model of this"),
     ):
         assert predict(*arguments) == code, arguments
         assert told in capsys.readouterr().err

@@ -297,7 +297,7 @@ def _refuse_others(path: Path, result: dict[str, Any]) -> None:
     for key in ("dataset", "path", "split"):
         if key in result and earlier.get(key) != result[key]:
             raise OutputError(
-                f"{path} has the evaluation of other data ({key} {earlier[key]}); choose another --json"
+                f"{path} has the evaluation of other data ({key} {earlier.get(key)}); choose another --json"
             )
 
 

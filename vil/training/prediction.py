@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from tyro.conf import Positional
 
+from vil.backbone import VisionLonghorn
 from vil.messages import one_line, printable
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
@@ -91,6 +92,8 @@ def predict_as(options: PredictConfig) -> None:
     )
     if subject.weights.startswith("RANDOM"):
         raise ConfigError(f"{options.model} has no weights; pass a release or a checkpoint")
+    if options.maps and (options.sheet is None or not isinstance(subject.model, VisionLonghorn)):
+        raise ConfigError("--maps needs --sheet and a model of this package")
     with connect(subject.config.run) as world:
         found = list(predictions(subject, paths, options, world))
         if options.output is None:
@@ -136,7 +139,7 @@ def predictions(
         for images, reasons in loader:
             best: Iterator[tuple[list[float], list[int]]] = iter(())
             if len(images):
-                with torch.inference_mode():
+                with torch.no_grad():
                     logits = scoring_pass(normalize(images)).float()
                 top = logits.softmax(1).topk(min(options.top, logits.shape[1]))
                 best = zip(top.values.tolist(), top.indices.tolist(), strict=True)

@@ -71,7 +71,7 @@ def is_sheet(path: Path) -> bool:
 
 def _with_map(tile: Image.Image, model: nn.Module, images: Tensor) -> Image.Image:
     """Return the tile, darker where the model reads less."""
-    with torch.inference_mode():
+    with torch.no_grad():
         reads = maps.pooled_reads(model, images, maps.rollout(model, images))[0].cpu()
     light = 255 * (reads / reads.max().clamp(min=1e-12)).sqrt()
     mask = Image.fromarray(light.byte().numpy()).resize(tile.size, Image.Resampling.BICUBIC)
