@@ -8,7 +8,6 @@ Papers:
 Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C channels (``embed_dim``).
 """
 
-import math
 import operator
 from functools import partial
 from typing import Any, Final, Literal
@@ -22,7 +21,6 @@ from timm.layers import (
     get_device_dtype,
     get_norm_layer,
     global_pool_nlc,
-    is_exportable,
     lecun_normal_,
     resample_abs_pos_embed,
     trunc_normal_,
@@ -34,28 +32,16 @@ from timm.models._input import update_model_args, update_model_input_size
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
-from vil.kernels.checks import is_exporting
+from vil.grid import GridAware
 from vil.kernels.layout import TokenLayout
-from vil.kernels.registration import token_layout
 from vil.patch_embed import OverlapPatchEmbed
-from vil.tokens import (
-    check_keep,
-    class_token_first,
-    class_token_to_middle,
-    packed_intermediates,
-    resample_pos_embed,
-    resize_tokens,
-)
-from vil.weights.adapt import adapt_inside, grid_from
-from vil.weights.adapt import (
-    checkpoint_filter_fn as checkpoint_filter_fn,
-)  # vil.load looks for it in the model's module
+from vil.tokens import check_keep, class_token_to_middle, packed_intermediates, resample_pos_embed
+from vil.weights.adapt import adapt_inside, checkpoint_filter_fn
 
-__all__ = ["VisionLonghorn"]
+__all__ = ["VisionLonghorn", "checkpoint_filter_fn"]  # vil.load looks for the last here
 
 _POOLS = ("", "avg", "avgmax", "max", "token")
-for _name in ("resample_pos_embed", "resize_tokens"):
-    torch.fx.wrap(_name)  # FX cannot follow their branches
+torch.fx.wrap("resample_pos_embed")  # FX cannot follow its branches
 
 
 def only_backbone(module: nn.Module) -> "VisionLonghorn":
@@ -83,33 +69,7 @@ def _norm_layer(norm_layer: str | type[nn.Module] | None) -> type[nn.Module] | p
         ) from error
 
 
-def _check_ranges(
-    in_chans: int,
-    grid_aware: bool | str,
-    resize_below_scale: float,
-    checkpoint_min_tokens: int | None,
-    patch_drop_rate: float,
-    weight_init: str,
-) -> None:
-    if weight_init not in ("", "skip"):
-        raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
-    if in_chans < 1:
-        raise ValueError(f"in_chans must be at least 1, got {in_chans}")
-    if checkpoint_min_tokens is not None and operator.index(checkpoint_min_tokens) < 0:
-        raise ValueError(
-            f"checkpoint_min_tokens must be None or at least 0, got {checkpoint_min_tokens}"
-        )
-    if not 0 <= resize_below_scale < math.inf:
-        raise ValueError(
-            f"resize_below_scale must be finite and at least 0, got {resize_below_scale}"
-        )
-    if grid_aware not in (True, False, "dt"):
-        raise ValueError(f'grid_aware must be True, False or "dt", got {grid_aware!r}')
-    if not 0 <= patch_drop_rate < 1:
-        raise ValueError(f"patch_drop_rate must be at least 0 and below 1, got {patch_drop_rate}")
-
-
-class VisionLonghorn(nn.Module):
+class VisionLonghorn(GridAware):
     """Image backbone of bidirectional scans with a class token in the middle of the sequence.
 
     The class token stands in the middle only inside the blocks. Every method returns tokens as timm
@@ -202,14 +162,18 @@ class VisionLonghorn(nn.Module):
         """
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        _check_ranges(
-            in_chans,
-            grid_aware,
-            resize_below_scale,
-            checkpoint_min_tokens,
-            patch_drop_rate,
-            weight_init,
-        )
+        if weight_init not in ("", "skip"):
+            raise ValueError(f'weight_init must be "" or "skip", got {weight_init!r}')
+        if in_chans < 1:
+            raise ValueError(f"in_chans must be at least 1, got {in_chans}")
+        if checkpoint_min_tokens is not None and operator.index(checkpoint_min_tokens) < 0:
+            raise ValueError(
+                f"checkpoint_min_tokens must be None or at least 0, got {checkpoint_min_tokens}"
+            )
+        if not 0 <= patch_drop_rate < 1:
+            raise ValueError(
+                f"patch_drop_rate must be at least 0 and below 1, got {patch_drop_rate}"
+            )
         norm_layer = _norm_layer(norm_layer)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -218,12 +182,8 @@ class VisionLonghorn(nn.Module):
         self.has_class_token = class_token
         self.global_pool = self._checked_pool(global_pool)
         self.d_conv = d_conv
-        self.exportable = is_exportable()
         self.depth = depth  # prune_intermediate_layers leaves fewer blocks
         self.dynamic_img_size = dynamic_img_size
-        self.grid_aware = bool(grid_aware)
-        self.scale_conv = self.grid_aware and grid_aware != "dt"
-        self.resize_below_scale = float(resize_below_scale) if self.scale_conv else 0.0
         self.checkpoint_min_tokens = checkpoint_min_tokens
         self.grad_checkpointing = False
 
@@ -237,11 +197,7 @@ class VisionLonghorn(nn.Module):
             strict_img_size=not dynamic_img_size,
             **dd,
         )
-        self._ref_grid = self._checked_grid(ref_feat_shape)
-        self.register_buffer(
-            "ref_feat_shape", torch.tensor(self._ref_grid, device=device) if grid_aware else None
-        )
-        self._ref_read = (self.ref_feat_shape, 0)  # the tensor of ``_ref_grid``, and its version
+        self._set_grid(ref_feat_shape, grid_aware, resize_below_scale, device)
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if class_token else None
         if not class_token:
@@ -294,16 +250,6 @@ class VisionLonghorn(nn.Module):
             raise AssertionError('global_pool="token" needs class_token=True')
         return global_pool
 
-    def _checked_grid(self, ref_feat_shape: tuple[int, int] | None) -> tuple[int, int]:
-        if ref_feat_shape is None:
-            sizes = zip(self.patch_embed.img_size, self.patch_embed.patch_size, strict=True)
-            ref_feat_shape = tuple(-(size // -patch) for size, patch in sizes)
-        if len(ref_feat_shape) != 2 or any(operator.index(size) < 1 for size in ref_feat_shape):
-            raise ValueError(
-                f"ref_feat_shape must be (rows, columns), each at least 1, got {ref_feat_shape}"
-            )
-        return (ref_feat_shape[0], ref_feat_shape[1])
-
     @torch.jit.ignore
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Draw the initial values of Vision Mamba (``segm_init_weights`` and ``_init_weights``).
@@ -353,125 +299,22 @@ class VisionLonghorn(nn.Module):
         if self.ref_feat_shape is not None and not loaded(self.ref_feat_shape):
             self.ref_feat_shape = torch.tensor(self._ref_grid, device=self.ref_feat_shape.device)
 
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the parameters that the published recipe does not decay.
-
-        The vectors of the two directions are stacked into matrices here, which would otherwise be decayed.
-        A_log is decayed, as in Vision Mamba's training, which never reads the attribute that exempts it.
-        """
-        vectors = tuple(f".mixer.{name}" for name in ("conv_bias", "dt_bias", "D"))
-        names = (name for name, _ in self.named_parameters())
-        return {n for n in names if n in ("pos_embed", "cls_token") or n.endswith(vectors)}
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns that group parameters by depth, for layer-wise learning rates; ``coarse`` has no effect."""
-        return {
-            "stem": r"^cls_token|pos_embed|patch_embed",
-            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
-        }
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.grad_checkpointing = enable
-        for block in self.blocks:  # recompute a block as a whole, not its inner part a second time
-            block.checkpoint_min_tokens = None if enable else self.checkpoint_min_tokens
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        """Return the head."""
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one.
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, num_classes) of images.
 
         Args:
-            num_classes: Classes of the new head; 0 for none.
-            global_pool: New pooling; None keeps it.
+            x: Images, (B, in_chans, height, width).
 
         Raises:
-            AssertionError: ``global_pool`` is unknown, or "token" without a class token.
+            AssertionError: The model does not support the channels or the size of the images.
+            ValueError: Training drops patches, at a grid that does not allow it.
         """
-        dd = get_device_dtype(self)
-        if global_pool is not None:
-            self.global_pool = self._checked_pool(global_pool)
-            # Construction derives the norm's place from the pooling: keep it for a rebuild.
-            update_model_args(self, fc_norm=not isinstance(self.fc_norm, nn.Identity))
-        self.num_classes = num_classes
-        self.head = (
-            nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
-        )
-        if num_classes > 0:
-            trunc_normal_(self.head.weight, std=0.02)
-            nn.init.zeros_(self.head.bias)
-        self.head.train(self.training)
+        return self.forward_head(self.forward_features(x))
 
-    def set_input_size(
-        self,
-        img_size: int | tuple[int, int] | None = None,
-        patch_size: int | tuple[int, int] | None = None,
-    ) -> None:
-        """Change the size of images or patches, resampling the embeddings.
-
-        Args:
-            img_size: Height and width in pixels; None keeps it.
-            patch_size: Height and width in pixels; None keeps it.
-
-        Raises:
-            ValueError: Whole patches do not cover the image, or ``patch_size`` changes although patches overlap.
-        """
-        previous = self.patch_embed.grid_size
-        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
-        if self.patch_embed.grid_size != previous:
-            resampled = resample_abs_pos_embed(
-                self.pos_embed,
-                new_size=self.patch_embed.grid_size,
-                old_size=previous,
-                num_prefix_tokens=self.num_prefix_tokens,
-                verbose=True,
-            )
-            self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
-        update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
-        # Keep the reference grid: construction would derive it from the new size.
-        update_model_args(self, ref_feat_shape=self._reference())
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # only present when PyTorch created `destination`
-            destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
-    ) -> None:
-        adapt_inside(state_dict, self, prefix, local_metadata)  # state_dict is PyTorch's copy
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        self._ref_read = (None, 0)  # read it again: an inference tensor does not tell of the copy
-
-    def _reference(self) -> tuple[int, int]:
-        """Return ``ref_feat_shape`` as numbers."""
-        if not torch.jit.is_scripting():
-            self._follow_ref_feat_shape()
-        return self._ref_grid
-
-    @torch.jit.unused
-    def _follow_ref_feat_shape(self) -> None:
-        """Read ``ref_feat_shape`` if it is another tensor than before, or if something wrote into it.
-
-        Reading waits for the GPU. Only loading writes it, but some programs load without ``load_state_dict``.
-        """
-        if torch.compiler.is_compiling() or self.ref_feat_shape is None:
-            return
-        shape, (last, version) = self.ref_feat_shape, self._ref_read
-        now = 0 if shape.is_inference() else shape._version  # inference tensors count no writes
-        if shape is last and now == version:
-            return
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if type(shape) is Tensor and not shape.is_meta and not in_transform:
-            self._ref_grid, self._ref_read = grid_from(shape), (shape, now)
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the normalised tokens (B, L, C) of images, class token first; same arguments as ``forward``."""
+        x, layout, feat_shape = self._embed(x)
+        return self._final_tokens(x, layout, feat_shape)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int]]:
         """Return the results of ``_sequence`` for images (B, in_chans, height, width), and their own grid."""
@@ -489,19 +332,6 @@ class VisionLonghorn(nn.Module):
             feat_shape = [int(feat_shape[0]), int(feat_shape[1])]
         x, layout = self._sequence(x.flatten(1, 2), grid)
         return x, layout, feat_shape
-
-    @torch.jit.ignore
-    def grid_inside(self, img_size: tuple[int, int]) -> tuple[int, int]:
-        """Return the grid (H, W) that images of (height, width) pixels have inside the blocks.
-
-        A side that ``resize_below_scale`` resizes has as many patches as in ``ref_feat_shape``.
-        """
-        H, W = self.patch_embed.dynamic_feat_size(img_size)
-        trained_H, trained_W = self._reference()
-        return (
-            trained_H if self.resize_below_scale * trained_H > H else H,
-            trained_W if self.resize_below_scale * trained_W > W else W,
-        )
 
     def _sequence(
         self, x: Tensor, grid: list[int], keep: Tensor | None = None
@@ -530,38 +360,6 @@ class VisionLonghorn(nn.Module):
             x = class_token_to_middle(x, self.cls_token + pos_embed[:, :1])
         return self.pos_drop(x), layout
 
-    def check_patches_can_drop(self, grid: list[int]) -> None:
-        """Raise ValueError if patches of a grid (H, W) cannot be left out.
-
-        On a grid other than the trained one, the kernels find neighbours by rows and columns, which only a
-        complete grid has.
-        """
-        trained = self._reference()
-        if self.grid_aware and (grid[0] != trained[0] or grid[1] != trained[1]):
-            raise ValueError(
-                f"patch_drop_rate and keep need a grid of {trained[0]} x {trained[1]} patches "
-                f"(ref_feat_shape), got {grid[0]} x {grid[1]}; grid_aware=False allows any grid"
-            )
-
-    def _layout(self, grid: list[int], x: Tensor) -> TokenLayout:
-        """Return the layout of the tokens of a grid (H, W), for patches (B, N, C)."""
-        reference = self._reference()
-        trained = [reference[0], reference[1]] if self.grid_aware else grid
-        patch = [self.patch_embed.patch_size[0], self.patch_embed.patch_size[1]]
-        stride = [self.patch_embed.stride[0], self.patch_embed.stride[1]]
-        numbers = grid + trained + patch + stride + [self.num_prefix_tokens, int(self.scale_conv)]
-        if not torch.jit.is_scripting():
-            return self._layout_of(numbers, x)
-        order, taps, reads, shares = torch.ops.vil.token_layout(numbers, self.d_conv, x.detach())
-        return TokenLayout(numbers, order, taps, reads, shares)
-
-    @torch.jit.unused
-    def _layout_of(self, numbers: list[int], x: Tensor) -> TokenLayout:
-        if self.exportable and is_exporting() and not self.training:  # each mixer makes its own
-            nothing = x.new_empty(0)
-            return TokenLayout(numbers, nothing, nothing, nothing, nothing)
-        return token_layout(numbers, self.d_conv, x)
-
     def _final_tokens(self, x: Tensor, layout: TokenLayout | None, feat_shape: list[int]) -> Tensor:
         """Return the result of ``forward_features``, given the results of ``_embed``."""
         for block in self.blocks:
@@ -571,33 +369,25 @@ class VisionLonghorn(nn.Module):
                 x = block(x, layout)
         return self.norm(self._own_tokens(x, layout, feat_shape))
 
-    def _own_tokens(self, x: Tensor, layout: TokenLayout | None, feat_shape: list[int]) -> Tensor:
-        """Return tokens (B, L, C) with the class token first, resized to the image's own grid.
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits (B, num_classes) for tokens (B, L, C), or the input of the head.
 
-        Without a layout, patches are missing and there is no grid to resize.
+        Args:
+            x: Tokens, class token first.
+            pre_logits: Leave out the head.
         """
-        x = class_token_first(x, self.num_prefix_tokens)
-        if layout is None:
-            return x
-        grid = [layout.grid[0], layout.grid[1]]
-        return resize_tokens(x, grid, feat_shape, self.num_prefix_tokens)
+        x = self.head_drop(self.fc_norm(self.pool(x)))
+        return x if pre_logits else self.head(x)
 
-    def _tokens(
-        self, x: Tensor, take_indices: list[int], num_blocks: int
-    ) -> tuple[list[Tensor], Tensor]:
-        """Return tokens (B, L, C) after chosen blocks and after the last, class token first."""
-        x, layout, feat_shape = self._embed(x)
-        taps = []
-        for i, block in enumerate(self.blocks[:num_blocks]):
-            x = checkpoint(block, x, layout) if self.grad_checkpointing else block(x, layout)
-            if i in take_indices:
-                taps.append(self._own_tokens(x, layout, feat_shape))
-        return taps, self._own_tokens(x, layout, feat_shape)
+    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
+        """Pool tokens (B, L, C) to (B, C), or return them if the pooling is "".
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Return the normalised tokens (B, L, C) of images, class token first; same arguments as ``forward``."""
-        x, layout, feat_shape = self._embed(x)
-        return self._final_tokens(x, layout, feat_shape)
+        Args:
+            x: Tokens, class token first.
+            pool_type: Pooling instead of ``global_pool``; an unknown one raises AssertionError.
+        """
+        pool_type = self.global_pool if pool_type is None else pool_type
+        return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
 
     def forward_patches(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return the normalised tokens of patches, class token first.
@@ -636,38 +426,6 @@ class VisionLonghorn(nn.Module):
         x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending), grid)
         prefix, patches = x.split([self.num_prefix_tokens, keep.shape[1]], 1)
         return torch.cat([prefix, patches.take_along_dim(order.argsort(1)[..., None], 1)], 1)
-
-    def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
-        """Pool tokens (B, L, C) to (B, C), or return them if the pooling is "".
-
-        Args:
-            x: Tokens, class token first.
-            pool_type: Pooling instead of ``global_pool``; an unknown one raises AssertionError.
-        """
-        pool_type = self.global_pool if pool_type is None else pool_type
-        return global_pool_nlc(x, pool_type, self.num_prefix_tokens)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Return logits (B, num_classes) for tokens (B, L, C), or the input of the head.
-
-        Args:
-            x: Tokens, class token first.
-            pre_logits: Leave out the head.
-        """
-        x = self.head_drop(self.fc_norm(self.pool(x)))
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits (B, num_classes) of images.
-
-        Args:
-            x: Images, (B, in_chans, height, width).
-
-        Raises:
-            AssertionError: The model does not support the channels or the size of the images.
-            ValueError: Training drops patches, at a grid that does not allow it.
-        """
-        return self.forward_head(self.forward_features(x))
 
     def forward_intermediates(
         self,
@@ -713,27 +471,29 @@ class VisionLonghorn(nn.Module):
         img_size, prefix = (x.shape[-2], x.shape[-1]), self.num_prefix_tokens
         taps, x = self._intermediates(x, sorted({*blocks}), num_blocks, norm)
         patches = [taps[block][:, prefix:] for block in blocks]
-        return packed_intermediates(
-            self._spatial(numbers, patches, img_size, output_fmt),
-            [taps[block][:, :prefix] for block in blocks]
-            if return_prefix_tokens and prefix
-            else None,
-            None if intermediates_only else self.norm(x),
-            output_dict,
-        )
+        final = None if intermediates_only else self.norm(x)
+        spatial = self._spatial(numbers, patches, img_size, output_fmt)
+        with_prefix = return_prefix_tokens and prefix > 0
+        prefixes = [taps[block][:, :prefix] for block in blocks] if with_prefix else None
+        return packed_intermediates(spatial, prefixes, final, output_dict)
 
     def _take_indices(self, indices: int | list[int] | None) -> tuple[list[int], list[int]]:
         """Return the indices of the intermediates, and of the blocks that they are made from."""
-        take_indices, _ = feature_take_indices(len(self.blocks), indices)
-        return sorted({*take_indices}), sorted({*take_indices})
+        blocks = sorted({*feature_take_indices(len(self.blocks), indices)[0]})
+        return blocks, blocks
 
     def _intermediates(
         self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Return tokens after chosen blocks, by block, and after the last."""
-        taps, x = self._tokens(x, blocks, num_blocks)
-        taps = [self.norm(tap) for tap in taps] if norm else taps
-        return dict(zip(blocks, taps, strict=True)), x
+        """Return tokens (B, L, C) after chosen blocks, by block, and after the last, class token first."""
+        x, layout, feat_shape = self._embed(x)
+        taps = {}
+        for i, block in enumerate(self.blocks[:num_blocks]):
+            x = checkpoint(block, x, layout) if self.grad_checkpointing else block(x, layout)
+            if i in blocks:
+                tap = self._own_tokens(x, layout, feat_shape)
+                taps[i] = self.norm(tap) if norm else tap
+        return taps, self._own_tokens(x, layout, feat_shape)
 
     def _spatial(
         self, numbers: list[int], patches: list[Tensor], img_size: tuple[int, int], output_fmt: str
@@ -793,30 +553,98 @@ class VisionLonghorn(nn.Module):
         return take_indices
 
     @torch.jit.ignore
-    def reshape_transform(
-        self, tokens: Tensor, height: int | None = None, width: int | None = None
-    ) -> Tensor:
-        """Arrange the tokens inside the blocks as a feature map, for hooks and pytorch-grad-cam.
+    def get_classifier(self) -> nn.Module:
+        """Return the head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one.
 
         Args:
-            tokens: Output of a block or of its norm, (B, L, C), any dtype, class token in the middle.
-            height: Rows H of the grid inside the model (``grid_inside``). Default: for ``img_size`` images.
-            width: Columns W of that grid. Default: for ``img_size`` images.
-
-        Returns:
-            Map of the patches, (B, C, H, W), in the same dtype.
+            num_classes: Classes of the new head; 0 for none.
+            global_pool: New pooling; None keeps it.
 
         Raises:
-            ValueError: L is not the number of patches plus that of the class token.
+            AssertionError: ``global_pool`` is unknown, or "token" without a class token.
         """
-        own_height, own_width = self.grid_inside(self.patch_embed.img_size)
-        H = own_height if height is None else height
-        W = own_width if width is None else width
-        if tokens.ndim != 3 or tokens.shape[1] != H * W + self.num_prefix_tokens:
-            raise ValueError(
-                f"tokens must be (B, {H * W + self.num_prefix_tokens}, C) for a grid of {(H, W)}, "
-                f"got {tuple(tokens.shape)}; give height and width for another grid"
+        dd = get_device_dtype(self)
+        if global_pool is not None:
+            self.global_pool = self._checked_pool(global_pool)
+            # Construction derives the norm's place from the pooling: keep it for a rebuild.
+            update_model_args(self, fc_norm=not isinstance(self.fc_norm, nn.Identity))
+        self.num_classes = num_classes
+        self.head = (
+            nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        )
+        if num_classes > 0:
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        self.head.train(self.training)
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Change the size of images or patches, resampling the embeddings.
+
+        Args:
+            img_size: Height and width in pixels; None keeps it.
+            patch_size: Height and width in pixels; None keeps it.
+
+        Raises:
+            ValueError: Whole patches do not cover the image, or ``patch_size`` changes although patches overlap.
+        """
+        previous = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
+        if self.patch_embed.grid_size != previous:
+            resampled = resample_abs_pos_embed(
+                self.pos_embed,
+                new_size=self.patch_embed.grid_size,
+                old_size=previous,
+                num_prefix_tokens=self.num_prefix_tokens,
+                verbose=True,
             )
-        tokens = class_token_first(tokens, self.num_prefix_tokens)
-        patches = tokens[:, self.num_prefix_tokens :]
-        return rearrange(patches, "b (h w) c -> b c h w", h=H, w=W)
+            self.pos_embed = nn.Parameter(resampled, requires_grad=self.pos_embed.requires_grad)
+        update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
+        # Keep the reference grid: construction would derive it from the new size.
+        update_model_args(self, ref_feat_shape=self._reference())
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+        for block in self.blocks:  # recompute a block as a whole, not its inner part a second time
+            block.checkpoint_min_tokens = None if enable else self.checkpoint_min_tokens
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters that the published recipe does not decay.
+
+        The vectors of the two directions are stacked into matrices here, which would otherwise be decayed.
+        A_log is decayed, as in Vision Mamba's training, which never reads the attribute that exempts it.
+        """
+        vectors = tuple(f".mixer.{name}" for name in ("conv_bias", "dt_bias", "D"))
+        names = (name for name, _ in self.named_parameters())
+        return {n for n in names if n in ("pos_embed", "cls_token") or n.endswith(vectors)}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns that group parameters by depth, for layer-wise learning rates; ``coarse`` has no effect."""
+        return {
+            "stem": r"^cls_token|pos_embed|patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # only present when PyTorch created `destination`
+            destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, local_metadata: dict, *args: Any
+    ) -> None:
+        adapt_inside(state_dict, self, prefix, local_metadata)  # state_dict is PyTorch's copy
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

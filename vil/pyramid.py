@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
 from vil.kernels.checks import is_exporting
-from vil.weights.adapt import (
-    checkpoint_filter_fn as checkpoint_filter_fn,
-)  # vil.load looks for it in the model's module
+from vil.weights.adapt import checkpoint_filter_fn
 
-__all__ = ["PyramidLevel", "VisionLonghornPyramid"]
+__all__ = [
+    "PyramidLevel",
+    "VisionLonghornPyramid",
+    "checkpoint_filter_fn",
+]  # vil.load looks for the last here
 
 STRIDES = (4, 8, 16, 32)  # of the levels, in pixels, as dense heads take them
 
