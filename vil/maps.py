@@ -1,4 +1,4 @@
-"""Maps of what the tokens of a block read from each other, write and forget; see docs/inspect.md.
+"""Maps of what the tokens of a block read from each other; see docs/inspect.md.
 
 A mixer's scan is linear in its values. For given keys, queries and step sizes, it is an L x L matrix per
 channel. The matrix is computed by running the scan on unit values, one source token at a time, so no
@@ -144,59 +144,6 @@ def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
     return row[:, prefix:].unflatten(1, (H, W))
 
 
-def step_size(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
-    """Return how much of a patch's values is written: the mean step size over channels and directions.
-
-    The step size is Longhorn's eps in [0, 1) (paper, Theorem 3.1), or Mamba's dt after softplus. At a grid
-    other than the trained one, the model divides a step by the number of tokens per trained token. The map
-    shows the step before this division.
-
-    Args:
-        model: Same as in ``channel_matrices``.
-        images: Same as in ``channel_matrices``.
-        block: Same as in ``channel_matrices``.
-
-    Returns:
-        Map (B, H, W). Same dtype as ``channel_matrices``.
-
-    Raises:
-        ValueError: Same as in ``channel_matrices``.
-    """
-    [scan] = _scans(only_backbone(model), images, [block])
-    return _image_of(scan, _steps(scan))
-
-
-def decay(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
-    """Return the share of the state that the block forgets at a patch, averaged over channels and directions.
-
-    The share is 1 - trace(T) / M, where the matrix T (M x M) maps the state before the patch to what
-    remains of it afterwards. For diagonal recurrences this is the mean loss over states. Exact Longhorn
-    forgets only along its key, so the share is eps |k|^2 / M.
-
-    Args:
-        model: Same as in ``channel_matrices``.
-        images: Same as in ``channel_matrices``.
-        block: Same as in ``channel_matrices``.
-
-    Returns:
-        Map (B, H, W) with values in [0, 1). Same dtype as ``channel_matrices``.
-
-    Raises:
-        ValueError: Same as in ``channel_matrices``.
-    """
-    [scan] = _scans(only_backbone(model), images, [block])
-    x, _, A, q, k, *_ = scan.args
-    steps, nothing = _steps(scan), torch.zeros_like(x)
-    A = None if A is None else A[:, None, None]
-    M, trace = k.shape[-1], 0.0
-    for j in range(M):
-        unit = F.one_hot(torch.tensor(j, device=k.device), M).to(k)
-        state = unit.expand(*x.shape, M)
-        left, _ = reference.advance(state, nothing, steps, A, q, k, scan.recurrence)
-        trace = trace + left[..., j]
-    return _image_of(scan, 1 - trace / M)
-
-
 @torch.no_grad()
 def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) -> Iterator[_Scan]:
     """Yield the scan inputs of the given blocks, in block order: the class token is in the middle."""
@@ -275,16 +222,3 @@ def _class_token_first(backbone: VisionLonghorn, length: int, device: torch.devi
     """Return the position of each token in the sequence inside blocks, (L,), class token first."""
     places = torch.arange(length, device=device)[None, :, None]
     return class_token_first(places, backbone.num_prefix_tokens).flatten()
-
-
-def _steps(scan: _Scan) -> Tensor:
-    bias = scan.args.bias[:, None, None]
-    return reference.step_size(scan.args.dt, scan.args.k, bias, scan.recurrence, scan.kappa_scale)
-
-
-def _image_of(scan: _Scan, numbers: Tensor) -> Tensor:
-    """Average (2, B, L, E) over directions and channels, and return the mean of each patch as a map (B, H, W)."""
-    H, W, *_, class_token, _ = scan.grid
-    mean, middle = numbers.mean((0, 3)), H * W // 2
-    patches = torch.cat([mean[:, :middle], mean[:, middle + class_token :]], 1)
-    return patches.unflatten(1, (H, W))

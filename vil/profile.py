@@ -3,8 +3,8 @@
 Prints parameters and multiply-adds for one image, scans included. You can name any timm models; without a name, it
 lists the models of this package. Exit status: 0, or 2 if timm has no such model, or the model refuses the size.
 
-PyTorch's FlopCounterMode supports the operators as soon as ``vil`` is imported. ``fvcore_handles`` and
-``calflops_hooks`` return what those packages need to count them. For time and memory, see docs/speed.md.
+PyTorch's FlopCounterMode supports the operators as soon as ``vil`` is imported. ``fvcore_handles`` returns what fvcore
+needs to count them. For time and memory, see docs/speed.md.
 """
 
 import argparse
@@ -13,11 +13,10 @@ from typing import Any
 
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from vil.block import BidirectionalMixer
 from vil.registry import RECURRENCES
 from vil.weights.build import create
 from vil.weights.files import is_own
@@ -75,27 +74,6 @@ def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]
 def _traced(value: Any) -> Any:
     """Return the shape of a tensor in a traced graph, or the value of a number, string or None."""
     return tuple(value.type().sizes()) if value.isCompleteTensor() else value.toIValue()
-
-
-def calflops_hooks() -> dict[type[nn.Module], Callable[[nn.Module, tuple, Any], None]]:
-    """Return the hooks with which calflops counts the mixers, by module type: ::
-
-        calflops.pytorch_ops.MODULE_HOOK_MAPPING.update(vil.profile.calflops_hooks())
-
-    calflops replaces functions to count their calls, and needs hooks for modules that call other
-    functions. Operators called outside of a model are not counted.
-    """
-    return {BidirectionalMixer: _count_mixer}
-
-
-def _count_mixer(mixer: BidirectionalMixer, inputs: tuple[Tensor, ...], output: Any) -> None:
-    # calflops counts the projections of the mixer separately because they are modules.
-    xz = (*inputs[0].shape[:2], mixer.in_proj.out_features)
-    flops = flop_registry[torch.ops.vil.mixer](
-        xz, *mixer._params(mixer.A_log), mixer.recurrence, out_val=None
-    )
-    mixer.__flops__ += flops
-    mixer.__macs__ += flops // 2
 
 
 def table_of_models(names: Sequence[str] = (), img_size: int | None = None) -> str:

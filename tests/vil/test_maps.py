@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from vil import maps
-from vil.kernels import ops
 from vil.tokens import class_token_first
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
@@ -71,49 +70,10 @@ def test_rollout_is_the_product_over_blocks() -> None:
     torch.testing.assert_close(rolled.sum(-1), torch.ones(2, 17))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_patches_are_in_their_places(name: str) -> None:
-    """In the first block, without a convolution, a patch's step and decay depend on it alone."""
-    model = small(name, d_conv=1, resize_below_scale=0)
-    with torch.no_grad():
-        model.pos_embed.zero_()
-    images = pictures(24, 40)[:1].repeat(2, 1, 1, 1)
-    images[1, :, 8:16, 32:40] = 3.0
-    for values in (maps.step_size(model, images, 0), maps.decay(model, images, 0)):
-        assert values.shape == (2, 3, 5)
-        assert values.min() >= 0
-        assert (values[0] != values[1]).nonzero().tolist() == [[1, 4]]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_decay_is_what_a_scan_forgets(name: str) -> None:
-    """Measured by a scan of one token over unit states; the query reads each of them."""
-    model, images = small(name, img_size=8, class_token=False, global_pool="avg"), pictures(8, 8)
-    [scan] = maps._scans(model, images, [0])
-    kept = 0.0
-    for direction in (0, 1):
-        for j in range(16):
-            state = torch.zeros(2, 64, 16)
-            state[..., j] = 1
-            query = state[:, :1, :]
-            tensors = (torch.zeros(2, 1, 64), scan.args.dt[direction])
-            last = (query, scan.args.k[direction], None, scan.args.bias[direction])
-            with ops.use_backend("reference"):
-                if name == "vim_tiny":
-                    read = ops.mamba_scan(
-                        *tensors, scan.args.A[direction], *last, initial_state=state
-                    )
-                else:
-                    exact = "longhorn_exact" if name.endswith("exact") else "longhorn"
-                    read = ops.longhorn_scan(*tensors, *last, recurrence=exact, initial_state=state)
-            kept = kept + read.mean((1, 2)) / 32
-    torch.testing.assert_close(maps.decay(model, images, 0), (1 - kept)[:, None, None])
-
-
 def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
     model, images = small(), pictures()
     deit = timm.create_model("deit_tiny_patch16_224", depth=1)
-    for function in (maps.token_matrix, maps.rollout, maps.step_size, maps.decay):
+    for function in (maps.token_matrix, maps.rollout):
         with pytest.raises(ValueError, match="model must be or contain exactly one model"):
             function(deit, images)
         with pytest.raises(ValueError, match="images must be floating-point"):

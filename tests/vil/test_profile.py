@@ -1,7 +1,6 @@
 """vil.profile: counters of multiply-adds, and the command."""
 
 import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.documents.pages import blocks
 from vil.profile import (
-    calflops_hooks,
     count_macs,
     count_parameters,
     fvcore_handles,
@@ -93,35 +91,11 @@ def test_fvcore_counts_what_count_macs_does(model: nn.Module, fvcore) -> None:
         assert not any(name.startswith("vil::") for name in counted.unsupported_ops())
 
 
-@pytest.fixture
-def calflops() -> Iterator:
-    package = pytest.importorskip("calflops")
-    mapping = pytest.importorskip("calflops.pytorch_ops").MODULE_HOOK_MAPPING
-    before = dict(mapping)
-    yield package
-    mapping.clear()
-    mapping.update(before)
-
-
-@pytest.mark.ci
-def test_calflops_counts_what_count_macs_does(model: nn.Module, calflops) -> None:
-    def count(size: int) -> int:
-        shape = (1, 3, size, size)
-        quiet = {"print_results": False, "output_as_string": False}
-        return calflops.calculate_flops(model, shape, **quiet)[1]
-
-    before = count(SIZES[0])
-    calflops.pytorch_ops.MODULE_HOOK_MAPPING.update(calflops_hooks())
-    for size in SIZES:
-        assert count(size) == count_macs(model, (3, size, size))
-    assert before < count(SIZES[0])
-
-
 DOCUMENTED = blocks("speed")
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("fvcore", "calflops")
+@pytest.mark.usefixtures("fvcore")
 @pytest.mark.parametrize("block", DOCUMENTED[1:])
 def test_lines_of_the_documents_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1, img_size=64))
