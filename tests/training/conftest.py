@@ -1,6 +1,5 @@
 """Fixtures: a few images in folders and shards, a tiny model, and the scripts run in-process."""
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,14 +85,13 @@ def config(image_folder) -> TrainConfig:
 @pytest.fixture
 def shard_config(config, image_shards) -> TrainConfig:
     """Return the same configuration on shards."""
-    data = dataclasses.replace(
-        config.data,
+    return config.changed(
+        "data",
         dataset="wds",
         path=str(image_shards),
         train_split="train-{0..2}.tar",
         val_split="val-{0..2}.tar",
     )
-    return dataclasses.replace(config, data=data)
 
 
 @pytest.fixture

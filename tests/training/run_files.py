@@ -1,7 +1,6 @@
 """Helpers for tests of whole runs: read the files of a run, and stop a run."""
 
 import csv
-import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -18,12 +17,6 @@ from vil.training.model import Trainee
 from vil.training.settings import TrainConfig
 
 TIMES = ("images_per_s", "seconds")
-
-
-def with_(config: TrainConfig, section: str, **changes: object) -> TrainConfig:
-    """Return the configuration with one section changed."""
-    changed = dataclasses.replace(getattr(config, section), **changes)
-    return dataclasses.replace(config, **{section: changed})
 
 
 def train_data(config: TrainConfig, world: World = World()) -> TrainData:  # noqa: B008

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.run_files import assert_same, load, rows, signal_at, with_
+from tests.training.run_files import assert_same, load, rows, signal_at
 from vil.training.recipes import read_recipe
 from vil.training.settings import TrainConfig
 
@@ -80,7 +80,7 @@ def test_what_makes_another_run_is_refused_with_the_switch_and_without(
 
 def test_what_is_free_and_what_was_filled_in_is_no_change(config, train, tmp_path) -> None:
     """The original command and the run's own config.yaml both resume the run, in any order."""
-    open_ = with_(with_(config, "schedule", warmup_epochs=None), "model", num_classes=None)
+    open_ = config.changed("schedule", warmup_epochs=None).changed("model", num_classes=None)
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder))
     assert train(open_, *arguments, "--schedule.epochs", "1", "--optim.max-bad-steps", "3") == 0
@@ -91,7 +91,7 @@ def test_what_is_free_and_what_was_filled_in_is_no_change(config, train, tmp_pat
 
 
 def test_changed_run_that_is_stopped_ends_with_the_same_bits(config, train, tmp_path) -> None:
-    changed = with_(with_(config, "optim", lr_base=2e-3), "schedule", epochs=4, min_lr=1e-4)
+    changed = config.changed("optim", lr_base=2e-3).changed("schedule", epochs=4, min_lr=1e-4)
     folders = [tmp_path / name for name in ("whole", "parts")]
 
     def stop_at(step: int, chosen: TrainConfig, folder: Path, *more: str) -> None:

@@ -1,7 +1,6 @@
 """Several ranks on one machine, over gloo, compared with a single process."""
 
 import csv
-import dataclasses
 import os
 import shutil
 import signal
@@ -28,12 +27,11 @@ LAST_RESORT = 900  # seconds, if processes hang; otherwise they end within 10
 @pytest.fixture
 def one_step_epochs(config) -> TrainConfig:
     """Return a run of 20 one-step epochs at two image sizes, so that the log has every step's loss."""
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, drop_path_rate=0.0),
-        data=dataclasses.replace(config.data, batch_size=32, img_sizes=(16, 24)),
-        augment=dataclasses.replace(config.augment, mix_size=8),
-        schedule=dataclasses.replace(config.schedule, epochs=20),
+    return (
+        config.changed("model", drop_path_rate=0.0)
+        .changed("data", batch_size=32, img_sizes=(16, 24))
+        .changed("augment", mix_size=8)
+        .changed("schedule", epochs=20)
     )
 
 
@@ -83,8 +81,7 @@ def log(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
 
 @pytest.mark.ci
 def test_two_processes_equal_one(one_step_epochs, train, tmp_path) -> None:
-    run = dataclasses.replace(one_step_epochs.run, grad_accum_steps=2)
-    divided = dataclasses.replace(one_step_epochs, run=run)
+    divided = one_step_epochs.changed("run", grad_accum_steps=2)
     processes = start(divided, tmp_path / "two", 2)
     assert train(one_step_epochs, "--run.output", str(tmp_path / "one")) == 0
     printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
@@ -132,16 +129,6 @@ def remove_one(images: Path) -> None:
     (images / "train" / "cedar" / "3.jpg").unlink()
 
 
-def swap_two_classes(images: Path) -> None:
-    for one, other in (("ash", "aside"), ("birch", "ash"), ("aside", "birch")):
-        (images / "train" / one).rename(images / "train" / other)
-
-
-def remove_a_class(images: Path) -> None:
-    for split in ("train", "val"):
-        shutil.rmtree(images / split / "birch")
-
-
 def hide_an_image(images: Path) -> None:
     """Make one image unreadable, which is detected when the fingerprint is computed."""
     path = images / "train" / "ash" / "0.jpg"
@@ -167,14 +154,6 @@ def other_weights(place: Path) -> None:
             *(remove_one, "number of training images is 31 instead of 32; fingerprint of the"),
             marks=pytest.mark.ci,
         ),
-        pytest.param(
-            *(swap_two_classes, "Differences (1): fingerprint of the training"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            *(remove_a_class, "number of training images is 24 instead of 32"),
-            marks=pytest.mark.nightly,
-        ),
         pytest.param(*(hide_an_image, "ash/0.jpg cannot be read"), marks=pytest.mark.nightly),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -183,10 +162,9 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
     damage, message, config, places, tmp_path
 ) -> None:
     damage(places[1] / "images")
-    model = dataclasses.replace(config.model, num_classes=None)
-    data = dataclasses.replace(config.data, path="images")
+    config = config.changed("model", num_classes=None).changed("data", path="images")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(to_yaml(dataclasses.replace(config, model=model, data=data)))
+    recipe.write_text(to_yaml(config))
     run = tmp_path / "run"
     command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(run)]
     codes, told = ends(start_script(command, places))
@@ -211,9 +189,7 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
 def test_copies_that_differ_end_the_evaluation_of_all(
     damage, message, config, train, places, tmp_path
 ) -> None:
-    one_epoch = dataclasses.replace(
-        config, schedule=dataclasses.replace(config.schedule, epochs=1, warmup_epochs=0)
-    )
+    one_epoch = config.changed("schedule", epochs=1, warmup_epochs=0)
     assert train(one_epoch, "--run.output", str(tmp_path / "run")) == 0
     for place in places:
         shutil.copy(tmp_path / "run" / "best.pt", place)
@@ -227,11 +203,7 @@ def test_copies_that_differ_end_the_evaluation_of_all(
 
 @pytest.mark.ci
 def test_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_path) -> None:
-    endless = dataclasses.replace(
-        config,
-        schedule=dataclasses.replace(config.schedule, epochs=10_000),
-        run=dataclasses.replace(config.run, save_minutes=0.0),
-    )
+    endless = config.changed("schedule", epochs=10_000).changed("run", save_minutes=0.0)
     processes = start(endless, tmp_path / "run", 2)
     wait_for(tmp_path / "run" / "previous.pt", processes)
     processes[1].send_signal(signal.SIGTERM)
@@ -246,9 +218,7 @@ def test_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_pa
 
 @pytest.mark.ci
 def test_lost_process_ends_the_others_with_one_line(config, tmp_path) -> None:
-    endless = dataclasses.replace(
-        config, schedule=dataclasses.replace(config.schedule, epochs=10_000)
-    )
+    endless = config.changed("schedule", epochs=10_000)
     processes = start(endless, tmp_path / "run", 2)
     wait_for(tmp_path / "run" / "last.pt", processes)
     processes[1].kill()
@@ -259,8 +229,9 @@ def test_lost_process_ends_the_others_with_one_line(config, tmp_path) -> None:
 
 @pytest.mark.nightly
 def test_compiled_model_trains_in_two_processes(config, tmp_path) -> None:
-    run = dataclasses.replace(config.run, torchcompile=True, amp=True, grad_accum_steps=2)
-    processes = start(dataclasses.replace(config, run=run), tmp_path / "run", 2)
+    processes = start(
+        config.changed("run", torchcompile=True, amp=True, grad_accum_steps=2), tmp_path / "run", 2
+    )
     printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     losses = [float(row["train_loss"]) for row in log(tmp_path / "run")]

@@ -38,8 +38,7 @@ def training(config) -> Trainee:
 def test_models_scored_together_score_as_alone_and_images_are_read_once(
     training, config, amp
 ) -> None:
-    small = dataclasses.replace(config.data, validation_batch_size=5)  # 12 images: 5, 5, 2
-    chosen = dataclasses.replace(config, data=small)
+    chosen = config.changed("data", validation_batch_size=5)  # 12 images: 5, 5, 2
     data = CountedData(chosen, open_source(chosen.data, chosen.model, False), World())
     run = dataclasses.replace(config.run, amp=amp)
     models = [training.model, training.ema.module, training.model]
@@ -57,8 +56,7 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) 
     before = {name: average.clone() for name, average in averages.items()}
     images = torch.arange(8 * 3 * 16 * 16).view(8, 3, 16, 16).to(torch.uint8)
     step = Step(0, [(images, torch.arange(8) % 4)], {})
-    clipping = dataclasses.replace(config.optim, clip_grad=0.01)
-    result = train_step(training, step, dataclasses.replace(config, optim=clipping))
+    result = train_step(training, step, config.changed("optim", clip_grad=0.01))
 
     weights = dict(training.model.named_parameters())
     norm = torch.stack([w.grad.norm() for w in weights.values() if w.grad is not None]).norm()
@@ -72,7 +70,7 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) 
 
 @pytest.mark.parametrize("opt", ["adamw", "sgd"])  # only adamw decides on the device
 def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
-    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, opt=opt))
+    config = config.changed("optim", opt=opt)
     training = build(config, World(), 4)
     loss = training.training_pass
     training = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * torch.nan)
@@ -84,8 +82,7 @@ def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.9, 0.99)])  # the default, which is for two
 def test_an_optimizer_of_three_moments_steps(config, betas) -> None:
-    optim = dataclasses.replace(config.optim, opt="adan", opt_betas=betas)
-    training = build(dataclasses.replace(config, optim=optim), World(), 4)
+    training = build(config.changed("optim", opt="adan", opt_betas=betas), World(), 4)
     before = training.model.head.bias.clone()
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
     train_step(training, Step(0, [(images, torch.arange(8) % 4)], {}), config)

@@ -1,7 +1,6 @@
 """Fine-tuning: the recipe alone, learning rates by layer and batch, and batch sizes by the data."""
 
 import csv
-import dataclasses
 import json
 import math
 import sys
@@ -100,8 +99,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
 
 
 def test_layer_decay_gives_lower_blocks_lower_rates(config) -> None:
-    optim = dataclasses.replace(config.optim, layer_decay=0.5)
-    training = build(dataclasses.replace(config, optim=optim), World(), 1)
+    training = build(config.changed("optim", layer_decay=0.5), World(), 1)
     training.set_step(1)
     names = {id(value): name for name, value in training.model.named_parameters()}
     rate = {

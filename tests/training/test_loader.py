@@ -1,6 +1,5 @@
 """Image sources, their errors, and what happens to an unreadable image."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 
 from tests.training.run_files import train_data, val_data
-from vil.preprocess import decode
 from vil.training.distributed import World
 from vil.training.draws import step_size
 from vil.training.errors import DataError
@@ -25,11 +23,6 @@ from vil.training.loader import Step, open_source, open_splits
 from vil.training.loader import _check_classes as check_classes
 from vil.training.recipes import to_yaml
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig
-
-
-def with_data(config: TrainConfig, **changes: object) -> TrainConfig:
-    """Return the configuration with other data settings."""
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
 
 
 def assert_same_steps(left: list[Step], right: list[Step]) -> None:
@@ -62,7 +55,7 @@ def test_digits_hold_out_360_of_every_class_alike() -> None:
 def test_validation_counts_each_image_once_over_all_processes(
     config, shard_config, kind, world_size
 ) -> None:
-    chosen = with_data(config if kind == "folder" else shard_config, batch_size=30)
+    chosen = (config if kind == "folder" else shard_config).changed("data", batch_size=30)
     shares = [val_data(chosen, World(rank, world_size)) for rank in range(world_size)]
     labels = [torch.cat([targets for _, targets in share.batches()]) for share in shares]
     assert Counter(torch.cat(labels).tolist()) == {0: 3, 1: 3, 2: 3, 3: 3}
@@ -76,14 +69,13 @@ def test_steps_do_not_depend_on_loader_processes_nor_on_where_they_start(
     whole = list(train_data(chosen).steps(0))
     assert len(whole) == 3 * 4
     assert {step.micro_batches[0][0].shape for step in whole} == {(8, 3, 16, 16)}
-    assert_same_steps(list(train_data(with_data(chosen, num_workers=2)).steps(5)), whole[5:])
+    assert_same_steps(list(train_data(chosen.changed("data", num_workers=2)).steps(5)), whole[5:])
 
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_processes_make_equal_steps_of_the_same_images(config, shard_config, kind) -> None:
     chosen = config if kind == "folder" else shard_config
-    run = dataclasses.replace(chosen.run, grad_accum_steps=2)
-    divided = dataclasses.replace(chosen, run=run)
+    divided = chosen.changed("run", grad_accum_steps=2)
     whole = list(train_data(chosen).steps(0))
     parts = [list(train_data(divided, World(rank, 2)).steps(0)) for rank in range(2)]
     for step, *shares in zip(whole, *parts, strict=True):
@@ -93,7 +85,7 @@ def test_processes_make_equal_steps_of_the_same_images(config, shard_config, kin
 
 
 def test_names_are_those_of_the_images_trained_on(config) -> None:
-    data = train_data(with_data(config, aug_repeats=0))
+    data = train_data(config.changed("data", aug_repeats=0))
     for step in data.steps(6):
         labels = [Path(name).parent.name for name in data.names(step.number)]
         assert [data.source.classes[i] for i in step.micro_batches[0][1]] == labels
@@ -103,7 +95,7 @@ def test_names_are_those_of_the_images_trained_on(config) -> None:
 def test_unreadable_training_image_is_replaced_and_told(config, image_folder, num_workers) -> None:
     healthy = list(train_data(config).steps(0))
     path = damage(image_folder, "train/birch/1.jpg")
-    data = train_data(with_data(config, num_workers=num_workers))
+    data = train_data(config.changed("data", num_workers=num_workers))
     steps = list(data.steps(0))
     told = {index for step in steps for index in step.bad_images}
     assert [data.source.name(index) for index in told] == [str(path)]
@@ -119,8 +111,7 @@ def test_labels_are_those_of_the_images_and_of_what_replaces_one(config, image_f
         for path in (image_folder / "train" / name).iterdir():
             Image.new("L", (24, 20), 60 * label).save(path)
     damage(image_folder, "train/birch/1.jpg")
-    plain = dataclasses.replace(config.augment, aa=None, reprob=0.0)
-    steps = list(train_data(dataclasses.replace(config, augment=plain)).steps(0))
+    steps = list(train_data(config.changed("augment", aa=None, reprob=0.0)).steps(0))
     assert any(step.bad_images for step in steps)
     for step in steps:
         for images, labels in step.micro_batches:
@@ -134,14 +125,6 @@ def test_repeats_of_an_image_are_augmented_differently(config) -> None:
     assert len(images.flatten(1).unique(dim=0)) == 8
 
 
-@pytest.mark.parametrize("mode", ["CMYK", "L", "P", "RGBA", "1", "I;16"])
-def test_colours_are_converted(tmp_path, mode) -> None:
-    form = "JPEG" if mode == "CMYK" else "PNG"
-    Image.new(mode, (9, 7)).save(tmp_path / "a", form)
-    assert decode((tmp_path / "a").read_bytes(), "RGB").mode == "RGB"
-    assert decode((tmp_path / "a").read_bytes(), "L").mode == "L"
-
-
 def test_empty_class_folder_is_an_error(config, image_folder) -> None:
     (image_folder / "train" / "elm").mkdir()
     with pytest.raises(DataError, match=r"class folder .*train/elm has no images"):
@@ -149,7 +132,7 @@ def test_empty_class_folder_is_an_error(config, image_folder) -> None:
 
 
 def test_splits_must_have_the_same_classes_in_the_same_order(config, image_folder) -> None:
-    open_ = dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=None))
+    open_ = config.changed("model", num_classes=None)
     train, val = open_splits(open_, World())
     assert train.classes == val.classes
     (image_folder / "val" / "birch").rename(image_folder / "val" / "elm")
@@ -166,18 +149,17 @@ def test_splits_must_have_the_same_classes_in_the_same_order(config, image_folde
 
 def test_an_image_too_narrow_to_enlarge_is_named(config, image_folder) -> None:
     Image.new("RGB", (1, 20_000)).save(image_folder / "val" / "ash" / "narrow.png")
-    data = dataclasses.replace(config.data, max_pixels=1_000_000)
     for mode, told in (
         ("center", r"ash/narrow\.png .* 1 x 20000 px.* exceeds data"),
         ("squash", None),
     ):
-        narrow = dataclasses.replace(config, data=dataclasses.replace(data, crop_mode=mode))
+        narrow = config.changed("data", max_pixels=1_000_000, crop_mode=mode)
         with pytest.raises(DataError, match=told) if told else nullcontext():
             val_data(narrow).verify()
 
 
 def test_accents_of_class_names_may_be_composed_or_separate(config, image_folder) -> None:
-    open_ = dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=None))
+    open_ = config.changed("model", num_classes=None)
     for split, name in (("train", "b\u00edrch"), ("val", "bi\u0301rch")):
         (image_folder / split / "birch").rename(image_folder / split / name)
     train, val = open_splits(open_, World())
@@ -188,16 +170,10 @@ def test_accents_of_class_names_may_be_composed_or_separate(config, image_folder
         open_splits(open_, World())
 
 
-def test_other_number_of_classes_is_an_error(config) -> None:
-    model = dataclasses.replace(config.model, num_classes=5)
-    with pytest.raises(DataError, match=r"has 4 classes, but model\.num_classes is 5"):
-        train_data(dataclasses.replace(config, model=model))
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unreadable_validation_image_is_an_error(config, image_folder, num_workers) -> None:
     damage(image_folder, "val/birch/1.jpg")
-    data = val_data(with_data(config, num_workers=num_workers))
+    data = val_data(config.changed("data", num_workers=num_workers))
     for find in (data.verify, lambda: list(data.batches())):
         with pytest.raises(DataError, match=r"image .*birch/1\.jpg cannot be read: Truncated"):
             find()
@@ -214,8 +190,8 @@ def overwrite(path: Path) -> None:
 def test_other_contents_under_the_same_names_have_other_fingerprints(
     config, shard_config, kind, images_per_class
 ) -> None:
-    chosen = with_data(
-        config if kind == "folder" else shard_config, images_per_class=images_per_class
+    chosen = (config if kind == "folder" else shard_config).changed(
+        "data", images_per_class=images_per_class
     )
     source = train_data(chosen).source
     assert train_data(chosen).source.fingerprint == source.fingerprint
@@ -237,7 +213,7 @@ def chosen_names(source: Source) -> set[str]:
 
 def open_subsets(config: TrainConfig, *numbers: int | None) -> list[Source]:
     """Open the training data once for each number of images per class."""
-    configs = [with_data(config, images_per_class=number) for number in numbers]
+    configs = [config.changed("data", images_per_class=number) for number in numbers]
     return [open_source(chosen.data, chosen.model, training=True) for chosen in configs]
 
 
@@ -263,7 +239,7 @@ def test_fewer_images_of_each_class_are_nested_and_read_right(config, shard_conf
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_fewer_images_keep_the_order_of_all(config, shard_config, kind) -> None:
-    chosen = with_data(config if kind == "folder" else shard_config, shuffle_shards=1)
+    chosen = (config if kind == "folder" else shard_config).changed("data", shuffle_shards=1)
     whole, few = open_subsets(chosen, None, 3)
     orders = [source.order(torch.Generator().manual_seed(0)) for source in (whole, few)]
     names = [
@@ -279,8 +255,8 @@ def test_fewer_images_keep_the_order_of_all(config, shard_config, kind) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_all_images_of_a_step_are_made_at_its_size(config, num_workers) -> None:
-    several = with_data(config, img_sizes=(8, 24, 16), num_workers=num_workers)
-    several = dataclasses.replace(several, run=dataclasses.replace(several.run, grad_accum_steps=2))
+    several = config.changed("data", img_sizes=(8, 24, 16), num_workers=num_workers)
+    several = several.changed("run", grad_accum_steps=2)
     whole = train_data(several)
     drawn = [step_size((8, 24, 16), 0, number) for number in range(12)]
     assert set(drawn) == {8, 24, 16}
@@ -290,13 +266,13 @@ def test_all_images_of_a_step_are_made_at_its_size(config, num_workers) -> None:
         assert shapes == {(3, drawn[step.number], drawn[step.number])}
     assert {images.shape[1:] for images, _ in val_data(several).batches()} == {(3, 16, 16)}
     # Other sizes of the list have no effect on it.
-    one = next(train_data(with_data(several, img_sizes=(drawn[0],))).steps(0))
+    one = next(train_data(several.changed("data", img_sizes=(drawn[0],))).steps(0))
     assert_same_steps([one], [next(whole.steps(0))])
 
 
 def test_a_program_that_leaves_loader_processes_ends(config, tmp_path) -> None:
     """Workers ignore SIGTERM, with which Python would end them before it waits for them."""
-    (tmp_path / "recipe.yaml").write_text(to_yaml(with_data(config, num_workers=1)))
+    (tmp_path / "recipe.yaml").write_text(to_yaml(config.changed("data", num_workers=1)))
     program = (
         "from pathlib import Path; from vil.training.distributed import World\n"
         "from vil.training.loader import TrainData, open_source\n"
@@ -317,7 +293,7 @@ def test_headers_tell_of_bad_images_before_the_first_step(
 ) -> None:
     """The run leaves them out in both splits; so does eval.py."""
     data = {"check_headers": True, "max_bad_images": fraction, "max_pixels": 20_000}
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    config = config.changed("data", **data)
     (image_folder / "train" / "ash" / "0.jpg").write_bytes(b"")
     (image_folder / "train" / "birch" / "1.jpg").write_bytes(b"no image")
     Image.new("L", (200, 101)).save(image_folder / "train" / "cedar" / "2.jpg")

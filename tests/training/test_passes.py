@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.training.recorded import Graph, record_on_cpu
-from tests.training.run_files import assert_same, load, rows, signal_at, with_
+from tests.training.run_files import assert_same, load, rows, signal_at
 from tests.training.test_distributed import LAST_RESORT, ROOT, start_script
 from vil.training import passes
 from vil.training.errors import ConfigError
@@ -35,10 +35,10 @@ def recorded(monkeypatch) -> None:
 def everything(config: TrainConfig, recurrence: str, accumulation: int) -> TrainConfig:
     """Return the configuration with all that could disturb a graph."""
     args = (f"recurrence={recurrence}", "patch_drop_rate=0.25", "drop_rate=0.1", "grid_aware=False")
-    config = with_(config, "model", args=args)
-    config = with_(config, "augment", mix_size=2)
-    config = with_(config, "optim", clip_grad=0.5)
-    return with_(config, "run", amp=True, grad_accum_steps=accumulation)
+    config = config.changed("model", args=args)
+    config = config.changed("augment", mix_size=2)
+    config = config.changed("optim", clip_grad=0.5)
+    return config.changed("run", amp=True, grad_accum_steps=accumulation)
 
 
 def assert_same_runs(one: Path, other: Path) -> None:
@@ -66,8 +66,8 @@ def test_a_recorded_run_is_the_eager_one(
         return images * (torch.nan if step == 6 else 1), targets
 
     monkeypatch.setattr(BatchAugment, "__call__", poisoned)
-    chosen = with_(everything(config, recurrence, accumulation), "data", img_sizes=sizes)
-    chosen = with_(chosen, "data", validation_batch_size=5)  # 12 images: 5, 5, 2
+    chosen = everything(config, recurrence, accumulation).changed("data", img_sizes=sizes)
+    chosen = chosen.changed("data", validation_batch_size=5)  # 12 images: 5, 5, 2
     eager, whole, parts = (str(tmp_path / name) for name in ("eager", "whole", "parts"))
     assert train(chosen, "--run.output", eager, EAGER) == 0
     assert Graph.replays == 0
@@ -178,8 +178,8 @@ def test_a_gpu_records_the_eager_run(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     config = everything(config, recurrence, accumulation)
     # The gradient of patch dropping is a sum in any order.
-    config = with_(config, "model", args=tuple(a for a in config.model.args if "patch" not in a))
-    config = with_(with_(config, "run", device="cuda"), "schedule", epochs=5)
+    config = config.changed("model", args=tuple(a for a in config.model.args if "patch" not in a))
+    config = config.changed("run", device="cuda").changed("schedule", epochs=5)
     eager, whole, parts = (tmp_path / name for name in ("eager", "whole", "parts"))
     assert train(config, "--run.output", str(eager), EAGER) == 0
     assert train(config, "--run.output", str(whole)) == 0

@@ -1,7 +1,6 @@
 """predict.py: the rows are what eval.py counts, whatever is in the folder, and the sheet can be looked at."""
 
 import csv
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -42,8 +41,7 @@ def photos(config: TrainConfig, image_folder: Path) -> TrainConfig:
             path.unlink()
         elif number % 3 == 1:
             image.save(path, exif=sideways)
-    data = dataclasses.replace(config.data, exif_rotation=True, background="white")
-    return dataclasses.replace(config, data=data)
+    return config.changed("data", exif_rotation=True, background="white")
 
 
 @pytest.fixture

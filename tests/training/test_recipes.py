@@ -98,8 +98,11 @@ FINER = {
 def built(config: TrainConfig, steps_per_epoch: int = 4) -> Trainee:
     """Build a small version of what a recipe trains on ImageNet."""
     classes = config.model.num_classes or 1000
-    sizes = dataclasses.replace(config.model, num_classes=classes, depth=3, embed_dim=32)
-    return build(filled(dataclasses.replace(config, model=sizes)), World(), steps_per_epoch)
+    return build(
+        filled(config.changed("model", num_classes=classes, depth=3, embed_dim=32)),
+        World(),
+        steps_per_epoch,
+    )
 
 
 def filled(config: TrainConfig) -> TrainConfig:
@@ -146,8 +149,7 @@ def test_recipe_reaches_what_trains(name) -> None:
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 8), (2, 4), (8, 1), (4, 2)])
 def test_rate_does_not_depend_on_how_a_batch_is_divided(name, world_size, accumulation) -> None:
     config = read_recipe(CONFIGS / f"{name}.yaml")
-    run = dataclasses.replace(config.run, grad_accum_steps=accumulation)
-    config = dataclasses.replace(config, run=run)
+    config = config.changed("run", grad_accum_steps=accumulation)
     published = {"vil_tiny": 5e-4 * 8 * 128 / 512, "vil_small": 1e-3 * 8 * 64 / 512}[name]
     assert config.peak_lr == published == 1e-3
     assert config.micro_batch(world_size) * world_size * accumulation == config.data.batch_size
@@ -171,9 +173,8 @@ def test_transforms_are_the_published_ones() -> None:
     big = Image.effect_noise((448, 300), 64).convert("RGB")
     resized = big.resize((382, 256), Image.Resampling.BICUBIC).crop((79, 16, 303, 240))
     assert torch.equal(val_transform(config)(big), to_planes(resized))
-    closer = dataclasses.replace(config.data, crop_pct=0.5)  # 0.875 is timm's own default
     resized = big.resize((669, 448), Image.Resampling.BICUBIC).crop((222, 112, 446, 336))
-    closer = val_transform(dataclasses.replace(config, data=closer))
+    closer = val_transform(config.changed("data", crop_pct=0.5))  # 0.875 is timm's own default
     assert torch.equal(closer(big), to_planes(resized))
 
 
@@ -211,10 +212,8 @@ def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
 @pytest.mark.parametrize("warmup_epochs", [0, 2, 6])
 def test_rate_by_step_rises_from_zero_and_the_cosine_ends(sched: str, warmup_epochs: int) -> None:
     config = read_recipe(CONFIGS / "vil_tiny.yaml")
-    schedule = dataclasses.replace(
-        config.schedule, by="step", sched=sched, epochs=6, warmup_epochs=warmup_epochs
-    )
-    training = built(dataclasses.replace(config, schedule=schedule), steps_per_epoch=5)
+    by_step = {"by": "step", "sched": sched, "epochs": 6, "warmup_epochs": warmup_epochs}
+    training = built(config.changed("schedule", **by_step), steps_per_epoch=5)
     peak, least, warmup, total = 1e-3, 1e-5, 5 * warmup_epochs, 30
     assert training.lr == pytest.approx(peak / (warmup + 1))
     for step in [*range(total), 7, 0]:  # as if resumed

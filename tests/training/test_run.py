@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.run_files import assert_same, load, rows, signal_at, with_
+from tests.training.run_files import assert_same, load, rows, signal_at
 from vil.training import train as loop
 from vil.training.engine import StepResult
 from vil.training.engine import train_step as train_step_of_engine
@@ -40,7 +40,7 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
         "steps.csv",
         "curve.png",
     }
-    assert read_recipe(folder / "config.yaml") == with_(config, "run", output=str(folder))
+    assert read_recipe(folder / "config.yaml") == config.changed("run", output=str(folder))
     assert [row["epoch"] for row in rows(folder)] == ["1", "2", "3"]
     assert [float(row["lr"]) for row in rows(folder)][:2] == [1e-4, 1e-4]
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -83,7 +83,7 @@ LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
 def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
     config, shard_config, kind, num_workers, number, train, capsys, tmp_path
 ) -> None:
-    chosen = with_(config if kind == "folder" else shard_config, "data", num_workers=num_workers)
+    chosen = (config if kind == "folder" else shard_config).changed("data", num_workers=num_workers)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(chosen, "--run.output", str(whole)) == 0
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +108,7 @@ def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
         return train_step_of_engine(training, step, config)
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    several = with_(config, "data", img_sizes=(8, 16, 24))
+    several = config.changed("data", img_sizes=(8, 16, 24))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(several, "--run.output", str(whole)) == 0
     assert "GMACs with scans at 16 px, trained at 8, 16, 24 px\n" in capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
 def test_accumulated_run_equals_the_plain_one_up_to_rounding(
     config, accumulation, train, tmp_path
 ) -> None:
-    chosen = with_(with_(config, "augment", mix_size=2), "model", drop_path_rate=0.0)
+    chosen = config.changed("augment", mix_size=2).changed("model", drop_path_rate=0.0)
     arguments = ("--run.grad-accum-steps", accumulation)
     for name, more in (("plain", ()), ("accumulated", arguments)):
         assert train(chosen, "--run.output", str(tmp_path / name), *more) == 0
@@ -157,7 +157,7 @@ def test_resume_with_other_images_is_refused(config, image_folder, train, capsys
 def test_non_finite_steps_change_nothing_and_are_named(
     config, train, monkeypatch, tmp_path
 ) -> None:
-    chosen = with_(config, "optim", model_ema_decay=None)
+    chosen = config.changed("optim", model_ema_decay=None)
     monkeypatch.setattr(loop, "train_step", poisoned({4, 6}))
     folder = tmp_path / "run"
     assert train(chosen, "--run.output", str(folder)) == 0
@@ -189,7 +189,7 @@ def poisoned(steps: set[int]) -> Callable[..., StepResult]:
 def test_too_many_non_finite_steps_end_the_run(
     config, optimizer, train, capsys, monkeypatch, tmp_path
 ) -> None:
-    chosen = with_(config, "optim", max_bad_steps=2, opt=optimizer)
+    chosen = config.changed("optim", max_bad_steps=2, opt=optimizer)
     monkeypatch.setattr(loop, "train_step", poisoned(set(range(5, 100))))
     assert train(chosen, "--run.output", str(tmp_path / "run")) == 4
     message = capsys.readouterr().err
@@ -220,10 +220,10 @@ def test_unreadable_images_are_skipped_counted_and_named(
     config, shard_config, image_folder, image_shards, kind, train, capsys, tmp_path
 ) -> None:
     if kind == "folder":
-        chosen = with_(config, "data", max_bad_images=0.05)
+        chosen = config.changed("data", max_bad_images=0.05)
         (image_folder / "train" / "birch" / "1.jpg").write_bytes(b"")
     else:
-        chosen = with_(shard_config, "data", max_bad_images=0.05)
+        chosen = shard_config.changed("data", max_bad_images=0.05)
         blank_first_image(image_shards / "train-0.tar")
     folder = tmp_path / "run"
     assert train(chosen, "--run.output", str(folder)) == 0
@@ -232,7 +232,7 @@ def test_unreadable_images_are_skipped_counted_and_named(
     where = "birch/1.jpg" if kind == "folder" else "train-0.tar: ash0"
     assert re.search(rf"1 images that could not be read so far.*\n  .*{where}: ", named)
     assert "skipped  1 images, 0 steps" in capsys.readouterr().out
-    strict = with_(chosen, "data", max_bad_images=0.0)
+    strict = chosen.changed("data", max_bad_images=0.0)
     assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
     assert "1 of 32 training images are unusable, more than" in capsys.readouterr().err
 

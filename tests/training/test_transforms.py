@@ -11,15 +11,9 @@ from timm.data import create_transform
 from tests.strategies import encoded
 from vil.training.draws import seed_image
 from vil.training.images import decode_for
-from vil.training.settings import TrainConfig
 from vil.training.transforms import BatchAugment, Normalize, train_transform, val_transform
 
 CPU = torch.device("cpu")
-
-
-def with_augment(config: TrainConfig, **changes: object) -> TrainConfig:
-    """Return the configuration with changed augmentation."""
-    return dataclasses.replace(config, augment=dataclasses.replace(config.augment, **changes))
 
 
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +25,7 @@ def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_result_does_not_depend_on_how_a_step_is_divided(config, mode) -> None:
-    augment = BatchAugment(with_augment(config, mix_size=4, mixup_mode=mode), CPU)
+    augment = BatchAugment(config.changed("augment", mix_size=4, mixup_mode=mode), CPU)
     images, targets = batch(16)
     whole_images, whole_targets = augment(images, targets, 3, 0)
     for size in (4, 8):
@@ -43,7 +37,7 @@ def test_result_does_not_depend_on_how_a_step_is_divided(config, mode) -> None:
 
 
 def test_steps_and_groups_are_augmented_differently(config) -> None:
-    augment = BatchAugment(with_augment(config, mix_size=4, reprob=0.0, mixup_prob=1.0), CPU)
+    augment = BatchAugment(config.changed("augment", mix_size=4, reprob=0.0, mixup_prob=1.0), CPU)
     images, targets = batch(4)
     results = [augment(images, targets, step, place)[1] for step, place in ((0, 0), (1, 0), (0, 4))]
     assert not torch.equal(results[0], results[1])
@@ -54,17 +48,17 @@ def test_images_are_erased_before_they_are_mixed(config) -> None:
     """Noise from erasing one image shows through in its partner, scaled by mixup."""
     settings = {"reprob": 1.0, "mixup": 1.0, "cutmix": 0.0}
     images = torch.full((2, 3, 16, 16), 128, dtype=torch.uint8)
-    augment = BatchAugment(with_augment(config, **settings), CPU)
+    augment = BatchAugment(config.changed("augment", **settings), CPU)
     mixed, targets = augment(images, torch.tensor([0, 1]), 0, 0)
     lam = ((targets[0, 0] - targets[0, 2]) / 0.9).item()
-    alone = with_augment(config, **settings | {"mixup": 0.0})
+    alone = config.changed("augment", **settings | {"mixup": 0.0})
     erased, _ = BatchAugment(alone, CPU)(images, torch.tensor([0, 1]), 0, 0)
     assert torch.allclose(mixed[0], lam * erased[0] + (1 - lam) * erased[1], atol=1e-5)
     assert not torch.equal(erased[0], erased[1])
 
 
 def test_without_anything_random_images_are_only_normalised(config) -> None:
-    plain = with_augment(config, reprob=0.0, mixup=0.0, cutmix=0.0)
+    plain = config.changed("augment", reprob=0.0, mixup=0.0, cutmix=0.0)
     images, targets = batch(6)
     result, labels = BatchAugment(plain, CPU)(images, targets, 0, 0)
     assert torch.equal(result, Normalize(plain, CPU)(images))

@@ -1,7 +1,6 @@
 """steps.csv and trackers have every step once and in order, also if a run or a tracker fails."""
 
 import csv
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ TIMES = ("images_per_s", "data_wait")
 @pytest.fixture
 def each_step(config) -> TrainConfig:
     """Return a run of three epochs of four steps, which reads the loss at each step."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, log_interval=1))
+    return config.changed("run", log_interval=1)
 
 
 def steps(folder: Path) -> list[dict[str, str]]:

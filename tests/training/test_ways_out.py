@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from tests.training.run_files import assert_same, load, rows, with_
+from tests.training.run_files import assert_same, load, rows
 from vil.training import engine, loader, report
 from vil.training import train as loop
 from vil.training.errors import DataError
@@ -115,7 +115,7 @@ def outcomes() -> dict[str, Any]:
 def chosen(config, monkeypatch) -> TrainConfig:
     """Return a run of two epochs that draws a curve after each epoch."""
     monkeypatch.setattr(report, "_CURVE_EVERY", -1.0)
-    return with_(config, "schedule", epochs=2)
+    return config.changed("schedule", epochs=2)
 
 
 def left(folder: Path) -> list[Any]:
@@ -174,7 +174,7 @@ def test_too_many_bad_images_leave_the_checkpoint_before_them(
     chosen, image_folder, train, capsys, tmp_path
 ) -> None:
     """Steps on replacement images are discarded: they leave no trace once the images are back."""
-    chosen, folder = with_(chosen, "data", aug_repeats=0), tmp_path / "run"
+    chosen, folder = chosen.changed("data", aug_repeats=0), tmp_path / "run"
     assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
     away = image_folder / "train" / "ash"
 

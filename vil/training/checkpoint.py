@@ -331,8 +331,7 @@ def _with(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
     """Return the settings with some values replaced, given as {"section.key": value}."""
     for name, value in values.items():
         section, key = name.split(".")
-        changed = dataclasses.replace(getattr(config, section), **{key: value})
-        config = dataclasses.replace(config, **{section: changed})
+        config = config.changed(section, **{key: value})
     return config
 
 

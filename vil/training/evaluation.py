@@ -134,20 +134,20 @@ def load_subject(options: EvalConfig) -> Subject:
         config = _with_options(config, options)
         seed_everything(config.run.seed)  # same random weights on all ranks
         model = build_model(config.model)
-        config = _with_classes(config, model)
+        config = config.changed("model", num_classes=model.num_classes)
         return Subject(model, config, "RANDOM (timm has no pretrained weights)", None, None)
     weights = read_source(name, options.ema)
     if weights.config is None:
         if options.model is None and weights.architecture is None:
             raise ConfigError(f"--model is missing: {name} does not name its timm model")
         config = fill_from_weights(_foreign_config(options.model, options.img_size), weights)
-        data = dataclasses.replace(config.data, **image_options(weights.pretrained_cfg))
-        config = dataclasses.replace(config, data=data)
+        config = config.changed("data", **image_options(weights.pretrained_cfg))
     else:
         config = of_a_run(weights.config, f"{name}: ")
     config = _with_options(config, options)
     model, line = _model(weights, config, options)
-    return Subject(model, _with_classes(config, model), line, weights.epoch, weights.label_names)
+    config = config.changed("model", num_classes=model.num_classes)
+    return Subject(model, config, line, weights.epoch, weights.label_names)
 
 
 def evaluate_as(options: EvalConfig) -> None:
@@ -451,12 +451,6 @@ def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfi
     return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
 
 
-def _with_classes(config: TrainConfig, model: nn.Module) -> TrainConfig:
-    """Set ``model.num_classes`` to the model's number of classes."""
-    changed = dataclasses.replace(config.model, num_classes=model.num_classes)
-    return dataclasses.replace(config, model=changed)
-
-
 def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     """Merge the command line into the configuration."""
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
@@ -472,15 +466,11 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
         chosen["crop_pct"] = options.crop_pct
     amp = config.run.amp if options.amp is None else options.amp
     size = config.model.img_size if options.img_size is None else options.img_size
-    merged = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, img_size=size),
-        data=dataclasses.replace(config.data, **chosen),
-        run=RunConfig(
-            device=options.device,
-            amp=amp,
-            cuda_graphs=options.cuda_graphs,
-            num_threads=config.run.num_threads,
-        ),
+    run = RunConfig(
+        device=options.device,
+        amp=amp,
+        cuda_graphs=options.cuda_graphs,
+        num_threads=config.run.num_threads,
     )
-    return from_dict(dataclasses.asdict(merged), "")
+    config = config.changed("model", img_size=size).changed("data", **chosen)
+    return from_dict(dataclasses.asdict(dataclasses.replace(config, run=run)), "")

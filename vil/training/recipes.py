@@ -44,7 +44,7 @@ def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
     config = parse(TrainConfig, overrides, read_recipe(known.config))
     if config.run.output is None:
         output = str(Path("output", known.config.stem))
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, output=output))
+        config = config.changed("run", output=output)
     problems = list(config.contradictions())
     if problems:
         raise ConfigError("; ".join(problems), everywhere=True)

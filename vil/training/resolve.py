@@ -106,8 +106,7 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
             if isinstance(value, tuple | list):
                 value = _per_channel(tuple(value), model.in_chans)
             data = replace(data, **{key: value})
-    chosen = {"decoder": data.decoder or "torchvision", "val_hash": data.val_hash or "path"}
-    data = replace(data, **chosen)
+    data = replace(data, decoder=data.decoder or "torchvision", val_hash=data.val_hash or "path")
     config = from_dict(asdict(replace(config, model=model, data=data)), "")
     for problem in config.other_channels():
         raise ConfigError(problem, everywhere=True)
@@ -142,12 +141,8 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
         batch = suitable_batch(train.num_images)
     if warmup is None:
         warmup = min(config.schedule.epochs // 10, 5)
-    return replace(
-        config,
-        model=replace(config.model, num_classes=num_classes),
-        data=replace(config.data, batch_size=batch),
-        schedule=replace(config.schedule, warmup_epochs=warmup),
-    )
+    config = config.changed("model", num_classes=num_classes).changed("data", batch_size=batch)
+    return config.changed("schedule", warmup_epochs=warmup)
 
 
 def model_arguments(model: ModelConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ range, which pydantic checks (``recipes.py``).
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -321,6 +321,10 @@ class TrainConfig(Section):
         """Learning rate at the end of the warm-up."""
         ratio = self.data.batch_size / self.optim.lr_base_size
         return self.optim.lr_base * (ratio**0.5 if self.optim.lr_base_scale == "sqrt" else ratio)
+
+    def changed(self, section: str, **options: Any) -> "TrainConfig":
+        """Return a copy with other options in one section: ``config.changed("data", path="photos")``."""
+        return replace(self, **{section: replace(getattr(self, section), **options)})
 
     def micro_batch(self, world_size: int) -> int:
         """Return the images per micro-batch of a process; raise ConfigError if batch_size or mix_size does not fit."""
