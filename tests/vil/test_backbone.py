@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import vil
+from tests.small import images
 from vil.patch_embed import OverlapPatchEmbed
 from vil.profile import count_macs, count_parameters
 from vil.tokens import class_token_first
@@ -39,11 +40,6 @@ GMACS = {"vil_tiny": 1.53, "vil_small": 5.33, "vil_base": 19.7, "vim_tiny": 1.53
 def small(name: str = "vil_tiny", **kwargs) -> torch.nn.Module:
     torch.manual_seed(0)
     return timm.create_model(name, **(SMALL | kwargs)).eval()
-
-
-def images(height: int = 32, width: int = 32, channels: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, channels, height, width, generator=generator)
 
 
 # ------------------------------------------------------------------------------------------ sizes

@@ -5,27 +5,13 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from tests.small import images, small
 from vil import maps
 from vil.tokens import class_token_first
 
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
 NAMES = ("vil_tiny", "vil_tiny_exact", "vim_tiny")
 KINDS = ({}, {"class_token": False, "global_pool": "avg"}, {"patch_stride": 4})
 SIZES = ((32, 32), (48, 64), (16, 24))  # the trained size, and others with grid orders
-
-
-def small(name: str = "vil_tiny", dtype: torch.dtype = torch.float32, **kwargs) -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.create_model(name, **(SMALL | kwargs)).eval().to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def pictures(height: int = 32, width: int = 32, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, 3, height, width, generator=generator, dtype=dtype)
 
 
 def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
@@ -47,36 +33,36 @@ def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
 def test_matrices_times_values_are_the_mixer(
     name: str, kwargs: dict, dtype: torch.dtype, tolerance: float
 ) -> None:
-    model = small(name, dtype, **kwargs)
+    model = small(name, **kwargs).to(dtype)
     for size in SIZES:
-        images = pictures(*size, dtype=dtype)
-        matrices, values = maps.channel_matrices(model, images, block=0)
-        expected = scanned(model, images, 0)
+        x = images(*size).to(dtype)
+        matrices, values = maps.channel_matrices(model, x, block=0)
+        expected = scanned(model, x, 0)
         error = (matrices @ values[..., None]).sum(0).squeeze(-1) - expected
         assert matrices.dtype == values.dtype == dtype
         assert error.abs().max() < tolerance * expected.abs().max()
         mean = matrices.sum(0).abs().mean(1)
-        torch.testing.assert_close(maps.token_matrix(model, images, 0), mean)
+        torch.testing.assert_close(maps.token_matrix(model, x, 0), mean)
 
 
 def test_rollout_is_the_product_over_blocks() -> None:
-    model, images = small(), pictures()
-    rolled = maps.rollout(model, images)
+    model, x = small(), images()
+    rolled = maps.rollout(model, x)
     expected = torch.eye(17).expand(2, -1, -1)
     for block in (0, 1):
-        matrix = maps.token_matrix(model, images, block)
+        matrix = maps.token_matrix(model, x, block)
         expected = (torch.eye(17) + matrix / matrix.sum(-1, keepdim=True)) / 2 @ expected
     torch.testing.assert_close(rolled, expected)
     torch.testing.assert_close(rolled.sum(-1), torch.ones(2, 17))
 
 
 def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
-    model, images = small(), pictures()
+    model, x = small(), images()
     deit = timm.create_model("deit_tiny_patch16_224", depth=1)
     for function in (maps.token_matrix, maps.rollout):
         with pytest.raises(ValueError, match="model must be or contain exactly one model"):
-            function(deit, images)
+            function(deit, x)
         with pytest.raises(ValueError, match="images must be floating-point"):
-            function(model, images[0])
+            function(model, x[0])
     with pytest.raises(ValueError, match="block must be from -2 to 1, got 2"):
-        maps.token_matrix(model, images, 2)
+        maps.token_matrix(model, x, 2)

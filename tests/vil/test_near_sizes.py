@@ -3,28 +3,11 @@
 import itertools
 
 import pytest
-import timm
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vil  # noqa: F401  registers the models
-
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
-
-
-def small(name: str = "vil_tiny", **kwargs) -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.create_model(name, **(SMALL | kwargs)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def images(height: int, width: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, 3, height, width, generator=generator)
+from tests.small import images, small
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny", "vil_tiny_pyramid"])

@@ -6,22 +6,9 @@ import torch
 from torch import Tensor
 
 import vil
+from tests.small import SMALL, images, small
 
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
 MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
-
-
-def small(name: str = "vil_tiny", **kwargs: object) -> vil.VisionLonghorn:
-    torch.manual_seed(0)
-    model = timm.create_model(name, **(SMALL | kwargs)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def images(height: int = 32, width: int = 32) -> Tensor:
-    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
 def sequence(model: vil.VisionLonghorn) -> Tensor:

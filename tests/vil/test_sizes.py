@@ -13,25 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import vil
+from tests.small import SMALL, images, small
 from vil.backbone import checkpoint_filter_fn
 
-SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
 MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
 SIZES = [(64, 64), (48, 48), (40, 72), (24, 32), (16, 16), (8, 8)]
-
-
-def small(name: str = "vil_tiny", **kwargs) -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.create_model(name, **(SMALL | kwargs)).eval()
-    with torch.no_grad():  # so that taps and steps matter
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def images(height: int = 32, width: int = 32, batch: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, 3, height, width, generator=generator)
 
 
 # ------------------------------------------------------------------------------------ what is computed
