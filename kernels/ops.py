@@ -7,7 +7,6 @@ that you chose by name cannot be used.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -44,7 +43,6 @@ def longhorn_scan(
     reverse: bool = False,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
-    form: Literal["diagonal", "exact"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scan a sequence with the Longhorn recurrence (Longhorn paper, ICLR 2025).
 
@@ -65,7 +63,6 @@ def longhorn_scan(
         reverse: Scan from the last token to the first.
         initial_state: (B, D, M), float64 if x is, else float32; zeros if None.
         return_final_state: Return the state after the last token scanned as well.
-        form: Deprecated; overrides ``recurrence``: "diagonal" is longhorn, "exact" longhorn_exact.
 
     Returns:
         y (B, L, D) in the dtype of x, or (y, final state (B, D, M)). The state is kept in float64
@@ -74,10 +71,6 @@ def longhorn_scan(
     Raises:
         ValueError: If a shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
-    if form is not None:
-        told = 'form is deprecated; use recurrence="longhorn" or "longhorn_exact"'
-        warnings.warn(told, DeprecationWarning, 2)
-        recurrence = {"diagonal": "longhorn", "exact": "longhorn_exact"}.get(form, form)
     if recurrence not in ("longhorn", "longhorn_exact"):
         raise ValueError(f'recurrence must be "longhorn" or "longhorn_exact", got {recurrence!r}')
     tensors = (x, beta, None, q, k, D, bias, initial_state)

@@ -133,9 +133,6 @@ def test_public_functions_reach_their_recurrence() -> None:
         )
         expected = reference.scan(one, recurrence, True)
         torch.testing.assert_close((y, final[None]), expected[:2], rtol=1e-10, atol=1e-12)
-    with pytest.warns(DeprecationWarning, match="form is deprecated; use recurrence"):
-        old = ops.longhorn_scan(x, beta, q, k, form="exact")
-    assert torch.equal(old, ops.longhorn_scan(x, beta, q, k, recurrence="longhorn_exact"))
     x, dt, A, q, k, skip, bias, state = scan_arguments("mamba")
     y = ops.mamba_scan(x, dt, A, q, k)
     one = ScanArgs(x[None], dt[None], A[None], q[None], k[None], None, None, None)
