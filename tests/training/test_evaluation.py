@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -196,21 +195,6 @@ def test_weights_that_are_not_finite_are_refused(checkpoint, evaluate, capsys) -
     with pytest.raises(OutputError, match=r"norm\.weight is not finite"):
         release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(checkpoint.parent / "new")))
     assert not (checkpoint.parent / "new").exists()
-
-
-@pytest.mark.ci
-def test_classes_are_told_one_by_one(config, train, evaluate, capsys, tmp_path) -> None:
-    train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
-    capsys.readouterr()
-    assert evaluate(str(tmp_path / "run" / "last.pt"), "--per-class") == 0
-    printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "run" / "last-per-class-eval.json").read_text())
-    rows = result["per_class"]
-    assert list(rows) == ["ash", "birch", "cedar", "dogwood"]
-    assert [row["num_images"] for row in rows.values()] == [3, 3, 3, 3]
-    assert statistics.fmean(row["top1"] for row in rows.values()) == pytest.approx(result["top1"])
-    told = [line.split()[-1] for line in printed.splitlines() if line.startswith("class ")]
-    assert told == sorted(rows, key=lambda name: rows[name]["top1"])
 
 
 def test_sizes_that_work_are_named(checkpoint, evaluate, capsys) -> None:

@@ -140,13 +140,6 @@ def test_accumulated_run_equals_the_plain_one_up_to_rounding(
         assert float(one["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-5)
 
 
-@pytest.mark.ci
-def test_two_seeds_differ(config, train, tmp_path) -> None:
-    for seed in ("0", "1"):
-        train(config, "--run.output", str(tmp_path / seed), "--run.seed", seed)
-    assert rows(tmp_path / "0") != rows(tmp_path / "1")
-
-
 def test_resume_with_other_images_is_refused(config, image_folder, train, capsys, tmp_path) -> None:
     train(config, "--run.output", str(tmp_path / "run"))
     (image_folder / "train" / "ash" / "0.jpg").unlink()

@@ -353,20 +353,6 @@ def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
         assert torch.allclose(loaded(images(*size)), model(images(*size)))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_exports_to_onnx(name: str, tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model = small(name, depth=1)
-    exportable = small(name, depth=1, exportable=True)
-    exportable.load_state_dict(model.state_dict())
-    program = torch.onnx.export(exportable, (images(),), dynamo=True, verbose=False)
-    program.save(tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    (logits,) = session.run(None, {session.get_inputs()[0].name: images().numpy()})
-    assert torch.allclose(torch.from_numpy(logits), model(images()), atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "depth"),
     [
