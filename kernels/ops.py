@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, flops, functional, registration  # noqa: F401  (registers all)
+from vil.kernels import autocast, flops, func_transforms, registration  # noqa: F401  (registers all)
 from vil.kernels.backends import BACKENDS, use_backend
 from vil.kernels.checks import in_forward_mode
 from vil.kernels.reference import RECURRENCES
@@ -192,4 +192,4 @@ def _has_gradients(tensors: Sequence[Tensor | None]) -> bool:
 
 def _operator(name: str) -> Callable[..., Any]:
     """Return an operator, or its plain form where tensors may be dual (torch.autograd.forward_ad)."""
-    return getattr(functional if in_forward_mode() else torch.ops.vil, name)
+    return getattr(func_transforms if in_forward_mode() else torch.ops.vil, name)

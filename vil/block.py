@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
-from vil.kernels import functional, mixer, onnx, reference
+from vil.kernels import func_transforms, mixer, onnx, reference
 from vil.kernels.checks import in_forward_mode, is_exporting
 from vil.kernels.layout import TokenLayout
 
@@ -197,7 +197,7 @@ class BidirectionalMixer(nn.Module):
         """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
         arguments = (xz, *self._params(A), self.recurrence)
         if in_forward_mode():
-            return functional.mixer(*arguments, False, *(layout or ()))[0]
+            return func_transforms.mixer(*arguments, False, *(layout or ()))[0]
         return onnx.mixer(*arguments, None if layout is None else layout.grid)
 
 

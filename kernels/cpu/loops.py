@@ -613,7 +613,7 @@ def advance(recurrence, M, before, after, x, step, A, k, q):
 
 
 @njit(forceinline=True)
-def retreat(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, dA):
+def advance_backward(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, dA):
     """Backpropagate through one token; ``adjoint`` is the gradient for the state after it, then before it.
 
     g is the gradient for y. Leaves LANES partial sums of the gradients for q and k in dq and dk, and adds to
@@ -788,7 +788,7 @@ def scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoin
             before, after = state_at(states, n - begin, M), state_at(states, n - begin + 1, M)
             x, step, g_t = load(at(inputs.x, t)), load(at(steps, t)), load(at(g, t))
             k, q = at(inputs.k, t), at(inputs.q, t)
-            dx_t, dstep = retreat(
+            dx_t, dstep = advance_backward(
                 recurrence, M, before, after, adjoint, x, step, g_t, inputs.A, k, q, dq, dk, dA
             )
             v = load(at(inputs.dt, t)) + bias

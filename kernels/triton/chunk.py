@@ -40,14 +40,14 @@ from vil.kernels.triton.chunk_parts import (
 )
 from vil.kernels.triton.chunk_splits import exact_states_kernel
 from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.scan_plan import ScanPlan, Spread
+from vil.kernels.triton.scan_plan import LaunchConfig, ScanPlan
 from vil.kernels.triton.tiles import (
     asm_identity,
-    broadcast_rows,
     columns,
     decay_and_eps,
     from_columns,
     half_silu,
+    load_broadcast_rows,
     load_ranks,
     load_row,
     load_rows,
@@ -125,7 +125,7 @@ def _forward_direction(
             dt = tl.dot(weight, tl.trans(low), input_precision=PRECISION)
             dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
         recalled = to_rows(tl.dot(rounded, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-        kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
+        kappa = load_broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
         x = load_rows(x_row + first * x_stride_l + d, sign * x_stride_l, channel)
         eps = longhorn_eps(dt + bias[None, :], kappa, FAST)
         # All loads that do not hold up the products before here go out together.
@@ -187,7 +187,7 @@ def _through_gate(
     step: tl.constexpr, WRITE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of a chunk of y, given the gated output's; with WRITE, store the gate's."""
-    divisor = broadcast_rows(divisor_ptr, BLOCK_D)
+    divisor = load_broadcast_rows(divisor_ptr, BLOCK_D)
     z = load_rows(z_row, z_step, channel)
     s = sigmoid(z, divisor, FAST)
     dy = load_rows(dout_row, step, channel) * s
@@ -325,7 +325,7 @@ def _chunk_backward(
         dt = tl.dot(weight, tl.trans(loaded[3]), input_precision=PRECISION)
         dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
     recalled = to_rows(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
-    kappa = broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
+    kappa = load_broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
     decay, eps = decay_and_eps(dt, bias[None, :], kappa, FAST)
     dy = round_tf32(dy, PRECISION, FAST)
     dys, xs = columns(tl.trans(dy), 16), columns(tl.trans(x), 16)
@@ -438,8 +438,8 @@ _MOST_RANK = 64
 _LEAST_FOR_SPLITS = 2.5
 
 
-def _splits(spread: Spread, block_d: int) -> dict[str, int]:
-    num_splits, length = spread.num_splits, spread.split_chunks
+def _splits(config: LaunchConfig, block_d: int) -> dict[str, int]:
+    num_splits, length = config.num_splits, config.split_chunks
     return {"num_splits": num_splits, "split_chunks": length, "BLOCK_D": block_d}
 
 
@@ -453,8 +453,8 @@ class ChunkPlan(ScanPlan):
         self.block_m, self.sum_dtype = padded_states(key.states), kept_dtype(key.dtype)
         precision = tuning.dot_precision(key.dtype)
         backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
-        ahead = self.spread("exact_forward", self.B, _LEAST_FOR_SPLITS)
-        back = self.spread(backward, self.N * self.B, _LEAST_FOR_SPLITS)
+        ahead = self.launch_config("exact_forward", self.B, _LEAST_FOR_SPLITS)
+        back = self.launch_config(backward, self.N * self.B, _LEAST_FOR_SPLITS)
         self.num_splits, self.blocks = back.num_splits, back.blocks
         self.makes_steps, fast = 0 < (key.rank or 0) <= _MOST_RANK, tuning.fast(key.device)
         of_keys = {
@@ -480,8 +480,8 @@ class ChunkPlan(ScanPlan):
         block, num_warps = tuning.blocks("exact_states", self.D, key.device)
         programs = self.N * self.B * triton.cdiv(self.D, block)
         self._states_of_splits = [
-            (spread.num_splits, Kernel(exact_states_kernel, programs, num_warps, **own, **_splits(spread, block)))
-            for spread, own in ((ahead, shared), (back, shared_back))
+            (config.num_splits, Kernel(exact_states_kernel, programs, num_warps, **own, **_splits(config, block)))
+            for config, own in ((ahead, shared), (back, shared_back))
         ]  # fmt: skip
 
     def state_shape(self, *lead: int) -> tuple[int, ...]:
@@ -495,7 +495,7 @@ class ChunkPlan(ScanPlan):
     def from_kernel(self, state: Tensor) -> Tensor:
         return state[..., : self.key.states].contiguous()
 
-    def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
+    def packed_inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
         T, lead = tuning.CHUNK, (self.N, self.B, self.chunks)
         packed = {
             "keys_ptr": self.empty(*lead, T, 2 * self.block_m),
@@ -517,11 +517,11 @@ class ChunkPlan(ScanPlan):
         find(found, **inputs, dout_ptr=dout, start_ptr=start, split_states_ptr=found)
         return found
 
-    def sums(self) -> dict[str, Tensor | None]:
+    def empty_sums(self) -> dict[str, Tensor | None]:
         T, lead = tuning.CHUNK, (self.blocks, self.N, self.B, self.chunks)
         return {"sums_ptr": self.empty(*lead, T * (3 * self.block_m + 2 * T))}
 
-    def finish(
+    def final_gradients(
         self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
     ) -> tuple[None, Tensor, Tensor]:
         dq, dk = (self.empty(*args.k.shape, dtype=self.key.dtype) for _ in range(2))

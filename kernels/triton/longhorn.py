@@ -24,7 +24,7 @@ def advance(state, x, eps, k, M: tl.constexpr):
 
 
 @triton.jit
-def fade(weights, eps, k, M: tl.constexpr):
+def apply_decay(weights, eps, k, M: tl.constexpr):
     """Return weights times the decay of the states at a token."""
     after = ()
     for j in tl.static_range(M):
@@ -33,7 +33,7 @@ def fade(weights, eps, k, M: tl.constexpr):
 
 
 @triton.jit
-def retreat(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr):
+def advance_backward(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr):
     """Backpropagate through one token.
 
     Args:
@@ -48,8 +48,7 @@ def retreat(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr):
         M: State size.
 
     Returns:
-        Gradient of the state before the token, sum_j k_j G_j, deps, and the terms of dk and dq per
-        channel.
+        Gradient of the state before the token, sum_j k_j G_j, deps, and the terms of dk and dq per channel.
     """
     before, dk, dq, scaled = (), (), (), ()
     recalled, deps = tl.zeros_like(x), tl.zeros_like(x)

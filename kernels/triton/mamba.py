@@ -64,7 +64,7 @@ def advance(state, x, delta, k, rates, M: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def fade(weights, delta, rates, M: tl.constexpr, FAST: tl.constexpr):
+def apply_decay(weights, delta, rates, M: tl.constexpr, FAST: tl.constexpr):
     """Return weights times the decay of the states at a token."""
     after = ()
     for j in tl.static_range(M):
@@ -73,7 +73,9 @@ def fade(weights, delta, rates, M: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def retreat(grad, drates, state, x, delta, k, q, dy, rates, M: tl.constexpr, FAST: tl.constexpr):
+def advance_backward(
+    grad, drates, state, x, delta, k, q, dy, rates, M: tl.constexpr, FAST: tl.constexpr
+):
     """Backpropagate through one token.
 
     Args:
@@ -90,8 +92,7 @@ def retreat(grad, drates, state, x, delta, k, q, dy, rates, M: tl.constexpr, FAS
         FAST: Whether to use PTX.
 
     Returns:
-        Gradients of the state before the token and of A, sum_j k_j G_j, ddelta, and the terms of dk
-        and dq per channel.
+        Gradients of the state before the token and of A, sum_j k_j G_j, ddelta, and the terms of dk and dq per channel.
     """
     before, after, dk, dq = (), (), (), ()
     recalled, slope = tl.zeros_like(x), tl.zeros_like(x)

@@ -30,17 +30,17 @@ from vil.kernels.triton.recurrent_parts import (
     ROW_TAIL,
     RUN_TIME,
     advance,
-    broadcast_row,
+    advance_backward,
     first_states,
     full_states,
     gate_backward,
-    group_rows,
+    load_broadcast_row,
+    load_group,
     load_rates,
     load_states,
     pack_kernel,
     padded_states,
     place_of_program,
-    retreat,
     step_size,
     step_size_and_slope,
     store_states,
@@ -84,21 +84,21 @@ def _forward_direction(
     state = first_states(split_states_ptr, sequence * num_splits + split, d, mask, D, M, BLOCK_D)
     group, order = (groups - 1) * REVERSE, tl.arange(0, GROUP)
     order = (GROUP - 1 - order) if REVERSE else order
-    x = group_rows(x_row, x_stride_l, group * GROUP + order, count, d, D)
-    dt = group_rows(dt_row, dt_stride_l, group * GROUP + order, count, d, D)
+    x = load_group(x_row, x_stride_l, group * GROUP + order, count, d, D)
+    dt = load_group(dt_row, dt_stride_l, group * GROUP + order, count, d, D)
     if direction == 1:
         z_row = z_ptr + b * z_stride_b + start * z_stride_l
-        z = group_rows(z_row, z_stride_l, group * GROUP + order, count, d, D)
-        y_other = group_rows(y_ptr + place, D, group * GROUP + order, count, d, D)
+        z = load_group(z_row, z_stride_l, group * GROUP + order, count, d, D)
+        y_other = load_group(y_ptr + place, D, group * GROUP + order, count, d, D)
     for i in range(groups):
         group = groups - 1 - i if REVERSE else i
         # A group takes about as long as a load from memory, so the next group's rows are loaded first.
         ahead = (group + sign) * GROUP + order
-        next_x = group_rows(x_row, x_stride_l, ahead, count, d, D)
-        next_dt = group_rows(dt_row, dt_stride_l, ahead, count, d, D)
+        next_x = load_group(x_row, x_stride_l, ahead, count, d, D)
+        next_dt = load_group(dt_row, dt_stride_l, ahead, count, d, D)
         if direction == 1:
-            next_z = group_rows(z_row, z_stride_l, ahead, count, d, D)
-            next_y = group_rows(y_ptr + place, D, ahead, count, d, D)
+            next_z = load_group(z_row, z_stride_l, ahead, count, d, D)
+            next_y = load_group(y_ptr + place, D, ahead, count, d, D)
         if states_ptr is not None:
             # The short chunk is the last chunk of the sequence in either direction.
             in_chunk = group % (INTERVAL // GROUP)
@@ -112,9 +112,9 @@ def _forward_direction(
             live = token_mask(first + sign * t, count, d, D, BLOCK_D)
             row = token + sign * t * (2 * M + 4)
             step = step_size(one_row(dt, t) + bias, row + 2 * M, live, MAMBA, FAST)
-            k = broadcast_row(row, M, BLOCK_D)
+            k = load_broadcast_row(row, M, BLOCK_D)
             state = advance(state, one_row(x, t), step, k, rates, M, MAMBA, FAST)
-            q = broadcast_row(row + M, M, BLOCK_D)
+            q = load_broadcast_row(row + M, M, BLOCK_D)
             y = skip * one_row(x, t)
             for j in tl.static_range(M):
                 y = tl.fma(q[j], state[j], y)
@@ -191,7 +191,7 @@ def _scan_again(
             v = load_row(dt_row + r * dt_stride_l, mask) + bias
             row = kq + r * (2 * M + 4)
             step = step_size(v, row + 2 * M, mask, MAMBA, FAST)
-            k = broadcast_row(row, M, BLOCK_D)
+            k = load_broadcast_row(row, M, BLOCK_D)
             state = advance(state, x, step, k, rates, M, MAMBA, FAST)
         store_states(scratch + group * (M * BLOCK_D), state, lane, channel, BLOCK_D, M)
     tl.debug_barrier()  # lets a lane read the states that it wrote, for any layout
@@ -241,15 +241,15 @@ def _group_backward(
     history = state
     for t in tl.static_range(GROUP - 1):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
-        k = broadcast_row(kq + r * (2 * M + 4), M, BLOCK_D)
+        k = load_broadcast_row(kq + r * (2 * M + 4), M, BLOCK_D)
         state = advance(state, xs[t], steps[t], k, rates, M, MAMBA, FAST)
         history += state
     for t in tl.static_range(GROUP - 1, -1, -1):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
         x, step, dy = xs[t], steps[t], dys[t]
         row = kq + r * (2 * M + 4)
-        k, q = broadcast_row(row, M, BLOCK_D), broadcast_row(row + M, M, BLOCK_D)
-        grad, drates, recalled, dstep, dk, dq = retreat(
+        k, q = load_broadcast_row(row, M, BLOCK_D), load_broadcast_row(row + M, M, BLOCK_D)
+        grad, drates, recalled, dstep, dk, dq = advance_backward(
             grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, kappa_scale, M,
             MAMBA, FAST,
         )  # fmt: skip
@@ -427,8 +427,8 @@ class RecurrentPlan(ScanPlan):
         super().__init__(key)
         self.M, self.group = padded_states(key.states), _group_size(padded_states(key.states))
         sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
-        ahead = self.spread("recurrent_forward", self.B, _LEAST_FOR_SPLITS)
-        back = self.spread("recurrent_backward", sequences, _LEAST_FOR_SPLITS, ahead[3:])
+        ahead = self.launch_config("recurrent_forward", self.B, _LEAST_FOR_SPLITS)
+        back = self.launch_config("recurrent_backward", sequences, _LEAST_FOR_SPLITS, ahead[3:])
         self.num_splits, self.blocks = back.num_splits, back.blocks
         programs = self.blocks * self.num_splits
         self._scratch = programs * sequences * INTERVAL // self.group * self.M * back.block_d
@@ -487,7 +487,7 @@ class RecurrentPlan(ScanPlan):
     def from_kernel(self, state: Tensor) -> Tensor:
         return state.transpose(-3, -2).flatten(-2)[..., : self.key.states]
 
-    def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
+    def packed_inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
         kq = self.empty(self.N, self.B, self.chunks * INTERVAL, 2 * self.M + ROW_TAIL)
         self._pack(args.k, q_ptr=args.q, k_ptr=args.k, kq_ptr=kq)
         # The kernels compute powers of 2.
@@ -514,7 +514,7 @@ class RecurrentPlan(ScanPlan):
         )
         return split_end
 
-    def sums(self) -> dict[str, Tensor | None]:
+    def empty_sums(self) -> dict[str, Tensor | None]:
         mamba = self.key.recurrence == "mamba"
         return {
             "scratch_ptr": self.empty(self._scratch),
@@ -522,7 +522,7 @@ class RecurrentPlan(ScanPlan):
             "drates_ptr": self.empty_states(self.N, self.B, self.num_splits) if mamba else None,
         }
 
-    def finish(
+    def final_gradients(
         self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         dkq, drates, M = sums["dkq_ptr"].sum(0), sums["drates_ptr"], self.key.states

@@ -34,7 +34,7 @@ RUN_TIME = (
 
 
 @triton.jit
-def broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load M consecutive float32, a multiple of 4, into a tuple of M columns [BLOCK_D]."""
     row, lanes = (), no_lane(BLOCK_D)
     SIZE: tl.constexpr = min(M & -M, 16)
@@ -44,7 +44,7 @@ def broadcast_row(pointer, M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def group_rows(pointer, step, tokens, count, d, D: tl.constexpr):
+def load_group(pointer, step, tokens, count, d, D: tl.constexpr):
     """Load the rows of tokens as float32, [tokens, BLOCK_D], zero where there is no token."""
     mask = ((tokens >= 0) & (tokens < count))[:, None] & (d < D)[None, :]
     rows = pointer + (tokens.to(tl.int64) * step)[:, None] + d[None, :]
@@ -147,7 +147,7 @@ def step_size(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def step_size_and_slope(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.constexpr):
-    """Return the step size, and the ratio of ddt to the step gradient from ``retreat``."""
+    """Return the step size, and the ratio of ddt to the step gradient from ``advance_backward``."""
     if MAMBA:
         return tl.where(mask, mamba.softplus(v), 0.0), tl.where(mask, mamba.sigmoid(v), 0.0)
     decay, eps = decay_and_eps(v, tl.zeros_like(v), tl.load(kappa_1_ptr), FAST)
@@ -162,20 +162,20 @@ def advance(state, x, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST
 
 
 @triton.jit
-def fade(weights, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr):
+def apply_decay(weights, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr):
     if MAMBA:
-        return mamba.fade(weights, step, rates, M, FAST)
-    return longhorn.fade(weights, step, k, M)
+        return mamba.apply_decay(weights, step, rates, M, FAST)
+    return longhorn.apply_decay(weights, step, k, M)
 
 
 @triton.jit
-def retreat(
+def advance_backward(
     grad, drates, state, x, step, k, q, dy, rates, kappa_scale,
     M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     if MAMBA:
-        return mamba.retreat(grad, drates, state, x, step, k, q, dy, rates, M, FAST)
-    before, recalled, dstep, dk, dq = longhorn.retreat(
+        return mamba.advance_backward(grad, drates, state, x, step, k, q, dy, rates, M, FAST)
+    before, recalled, dstep, dk, dq = longhorn.advance_backward(
         grad, state, x, step, k, q, dy, kappa_scale, M
     )
     return before, drates, recalled, dstep, dk, dq

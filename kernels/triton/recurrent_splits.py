@@ -12,10 +12,10 @@ import triton.language as tl
 from vil.kernels.triton.recurrent_parts import (
     RUN_TIME,
     advance,
-    broadcast_row,
-    fade,
+    apply_decay,
     full_states,
-    group_rows,
+    load_broadcast_row,
+    load_group,
     load_rates,
     place_of_program,
     step_size,
@@ -27,9 +27,9 @@ from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
 @triton.jit
 def _gated(row, step, z_row, z_step, tokens, count, d, D: tl.constexpr, FAST: tl.constexpr):
     """Load the rows of tokens, x or the gradient of the output; with z, return the gradient of y."""
-    rows = group_rows(row, step, tokens, count, d, D)
+    rows = load_group(row, step, tokens, count, d, D)
     if z_row is not None:
-        rows *= half_silu(group_rows(z_row, z_step, tokens, count, d, D), FAST)
+        rows *= half_silu(load_group(z_row, z_step, tokens, count, d, D), FAST)
     return rows
 
 
@@ -68,28 +68,28 @@ def recurrent_summary_kernel(
     order = tl.arange(0, GROUP)
     order = tl.where(back == 1, GROUP - 1 - order, order)
     tokens = (groups - 1) * back * GROUP + order
-    dt = group_rows(dt_row, dt_stride_l, tokens, count, d, D)
+    dt = load_group(dt_row, dt_stride_l, tokens, count, d, D)
     x = _gated(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
     for i in range(groups):
         group = tl.where(back == 1, groups - 1 - i, i)
         tokens = (group + sign) * GROUP + order
-        next_dt = group_rows(dt_row, dt_stride_l, tokens, count, d, D)
+        next_dt = load_group(dt_row, dt_stride_l, tokens, count, d, D)
         next_x = _gated(x_row, x_step, z_row, z_stride_l, tokens, count, d, D, FAST)
         first = group * GROUP + back * (GROUP - 1)
         for t in tl.static_range(GROUP):
             live = token_mask(first + sign * t, count, d, D, BLOCK_D)
             row = kq + (first + sign * t) * (2 * M + 4)
             step = step_size(one_row(dt, t) + bias, row + 2 * M, live, MAMBA, FAST)
-            k = broadcast_row(row, M, BLOCK_D)
+            k = load_broadcast_row(row, M, BLOCK_D)
             if ADJOINT:
-                q = broadcast_row(row + M, M, BLOCK_D)
+                q = load_broadcast_row(row + M, M, BLOCK_D)
                 read = ()
                 for j in tl.static_range(M):
                     read += (end[j] + one_row(x, t) * q[j],)
-                end = fade(read, step, k, rates, M, MAMBA, FAST)
+                end = apply_decay(read, step, k, rates, M, MAMBA, FAST)
             else:
                 end = advance(end, one_row(x, t), step, k, rates, M, MAMBA, FAST)
-            product = fade(product, step, k, rates, M, MAMBA, FAST)
+            product = apply_decay(product, step, k, rates, M, MAMBA, FAST)
         x, dt = next_x, next_dt
     offset = (sequence * num_splits + split) * (M * D)
     store_states(split_end_ptr + offset, end, d, mask, D, M)

@@ -22,7 +22,7 @@ Saved = tuple[Tensor | None, Tensor]
 _ROWS = ("x", "dt", "q", "k", "z")  # arguments with tokens, in the order of a key's strides
 
 
-class Spread(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Distribution of a kernel's work over the device."""
 
     block_d: int
@@ -81,7 +81,7 @@ class ScanPlan:
         """Convert states of the kernel shape to (..., D, M)."""
         raise NotImplementedError
 
-    def inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
+    def packed_inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
         """Return the arguments of all kernels over tokens, with keys and queries packed."""
         raise NotImplementedError
 
@@ -100,11 +100,11 @@ class ScanPlan:
         """
         raise NotImplementedError
 
-    def sums(self) -> dict[str, Tensor | None]:
-        """Return uninitialised tensors for the sums that the backward kernel leaves to ``finish``."""
+    def empty_sums(self) -> dict[str, Tensor | None]:
+        """Return uninitialised tensors for the sums that the backward kernel leaves to ``final_gradients``."""
         raise NotImplementedError
 
-    def finish(
+    def final_gradients(
         self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return the gradients of A, q and k."""
@@ -112,9 +112,9 @@ class ScanPlan:
 
     # ------------------------------------------------------------------------ shared
 
-    def spread(
+    def launch_config(
         self, kernel: str, sequences: int, least: float, cut: tuple[int, int] | None = None
-    ) -> Spread:
+    ) -> LaunchConfig:
         """Return the distribution of a kernel's work over the device.
 
         Args:
@@ -128,7 +128,7 @@ class ScanPlan:
         if cut is None:
             warps_in_all = sequences * blocks * warps
             cut = tuning.num_splits(kernel, warps_in_all, self.chunks, self.key.device, least)
-        return Spread(block_d, warps, blocks, *cut)
+        return LaunchConfig(block_d, warps, blocks, *cut)
 
     def _layout(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
         """Return the names of arguments that are copied before use, and the strides of all arguments.
@@ -194,7 +194,7 @@ class ScanPlan:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the output, the last state, the sum of both directions and states, as ``reference.scan``."""
         args = self.prepared(args)
-        inputs = self.inputs(args)
+        inputs = self.packed_inputs(args)
         split_states = self.split_states(inputs, self.to_kernel(args.initial_state), None)
         rows = (self.B, self.L, self.D)
         out = self.empty(*rows, dtype=self.key.dtype)
@@ -229,7 +229,7 @@ class ScanPlan:
         y_pre_gate = None if y_pre_gate is None else _padded(y_pre_gate, self.missing)
         if self.N == 2 and not self.writes_dz:
             args = args._replace(z=args.z.contiguous())
-        inputs, dout = self.inputs(args), _padded(dout, self.missing).contiguous()
+        inputs, dout = self.packed_inputs(args), _padded(dout, self.missing).contiguous()
         split_states = self.split_states(inputs, self.to_kernel(dfinal), dout)
         rows = (self.B, self.L, self.D)
         dx, ddt = (self.empty(self.N, *rows, dtype=self.key.dtype) for _ in range(2))
@@ -238,13 +238,13 @@ class ScanPlan:
             dz = None if args.z is None else self.empty(*rows, dtype=self.key.dtype)
         dskip, dbias = self.empty(2, self.N, self.B, self.num_splits, self.D)
         dinitial = None if args.initial_state is None else self.empty_states(1, self.B)
-        sums = self.sums()
+        sums = self.empty_sums()
         self.backward_kernel(
             dout, **inputs, **sums, skip_ptr=args.D.contiguous(), dout_ptr=dout, y_ptr=y_pre_gate,
             states_ptr=states, split_states_ptr=split_states, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=dz, dskip_ptr=dskip,
             dbias_ptr=dbias, dinitial_ptr=dinitial,
         )  # fmt: skip
-        dA, dq, dk = self.finish(args, inputs, sums)
+        dA, dq, dk = self.final_gradients(args, inputs, sums)
         dinitial = None if dinitial is None else self.from_kernel(dinitial)
         # Sums in a fixed order are bit-identical.
         dD, dbias = dskip.sum((1, 2)).to(args.D.dtype), dbias.sum((1, 2)).to(args.bias.dtype)

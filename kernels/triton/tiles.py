@@ -112,7 +112,7 @@ def one_row(rows, t: tl.constexpr):
 
 
 @triton.jit
-def broadcast_rows(pointer, BLOCK_D: tl.constexpr):
+def load_broadcast_rows(pointer, BLOCK_D: tl.constexpr):
     """Load 16 float32 into the rows of a chunk, with one 128-bit load per four numbers."""
     quad, j = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
     pointers = pointer + (quad * 4 + j + no_lane(BLOCK_D)[None, None, :])
