@@ -1,1 +1,1 @@
-"""Training experiments (recall, images, fine-tuning), and the documents made from their records."""
+"""Training experiments (recall, images), and the documents made from their records."""

@@ -1,21 +1,19 @@
 """Associative recall (MQAR, arXiv 2312.04927): sequences with pairs of keys and values, and a small language model."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.mixer import Mixer
+from experiments.recurrences import Mixer
 
 GAP_POWER = 0.01
-WEIGHT_DECAY = 0.1
 
 # ------------------------------------------------------------------------------------------- data
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """Sequences with their queries and answers."""
 
     tokens: Tensor
@@ -25,15 +23,14 @@ class Sequences:
     answers: Tensor
     """Values that are asked for, (B, K)."""
 
-    def __getitem__(self, which: slice) -> "Sequences":
-        return Sequences(self.tokens[which], self.queries[which], self.answers[which])
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def split(self, size: int) -> "list[Sequences]":
+        """Split into batches of at most ``size`` sequences."""
+        parts = (tensor.split(size) for tensor in self)
+        return [Sequences(*tensors) for tensors in zip(*parts, strict=True)]
 
     def to(self, device: torch.device) -> "Sequences":
         """Copy to a device."""
-        return Sequences(*(t.to(device) for t in (self.tokens, self.queries, self.answers)))
+        return Sequences(*(tensor.to(device) for tensor in self))
 
 
 def sample(
@@ -77,8 +74,7 @@ def sample_many(seed: int, count: int, length: int, pairs: int, vocabulary: int)
     generator = torch.Generator().manual_seed(seed)
     sizes = [len(part) for part in torch.arange(count).split(1000)]
     parts = [sample(generator, size, length, pairs, vocabulary) for size in sizes]
-    fields = ("tokens", "queries", "answers")
-    return Sequences(*(torch.cat([getattr(part, field) for part in parts]) for field in fields))
+    return Sequences(*map(torch.cat, zip(*parts, strict=True)))
 
 
 # ------------------------------------------------------------------------------------------ model
@@ -88,13 +84,7 @@ class LanguageModel(nn.Module):
     """Embedding, mixers with residuals, and a head that shares the embedding's weights."""
 
     def __init__(
-        self,
-        recurrence: str,
-        vocabulary: int,
-        dim: int,
-        depth: int,
-        d_state: int,
-        positions: int | None = None,
+        self, recurrence: str, vocabulary: int, dim: int, depth: int, d_state: int
     ) -> None:
         """Create a model.
 
@@ -104,57 +94,37 @@ class LanguageModel(nn.Module):
             dim: Channels C.
             depth: Number of layers.
             d_state: State size N.
-            positions: Number of positions with a learned embedding; None for no such embedding.
         """
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim)
-        self.positions = None if positions is None else nn.Embedding(positions, dim)
         self.norms = nn.ModuleList(nn.RMSNorm(dim, eps=1e-5) for _ in range(depth))
-        self.mixers = nn.ModuleList(
-            Mixer(dim, recurrence, d_state, depth=depth) for _ in range(depth)
-        )
+        self.mixers = nn.ModuleList(Mixer(dim, recurrence, d_state, depth) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-5)
-        for module in (self.embedding, self.positions):
-            if module is not None:
-                nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
         """Return logits (B, K, V) at the positions ``queries`` (B, K) of the tokens (B, T)."""
         x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions.weight[: tokens.shape[1]]
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             x = x + mixer(norm(x))
         asked = x.gather(1, queries.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         return self.norm(asked) @ self.embedding.weight.mT
 
 
-def loss_of(model: LanguageModel, batch: Sequences) -> Tensor:
-    """Return the cross-entropy of the answers, over the whole vocabulary."""
-    logits = model(batch.tokens, batch.queries)
-    return F.cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
-
-
 @torch.no_grad()
 def accuracy(model: LanguageModel, sequences: Sequences, batch_size: int) -> float:
     """Return the share of right answers over all queries of all sequences."""
-    right = 0
-    for start in range(0, len(sequences), batch_size):
-        batch = sequences[start : start + batch_size]
-        guesses = model(batch.tokens, batch.queries).argmax(-1)
-        right += int((guesses == batch.answers).sum())
+    right = sum(
+        (model(batch.tokens, batch.queries).argmax(-1) == batch.answers).sum().item()
+        for batch in sequences.split(batch_size)
+    )
     return right / sequences.answers.numel()
 
 
-def parameters(model: nn.Module) -> int:
-    """Return the number of a model's parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def step(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: Sequences) -> Tensor:
-    """Take one step of training and return the loss."""
-    loss = loss_of(model, batch)
+def step(model: LanguageModel, optimizer: torch.optim.Optimizer, batch: Sequences) -> None:
+    """Take one step of training: cross-entropy of the answers, over the whole vocabulary."""
+    logits = model(batch.tokens, batch.queries)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.answers.flatten())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return loss

@@ -7,7 +7,6 @@ so you can resume by repeating the command. A command with other settings or ver
 import itertools
 import json
 import multiprocessing
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -71,12 +70,7 @@ def dump(head: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def run_all(
-    record: Record,
-    function: Callable[..., Row],
-    runs: Iterable[Row],
-    jobs: int,
-    threads: int = 1,
-    budget: Budget | None = None,
+    record: Record, function: Callable[..., Row], runs: Iterable[Row], jobs: int, budget: Budget
 ) -> int:
     """Add the missing runs to a record.
 
@@ -84,8 +78,7 @@ def run_all(
         record: Record that receives each run with its figures.
         function: Importable function from a run's keyword arguments to its figures.
         runs: Keyword arguments of each run; no two are equal.
-        jobs: Number of processes; each makes one run at a time.
-        threads: PyTorch threads of each process.
+        jobs: Number of processes; each makes one run at a time, with one thread.
         budget: No run starts once it is used up.
 
     Returns:
@@ -94,11 +87,9 @@ def run_all(
     missing = record.missing(runs)
     queue, futures, number = list(missing), {}, 0
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        jobs, mp_context=context, initializer=_begin, initargs=(threads,)
-    ) as pool:
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
         while True:
-            while queue and len(futures) < jobs and (budget is None or budget.left):
+            while queue and len(futures) < jobs and budget.left:
                 run = queue.pop(0)
                 futures[pool.submit(function, **run)] = run
             if not futures:
@@ -108,11 +99,6 @@ def run_all(
                 record.add(row)
                 number += 1
                 print(f"{number}/{len(missing)}", json.dumps(row), flush=True)
-
-
-def _begin(threads: int) -> None:
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def product(**axes: Sequence[Any]) -> list[Row]:

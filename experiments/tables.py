@@ -30,6 +30,7 @@ from experiments.statistics import CHOICE_SEED, difference, spread
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "records.md"
+RESULTS = ROOT / "experiments" / "results"
 BLOCK = re.compile(r"<!-- python -m experiments\.tables (.*?) -->\n\n(.*?)\n(?=\n)", re.DOTALL)
 
 
@@ -83,29 +84,26 @@ def groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple, list[Row]]:
     return found
 
 
-def at_best_rate(rows: Sequence[Row], keys: Sequence[str], figure: str, lowest: bool) -> list[Row]:
-    """Return each group's runs at the learning rate with the best mean of a figure.
+def tuned(rows: Sequence[Row], keys: Sequence[str], figure: str) -> list[Row]:
+    """Return the runs at each group's best rate: the lowest mean figure of the seeds that chose rates.
 
     Args:
         rows: Runs.
         keys: Keys that define a group.
         figure: Name of the figure; the mean of "steps" is geometric.
-        lowest: Whether the lowest mean is the best, else the highest.
     """
     scale = math.log2 if figure == "steps" else float
 
     def score(runs: Sequence[Row]) -> float:
-        return statistics.fmean(scale(run[figure]) for run in runs) * (-1 if lowest else 1)
+        return statistics.fmean(scale(run[figure]) for run in runs)
 
-    best = (max(groups(own, ["lr"]).values(), key=score) for own in groups(rows, keys).values())
-    return [row for runs in best for row in runs]
-
-
-def tuned(rows: Sequence[Row], keys: Sequence[str], figure: str) -> list[Row]:
-    """Return the runs at each group's best rate: the lowest mean figure of the seeds that chose rates."""
-    tried = [row for row in rows if row["seed"] >= CHOICE_SEED]
-    chosen = groups(at_best_rate(tried, keys, figure, lowest=True), [*keys, "lr"])
-    return [row for key, own in groups(rows, [*keys, "lr"]).items() if key in chosen for row in own]
+    found = []
+    for own in groups(rows, keys).values():
+        tried = groups([row for row in own if row["seed"] >= CHOICE_SEED], ["lr"])
+        if tried:
+            (best,) = min(tried, key=lambda lr: score(tried[lr]))
+            found += [row for row in own if row["lr"] == best]
+    return found
 
 
 def unfold(rows: Sequence[Row], paths: Sequence[str]) -> Iterator[Row]:
@@ -126,14 +124,14 @@ def unfold(rows: Sequence[Row], paths: Sequence[str]) -> Iterator[Row]:
 
 def select(record: str, args: argparse.Namespace) -> list[Row]:
     """Return the runs of a record that the arguments ask for."""
-    rows = json.loads((ROOT / "experiments" / "results" / f"{record}.json").read_text())["runs"]
+    path = Path(record) if record.endswith(".json") else RESULTS / f"{record}.json"
+    rows = json.loads(path.read_text())["runs"]
     for condition in args.where:
         key, _, allowed = condition.partition("=")
         rows = [row for row in rows if str(at(row, key)) in allowed.split("|")]
     keys = [key for key in args.by if key not in ("lr", "each")]
     rows = tuned(rows, keys, args.tuned) if args.tuned else rows
     rows = [row for row in rows if row["seed"] < CHOICE_SEED]
-    rows = at_best_rate(rows, keys, args.best, lowest=False) if args.best else rows
     return list(unfold(rows, args.each)) if args.each else rows
 
 
@@ -193,32 +191,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read a command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("records", nargs="*", help="names in experiments/results; runs of several are put together")
-    add("--by", nargs="+", default=[], metavar="KEY", help="a row for each combination of values")
-    add("--show", nargs="+", default=[], metavar="COLUMN", help="figures")
+    add("records", nargs="*", help="files, or names in experiments/results")
+    for option, value, what in (
+        ("--by", "KEY", "a row for each combination of values"),
+        ("--show", "COLUMN", "figures"),
+        ("--where", "KEY=VALUE|VALUE", "runs with one of the values"),
+        ("--each", "PATH", "a row for each key of dictionaries in a run"),
+    ):
+        add(option, nargs="+", default=[], metavar=value, help=what)
     add(
-        "--where",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE|VALUE",
-        help="runs with one of the values",
-    )
-    add(
-        "--each",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="a row for each key of dictionaries in a run",
-    )
-    add(
-        "--best",
-        metavar="FIGURE",
-        help="the rate with the highest mean of the seeds that are shown",
-    )
-    add(
-        "--tuned",
-        metavar="FIGURE",
-        help="the rate with the lowest mean of the seeds that chose rates",
+        "--tuned", metavar="FIGURE", help="the rate with the lowest mean of the seeds that chose it"
     )
     add("--against", metavar="ROW", help="compare the last column with that of this row")
     add("--times", action="store_true", help="compare ratios: how many times fewer")
