@@ -34,10 +34,9 @@ typedef uint8_t u8;
       X(NOTP) \
   X(SHL32) X(SHRU32) X(SHRS32) X(SHL64) X(SHRU64) X(SHRS64) X(SHL16) X(SHRU16) X(SHRS16) \
   X(AND16) X(OR16) X(XOR16) X(NOT16) X(ADD16) X(SUB16) X(MUL16) \
-  X(NEG32) X(NEG64) X(ABS32) X(ABS64) X(BFEU32) X(BFES32) X(BFEU64) X(BFI32) X(PRMT) X(LOP3) X(POPC32) \
-      X(CLZ32) X(SHFLF) \
+  X(NEG32) X(NEG64) X(ABS32) X(ABS64) X(BFEU32) X(BFES32) X(BFEU64) X(BFI32) X(PRMT) X(POPC32) X(CLZ32) \
   X(SEL32) X(SEL64) X(SETPS32) X(SETPU32) X(SETPS64) X(SETPU64) X(SETPS16) X(SETPU16) X(SETPF32) \
-  X(FADD) X(FSUB) X(FMUL) X(FFMA) X(FNEG) X(FABS) X(FMIN) X(FMAX) X(FMIN3) X(FMAX3) X(FDIV) \
+  X(FADD) X(FSUB) X(FMUL) X(FFMA) X(FNEG) X(FABS) X(FMIN) X(FMAX) X(FDIV) \
       X(FRCP) X(FEX2) X(FLG2) X(FSQRT) \
   X(FRSQRT) X(FTANH) X(FADD2) X(FMUL2) X(FFMA2) \
   X(CVTF32BF16) X(CVTF32F16) X(CVTBF16F32) X(CVTF16F32) X(CVTBF16X2) X(CVTF16X2) X(CVTTF32) \
@@ -45,10 +44,10 @@ typedef uint8_t u8;
   X(CVTU64U32) X(CVTS64S32) X(CVTU32U64) X(CVTU32U16) X(CVTS32S16) X(CVTU16U32) X(CVTS32S8) \
       X(CVTU32U8) \
   X(CVTU64U16) X(CVTS64S16) \
-  X(LD) X(ST) X(LDMATRIX) X(STMATRIX) X(CPASYNC) X(CPCOMMIT) X(CPWAIT) X(BAR) X(WARPSYNC) X(SHFL) \
-      X(REDUX) X(VOTE) \
-  X(MMATF32) X(MMABF16) X(MMAF16) X(WGMMA) X(WGFENCE) X(WGCOMMIT) X(WGWAIT) X(FENCEPROXY) X(ELECT) \
-      X(BRA) X(RET) X(TRAP) X(NOP)
+  X(LD) X(ST) X(LDMATRIX) X(STMATRIX) X(BAR) X(WARPSYNC) X(SHFL) \
+      X(REDUX) \
+  X(MMATF32) X(MMABF16) X(MMAF16) X(WGMMA) X(WGFENCE) X(WGCOMMIT) X(WGWAIT) X(FENCEPROXY) \
+      X(BRA) X(RET) X(NOP)
 
 enum Op {
 #define X(n) n,
@@ -70,7 +69,7 @@ struct Ins {
 struct Region {  // of global memory: one storage
   u64 size;      // bytes
   u8 *data;
-  u8 *flags;     // per byte: 1 initialised, 2 belongs to an argument; null: not tracked
+  u8 *flags;     // per byte: 1 initialised, 2 belongs to an argument
   i32 unit;      // bytes per shadow record
   i32 id;
 };
@@ -90,48 +89,46 @@ struct Report {
   i32 region, epoch;
 };
 
+#define KINDS(X) \
+  X(OOB_GLOBAL) X(OUT_OF_VIEW) X(UNINIT_GLOBAL) X(MISALIGNED) X(OOB_SHARED) X(UNINIT_SHARED) \
+  X(RACE_RAW_G) X(RACE_WAR_G) X(RACE_WAW_G) X(RACE_RAW_S) X(RACE_WAR_S) X(RACE_WAW_S) \
+  X(SAMEVAL_WAW_G) X(SAMEVAL_WAW_S) X(CTA_RACE) X(CTA_SAMEVAL) X(LANE_RAW_G) X(LANE_WAR_G) \
+  X(LANE_WAW_G) X(LANE_RAW_S) X(LANE_WAR_S) X(LANE_WAW_S) X(LANE_SAMEVAL) X(ASYNC_RACE) \
+  X(NC_AFTER_WRITE) X(DIVERGENT) X(DEADLOCK) X(PROXY_FENCE) X(WGMMA_REGS) X(UNDEF_TF) \
+  X(HARD_ERROR) X(INSTR_WAW)
+
 enum Kind {
-  OOB_GLOBAL, OUT_OF_VIEW, UNINIT_GLOBAL, MISALIGNED, OOB_SHARED, UNINIT_SHARED,
-  RACE_RAW_G, RACE_WAR_G, RACE_WAW_G, RACE_RAW_S, RACE_WAR_S, RACE_WAW_S,
-  SAMEVAL_WAW_G, SAMEVAL_WAW_S, CTA_RACE, CTA_SAMEVAL, LANE_RAW_G, LANE_WAR_G, LANE_WAW_G,
-  LANE_RAW_S, LANE_WAR_S, LANE_WAW_S, LANE_SAMEVAL, ASYNC_RACE, NC_AFTER_WRITE, DIVERGENT, DEADLOCK,
-  PROXY_FENCE, WGMMA_REGS, UNDEF_TF32, HARD_ERROR, INSTR_WAW, NUM_KINDS
+#define X(n) n,
+  KINDS(X)
+#undef X
+      NUM_KINDS
+};
+static const char *KIND_NAMES[] = {
+#define X(n) #n,
+    KINDS(X)
+#undef X
+};
+
+struct Initial {  // value of a register at the start of every warp
+  i32 kind, slot;  // 0: of 32 bits, 1: of 64 bits, 2: special, with its number as the value
+  u64 value;
 };
 
 struct Launch {
-  i32 grid[3];
-  i32 nctas;
-  i32 *ctas;  // linear ids to run
-  i32 threads, shared;
-  u8 *params;
-  i32 nregions;
-  Region *regions;
-  u64 seed;
-  i32 slice;       // instructions before another warp may go on; 0: until the barrier
-  i32 noise;       // 1: approximate instructions are off by up to their documented error
-  // bit 0: sums truncated as tensor cores do; bit 1: operands rounded to TF32, not cut
-  i32 tcmode;
-  i32 sunit;       // unit of shared memory
-  i32 lanecheck;
-  i32 poison_shared;
-  u64 budget;      // instructions of a warp before it counts as hanging
-};
-
-struct Prog {
   i32 nins;
   Ins *ins;
   i32 *pool;
-  i32 nr, nrd, np;
-  i32 nc32; i32 *c32slot; u32 *c32val;
-  i32 nc64; i32 *c64slot; u64 *c64val;
-  i32 nspec; i32 *specslot; i32 *speckind;
-  i32 nparam; i32 *paramslot; i32 *paramwidth; i32 *paramoff;
+  i32 nr, nrd, np, ninit;
+  Initial *init;
+  i32 grid[3];
+  i32 threads, shared, nregions;
+  Region *regions;
+  u64 seed;
+  i32 slice;  // instructions before another warp may go on; 0: until the barrier
+  i32 sunit;  // unit of shared memory
 };
 
-static u64 hash64(u64 x) {
-  x ^= x >> 33; x *= 0xff51afd7ed558ccdULL; x ^= x >> 33; x *= 0xc4ceb9fe1a85ec53ULL; x ^= x >> 33;
-  return x;
-}
+static const u64 BUDGET = 2000000000;  // instructions of a warp before it counts as hanging
 
 static inline float f_of(u32 x) { float f; memcpy(&f, &x, 4); return f; }
 static inline u32 u_of(float f) { u32 x; memcpy(&x, &f, 4); return x; }
@@ -158,10 +155,6 @@ struct Warp {
   u32 epoch, sub;
   u64 steps;
   i32 id;
-  // cp.async
-  struct Copy { u32 dst; u32 bytes; u8 data[16]; i32 lane, line; bool init[16]; };
-  std::vector<Copy> open;
-  std::vector<std::vector<Copy>> groups;
   u32 fences;
 };
 
@@ -175,7 +168,6 @@ struct Wg {  // an asynchronous warp-group product in flight
 };
 
 struct Machine {
-  const Prog *P;
   const Launch *L;
   std::vector<Warp> warps;
   std::vector<u8> smem, sinit;
@@ -187,8 +179,7 @@ struct Machine {
   i32 cta = 0;
   u32 epoch = 0;
   std::string error;
-  u64 executed = 0, barriers = 0;
-  std::vector<u64> hist;
+  u64 executed = 0;
   // wgmma: what every warp of a group has brought to the product, executed when all four have.
   struct WgPending { u32 mask = 0; i32 pc = -1; };
   WgPending wgpend[8];
@@ -228,7 +219,6 @@ struct Machine {
   static u32 t_lane(u64 t) { return (u32)t & 31; }
 
   void on_read(Sh &s, u64 t, int line, bool shared, u64 addr, int region, bool nc) {
-    if (s.flags & 1) report(ASYNC_RACE, line, s.wpc, addr, t_warp(t), t_lane(t), s.w, region);
     if (s.w) {
       if (t_cta(s.w) != t_cta(t)) {
         report(CTA_RACE, line, s.wpc, addr, t_warp(t), t_lane(t), s.w, region);
@@ -250,7 +240,6 @@ struct Machine {
   }
 
   void on_write(Sh &s, u64 t, int line, bool shared, u64 addr, int region, bool same) {
-    if (s.flags & 1) report(ASYNC_RACE, line, s.wpc, addr, t_warp(t), t_lane(t), s.w, region);
     if (s.flags & 2) report(ASYNC_RACE, line, s.rpc1, addr, t_warp(t), t_lane(t), s.r1, region);
     if (s.w) {
       if (t_cta(s.w) != t_cta(t)) {
@@ -302,11 +291,9 @@ struct Machine {
     if (o < 0 || (u64)o + bytes > R.size) {
         report(OOB_GLOBAL, line, 0, (u64)o, warp, lane, 0, R.id); return nullptr; }
     reg = (int)idx; off = (u64)o;
-    if (R.flags) {
-      for (u32 i = 0; i < bytes; i++)
-        if (!(R.flags[off + i] & 2)) { report(OUT_OF_VIEW, line, 0, off, warp, lane, 0, R.id);
-            break; }
-    }
+    for (u32 i = 0; i < bytes; i++)
+      if (!(R.flags[off + i] & 2)) { report(OUT_OF_VIEW, line, 0, off, warp, lane, 0, R.id);
+          break; }
     return R.data + off;
   }
 
@@ -316,10 +303,9 @@ struct Machine {
     if (!h) { memset(out, 0xff, bytes); return false; }
     memcpy(out, h, bytes);
     Region &R = L->regions[reg];
-    if (R.flags)
-      for (u32 i = 0; i < bytes; i++)
-        if (!(R.flags[off + i] & 1)) { report(UNINIT_GLOBAL, line, 0, off, W.id, lane, 0, R.id);
-            break; }
+    for (u32 i = 0; i < bytes; i++)
+      if (!(R.flags[off + i] & 1)) { report(UNINIT_GLOBAL, line, 0, off, W.id, lane, 0, R.id);
+          break; }
     u64 t = tag(cta, epoch, W.sub, W.id, lane);
     for (u64 u = off / R.unit; u <= (off + bytes - 1) / R.unit; u++)
         on_read(gshadow(reg, u), t, line, false, off, R.id, nc);
@@ -339,7 +325,7 @@ struct Machine {
       on_write(gshadow(reg, u), t, line, false, off, R.id, same);
     }
     memcpy(h, in, bytes);
-    if (R.flags) for (u32 i = 0; i < bytes; i++) R.flags[off + i] |= 1;
+    for (u32 i = 0; i < bytes; i++) R.flags[off + i] |= 1;
   }
 
   bool scheck(u32 a, u32 bytes, u32 align, Warp &W, int lane, int line, u32 &off) {
@@ -385,28 +371,12 @@ struct Machine {
     }
   }
 
-  float noisy(float x, u32 in, double rel) {
-    if (!L->noise || !std::isfinite(x) || x == 0) return x;
-    // deterministic in the operand; uniform in [-1, 1] of the documented error
-    double n = (double)(hash64(in * 2654435761ULL + L->seed) >> 11) / (double)(1ULL << 52) - 1.0;
-    return (float)(x * (1.0 + n * rel));
-  }
-
-  // Tensor cores cut operands to TF32; tcmode 2 rounds them to nearest instead, to see what that
-  // would change.
-  float tf32(u32 x) {
-    if ((L->tcmode & 2) && (x & 0x7f800000) != 0x7f800000) x += 0x1000;
-    return f_of(x & 0xffffe000u);
-  }
+  // Tensor cores cut operands to TF32.
+  static float tf32(u32 x) { return f_of(x & 0xffffe000u); }
 
   // Sum of products as tensor cores do it: addends aligned to the largest exponent, low bits cut
   // off.
   float tcsum(const double *prod, int n, float c) {
-    if ((L->tcmode & 1) == 0) {
-      double s = c;
-      for (int i = 0; i < n; i++) s += prod[i];
-      return (float)s;
-    }
     float acc = c;
     for (int k = 0; k < n; k += 4) {
       int m = std::min(4, n - k), emax = -1000;
@@ -436,38 +406,26 @@ struct Machine {
   void branch(Warp &W, u32 mask, i32 target);
   bool run_cta(u64 seed);
   void wgmma(const Ins &I, int group);
-  void finish_copy(Warp &W, std::vector<Warp::Copy> &g);
 };
 
 void Machine::start(Warp &W, int id) {
   W.id = id;
-  W.r.assign((size_t)P->nr * 32, 0x7fbadbadu);
-  W.rd.assign((size_t)P->nrd * 32, 0x7fbadbad7fbadbadULL);
-  W.p.assign(P->np, 0);
+  W.r.assign((size_t)L->nr * 32, 0x7fbadbadu);
+  W.rd.assign((size_t)L->nrd * 32, 0x7fbadbad7fbadbadULL);
+  W.p.assign(L->np, 0);
   int base = id * 32, n = std::min(32, L->threads - base);
   W.live = n == 32 ? ~0u : ((1u << n) - 1);
   W.active = W.live; W.pc = 0; W.diverged = false; W.state = 0; W.epoch = 0; W.sub = 0;
       W.steps = 0; W.fences = 0;
-  W.open.clear(); W.groups.clear();
-  for (int i = 0; i < P->nc32; i++) std::fill_n(&W.r[P->c32slot[i] * 32], 32, P->c32val[i]);
-  for (int i = 0; i < P->nc64; i++) std::fill_n(&W.rd[P->c64slot[i] * 32], 32, P->c64val[i]);
   u32 gx = L->grid[0], gy = L->grid[1];
   u32 sp[] = {0, (u32)cta % gx, (u32)cta / gx % gy, (u32)cta / gx / gy, gx, gy, (u32)L->grid[2], 0,
       (u32)L->threads, 0, 0, 1, 1};
-  for (int i = 0; i < P->nspec; i++) {
-    int k = P->speckind[i];
-    for (int l = 0; l < 32; l++) {
-      u32 v = sp[k];
-      if (k == 0) v = base + l;
-      if (k == 7) v = l;
-      W.r[P->specslot[i] * 32 + l] = v;
-    }
-  }
-  for (int i = 0; i < P->nparam; i++) {
-    u64 v = 0;
-    memcpy(&v, L->params + P->paramoff[i], P->paramwidth[i]);
-    if (P->paramwidth[i] == 8) std::fill_n(&W.rd[P->paramslot[i] * 32], 32, v);
-    else std::fill_n(&W.r[P->paramslot[i] * 32], 32, (u32)v);
+  for (int i = 0; i < L->ninit; i++) {
+    const Initial &I = L->init[i];
+    if (I.kind == 1) std::fill_n(&W.rd[I.slot * 32], 32, I.value);
+    else if (I.kind == 0) std::fill_n(&W.r[I.slot * 32], 32, (u32)I.value);
+    else for (int l = 0; l < 32; l++)
+      W.r[I.slot * 32 + l] = I.value == 0 ? base + l : I.value == 7 ? l : sp[I.value];
   }
 }
 
@@ -521,47 +479,18 @@ static inline bool cmpf(int c, float a, float b) {
   if (un) return true;
   return cmp(c - 6, a, b);
 }
-// setp: operands: p, q|-1, a, b, (combine pred) ; f0 cmp, f1 combine(0 none 1 and 2 or 3 xor), f2
-// negate combine
-#define SETP(T, ptr) { u32 res = 0; T *a = (T *)ptr(2), *b = (T *)ptr(3); \
-    LANES(res |= (u32)cmp<T>(I.f0, a[l], b[l]) << l) \
-    setp(W, I, pool, mask, res); break; }
-
-static void setp(Warp &W, const Ins &I, const i32 *pool, u32 mask, u32 res) {
-  u32 neg = ~res;
-  if (I.f1) {
-    u32 c = PR(4);
-    if (I.f2) c = ~c;
-    if (I.f1 == 1) { res &= c; neg &= c; } else if (I.f1 == 2) { res |= c; neg |= c; } else {
-        res ^= c; neg ^= c; }
-  }
-  PR(0) = (PR(0) & ~mask) | (res & mask);
-  if (pool[I.off + 1] >= 0) PR(1) = (PR(1) & ~mask) | (neg & mask);
-}
+// operands: p, a, b; f0 the comparison
+#define SETP(T, ptr, compare) { u32 res = 0; auto *a = ptr(1), *b = ptr(2); \
+    LANES(res |= (u32)compare(I.f0, T(a[l]), T(b[l])) << l) \
+    PR(0) = (PR(0) & ~mask) | (res & mask); break; }
 
 static const int RUN = 0, BARRIER = 1, DONE = 2;
-
-void Machine::finish_copy(Warp &W, std::vector<Warp::Copy> &g) {
-  for (auto &c : g) {
-    u32 off = c.dst - SBASE;
-    u64 t = tag(cta, epoch, W.sub, W.id, c.lane);
-    for (u32 u = off / L->sunit; u <= (off + c.bytes - 1) / L->sunit; u++) {
-      ssh[u].flags &= ~1u;
-      on_write(ssh[u], t, c.line, true, off, -2, false);
-      sfence[u] = (W.id << 24) | ((W.fences + 1) & 0xffffff);
-    }
-    memcpy(&smem[off], c.data, c.bytes);
-    for (u32 i = 0; i < c.bytes; i++) sinit[off + i] = c.init[i];
-  }
-  g.clear();
-}
-
 
 // wgmma.mma_async m64nNk8 tf32 or k16 bf16 or f16. operands: d[N/2] (both d and c), then a[4] regs or a desc
 // (64), b desc (64), scale-d pred index. f0 = N, f1 bits: 0 A in shared memory, 1 and 2 A and B negated,
 // 3 and 4 the type; scale-d as a constant or a pred idx in imm
 void Machine::wgmma(const Ins &I, int group) {
-  const i32 *pool = P->pool;
+  const i32 *pool = L->pool;
   int N = I.f0, nd = N / 2, at = I.off + nd;
   bool ashared = I.f1 & 1, neg_a = I.f1 & 2, neg_b = I.f1 & 4;
   int kind = I.f1 >> 3, K = kind ? 16 : 8;
@@ -668,15 +597,15 @@ void Machine::wgmma(const Ins &I, int group) {
 }
 
 void Machine::step(Warp &W, u64 limit) {
-  const i32 *pool = P->pool;
-  const Ins *ins = P->ins;
+  const i32 *pool = L->pool;
+  const Ins *ins = L->ins;
   for (u64 n = 0; n < limit; n++) {
-    if (W.pc >= P->nins) { W.state = DONE; return; }
+    if (W.pc >= L->nins) { W.state = DONE; return; }
     const Ins &I = ins[W.pc];
     u32 mask = W.active;
     if (I.guard >= 0) { u32 p = W.p[I.guard >> 1]; mask &= (I.guard & 1) ? ~p : p; }
-    executed++; hist[I.op]++;
-    if (++W.steps > L->budget) { report(DEADLOCK, I.line, 0, 0, W.id, 0, 0, -1);
+    executed++;
+    if (++W.steps > BUDGET) { report(DEADLOCK, I.line, 0, 0, W.id, 0, 0, -1);
         fail(I, W, "instruction budget spent: hang?"); return; }
     if (I.op == BRA) { branch(W, mask, (i32)I.imm); continue; }
     if (mask == 0) {
@@ -790,32 +719,19 @@ void Machine::step(Warp &W, u64 limit) {
                   u32 x = (u32)(v >> (8 * (s & 7))) & 255; if (s & 8) x = x & 128 ? 255 : 0;
                   o |= x << (8 * i); }
               d[l] = o) break; }
-      case LOP3: { u32 *d = R(0), *a = R(1), *b = R(2), *c = R(3); u32 t = (u32)I.imm;
-        LANES(u32 o = 0; for (int i = 0; i < 8; i++) if (t >> i & 1) o |= ((i & 4) ? a[l] : ~a[l]) &
-            ((i & 2) ? b[l] : ~b[l]) & ((i & 1) ? c[l] : ~c[l]); d[l] = o) break; }
       case POPC32: U32_(__builtin_popcount(a[l]))
       case CLZ32: U32_(a[l] ? __builtin_clz(a[l]) : 32)
-      // funnel shift, f0: 0 left 1 right; f1: 1 wrap
-      case SHFLF: { u32 *d = R(0), *a = R(1), *b = R(2), *c = R(3);
-        LANES(u32 s = I.f1 ? c[l] & 31 : std::min(c[l], 32u); u64 v = (u64)a[l] | (u64)b[l] << 32;
-            d[l] = I.f0 ? (u32)(v >> s) : (u32)((v << s) >> 32)) break; }
       case SEL32: { u32 *d = R(0), *a = R(1), *b = R(2), p = PR(3);
           LANES(d[l] = p >> l & 1 ? a[l] : b[l]) break; }
       case SEL64: { u64 *d = D(0), *a = D(1), *b = D(2); u32 p = PR(3);
           LANES(d[l] = p >> l & 1 ? a[l] : b[l]) break; }
-      case SETPS32: SETP(i32, R)
-      case SETPU32: SETP(u32, R)
-      case SETPS64: SETP(i64, D)
-      case SETPU64: SETP(u64, D)
-      case SETPS16: { u32 res = 0, *a = R(2), *b = R(3);
-          LANES(res |= (u32)cmp<int16_t>(I.f0, (int16_t)a[l], (int16_t)b[l]) << l) setp(W, I, pool,
-          mask, res); break; }
-      case SETPU16: { u32 res = 0, *a = R(2), *b = R(3);
-          LANES(res |= (u32)cmp<u16>(I.f0, (u16)a[l], (u16)b[l]) << l) setp(W, I, pool, mask, res);
-          break; }
-      case SETPF32: { u32 res = 0, *a = R(2), *b = R(3);
-          LANES(res |= (u32)cmpf(I.f0, f_of(a[l]), f_of(b[l])) << l) setp(W, I, pool, mask, res);
-          break; }
+      case SETPS32: SETP(i32, R, cmp)
+      case SETPU32: SETP(u32, R, cmp)
+      case SETPS64: SETP(i64, D, cmp)
+      case SETPU64: SETP(u64, D, cmp)
+      case SETPS16: SETP(int16_t, R, cmp)
+      case SETPU16: SETP(u16, R, cmp)
+      case SETPF32: SETP(f_of, R, cmpf)
       case FADD: if (I.f0 & 1) FB(ftz(ftz(a) + ftz(b))) else FB(a + b)
       case FSUB: if (I.f0 & 1) FB(ftz(ftz(a) - ftz(b))) else FB(a - b)
       case FMUL: if (I.f0 & 1) FB(ftz(ftz(a) * ftz(b))) else FB(a * b)
@@ -853,23 +769,21 @@ void Machine::step(Warp &W, u64 limit) {
                   && std::isfinite(y)) q = std::isinf(x) ? f_of(0x7fffffff)
                   : std::copysign(0.0f, q); }
               if (I.f0 & 1) q = ftz(q);
-              if (I.f0 & 4) q = noisy(q, a[l] ^ (b[l] * 31), 2.3e-7);
               d[l] = u_of(q)) break; }
       case FRCP: { u32 *d = R(0), *a = R(1); LANES(float x = f_of(a[l]); if (I.f0 & 1) x = ftz(x);
-          float q = 1.0f / x; if (I.f0 & 1) q = ftz(q); if (I.f0 & 4) q = noisy(q, a[l], 1.2e-7);
+          float q = 1.0f / x; if (I.f0 & 1) q = ftz(q);
           d[l] = u_of(q)) break; }
       case FEX2: { u32 *d = R(0), *a = R(1); LANES(float x = f_of(a[l]); if (I.f0 & 1) x = ftz(x);
           float q = (float)std::exp2((double)x); if (I.f0 & 1) q = ftz(q);
-          q = noisy(q, a[l], 1.7e-7); d[l] = u_of(q)) break; }
+          d[l] = u_of(q)) break; }
       case FLG2: { u32 *d = R(0), *a = R(1); LANES(float x = f_of(a[l]); if (I.f0 & 1) x = ftz(x);
-          float q = (float)std::log2((double)x); d[l] = u_of(noisy(q, a[l], 2.4e-7))) break; }
+          float q = (float)std::log2((double)x); d[l] = u_of(q)) break; }
       case FSQRT: { u32 *d = R(0), *a = R(1); LANES(float x = f_of(a[l]); if (I.f0 & 1) x = ftz(x);
           d[l] = u_of(std::sqrt(x))) break; }
       case FRSQRT: { u32 *d = R(0), *a = R(1); LANES(float x = f_of(a[l]);
-          if (I.f0 & 1) x = ftz(x); d[l] = u_of(noisy((float)(1.0 / std::sqrt((double)x)), a[l],
-          1.8e-7))) break; }
+          if (I.f0 & 1) x = ftz(x); d[l] = u_of((float)(1.0 / std::sqrt((double)x)))) break; }
       case FTANH: { u32 *d = R(0), *a = R(1);
-          LANES(d[l] = u_of(noisy((float)std::tanh((double)f_of(a[l])), a[l], 4.9e-4))) break; }
+          LANES(d[l] = u_of((float)std::tanh((double)f_of(a[l])))) break; }
       case CVTF32BF16: U32_(a[l] << 16)
       case CVTF32F16: U32_(u_of(half_to_float((u16)a[l])))
       case CVTBF16F32: U32_(float_to_bf16(f_of(a[l])))
@@ -985,34 +899,6 @@ void Machine::step(Warp &W, u64 limit) {
         }
         break;
       }
-      // operands: dst(32), src(64), [src-size reg]; f0 bytes; f1 1 if src-size given; imm dst off |
-      // f2 src off
-      case CPASYNC: {
-        u32 *dst = R(0); u64 *src = D(1);
-        for (int l = 0; l < 32; l++) if (mask >> l & 1) {
-          Warp::Copy c; c.dst = dst[l] + (u32)I.imm; c.bytes = I.f0; c.lane = l; c.line = I.line;
-          u32 n = I.f0; if (I.f1) n = R(2)[l];
-          memset(c.data, 0, 16); for (bool &b : c.init) b = true;
-          u32 off;
-          if (!scheck(c.dst, c.bytes, c.bytes, W, l, I.line, off)) continue;
-          if (n > c.bytes) { fail(I, W, "src-size too large"); return; }
-          if (n) { if (n != c.bytes) { fail(I, W, "cp.async of a part"); return; }
-              gread(src[l] + (u64)(i64)I.f2, n, c.data, W, l, I.line, false); }
-          u64 t = tag(cta, epoch, W.sub, W.id, l);
-          for (u32 u = off / L->sunit; u <= (off + c.bytes - 1) / L->sunit; u++) {
-              on_write(ssh[u], t, I.line, true, off, -2, false); ssh[u].flags |= 1; }
-          W.open.push_back(c);
-        }
-        break;
-      }
-      case CPCOMMIT: W.groups.push_back(std::move(W.open)); W.open.clear(); break;
-      case CPWAIT: {
-        int keep = (int)I.imm;
-        if (keep < 0) { W.groups.push_back(std::move(W.open)); W.open.clear(); keep = 0; }
-        while ((int)W.groups.size() > keep) { finish_copy(W, W.groups.front());
-            W.groups.erase(W.groups.begin()); }
-        break;
-      }
       case BAR:
         if (mask != W.live || W.live != (W.id * 32 + 32 <= L->threads ? ~0u
             : (1u << (L->threads - W.id * 32)) - 1)) {
@@ -1060,14 +946,6 @@ void Machine::step(Warp &W, u64 limit) {
         LANES(d[l] = v)
         break;
       }
-      case VOTE: {  // f0 0 ballot 1 any 2 all; operands d, p, mask ; f1 negate
-        u32 p = PR(1); if (I.f1) p = ~p; p &= mask;
-        if (I.f0 == 0) { u32 *d = R(0); LANES(d[l] = p) }
-        else { bool r = I.f0 == 1 ? p != 0 : p == mask; PR(0) = (PR(0) & ~mask) | (r ? mask : 0); }
-        break;
-      }
-      case ELECT: PR(1) = (PR(1) & ~mask) | (mask & (0u - mask)); if (pool[I.off] >= 0) {
-          u32 *d = R(0); LANES(d[l] = __builtin_ctz(mask)) } break;
       case MMATF32: {  // m16n8k8: d4 a4 b2 c4
         if (mask != ~0u) { report(DIVERGENT, I.line, 0, 0, W.id, 0, 0, -1);
             fail(I, W, "mma by part of a warp"); return; }
@@ -1150,7 +1028,6 @@ void Machine::step(Warp &W, u64 limit) {
           W.active = a; W.pc = m; if (a == W.live) W.diverged = false; }
         continue;
       }
-      case TRAP: fail(I, W, "trap"); return;
       default: fail(I, W, "not implemented"); return;
     }
   next:
@@ -1181,7 +1058,7 @@ bool Machine::run_cta(u64 seed) {
     if (done == nw) return true;
     if (!ready) {
       if (waiting == nw) {
-        epoch++; barriers++;
+        epoch++;
         for (auto &W : warps) W.state = 0;
         continue;
       }
@@ -1207,24 +1084,22 @@ extern "C" {
 int num_ops() { return NUM_OPS; }
 const char *op_name(int i) { return NAMES[i]; }
 int num_kinds() { return NUM_KINDS; }
+const char *kind_name(int i) { return KIND_NAMES[i]; }
 
-// stats: executed, barriers, then per op
-int run_launch(const Prog *P, const Launch *L, Report *out, int maxrep, u64 *stats, char *error,
+int run_launch(const Launch *L, Report *out, int maxrep, u64 *executed, char *error,
     int errlen) {
   Machine M;
-  M.P = P; M.L = L;
-  M.hist.assign(NUM_OPS, 0);
+  M.L = L;
   M.gsh.resize(L->nregions);
   for (int i = 0; i < L->nregions; i++)
       M.gsh[i].assign(L->regions[i].size / L->regions[i].unit / Machine::PAGE + 2, nullptr);
-  for (int i = 0; i < L->nctas; i++) {
-    M.cta = L->ctas[i];
+  for (i32 i = 0; i < L->grid[0] * L->grid[1] * L->grid[2]; i++) {
+    M.cta = i;
     if (!M.run_cta(L->seed)) break;
   }
   int n = 0;
   for (auto &kv : M.reports) if (n < maxrep) out[n++] = kv.second;
-  stats[0] = M.executed; stats[1] = M.barriers;
-  for (int i = 0; i < NUM_OPS; i++) stats[2 + i] = M.hist[i];
+  *executed = M.executed;
   snprintf(error, errlen, "%s", M.error.c_str());
   return n;
 }

@@ -7,10 +7,8 @@ a launch passes its kernel to ``ptx.execute`` instead of CUDA.
 import ctypes
 import os
 import struct
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,20 +34,10 @@ SHARED_LIMIT = {
     120: 101376,
 }
 
-# Severity of findings that are not failures. "note": no fault on its own.
-SEVERITY = {
-    "SAMEVAL_WAW_G": "note",
-    "SAMEVAL_WAW_S": "note",
-    "CTA_SAMEVAL": "note",
-    "LANE_SAMEVAL": "note",
-    "UNDEF_TF32": "note",
-    "LANE_RAW_G": "lane",
-    "LANE_WAR_G": "lane",
-    "LANE_WAW_G": "lane",
-    "LANE_RAW_S": "lane",
-    "LANE_WAR_S": "lane",
-    "LANE_WAW_S": "lane",
-    "INSTR_WAW": "warn",
+# Findings that are no fault on their own, and findings between them and failures.
+NOTES = {"SAMEVAL_WAW_G", "SAMEVAL_WAW_S", "CTA_SAMEVAL", "LANE_SAMEVAL", "UNDEF_TF32"}
+WARNINGS = {f"LANE_{kind}_{space}" for kind in ("RAW", "WAR", "WAW") for space in "GS"} | {
+    "INSTR_WAW"
 }
 
 
@@ -58,17 +46,8 @@ class LaunchRecord:
     """What happened in a launch."""
 
     kernel: str
-    arch: int
-    grid: tuple
-    ctas: int
-    warps: int
-    shared: int
     findings: list
-    error: str
     instructions: int
-    barriers: int
-    seconds: float
-    ops: dict
 
 
 @dataclass
@@ -76,16 +55,10 @@ class State:
     """The emulated GPU and what it has seen."""
 
     arch: int = 80
-    options: ptx.Options = field(default_factory=ptx.Options)
     records: list[LaunchRecord] = field(default_factory=list)
     keep: list[torch.Tensor] = field(default_factory=list)  # keeps addresses from being reused
     flags: dict[int, np.ndarray] = field(default_factory=dict)  # by storage: state of each byte
-    # Seeds of the orders in which warps run; results must not depend on them.
-    orders: tuple[int, ...] = (0, 1)
-    cta_filter: Callable[[str, int], list[int]] | None = None  # kernel, total -> chosen programs
     edit: Callable[[str], str] | None = None  # PTX text -> PTX text, for planted faults
-    sparse_limit: int = 1 << 28  # bytes; larger storages are not tracked byte by byte
-    opcodes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     raise_on_error: bool = True
 
 
@@ -141,12 +114,6 @@ class Driver:
         return torch.cuda
 
 
-# Triton's type name -> format code of struct.
-_SCALARS = {"fp32": "f", "f32": "f", "fp64": "d", "i1": "b", "u1": "B"}
-_SCALARS |= {f"i{bits}": code for bits, code in ((8, "b"), (16, "h"), (32, "i"), (64, "q"))}
-_SCALARS |= {f"u{bits}": code for bits, code in ((8, "B"), (16, "H"), (32, "I"), (64, "Q"))}
-
-
 def _memories(tensors) -> tuple[dict, list[ptx.Memory], list[str]]:
     """Return the storages of (name, tensor) pairs: a dict by address, memories, and names."""
     storages, memories, names = {}, [], []
@@ -158,50 +125,42 @@ def _memories(tensors) -> tuple[dict, list[ptx.Memory], list[str]]:
         storages[key][2].append(t)
         storages[key][3].append(name)
     for key, (_, size, views, arg_names) in storages.items():
-        flags = None
-        if size <= STATE.sparse_limit:
-            flags = STATE.flags.get(key)
-            if flags is None or flags.nbytes != size:
-                flags = np.full(size, 1, np.uint8)
-            flags &= 1
-            for t in views:
-                if t.numel() == 0:
-                    continue
-                w = t.element_size()
-                if any(x < 0 for x in t.stride()):
-                    raise NotImplementedError("negative strides")
-                strides = (*(x * w for x in t.stride()), 1)
-                view = np.lib.stride_tricks.as_strided(
-                    flags[t.storage_offset() * w :], (*t.shape, w), strides
-                )
-                view |= 2
+        flags = STATE.flags.get(key)
+        if flags is None or flags.nbytes != size:
+            flags = np.full(size, 1, np.uint8)
+        flags &= 1
+        for t in views:
+            if t.numel() == 0:
+                continue
+            w = t.element_size()
+            if any(x < 0 for x in t.stride()):
+                raise NotImplementedError("negative strides")
+            strides = (*(x * w for x in t.stride()), 1)
+            view = np.lib.stride_tricks.as_strided(
+                flags[t.storage_offset() * w :], (*t.shape, w), strides
+            )
+            view |= 2
         unit = min(t.element_size() for t in views)
         memories.append(ptx.Memory(key, size, flags, unit))
         names.append("/".join(arg_names))
     return storages, memories, names
 
 
-def _parameters(program: ptx.Program, values, storages: dict) -> bytearray:
-    """Return the parameters of a launch, in the layout that the kernel reads."""
-    params = bytearray()
-    layout = iter(program.param_layout)
-    for kind, arg in values:
-        t, offset = next(layout)
-        params += b"\0" * (offset - len(params))
-        if kind == "p":
+def _parameters(program: ptx.Program, values, storages: dict) -> dict[str, int]:
+    """Return the bits of each parameter of a launch; scratch pointers, the last ones, are null."""
+    found = dict.fromkeys(program.param_types, 0)
+    for (name, t), (kind, arg) in zip(program.param_types.items(), values, strict=False):
+        if kind.startswith("*"):
             if t != "u64":
                 raise ptx.PTXError("parameter types differ")
             index = storages[arg.untyped_storage().data_ptr()][0]
-            address = ptx.address_of(index, arg.storage_offset() * arg.element_size())
-            params += struct.pack("<Q", address)
+            found[name] = ptx.address_of(index, arg.storage_offset() * arg.element_size())
+        elif kind.startswith("f"):
+            code = struct.pack({"fp32": "<f", "f32": "<f", "fp64": "<d"}[kind], arg)
+            found[name] = int.from_bytes(code, "little")
         else:
-            code = struct.pack("<" + kind, arg)
-            if len(code) != ptx.WIDTH[t]:
-                code = struct.pack("<" + {1: "b", 2: "h", 4: "i", 8: "q"}[ptx.WIDTH[t]], arg)
-            params += code
-    for t, offset in layout:  # scratch pointers, null
-        params += b"\0" * (offset - len(params)) + b"\0" * ptx.WIDTH[t]
-    return params
+            found[name] = int(arg) & ((1 << 8 * ptx.WIDTH[t]) - 1)
+    return found
 
 
 def _finding(kind: str, line: int, what: str) -> dict:
@@ -221,17 +180,14 @@ def launch(src, metadata, grid: tuple[int, int, int], text: str, args: Iterable)
         text = state.edit(text)
     program = ptx.decode(text)
     signature = list(src.signature.items())
-    tensors, values = [], []
-    for (name, kind), arg in zip(signature, args, strict=True):
-        if kind == "constexpr":
-            continue
-        if kind.startswith("*"):
-            tensors.append((name, arg))
-            values.append(("p", arg))
-        else:
-            values.append((_SCALARS[kind], arg))
+    values = [
+        (name, kind, arg)
+        for (name, kind), arg in zip(signature, args, strict=True)
+        if kind != "constexpr"
+    ]
+    tensors = [(name, arg) for name, kind, arg in values if kind.startswith("*")]
     storages, memories, names = _memories(tensors)
-    params = _parameters(program, values, storages)
+    params = _parameters(program, [value[1:] for value in values], storages)
     if program.threads != metadata.num_warps * 32:
         raise ptx.PTXError(f"{program.threads} threads, {metadata.num_warps} warps")
     total = grid[0] * grid[1] * grid[2]
@@ -239,65 +195,44 @@ def launch(src, metadata, grid: tuple[int, int, int], text: str, args: Iterable)
         raise ValueError(f"grid {grid} is over the limit")
     if total == 0:
         raise ValueError("CUDA refuses an empty grid")
-    ctas = state.cta_filter(metadata.name, total) if state.cta_filter else list(range(total))
-    key = f"{src.fn.module}.{src.fn.__name__}".removeprefix("vil.kernels.triton.")
-    begin = time.time()
-    orders = state.orders
-    if any(m.size > state.sparse_limit for m in memories):
-        orders = orders[:1]
-    again = len(orders) > 1
-    before = [ctypes.string_at(m.data, m.size) if again else None for m in memories]
-    flags_before = [None if m.flags is None else m.flags.copy() for m in memories]
-    first = []
-    findings, error, stats = [], "", None
-    for run, seed in enumerate(orders):
-        if run:
-            for m, b, f in zip(memories, before, flags_before, strict=True):
-                ctypes.memmove(m.data, b, m.size)
-                if f is not None:
-                    m.flags[:] = f
-        options = replace(state.options, seed=seed * 7919 + state.options.seed)
-        options.slice = 0 if run == 0 else 97
-        found, stats, error = ptx.execute(
-            program, grid, ctas, metadata.shared, bytes(params), memories, options
-        )
-        if run == 0:
-            findings = found
-            first = [ctypes.string_at(m.data, m.size) for m in memories] if again else []
-        elif not error:
-            seen = {(f["kind"], f["line"], f["other"]) for f in findings}
-            findings += [f for f in found if (f["kind"], f["line"], f["other"]) not in seen]
-            for m, a, n in zip(memories, first, names, strict=True):
-                if ctypes.string_at(m.data, m.size) != a and not options.noise:
-                    findings.append(_finding("ORDER", 0, n))
-        if error:
-            break
+
+    def execute(**order: int) -> tuple[list[dict], int, str]:
+        return ptx.execute(program, grid, metadata.shared, params, memories, **order)
+
+    findings, instructions, error = _in_orders(execute, memories, names)
     findings += [_finding("WGMMA_REGS", line, what) for line, what in program.findings]
     for f in findings:
         for prefix, line in (("", f["line"]), ("other_", f["other"])):
             f[prefix + "source"] = program.lines.get(line)
             f[prefix + "text"] = program.text[line - 1].strip() if line else ""
         f["tensor"] = [*names, "shared", ""][f["region"]]
-    state.records.append(
-        LaunchRecord(
-            kernel=key,
-            arch=state.arch,
-            grid=grid,
-            ctas=len(ctas),
-            warps=metadata.num_warps,
-            shared=metadata.shared,
-            findings=findings,
-            error=error,
-            instructions=stats[0],
-            barriers=stats[1],
-            seconds=time.time() - begin,
-            ops={name: stats[2 + i] for name, i in ptx.OPS.items() if stats[2 + i]},
-        )
-    )
-    for op, n in program.opcodes.items():
-        state.opcodes[op] += n
+    key = f"{src.fn.module}.{src.fn.__name__}".removeprefix("vil.kernels.triton.")
+    state.records.append(LaunchRecord(key, findings, instructions))
     if error and state.raise_on_error:
         raise RuntimeError(f"{key} sm_{state.arch}: {error}")
+
+
+def _in_orders(
+    execute: Callable, memories: list[ptx.Memory], names: list[str]
+) -> tuple[list[dict], int, str]:
+    """Execute a launch with two orders and time slices of warps, on which results must not depend."""
+    before = [ctypes.string_at(m.data, m.size) for m in memories]
+    flags = [m.flags.copy() for m in memories]
+    findings, instructions, error = execute()
+    if error:
+        return findings, instructions, error
+    first = [ctypes.string_at(m.data, m.size) for m in memories]
+    for m, content, written in zip(memories, before, flags, strict=True):
+        ctypes.memmove(m.data, content, m.size)
+        m.flags[:] = written
+    found, instructions, error = execute(seed=7920, slice=97)
+    if not error:
+        seen = {(f["kind"], f["line"], f["other"]) for f in findings}
+        findings += [f for f in found if (f["kind"], f["line"], f["other"]) not in seen]
+        for m, content, name in zip(memories, first, names, strict=True):
+            if ctypes.string_at(m.data, m.size) != content:
+                findings.append(_finding("ORDER", 0, name))
+    return findings, instructions, error
 
 
 # ---------------------------------------------------------------------------------- installation
@@ -306,13 +241,12 @@ _installed = False
 
 
 def _register(t: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor from torch.empty as unwritten and fill it with 0xFF, unless it is too large."""
+    """Mark a tensor from torch.empty as unwritten and fill it with 0xFF."""
     if t.device.type != "cpu" or type(t) is not torch.Tensor or t.numel() == 0:
         return t
     s = t.untyped_storage()
-    if s.nbytes() <= STATE.sparse_limit:
-        STATE.flags[s.data_ptr()] = np.zeros(s.nbytes(), np.uint8)
-        ctypes.memset(s.data_ptr(), 0xFF, s.nbytes())
+    STATE.flags[s.data_ptr()] = np.zeros(s.nbytes(), np.uint8)
+    ctypes.memset(s.data_ptr(), 0xFF, s.nbytes())
     STATE.keep.append(t)
     return t
 
@@ -360,20 +294,12 @@ def kinds() -> set[str]:
     return {f["kind"] for r in STATE.records for f in r.findings}
 
 
-def _findings(*severities: str) -> list[tuple[str, dict]]:
-    return [
-        (r.kernel, f)
-        for r in STATE.records
-        for f in r.findings
-        if SEVERITY.get(f["kind"], "fail") in severities
-    ]
-
-
 def warnings() -> list[tuple[str, dict]]:
     """Return the findings between failures and notes, with their kernel."""
-    return _findings("warn", "lane")
+    return [(r.kernel, f) for r in STATE.records for f in r.findings if f["kind"] in WARNINGS]
 
 
 def faults() -> list[tuple[str, dict]]:
     """Return the findings that count as failures, with their kernel."""
-    return _findings("fail")
+    allowed = NOTES | WARNINGS
+    return [(r.kernel, f) for r in STATE.records for f in r.findings if f["kind"] not in allowed]

@@ -36,12 +36,6 @@ class DiskFault:
     first: int = 0
     """Index of the first call to fail, from 0, among the calls on this disk and of this kind."""
 
-    @classmethod
-    def parse(cls, disk: str, kind: str, error: str, how: str, first: str) -> "DiskFault":
-        """Parse the five words that ``__str__`` writes."""
-        number = HALF if error == "half" else getattr(errno, error)
-        return cls(int(disk), kind, number, {"once": False, "always": True}[how], int(first))
-
     def __str__(self) -> str:
         error = "half" if self.error == HALF else errno.errorcode[self.error]
         return f"{self.disk} {self.kind} {error} {'always' if self.lasts else 'once'} {self.first}"

@@ -1,9 +1,9 @@
 """Images, recipes and a fork server for tiny runs of train_imagenet.py, and hashes of their outcomes."""
 
 import csv
-import hashlib
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import socket
@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,40 +22,39 @@ from PIL import Image
 from tools.faults.server import ROOT
 from vil.training.checkpoint import load_checkpoint
 from vil.training.files import write_text
-from vil.training.recipes import to_yaml
-from vil.training.settings import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
 
 CLASSES = ("ash", "birch", "cedar", "dogwood")
 TIMES = ("images_per_s", "seconds")  # of an epoch; all other columns of its row must be equal
 PATIENCE = 120.0  # seconds after which a process counts as hung
 CONTEXT = multiprocessing.get_context("forkserver")
+TINY = {"name": "vil_tiny", "num_classes": 4, "img_size": 16, "patch_size": 8}
+CPU = {"device": "cpu", "num_threads": 1, "log_interval": 5}
 
 
-def make_images(root: Path) -> None:
-    """Write 128 training images, two of them broken, and 19 held-out images, in folders and shards.
+def make_images(root: Path, train: int = 32, val: int = 5, shards: int = 3) -> None:
+    """Write images of four classes in root/folder, and the same images in shards in root/wds.
 
-    Two processes get unequal shares of 19 images.
+    With 5 held-out images of a class, there is one less of the first, so that two processes get unequal shares.
+
+    Args:
+        root: Folder to write to.
+        train: Training images of each class; with 32, two of all are broken.
+        val: Held-out images of each class.
+        shards: Shards of each split.
     """
-    for split, count in {"train": 32, "val": 5}.items():
+    for split, count in {"train": train, "val": val}.items():
         for label, name in enumerate(CLASSES):
             folder = root / "folder" / split / name
             folder.mkdir(parents=True)
-            for number in range(count - (split == "val" and label == 0)):
+            for number in range(count - ((split, val, label) == ("val", 5, 0))):
                 noise = np.random.default_rng(1000 * label + number).integers(0, 136, (20, 24, 3))
                 pixels = (40 * label + noise).astype("uint8")  # brighter from class to class
                 Image.fromarray(pixels).save(folder / f"{number}.jpg")
         for path in (root / "folder" / split).glob("[bc]*/31.jpg"):
             path.write_bytes(path.read_bytes()[:300])
         paths = sorted((root / "folder" / split).glob("*/*.jpg"))
-        for shard in range(3):
-            write_shard(root / "wds" / f"{split}-{shard}.tar", paths[shard::3])
+        for shard in range(shards):
+            write_shard(root / "wds" / f"{split}-{shard}.tar", paths[shard::shards])
 
 
 def write_shard(path: Path, images: list[Path]) -> None:
@@ -77,17 +77,9 @@ class Case:
     processes: int
 
     @property
-    def equals(self) -> tuple[str, int]:
-        """Key of the cases that must have the same outcome."""
-        return self.dataset, self.processes
-
-    @property
     def slug(self) -> str:
-        """Prefix of its file names."""
+        """Prefix of its file names: the data set and the numbers of workers and processes."""
         return f"{self.dataset}-{self.workers}-{self.processes}"
-
-    def __str__(self) -> str:
-        return f"{self.dataset}, {self.workers} workers, {self.processes} processes"
 
 
 CASES = [
@@ -99,42 +91,24 @@ CASES = [
 def write_recipe(root: Path, case: Case, epochs: int = 3) -> Path:
     """Write the recipe of a case: 16 steps per epoch, with everything random switched on."""
     shards = {"train_split": "train-{0..2}.tar", "val_split": "val-{0..2}.tar"}
-    config = TrainConfig(
-        model=ModelConfig(
-            name="vil_tiny",
-            num_classes=4,
-            img_size=16,
-            patch_size=8,
-            embed_dim=16,
-            depth=2,
-            drop_path_rate=0.2,
-        ),
-        data=DataConfig(
-            dataset=case.dataset,
-            path=str(root / case.dataset),
-            **(shards if case.dataset == "wds" else {}),
-            batch_size=8,
-            validation_batch_size=3,
-            num_workers=case.workers,
-            max_bad_images=0.1,
-        ),
-        optim=OptimConfig(lr_base=0.2, model_ema_decay=0.9),
-        schedule=ScheduleConfig(epochs=epochs, warmup_epochs=1, warmup_lr=1e-4),
-        run=RunConfig(
-            device="cpu",
-            num_threads=1,
-            # Folders accumulate gradients with two processes only, shards with one process only.
-            grad_accum_steps=1 + ((case.dataset == "folder") == (case.processes == 2)),
-            log_interval=5,
-        ),
-    )
+    data = {"dataset": case.dataset, "path": str(root / case.dataset), "num_workers": case.workers}
+    data |= {"batch_size": 8, "validation_batch_size": 3, "max_bad_images": 0.1}
+    sections = {
+        "model": TINY | {"embed_dim": 16, "depth": 2, "drop_path_rate": 0.2},
+        "data": data | (shards if case.dataset == "wds" else {}),
+        "optim": {"lr_base": 0.2, "model_ema_decay": 0.9},
+        "schedule": {"epochs": epochs, "warmup_epochs": 1, "warmup_lr": 1e-4},
+        # Folders accumulate gradients with two processes only, shards with one process only.
+        "run": CPU
+        | {"grad_accum_steps": 1 + ((case.dataset == "folder") == (case.processes == 2))},
+    }
     path = root / f"{case.slug}-{epochs}.yaml"
-    write_text(path, to_yaml(config))
+    write_text(path, json.dumps(sections))  # JSON is YAML
     return path
 
 
-def outcome(folder: Path) -> dict[str, str]:
-    """Hash each part of a finished run that must not depend on interruptions."""
+def outcome(folder: Path) -> dict[str, Any]:
+    """Return each part of a finished run that must not depend on interruptions."""
     last = load_checkpoint(folder / "last.pt")
     best = load_checkpoint(folder / "best.pt") if (folder / "best.pt").exists() else {}
     for row in last["run"]["history"]:
@@ -150,58 +124,38 @@ def outcome(folder: Path) -> dict[str, str]:
     skipped = told.read_text().replace(str(folder.parent), "") if told.exists() else ""
     parts = {key: last[key] for key in last if key not in ("config", "asked", "versions")}
     parts |= {f"best {key}": best.get(key) for key in ("state_dict", "state_dict_ema", "epoch")}
-    parts |= {**tables, "skipped.txt": skipped}
-    parts["files"] = sorted(path.name for path in folder.iterdir())
-    return {name: _digest(value) for name, value in parts.items()}
+    files = sorted(path.name for path in folder.iterdir())
+    return {**parts, **tables, "skipped.txt": skipped, "files": files}
 
 
-def _digest(value: Any) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for leaf in _leaves(value):
-        digest.update(leaf + b"\0")
-    return digest.hexdigest()
+def differing(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Name the parts that differ in any bit."""
+    return [
+        name for name in expected | found if _bits(expected.get(name)) != _bits(found.get(name))
+    ]
 
 
-def _leaves(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of nested dictionaries, lists and tensors; the repr of a float is exact."""
+def _bits(value: Any) -> str:
+    """Return nested dictionaries, lists and tensors as text, with the bytes of tensors."""
     if isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.contiguous().numpy().tobytes()
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield repr(key).encode()
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
-        yield str(len(value)).encode()
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield repr(value).encode()
-
-
-def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
-    """Name the parts that differ."""
-    return [name for name in expected | found if expected.get(name) != found.get(name)]
+        return f"{value.dtype} {tuple(value.shape)} {value.contiguous().numpy().tobytes().hex()}"
+    if isinstance(value, dict):
+        return f"{ {key: _bits(item) for key, item in value.items()} }"
+    if isinstance(value, (list, tuple)):
+        return f"{[_bits(item) for item in value]}"
+    return repr(value)
 
 
 @contextmanager
 def fork_server() -> Iterator[None]:
     """Provide a fork server with all imports done."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    added = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     CONTEXT.set_forkserver_preload(["__main__", "tools.faults.runs"])
-    try:
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
         warm = CONTEXT.Process(target=int)
         warm.start()
         warm.join()
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def free_port() -> int:

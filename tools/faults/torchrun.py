@@ -15,22 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from tools.faults import runs
 from tools.faults.kills import Tally, left_alone
-from tools.faults.runs import (
-    PATIENCE,
-    Case,
-    differing,
-    fork_server,
-    make_images,
-    outcome,
-    processes,
-    tail,
-    write_recipe,
-)
+from tools.faults.runs import PATIENCE, Case, differing, outcome, tail, write_recipe
 from tools.faults.server import ROOT
 
 EPOCHS = 10  # long enough for a signal to hit
@@ -53,7 +43,7 @@ class Torchrun:
     def workers(self) -> dict[int, int]:
         """Return the process of each rank, and record how often torchrun restarted them."""
         found = {}
-        for pid, stat in list(processes()):
+        for pid, stat in list(runs.processes()):
             if int(stat[1]) == self.process.pid:
                 with suppress(OSError, KeyError):
                     lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -62,11 +52,6 @@ class Torchrun:
                     restarts = int(environment["TORCHELASTIC_RESTART_COUNT"])
                     self.restarts = max(self.restarts, restarts)
         return found
-
-    def wait_for(self, path: Path) -> None:
-        """Wait until a file exists or torchrun ends."""
-        while not path.exists() and self.process.poll() is None:
-            time.sleep(0.01)
 
     def wait(self) -> int:
         """Wait for torchrun to end, counting restarts, and return its exit code."""
@@ -82,15 +67,16 @@ class Torchrun:
 
 def disturb(
     root: Path, case: Case, alone: Tally, number: int, rng: random.Random, kill: bool
-) -> dict:
+) -> tuple[bool, str | None]:
     """Kill a worker, after which torchrun must resume on its own, or send torchrun SIGTERM and restart it.
 
     Returns:
-        A row of results; "hit" is False if the run ended before the signal.
+        Whether the signal hit before the run ended, and what went wrong, if anything.
     """
     folder = root / f"torchrun-{'kill' if kill else 'stop'}-{number}"
     run = Torchrun(case, root, folder)
-    run.wait_for(folder / "previous.pt")  # the second checkpoint: training is under way
+    while not (folder / "previous.pt").exists() and run.process.poll() is None:
+        time.sleep(0.01)  # until the second checkpoint: training is under way
     time.sleep(rng.uniform(0, alone.seconds / 2))
     victim = run.workers().get(rng.randrange(2)) if kill else run.process.pid
     with suppress(ProcessLookupError):
@@ -104,53 +90,39 @@ def disturb(
     # Workers that have trained every epoch and are about to exit have nothing to save.
     hit = hit and "resumed  finished before" not in printed
     good = good and printed.count("resumed  ") == 1
-    row = {"case": str(case), "signal": "SIGKILL" if kill else "SIGTERM", "code": code}
-    row |= {"restarts": run.restarts, "hit": hit}
-    return row | {"problem": _torchrun_problem(run, alone, folder, good or not hit)}
-
-
-def _torchrun_problem(run: Torchrun, alone: Tally, folder: Path, good: bool) -> str | None:
-    """Return the problem of a finished torchrun, or None."""
-    if not good:
-        return f"{folder.name} went wrong:\n{tail(run.log)}"
-    found = differing(alone.reference, outcome(folder))
-    return f"{folder.name}: other {', '.join(found)}" if found else None
-
-
-def torchrun_rows(root: Path, count: int, seed: int) -> Iterator[dict]:
-    """Kill a worker of ``count`` torchruns and stop a quarter as many; repeat a run that was not hit."""
-    alone: dict = {}
-    for kill, wanted in ((True, count), (False, -(-count // 4))):
-        hits = 0
-        for number in itertools.count():
-            if hits == wanted:
-                break
-            case = Case(("folder", "wds")[number % 2], (0, 2)[number // 2 % 2], 2)
-            if case.equals not in alone:
-                alone[case.equals] = left_alone(root, case, EPOCHS)
-            rng = random.Random(f"{seed} {kill} {number}")
-            row = disturb(root, case, alone[case.equals], number, rng, kill)
-            hits += row["hit"] or row["problem"] is not None
-            yield row
+    problem = None
+    if not good and hit:
+        problem = f"{folder.name} went wrong:\n{tail(run.log)}"
+    elif found := differing(alone.reference, outcome(folder)):
+        problem = f"{folder.name}: other {', '.join(found)}"
+    name = "SIGKILL" if kill else "SIGTERM"
+    verdict = "different" if problem else "equal" if hit else "not hit"
+    print(f"{verdict:9} {case.slug}, {name}, code {code}, {run.restarts} restarts", flush=True)
+    return hit, problem
 
 
 def main() -> int:
-    """Print a line for each torchrun and return the exit status."""
+    """Kill a worker of some torchruns, stop a quarter as many, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=2, help="torchruns that lose a worker")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     args = parser.parse_args()
-    problems = []
-    with tempfile.TemporaryDirectory() as name, fork_server():
-        make_images(Path(name))
-        for row in torchrun_rows(Path(name), args.kills, args.seed):
-            problem = row.pop("problem")
-            verdict = "different" if problem else "equal" if row["hit"] else "not hit"
-            print(
-                f"{verdict:9} {', '.join(f'{key} {value}' for key, value in row.items())}",
-                flush=True,
-            )
-            problems += [problem] if problem else []
+    problems, alone = [], {}
+    with tempfile.TemporaryDirectory() as name, runs.fork_server():
+        root = Path(name)
+        runs.make_images(root)
+        for kill, wanted in ((True, args.kills), (False, -(-args.kills // 4))):
+            hits = 0
+            for number in itertools.count():  # a run that was not hit is repeated
+                if hits == wanted:
+                    break
+                case = Case(("folder", "wds")[number % 2], (0, 2)[number // 2 % 2], 2)
+                if case.dataset not in alone:
+                    alone[case.dataset] = left_alone(root, case, EPOCHS)
+                rng = random.Random(f"{args.seed} {kill} {number}")
+                hit, problem = disturb(root, case, alone[case.dataset], number, rng, kill)
+                hits += hit or problem is not None
+                problems += [problem] if problem else []
     print("\n".join(problems) or "all equal")
     return 1 if problems else 0
 

@@ -48,9 +48,3 @@ def test_compiled_kernels_are_right_and_without_races_or_bad_accesses() -> None:
     assert output.count("is reported") >= 15, output
     for arch in (80, 90, 120):
         assert re.search(rf"^ok   sm_{arch} exact-", output, re.MULTILINE), output
-
-
-@pytest.mark.nightly
-def test_the_exact_form_is_neither_too_large_nor_too_small() -> None:
-    output = emulate("--bias", "--no-selftest")
-    assert counts(output) == (2, 0, 0), output
