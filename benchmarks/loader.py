@@ -1,8 +1,7 @@
 """Time the training loader against timm's: images per second and core, with either decoder.
 
-    python -m benchmarks.loader [--rounds 5] [--num-workers 1 2] [--images 512] [--output FILE]
-    python -m benchmarks.loader --data /data/imagenet/train  # a sample of its images instead
-    python -m benchmarks.loader --record FILE  # the tables of a record
+    python -m benchmarks.loader [--rounds 5] [--num-workers 1 2] [--output FILE]
+    python -m benchmarks.loader --record FILE  # the table of a record
 
 The recipe is DeiT's: bicubic random resized crop to 224, flip, RandAugment rand-m9-mstd0.5-inc1.
 The main figure is CPU time per image. It covers all data-loading workers and the training process's
@@ -13,13 +12,10 @@ the median over the rounds. Its ratio is the median of the round-by-round ratios
 Each run starts new workers, and their start is counted.
 
 Both packages mix, normalise and erase on the training device. Repeated augmentation decodes an image
-once for its three draws; timm has none in a single process. A second table has the CPU time of the
-parts of an image. "The rest" is what the loader with the most workers takes beyond its parts: reading files, batches
-and their transfer to the training process.
+once for its three draws; timm has none in a single process.
 
 The images are generated: smooth random fields with noise, 500 x 375, JPEG of quality 90, 110 kB on
-average, like ImageNet's. The exit status is 1 if, with Pillow, a pixel differs from timm's for the same image
-and seed. With torchvision, the share of values that differ after the crop is printed.
+average, like ImageNet's.
 """
 
 import argparse
@@ -29,15 +25,13 @@ import io
 import json
 import multiprocessing
 import os
-import random
 import resource
 import statistics
-import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,20 +41,18 @@ import PIL
 import torch
 import torchvision
 from PIL import Image
-from timm.data import create_dataset, create_loader, create_transform
+from timm.data import create_dataset, create_loader
 
 from benchmarks import provenance
-from vil.preprocess import decode
 from vil.training.distributed import World
-from vil.training.draws import seed_image
 from vil.training.files import write_text
 from vil.training.loader import TrainData, open_source
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from vil.training.transforms import train_transform
 
 SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16
+IMAGES, BATCH = 512, 64
 MODEL = ModelConfig(name="vil_tiny", num_classes=CLASSES)
 EPOCHS = 3  # in one run, so that starting the workers weighs little
 CPU = torch.device("cpu")
@@ -109,13 +101,6 @@ def generate(count: int) -> Iterator[bytes]:
         file = io.BytesIO()
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "jpeg", quality=90)
         yield file.getvalue()
-
-
-def sample(folder: Path, count: int) -> Iterator[bytes]:
-    """Yield a random sample of the images in ``folder/<class>/``."""
-    paths = sorted(folder.glob("*/*"))
-    for path in random.Random(0).sample(paths, min(count, len(paths))):
-        yield path.read_bytes()
 
 
 def store(images: Iterable[bytes], root: Path) -> list[bytes]:
@@ -236,68 +221,6 @@ def related(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def differences(files: list[bytes], config: TrainConfig) -> dict[str, Any]:
-    """Compare decoded, cropped and augmented pixels with timm's, for the same images and seeds.
-
-    Returns:
-        Numbers of the images that differ with Pillow; with torchvision, the share of values that differ after the
-        crop, and by how much at most, before RandAugment.
-    """
-    expected = create_transform((3, 224, 224), **RECIPE)
-    plain = {**RECIPE, "auto_augment": None}
-    cropped = create_transform((3, 224, 224), **plain, color_jitter=None)
-    own = train_transform(config)
-    crop = train_transform(replace(config, augment=replace(config.augment, aa=None)))
-    different, errors, most = [], 0.0, 0
-    for number, content in enumerate(files):
-        theirs = Image.open(io.BytesIO(content)).convert("RGB")
-        seed_image(number)
-        found = own(decode(content, "RGB"))
-        seed_image(number)
-        if not torch.equal(found, expected(theirs)):
-            different.append(number)
-        seed_image(number)
-        found = crop(decode(content, "RGB", decoder="torchvision")).int()
-        seed_image(number)
-        error = (found - cropped(theirs).int()).abs()
-        errors += (error > 0).float().mean().item()
-        most = max(most, int(error.max()))
-    return {"different_images": different, "share": errors / len(files), "most": most}
-
-
-def parts(files: list[bytes], config: TrainConfig) -> dict[str, dict[str, float]]:
-    """Return CPU milliseconds of decoding, crop with resize and flip, and RandAugment, per image and decoder."""
-    steps = {
-        "augmentation": config,
-        "crop": replace(config, augment=replace(config.augment, aa=None)),
-    }
-    found: dict[str, dict[str, float]] = {}
-    for decoder in DECODERS:
-        times, before = {}, 0.0
-        work: dict[str, Callable[[bytes], Any]] = {
-            "decoding": lambda content, how=decoder: decode(content, "RGB", decoder=how)
-        }
-        for name, options in reversed(steps.items()):
-            transform = train_transform(options)
-            work[name] = lambda content, how=decoder, then=transform: then(
-                decode(content, "RGB", decoder=how)
-            )
-        for name, function in work.items():
-            rounds = [1e3 * _timed(function, files) / len(files) for _ in range(3)]
-            times[name] = min(rounds) - before
-            before = min(rounds)
-        found[decoder] = times
-    return found
-
-
-def _timed(function: Callable[[bytes], Any], files: list[bytes]) -> float:
-    start = time.process_time()
-    for number, content in enumerate(files):
-        seed_image(number)
-        function(content)
-    return time.process_time() - start
-
-
 def table(rows: list[Row]) -> str:
     """Format rows as Markdown."""
     lines = [
@@ -312,88 +235,51 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def part_table(figures: dict[str, Any]) -> str:
-    """Format the parts of an image as Markdown."""
-    rows = {row["name"]: row["cpu_ms"] for row in list(figures["loaders"].values())[-1]}
-    lines = [
-        "| decoder | decoding | crop, resize, flip | RandAugment | the rest |",
-        "|---|---|---|---|---|",
-    ]
-    for decoder, times in figures["parts"].items():
-        whole = statistics.median(rows[f"{decoder}, folder"])
-        rest = whole - sum(times.values())
-        cells = (*(times[name] for name in ("decoding", "crop", "augmentation")), rest)
-        shares = " | ".join(f"{cell:.2f} ms, {100 * cell / whole:.0f} %" for cell in cells)
-        lines.append(f"| {decoder} | {shares} |")
-    return "\n".join(lines)
-
-
-def show(figures: dict[str, Any]) -> int:
-    """Print a record; return 1 if an image differs from timm's with Pillow."""
+def show(figures: dict[str, Any]) -> None:
+    """Print a record."""
     print(", ".join(f"{name} {value}" for name, value in figures["environment"].items()))
-    print(f"images that differ from timm's, with Pillow: {len(figures['different_images'])}")
-    print(
-        f"with torchvision, {100 * figures['share']:.2f} % of the values differ after the crop, by at "
-        f"most {figures['most']} of 255"
-    )
     for workers, rows in figures["loaders"].items():
         print(f"\n{workers} workers\n\n{table(related([Row(**row) for row in rows]))}")
-    print(f"\n{part_table(figures)}")
-    return int(bool(figures["different_images"]))
 
 
-def parse_args(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--images", type=int, default=512, help="distinct images")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--data", type=Path, help="folder per class to sample images from")
-    parser.add_argument("--output", type=Path, help="write the figures there as JSON")
-    parser.add_argument("--record", type=Path, help="print such a file, measure nothing")
-    args = parser.parse_args(arguments)
-    least = max(max(args.num_workers) * args.batch_size, SHARDS)
-    if args.images < least:
-        parser.error(f"--images must be at least {least}: a batch per worker")
-    return args
-
-
-def environment(args: argparse.Namespace, files: list[bytes]) -> dict[str, Any]:
+def environment(files: list[bytes]) -> dict[str, Any]:
     """Return the machine, data and versions that the figures depend on."""
     kilobytes = statistics.mean(len(file) for file in files) / 1e3
     return {
         "cores": os.cpu_count(),
-        "batch": args.batch_size,
+        "batch": BATCH,
         "images": len(files),
         "kB_per_image": round(kilobytes, 1),
-        "data": "sampled" if args.data else "generated",
         "pillow": PIL.__version__,
         "torchvision": torchvision.__version__,
     } | provenance.environment()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print the tables, write the figures if asked to, and return the exit status."""
-    args = parse_args(arguments)
+def main() -> None:
+    """Measure, print the tables, and write the figures if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--output", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--record", type=Path, help="print such a file, measure nothing")
+    args = parser.parse_args()
     if args.record:
-        return show(json.loads(args.record.read_text()))
+        show(json.loads(args.record.read_text()))
+        return
     torch.set_num_threads(1)
+    count = max(IMAGES, max(args.num_workers) * BATCH)  # at least a batch for each worker
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        files = store(sample(args.data, args.images) if args.data else generate(args.images), root)
-        config = our_config(root, "pillow", False, 1, 2, 0)
-        figures = {"environment": environment(args, files), **differences(files, config)}
-        figures |= {"parts": parts(files, config), "loaders": {}}
+        figures = {"environment": environment(store(generate(count), root)), "loaders": {}}
         for workers in args.num_workers:
-            common = {"root": root, "batch_size": args.batch_size, "workers": workers}
+            common = {"root": root, "batch_size": BATCH, "workers": workers}
             chosen = {name: partial(run, **common) for name, run in CONTESTANTS.items()}
             rows = compare(chosen, args.rounds)
             figures["loaders"][str(workers)] = [dataclasses.asdict(row) for row in rows]
     if args.output:
         write_text(args.output, json.dumps(figures, indent=1) + "\n")
-    return show(figures)
+    show(figures)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
