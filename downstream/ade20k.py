@@ -25,9 +25,9 @@ from downstream.features import make_features
 from downstream.generated import make_scenes
 from downstream.run import Options, Task, run, world_size
 from downstream.scenes import CLASSES, IGNORED, Augment, Scenes, Whole, by_windows
-from vil.training.draws import seed_everything
 from vil.training.errors import ConfigError, run_script
 from vil.training.recipes import parse
+from vil.training.sampler import seed_everything
 from vil.training.settings import Count, CountFromZero
 
 # From the official scripts of the two sizes.

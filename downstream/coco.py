@@ -21,9 +21,9 @@ from downstream.features import make_features
 from downstream.generated import make_objects
 from downstream.objects import Jitter, Objects, as_it_is, average_precision, found
 from downstream.run import Options, Task, run, world_size
-from vil.training.draws import seed_everything
 from vil.training.errors import run_script
 from vil.training.recipes import parse
+from vil.training.sampler import seed_everything
 from vil.training.settings import Count, CountFromZero
 
 # From the official configurations, which are the same for tiny and small.

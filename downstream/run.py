@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from downstream.features import parameter_groups
-from vil.training.draws import Draw, MicroBatches, key, seed_image
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import lock_folder, write_text
+from vil.training.sampler import Draw, MicroBatches, key, seed_image
 from vil.training.settings import (
     Count,
     CountFromZero,

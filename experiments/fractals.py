@@ -25,8 +25,8 @@ import numpy as np
 from numba import njit
 from PIL import Image
 
-from vil.training.draws import key
 from vil.training.files import write_atomically
+from vil.training.sampler import key
 
 MAPS = 8  # maximum number of maps of a system; the minimum is 2
 VARIATION = 0.2  # an image scales one coefficient of all maps by 1 - VARIATION ... 1 + VARIATION

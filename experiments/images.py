@@ -29,12 +29,12 @@ from experiments import fashion_mnist, fractals
 from experiments.records import Record, Row, product, run_all, select
 from experiments.statistics import CHOICE_SEED
 from vil.training.distributed import connect
-from vil.training.draws import seed_everything
 from vil.training.engine import Score, evaluate, train_step
 from vil.training.loader import TrainData, ValData, open_splits
-from vil.training.model import Trainee, build
+from vil.training.model import TrainSetup, build
 from vil.training.recipes import load_config
 from vil.training.resolve import fill_from_data, fill_from_weights
+from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,32 +153,32 @@ def scaled(config: TrainConfig, steps: int, steps_per_epoch: int) -> TrainConfig
 
 
 def train(
-    trainee: Trainee, data: TrainData, held_out: ValData, config: TrainConfig, every_epoch: bool
+    setup: TrainSetup, data: TrainData, held_out: ValData, config: TrainConfig, every_epoch: bool
 ) -> tuple[list[float], list[tuple[float, Score]]]:
     """Train, and score the held-out images at the end, or after every epoch.
 
     Returns:
         The loss of every step; pairs of training seconds so far (CPU time, or wall time on a GPU) and score.
     """
-    clock = time.perf_counter if trainee.world.device.type == "cuda" else time.process_time
+    clock = time.perf_counter if setup.world.device.type == "cuda" else time.process_time
     losses, scores, seconds = [], [], 0.0
-    trainee.model.train()
+    setup.model.train()
     start = clock()
     for step in data.steps(0):
-        trainee.set_step(step.number)
-        losses.append(train_step(trainee, step, config).loss)
+        setup.set_step(step.number)
+        losses.append(train_step(setup, step, config).loss)
         if len(losses) == data.num_steps or (
             every_epoch and len(losses) % data.steps_per_epoch == 0
         ):
             losses[-1].item()  # waits for the device
             seconds += clock() - start
-            scores += [(seconds, *evaluate(trainee.scoring_passes[:1], held_out))]
-            trainee.model.train()
+            scores += [(seconds, *evaluate(setup.scoring_passes[:1], held_out))]
+            setup.model.train()
             start = clock()
     return torch.stack(losses).tolist(), scores
 
 
-def trained(data: Images, model: str, lr: float, seed: int) -> tuple[Trainee, TrainConfig, Row]:
+def trained(data: Images, model: str, lr: float, seed: int) -> tuple[TrainSetup, TrainConfig, Row]:
     """Train one model; return it, its configuration and its figures.
 
     Args:
@@ -199,21 +199,21 @@ def trained(data: Images, model: str, lr: float, seed: int) -> tuple[Trainee, Tr
         config = fill_from_data(config, images, held_out)
         train_data = TrainData(config, images, world)
         seed_everything(seed)
-        trainee = build(config, world, train_data.steps_per_epoch, None, images.classes)
+        setup = build(config, world, train_data.steps_per_epoch, None, images.classes)
         val_data = ValData(config, held_out, world)
-        losses, scores = train(trainee, train_data, val_data, config, data.every_epoch)
+        losses, scores = train(setup, train_data, val_data, config, data.every_epoch)
     seconds, score = scores[-1]
     row = {
         "loss": score.loss,
         "top1": score.top1,
         "train_loss": statistics.fmean(losses[-max(len(losses) // 10, 1) :]),
-        "parameters": sum(p.numel() for p in trainee.model.parameters()),
+        "parameters": sum(p.numel() for p in setup.model.parameters()),
         "steps": len(losses),
         "ms_per_step": 1e3 * seconds / len(losses),
     }
     if data.every_epoch:
         row["curve"] = [(seconds, score.top1) for seconds, score in scores]
-    return trainee, config, row
+    return setup, config, row
 
 
 def run(data: Images, model: str, lr: float, seed: int) -> Row:

@@ -76,8 +76,8 @@ def run_sizes(data: Images, model: str, lr: float, seed: int) -> Row:
     Returns:
         The figures of ``images.trained``, top-1 in percent by grid, and "finer" except for DeiT.
     """
-    trainee, config, row = trained(data, model, lr, seed)
-    net = trainee.model.eval()
+    setup, config, row = trained(data, model, lr, seed)
+    net = setup.model.eval()
     row["grids"] = evaluate_grids(net, config)
     if base(model) != "DeiT":
         halved = dataclasses.replace(config.model, patch_stride=config.model.patch_size // 2)

@@ -24,7 +24,7 @@ ROOMS = (
 )
 # The files of the trainer; each imports only files before it.
 TRAINER = (
-    *("errors", "settings", "recipes", "files", "distributed", "draws", "transforms", "images"),
+    *("errors", "settings", "recipes", "files", "distributed", "sampler", "transforms", "images"),
     *(
         "shards",
         "loader",
@@ -33,11 +33,11 @@ TRAINER = (
         "model",
         "engine",
         "checkpoint",
-        "stopping",
+        "signals",
         "report",
         "train",
     ),
-    *("evaluation", "release", "make_shards", "sheet", "prediction"),
+    *("evaluation", "release", "make_shards", "contact_sheet", "prediction"),
 )
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 BACKENDS = ("vil.kernels.cpu", "vil.kernels.triton")

@@ -19,7 +19,7 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
-def composed(names: Iterable[str]) -> tuple[str, ...]:
+def nfc(names: Iterable[str]) -> tuple[str, ...]:
     """Return names with composed accents (NFC). macOS may write an accent as a character of its own."""
     return tuple(unicodedata.normalize("NFC", name) for name in names)
 
@@ -31,7 +31,7 @@ def first_line(error: BaseException) -> str:
     return textwrap.shorten(telling[0], _MOST, placeholder=" ...")
 
 
-def brief(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the repr of None, a number of at most 64 bits or 50 characters of a string, else the type name.
 
     The repr of a small nested list can be huge: a list can contain another list many times, and so on.

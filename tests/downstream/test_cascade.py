@@ -14,7 +14,7 @@ from downstream import cascade
 from downstream.cascade import BOX_WEIGHTS, OVERLAPS, Cascade, cascade_mask_rcnn
 from downstream.features import make_features
 from tests.downstream.small_heads import SIZES
-from vil.training.draws import seed_everything
+from vil.training.sampler import seed_everything
 
 SIZE, CLASSES = (64, 64), 4
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from downstream.ade20k import UperNet, mean_overlap
 from downstream.features import make_features
-from vil.training.draws import seed_everything
+from vil.training.sampler import seed_everything
 
 
 @pytest.fixture

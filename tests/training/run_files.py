@@ -13,7 +13,7 @@ from vil.training import train as loop
 from vil.training.distributed import World
 from vil.training.engine import StepResult
 from vil.training.loader import Step, TrainData, ValData, open_source
-from vil.training.model import Trainee
+from vil.training.model import TrainSetup
 from vil.training.settings import TrainConfig
 
 TIMES = ("images_per_s", "seconds")
@@ -64,7 +64,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals
     """Send a signal to the run when it has done ``step`` steps."""
     original = loop.train_step
 
-    def train_step(training: Trainee, images: Step, config: TrainConfig) -> StepResult:
+    def train_step(training: TrainSetup, images: Step, config: TrainConfig) -> StepResult:
         if images.number == step:
             os.kill(os.getpid(), number)
         return original(training, images, config)

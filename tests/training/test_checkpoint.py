@@ -29,11 +29,11 @@ from vil.weights.archive import check_finite
 @pytest.fixture
 def run(config) -> Run:
     """Return a run of four classes before its first step; its average differs from the model."""
-    trainee = build(config, World(), 4)
+    setup = build(config, World(), 4)
     with torch.no_grad():
-        trainee.ema.module.head.bias.add_(1.0)
+        setup.ema.module.head.bias.add_(1.0)
     source = SimpleNamespace(fingerprint="1", classes=("ash", "birch", "cedar", "dogwood"))
-    return Run(config, config, trainee, source, source)
+    return Run(config, config, setup, source, source)
 
 
 def train(run: Run, top1: float) -> Run:
@@ -133,7 +133,7 @@ def test_the_checkpoint_before_and_the_best_are_kept(saved, run) -> None:
         save(saved.parent, train(run, top1))
         assert epochs() == expected
     run.state = dataclasses.replace(run.state, step=13, loss_sum=1.0, loss_count=1)
-    run.trainee.model.head.bias.data += 1  # within an epoch, best.pt is not renewed
+    run.setup.model.head.bias.data += 1  # within an epoch, best.pt is not renewed
     save(saved.parent, run)
     steps = [load_checkpoint(saved.with_name(f"{n}.pt"))["run"]["step"] for n in ("last", "best")]
     assert steps == [13, 12]
@@ -150,13 +150,13 @@ def test_epochs_before_the_average_are_not_best_by_it(run) -> None:
 def test_timm_reads_the_averaged_weights(saved, run) -> None:
     sizes = {"num_classes": 4, "img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2}
     model = timm.create_model("vil_tiny", checkpoint_path=str(saved), **sizes)
-    assert torch.equal(model.head.bias, run.trainee.ema.module.head.bias)
-    assert not torch.equal(model.head.bias, run.trainee.model.head.bias)
+    assert torch.equal(model.head.bias, run.setup.ema.module.head.bias)
+    assert not torch.equal(model.head.bias, run.setup.model.head.bias)
 
 
 def test_flipped_bit_is_detected(saved, run) -> None:
     content = bytearray(saved.read_bytes())
-    weight = run.trainee.model.head.weight.detach().numpy().tobytes()
+    weight = run.setup.model.head.weight.detach().numpy().tobytes()
     content[content.index(weight) + 10] ^= 1
     saved.write_bytes(bytes(content))
     torch.load(saved, weights_only=True)  # torch.load does not notice
@@ -260,7 +260,7 @@ def test_limits_may_be_infinite() -> None:
 @pytest.mark.parametrize("ema", [False, True])
 def test_weights_that_are_not_finite_are_not_saved(ema, run, tmp_path) -> None:
     for kept in ("none", "last.pt"):
-        model = run.trainee.ema.module if ema else run.trainee.model
+        model = run.setup.ema.module if ema else run.setup.model
         with torch.no_grad():
             model.head.bias[2] = torch.nan
         message = (

@@ -9,7 +9,7 @@ import torch
 from vil.training.distributed import World
 from vil.training.engine import Score, evaluate, train_step
 from vil.training.loader import Step, ValData, open_source
-from vil.training.model import Trainee, build
+from vil.training.model import TrainSetup, build
 from vil.training.passes import ScoringPass
 
 
@@ -25,7 +25,7 @@ class CountedData(ValData):
 
 
 @pytest.fixture
-def training(config) -> Trainee:
+def training(config) -> TrainSetup:
     """Return a model with an average that differs from it."""
     training = build(config, World(), 4)
     with torch.no_grad():

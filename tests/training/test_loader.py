@@ -16,12 +16,12 @@ from PIL import Image
 
 from tests.training.run_files import train_data, val_data
 from vil.training.distributed import World
-from vil.training.draws import step_size
 from vil.training.errors import DataError
 from vil.training.images import Source
 from vil.training.loader import Step, open_source, open_splits
 from vil.training.loader import _check_classes as check_classes
 from vil.training.recipes import to_yaml
+from vil.training.sampler import image_size_of_step
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig
 
 
@@ -258,7 +258,7 @@ def test_all_images_of_a_step_are_made_at_its_size(config, num_workers) -> None:
     several = config.changed("data", img_sizes=(8, 24, 16), num_workers=num_workers)
     several = several.changed("run", grad_accum_steps=2)
     whole = train_data(several)
-    drawn = [step_size((8, 24, 16), 0, number) for number in range(12)]
+    drawn = [image_size_of_step((8, 24, 16), 0, number) for number in range(12)]
     assert set(drawn) == {8, 24, 16}
     steps = [list(train_data(several, World(rank, 2)).steps(5)) for rank in (0, 1)]
     for step in [*whole.steps(0), *steps[0], *steps[1]]:

@@ -12,7 +12,7 @@ from PIL import Image
 import vil  # noqa: F401  registers the models
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
-from vil.training.model import Trainee, build, build_model, build_optimizer
+from vil.training.model import TrainSetup, build, build_model, build_optimizer
 from vil.training.recipes import flat, from_dict, load_config, read_recipe, to_yaml
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import OptimConfig, TrainConfig
@@ -95,7 +95,7 @@ FINER = {
 }
 
 
-def built(config: TrainConfig, steps_per_epoch: int = 4) -> Trainee:
+def built(config: TrainConfig, steps_per_epoch: int = 4) -> TrainSetup:
     """Build a small version of what a recipe trains on ImageNet."""
     classes = config.model.num_classes or 1000
     return build(

@@ -19,7 +19,7 @@ from vil.training import train as loop
 from vil.training.engine import StepResult
 from vil.training.engine import train_step as train_step_of_engine
 from vil.training.loader import Step
-from vil.training.model import Trainee
+from vil.training.model import TrainSetup
 from vil.training.recipes import read_recipe
 from vil.training.settings import TrainConfig
 
@@ -103,7 +103,7 @@ def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
 ) -> None:
     sizes = []
 
-    def train_step(training: Trainee, step: Step, config: TrainConfig) -> StepResult:
+    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
         sizes.append(step.micro_batches[0][0].shape[-1])
         return train_step_of_engine(training, step, config)
 
@@ -169,7 +169,7 @@ def poisoned(steps: set[int]) -> Callable[..., StepResult]:
     """Return train_step with a loss that is NaN at the given steps."""
     original = train_step_of_engine
 
-    def train_step(training: Trainee, step: Step, config: TrainConfig) -> StepResult:
+    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
         if step.number in steps:
             loss = training.training_pass
             training = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * math.nan)

@@ -9,8 +9,8 @@ from PIL import Image
 from timm.data import create_transform
 
 from tests.strategies import encoded
-from vil.training.draws import seed_image
 from vil.training.images import decode_for
+from vil.training.sampler import seed_image
 from vil.training.transforms import BatchAugment, Normalize, train_transform, val_transform
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import pytest
 from vil.training import train as loop
 from vil.training.engine import StepResult
 from vil.training.loader import Step
-from vil.training.model import Trainee
+from vil.training.model import TrainSetup
 from vil.training.settings import TrainConfig
 
 TIMES = ("images_per_s", "data_wait")
@@ -38,7 +38,7 @@ def killed_at(step: int) -> Iterator[None]:
     """End the run without a checkpoint when it has done ``step`` steps."""
     original = loop.train_step
 
-    def train_step(training: Trainee, images: Step, config: TrainConfig) -> StepResult:
+    def train_step(training: TrainSetup, images: Step, config: TrainConfig) -> StepResult:
         if images.number == step:
             raise KeyboardInterrupt
         return original(training, images, config)
@@ -52,7 +52,7 @@ def killed_at(step: int) -> Iterator[None]:
 def test_every_step_has_a_row_also_a_skipped_one(config, log_interval, train, tmp_path) -> None:
     original = loop.train_step
 
-    def train_step(training: Trainee, step: Step, config: TrainConfig) -> StepResult:
+    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
         result = original(training, step, config)
         return result._replace(grad_norm=result.grad_norm * (math.inf if step.number == 5 else 1))
 

@@ -128,10 +128,10 @@ def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> 
     """Call ``act`` when the run begins a step."""
     original = loop.train_step
 
-    def train_step(trainee: Any, given: Any, config: TrainConfig) -> Any:
+    def train_step(setup: Any, given: Any, config: TrainConfig) -> Any:
         if given.number == step:
             act()
-        return original(trainee, given, config)
+        return original(setup, given, config)
 
     patch.setattr(loop, "train_step", train_step)
 

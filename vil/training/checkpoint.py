@@ -36,7 +36,7 @@ from vil.training.errors import (
 )
 from vil.training.files import is_there, link_atomically, write_atomically
 from vil.training.images import Source
-from vil.training.model import Trainee
+from vil.training.model import TrainSetup
 from vil.training.recipes import flat, of_a_run
 from vil.training.resolve import model_arguments
 from vil.training.settings import TrainConfig, marked
@@ -99,7 +99,7 @@ class Run:
     """All settings, with defaults filled in."""
     asked: TrainConfig
     """Settings as the user gave them."""
-    trainee: Trainee
+    setup: TrainSetup
     train_source: Source
     val_source: Source
     state: RunState = field(init=False)
@@ -130,14 +130,14 @@ class Run:
 
     def content(self) -> dict[str, Any]:
         """Return the content of a checkpoint."""
-        state, trainee = self.state, self.trainee
-        ema = {} if trainee.ema is None else {"state_dict_ema": trainee.ema.module.state_dict()}
+        state, setup = self.state, self.setup
+        ema = {} if setup.ema is None else {"state_dict_ema": setup.ema.module.state_dict()}
         return ema | {
             "arch": self.config.model.name,
             "model_args": model_arguments(self.config.model),
             "pretrained_cfg": self.pretrained_cfg(),
-            "state_dict": trainee.model.state_dict(),
-            "optimizer": trainee.optimizer.state_dict(),
+            "state_dict": setup.model.state_dict(),
+            "optimizer": setup.optimizer.state_dict(),
             "run": dataclasses.asdict(state),
             "epoch": len(state.history),
             "metric": state.best[state.best_key] if state.history else None,
@@ -157,7 +157,7 @@ def save(folder: Path, run: Run) -> None:
         OutputError: If the checkpoint could not be written; earlier checkpoints are intact.
         NonFiniteLossError: If a weight is NaN or infinite; such weights are not saved.
     """
-    for model in (run.trainee.model, *run.trainee.averages):
+    for model in (run.setup.model, *run.setup.averages):
         try:
             check_finite(model.state_dict(), f"the weights after step {run.state.step}")
         except ValueError as error:
@@ -305,10 +305,10 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
             told = f"the {split} images differ from those that the run in {origin} started with"
             raise DataError(f"{told}; choose another --run.output", everywhere=True)
     try:
-        _load(run.trainee.model, saved["state_dict"])
-        for model in run.trainee.averages:
+        _load(run.setup.model, saved["state_dict"])
+        for model in run.setup.averages:
             _load(model, saved["state_dict_ema"])
-        run.trainee.optimizer.load_state_dict(saved["optimizer"])
+        run.setup.optimizer.load_state_dict(saved["optimizer"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         told = (
             f"checkpoint {origin} does not fit {run.config.model.name} and {run.config.optim.opt}"

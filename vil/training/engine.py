@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from vil.training.draws import key, seed_everything
 from vil.training.errors import DataError
 from vil.training.loader import Step, ValData
-from vil.training.model import Trainee
+from vil.training.model import TrainSetup
 from vil.training.passes import ScoringPass
+from vil.training.sampler import key, seed_everything
 from vil.training.settings import TrainConfig
 from vil.training.transforms import Normalize
 
@@ -40,28 +40,28 @@ class Score(NamedTuple):
     """Images per second of the pass; with several models, the pass scores each image once per model."""
 
 
-def train_step(trainee: Trainee, step: Step, config: TrainConfig) -> StepResult:
+def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
     """Run one optimizer step; skip the update if the gradient is not finite.
 
     All processes have the same gradient, so they make the same decision. The decision stays on the
     device if the optimizer can read it there.
 
     Args:
-        trainee: Model and optimizer, updated in place.
+        setup: Model and optimizer, updated in place.
         step: Images and labels of the step.
         config: Configuration of the run.
 
     Raises:
         DataError: If a label is not in [0, model.num_classes).
     """
-    loss = _accumulate(trainee, step, config)
-    parameters = [p for p in trainee.model.parameters() if p.grad is not None]
+    loss = _accumulate(setup, step, config)
+    parameters = [p for p in setup.model.parameters() if p.grad is not None]
     norm = get_total_norm([p.grad for p in parameters])
     if config.optim.clip_grad is not None:
         clip_grads_with_norm_(parameters, config.optim.clip_grad, norm)
-    _update(trainee.optimizer, norm)
-    if trainee.ema is not None:
-        trainee.ema.update(trainee.model)
+    _update(setup.optimizer, norm)
+    if setup.ema is not None:
+        setup.ema.update(setup.model)
     return StepResult(loss, norm)
 
 
@@ -116,20 +116,20 @@ def check_targets(targets: torch.Tensor, num_classes: int) -> None:
         )
 
 
-def _accumulate(trainee: Trainee, step: Step, config: TrainConfig) -> torch.Tensor:
+def _accumulate(setup: TrainSetup, step: Step, config: TrainConfig) -> torch.Tensor:
     """Accumulate the gradient of a step and return its loss, a scalar tensor."""
-    world, parts = trainee.world, len(step.micro_batches)
+    world, parts = setup.world, len(step.micro_batches)
     size = len(step.micro_batches[0][1])
     losses = []
-    trainee.optimizer.zero_grad()
+    setup.optimizer.zero_grad()
     for part, (images, targets) in enumerate(step.micro_batches):
         check_targets(targets, config.model.num_classes)
         place = (world.rank * parts + part) * size
-        images, targets = trainee.augment(images, targets, step.number, place)
+        images, targets = setup.augment(images, targets, step.number, place)
         seed_everything(key("model", config.run.seed, step.number, place))
         waits = world.size > 1 and part < parts - 1
-        with trainee.training_pass.no_sync() if waits else nullcontext():
-            loss = trainee.training_pass(images, targets)
+        with setup.training_pass.no_sync() if waits else nullcontext():
+            loss = setup.training_pass(images, targets)
             loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()

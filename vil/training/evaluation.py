@@ -21,7 +21,6 @@ from vil.backbone import VisionLonghorn
 from vil.messages import one_line, printable
 from vil.preprocess import image_options
 from vil.training.distributed import World, connect, versions
-from vil.training.draws import seed_everything
 from vil.training.engine import evaluate
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
 from vil.training.files import write_text
@@ -32,6 +31,7 @@ from vil.training.passes import ScoringPass
 from vil.training.recipes import from_dict, of_a_run
 from vil.training.report import model_size
 from vil.training.resolve import fill_from_weights, read_source
+from vil.training.sampler import seed_everything
 from vil.training.settings import (
     Background,
     Count,

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vil.messages import composed, one_line, printable
+from vil.messages import nfc, one_line, printable
 from vil.preprocess import check_header, decode, image_mode
-from vil.training.draws import key
 from vil.training.errors import DataError, log
+from vil.training.sampler import key
 from vil.training.settings import DataConfig, TrainConfig
 
 IMAGE_EXTENSIONS = frozenset(
@@ -92,7 +92,7 @@ class Source(ABC):
         """Return the name by which a user can find an image."""
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the order of an epoch: each index once, int64 (num_images,). By default a full shuffle."""
+        """SampledIndex the order of an epoch: each index once, int64 (num_images,). By default a full shuffle."""
         return torch.randperm(self.num_images, generator=generator)
 
     def _checksum(self, index: int) -> int | None:
@@ -213,7 +213,7 @@ class Kept(Source):
         return self.source.name(int(self.kept[index]))
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the order of the whole split, which keeps shards together, and drop unselected images."""
+        """SampledIndex the order of the whole split, which keeps shards together, and drop unselected images."""
         places = torch.full((self.source.num_images,), -1)
         places[torch.from_numpy(self.kept)] = torch.arange(self.num_images)
         drawn = places[self.source.order(generator)]
@@ -283,7 +283,7 @@ def list_images(folder: Path, tell: bool = True) -> tuple[list[str], tuple[str, 
             wrong place.
     """
     names, stray, others = _look_into(folder)
-    folders = dict(zip(composed(names), names, strict=True))
+    folders = dict(zip(nfc(names), names, strict=True))
     if len(folders) < len(names):
         twice = next(name for name in names if name not in folders.values())
         raise DataError(

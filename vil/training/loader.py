@@ -20,7 +20,6 @@ from torchvision.transforms.functional import get_image_size
 
 from vil.messages import printable
 from vil.training.distributed import World, versions
-from vil.training.draws import Draw, MicroBatches, epoch_order, key, seed_image, step_size
 from vil.training.errors import SIGNALS, DataError, end_loaders, log
 from vil.training.images import (
     DigitSource,
@@ -34,6 +33,14 @@ from vil.training.images import (
     read_patiently,
 )
 from vil.training.recipes import flat
+from vil.training.sampler import (
+    MicroBatches,
+    SampledIndex,
+    epoch_order,
+    image_size_of_step,
+    key,
+    seed_image,
+)
 from vil.training.settings import DataConfig, ModelConfig, TrainConfig, suitable_batch
 from vil.training.shards import ShardSource
 from vil.training.transforms import train_transform, val_transform
@@ -340,15 +347,19 @@ class _TrainImages(_Images):
         # Cache the last decoded image, because repeated augmentation requests it again at once.
         self.last: tuple[Any, ...] = (None,)
 
-    def __getitem__(self, draw: Draw) -> tuple[torch.Tensor, int, dict[int, str]]:
+    def __getitem__(self, draw: SampledIndex) -> tuple[torch.Tensor, int, dict[int, str]]:
         if self.last[0] != (draw.epoch, draw.index):
             self.last = ((draw.epoch, draw.index), *self._decode(draw))
         _, image, label, bad = self.last
         seed = self.config.run.seed
         seed_image(key("image", seed, draw.epoch, draw.position))
-        return self.transforms[step_size(list(self.transforms), seed, draw.step)](image), label, bad
+        return (
+            self.transforms[image_size_of_step(list(self.transforms), seed, draw.step)](image),
+            label,
+            bad,
+        )
 
-    def _decode(self, draw: Draw) -> tuple[Any, int, dict[int, str]]:
+    def _decode(self, draw: SampledIndex) -> tuple[Any, int, dict[int, str]]:
         """Return an image, its label, and the unreadable images tried before it with reasons."""
         bad: dict[int, str] = {}
         index = draw.index

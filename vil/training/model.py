@@ -27,7 +27,7 @@ _FUSED = ("adam", "adamw")  # optimizers with a fused PyTorch version, by timm's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainee:
+class TrainSetup:
     """All objects that a training step uses."""
 
     model: nn.Module
@@ -68,7 +68,7 @@ def build(
     steps_per_epoch: int,
     weights: Weights | None = None,
     classes: tuple[str, ...] | None = None,
-) -> Trainee:
+) -> TrainSetup:
     """Build the model and all objects that train it.
 
     Args:
@@ -102,7 +102,7 @@ def build(
     training_pass = TrainingPass(compiled, criterion, config.run, world.device)
     ema = None if decay is None else ModelEmaV3(model, decay=decay)
     scored = [compiled, *([] if ema is None else [ema.module])]
-    return Trainee(
+    return TrainSetup(
         model=model,
         origin=origin,
         training_pass=_distribute(training_pass, config.model, world),

@@ -16,6 +16,7 @@ from tyro.conf import Positional
 
 from vil.backbone import VisionLonghorn
 from vil.messages import one_line, printable
+from vil.training.contact_sheet import MOST, is_sheet, write_sheet
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
@@ -24,7 +25,6 @@ from vil.training.images import decode_for, files_below
 from vil.training.loader import check_enlarged, loader_arguments
 from vil.training.passes import ScoringPass
 from vil.training.settings import Count, Section, Text, TrainConfig, Workers
-from vil.training.sheet import MOST, is_sheet, write_sheet
 from vil.training.transforms import Normalize, val_transform
 
 _FIRST_COLUMNS = ("path", "error")

@@ -15,7 +15,7 @@ import tyro
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from vil.messages import brief, one_line
+from vil.messages import one_line, short_repr
 from vil.training.errors import ConfigError
 from vil.training.settings import TrainConfig
 
@@ -132,7 +132,11 @@ def _described(problem: Any) -> str:
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{name} is not an option"
     value = problem["input"]
-    shown = " ".join(map(brief, value[:8])) if isinstance(value, list | tuple) else brief(value)
+    shown = (
+        " ".join(map(short_repr, value[:8]))
+        if isinstance(value, list | tuple)
+        else short_repr(value)
+    )
     return f"{name or 'it'} {words}, got {shown or 'none'}"
 
 

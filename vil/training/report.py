@@ -54,7 +54,7 @@ class Report:
         self.folder, self.run, self.config, self.state = folder, run, run.config, run.state
         self.train_data, self.val_data = train_data, val_data
         self.length, self.epochs = train_data.steps_per_epoch, run.config.schedule.epochs
-        self.is_main = run.trainee.world.is_main
+        self.is_main = run.setup.world.is_main
         self.unread: list[tuple[Step, StepResult]] = []
         """Steps, without images, whose loss is still on the device; reading it waits for the device."""
         self.failed_saves = 0
@@ -149,7 +149,7 @@ class Report:
         self.lap = now, _, _ = time.monotonic(), self.state.step, self.waited
         speed = (self.state.step - step) * self.config.data.batch_size / (now - start)
         wait = 100 * (self.waited - waited) / (now - start)
-        epoch, lr = len(self.state.history) + 1, self.run.trainee.lr
+        epoch, lr = len(self.state.history) + 1, self.run.setup.lr
         rows = [
             (step.number + 1, epoch, loss, norm, lr, speed, wait)
             for (step, _), loss, norm in zip(self.unread, losses, norms, strict=True)
@@ -176,7 +176,7 @@ class Report:
         title = f"epoch {len(history) + 1}/{self.epochs}"
         status = (
             f"loss {self.mean[0]:.4f}  {top1}{self.images_per_s:,.0f} images/s  data wait {wait:.0f}%  "
-            f"grad {self.mean[1]:.2g}  lr {self.run.trainee.lr:.2e}  {memory}{self._rest()}"
+            f"grad {self.mean[1]:.2g}  lr {self.run.setup.lr:.2e}  {memory}{self._rest()}"
         )
         if not self.bar.disable:
             self.bar.set_description_str(f"{title}  {status.removesuffix(self._rest())}")
@@ -230,8 +230,8 @@ class Report:
         )
 
     def _banner(self) -> None:
-        config, state, trainee = self.config, self.state, self.run.trainee
-        size, world = model_size(trainee.model, config), trainee.world
+        config, state, setup = self.config, self.state, self.run.setup
+        size, world = model_size(setup.model, config), setup.world
         parts = config.run.grad_accum_steps
         excluded, done = len(self.run.train_source.excluded), len(state.history)
         sizes = ", ".join(map(str, config.data.img_sizes or ()))
@@ -244,7 +244,7 @@ class Report:
             f"{self.train_data.num_images:,} images to train on, {self.val_data.num_images:,} held out, "
             f"{config.model.num_classes} classes"
             + (f"; {excluded} left out" if excluded else "")
-            + f"\nweights  {trainee.origin if state.step == 0 else 'of the resumed run'}"
+            + f"\nweights  {setup.origin if state.step == 0 else 'of the resumed run'}"
             f"\nepochs   {self.epochs} of {self.length:,} batches of {config.data.batch_size}"
             + (spread if world.size * parts > 1 else "")
             + f", peak lr {config.peak_lr:g} for that batch\n"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from vil.messages import brief
+from vil.messages import short_repr
 from vil.preprocess import MAX_PIXELS
 from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
@@ -204,7 +204,7 @@ class AugmentConfig(Section):
     mixup_switch_prob: Share = 0.5
     """Probability of cutmix instead of mixup if both are enabled."""
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
-    """Draw mixing parameters per batch, per pair or per image."""
+    """SampledIndex mixing parameters per batch, per pair or per image."""
     mix_size: Count | None = None
     """Images that share one draw of mixup or cutmix. Set it to the published batch of one GPU, so the result does
     not depend on how a batch is split over processes. None uses the micro-batch of one process."""
@@ -416,7 +416,7 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
     for key in parsed:
         if key in NOT_OF_A_MODEL:
             raise ConfigError(
-                f"model.args must only define the model, got {key}={brief(parsed[key])}"
+                f"model.args must only define the model, got {key}={short_repr(parsed[key])}"
             )
         if key in ("name", "drop_path_rate", *MODEL_ARGUMENTS):
             raise ConfigError(f"model.args must not contain {key}, use the option model.{key}")

@@ -27,7 +27,7 @@ from typing_extensions import NotRequired, TypedDict
 from webdataset.shardlists import expand_urls
 from webdataset.tariterators import base_plus_ext
 
-from vil.messages import composed, printable
+from vil.messages import nfc, printable
 from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.files import write_text
 from vil.training.images import IMAGE_EXTENSIONS, Source, fingerprint
@@ -103,7 +103,7 @@ class ShardSource(Source):
         """
         root, splits = Path(data.path), read_info(Path(data.path))
         names, classes = _find_shards(root, data, training, splits)
-        self.classes = None if classes is None else composed(classes)
+        self.classes = None if classes is None else nfc(classes)
         stated = {
             name: length
             for split in splits.values()

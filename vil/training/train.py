@@ -8,7 +8,6 @@ import torch
 
 from vil.training.checkpoint import Run, continued, kept_checkpoints, load_newest, restore, save
 from vil.training.distributed import connect
-from vil.training.draws import seed_everything
 from vil.training.engine import Score, evaluate, train_step
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError, log
 from vil.training.files import lock_folder
@@ -16,8 +15,9 @@ from vil.training.loader import TrainData, ValData, open_splits
 from vil.training.model import build
 from vil.training.report import Report
 from vil.training.resolve import fill_from_data, fill_from_weights, read_pretrained
+from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
-from vil.training.stopping import Signals
+from vil.training.signals import Signals
 
 _MOST_FAILED_SAVES = 5  # consecutive failures; a full disk may be cleared in the meantime
 
@@ -49,8 +49,8 @@ def train(config: TrainConfig) -> None:
 
         # Build the model with the same seed on all ranks.
         seed_everything(config.run.seed)
-        trainee = build(config, world, train_data.steps_per_epoch, weights, train_source.classes)
-        run = Run(config, asked, trainee, train_source, val_source)
+        setup = build(config, world, train_data.steps_per_epoch, weights, train_source.classes)
+        run = Run(config, asked, setup, train_source, val_source)
         if saved is not None:
             restore(run, saved)
         else:
@@ -63,37 +63,37 @@ def train(config: TrainConfig) -> None:
         with Signals(world) as signals, Report(folder, run, train_data, val_data) as report:
             steps = train_data.steps(state.step)
             for epoch in range(len(state.history), config.schedule.epochs):
-                trainee.model.train()
+                setup.model.train()
                 report.begin_epoch()
                 while state.step < (epoch + 1) * train_data.steps_per_epoch:
                     with report.waiting():
                         step = next(steps)
-                    trainee.set_step(state.step)
-                    result = train_step(trainee, step, config)  # does not wait for the device
+                    setup.set_step(state.step)
+                    result = train_step(setup, step, config)  # does not wait for the device
                     report.took(step, result)
                     number, due = signals.agree(report.save_is_due)
                     if number or due or report.is_due:
-                        account(run, report, train_data)
+                        read_losses(run, report, train_data)
                     if number or due:
                         write(folder, run, report, must=bool(number))
                     if number:
                         world.gather(None)  # launchers kill all ranks when one exits
                         raise StoppedError(number)
                     report.progress()
-                account(run, report, train_data)
-                scores = evaluate(trainee.scoring_passes, val_data)
+                read_losses(run, report, train_data)
+                scores = evaluate(setup.scoring_passes, val_data)
                 end_epoch(folder, run, report, scores)
             report.summary()
 
 
-def account(run: Run, report: Report, data: TrainData) -> None:
+def read_losses(run: Run, report: Report, data: TrainData) -> None:
     """Read the unread losses and record skipped images and steps; every rank must call this.
 
     Raises NonFiniteLossError or DataError if more than optim.max_bad_steps or data.max_bad_images were skipped.
     """
     if not report.unread:
         return
-    state, world, config = run.state, run.trainee.world, run.config
+    state, world, config = run.state, run.setup.world, run.config
     losses, norms = torch.stack([torch.stack(result) for _, result in report.unread]).T.tolist()
     bad = {index: why for step, _ in report.unread for index, why in step.bad_images.items()}
     told = world.gather((losses, bad))
@@ -135,7 +135,7 @@ def account(run: Run, report: Report, data: TrainData) -> None:
 
 def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> None:
     """Record and save a finished epoch, then report it; raise NonFiniteLossError for a bad validation loss."""
-    state, world = run.state, run.trainee.world
+    state, world = run.state, run.setup.world
     raw, *averaged = scores
     if not math.isfinite(raw.loss):
         kept = world.broadcast(kept_checkpoints(folder) if world.is_main else None)
@@ -145,7 +145,7 @@ def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> No
         )
     row = {
         "epoch": len(state.history) + 1,
-        "lr": run.trainee.lr,
+        "lr": run.setup.lr,
         "train_loss": state.loss_sum / state.loss_count if state.loss_count else math.nan,
         "val_loss": raw.loss,
         "top1": raw.top1,
@@ -168,7 +168,7 @@ def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> No
 def write(folder: Path, run: Run, report: Report, must: bool) -> None:
     """Write a checkpoint on rank 0; raise OutputError if ``must`` is set or at the fifth failure in a row."""
     report.saving()
-    if not run.trainee.world.is_main:
+    if not run.setup.world.is_main:
         return
     try:
         save(folder, run)

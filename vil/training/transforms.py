@@ -13,8 +13,8 @@ from timm.data.random_erasing import RandomErasing
 from torchvision import transforms
 
 from vil.preprocess import taking_tensors
-from vil.training.draws import key, seed_everything
 from vil.training.errors import ConfigError
+from vil.training.sampler import key, seed_everything
 from vil.training.settings import AugmentConfig, TrainConfig
 
 Transform = Callable[[Image.Image | torch.Tensor], torch.Tensor]

@@ -121,7 +121,7 @@ def model_with(
         **arguments,
     )
     missing, left_out = _put_in(model, weights, keep_head)
-    line = _account(model, weights, missing, left_out)
+    line = _load_report(model, weights, missing, left_out)
     if any(key.startswith(tuple(_heads(model.pretrained_cfg))) for key in missing):
         model.pretrained_cfg.pop("label_names", None)  # they belong to the old head
     if features:
@@ -205,12 +205,12 @@ def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
 
 
 def _put_inside(module: nn.Module, weights: Weights) -> str:
-    """Load the weights into the backbone inside a module; return the line of ``_account``."""
+    """Load the weights into the backbone inside a module; return the line of ``_load_report``."""
     backbone = only_backbone(module)
     if weights.architecture is not None:
         _check_recurrence(weights, type(module).__name__, backbone.blocks[0].mixer.recurrence)
     removed = _removed(backbone)
-    return _account(backbone, weights, *_put_in(backbone, weights, True, removed))
+    return _load_report(backbone, weights, *_put_in(backbone, weights, True, removed))
 
 
 def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
@@ -311,7 +311,9 @@ def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
     return ValueError(f"{weights.origin} does not fit model {name}: {printable(why)}")
 
 
-def _account(model: nn.Module, weights: Weights, missing: list[str], left_out: list[str]) -> str:
+def _load_report(
+    model: nn.Module, weights: Weights, missing: list[str], left_out: list[str]
+) -> str:
     """Return one line that lists taken, resampled, new and left-out tensors."""
     source = with_own_names(weights.state_dict)
     taken, resampled, new = 0, [], []

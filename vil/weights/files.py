@@ -14,7 +14,7 @@ from timm.models import clean_state_dict, load_model_config_from_hf, load_state_
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
-from vil.messages import brief, composed, one_line
+from vil.messages import nfc, one_line, short_repr
 from vil.preprocess import image_notes
 from vil.timm_arguments import NOT_OF_A_MODEL, with_current_names
 from vil.weights.adapt import is_official_vim
@@ -58,7 +58,7 @@ class Weights:
         if isinstance(names, dict):  # timm's form if some outputs may lack a name
             numbers = [str(i) for i in range(len(names))]
             names = [names[i] for i in numbers] if names.keys() == {*numbers} else None
-        return composed(names) if isinstance(names, list | tuple) else None
+        return nfc(names) if isinstance(names, list | tuple) else None
 
 
 def read_weights(source: str | Path, ema: bool = False) -> Weights:
@@ -251,7 +251,7 @@ _Form = tuple[str, Callable[[Any], bool]]  # description for errors, and check o
 def _check_value(value: Any, form: _Form, name: str, origin: str) -> None:
     words, holds = form
     if not holds(value):
-        raise ValueError(f"{origin}: {name} must be {words}, got {brief(value)}")
+        raise ValueError(f"{origin}: {name} must be {words}, got {short_repr(value)}")
 
 
 def _is_text(value: Any) -> bool:

@@ -18,7 +18,7 @@ _REPEAT_ROUND = 256  # DeiT rounds the length of an epoch down to a multiple of 
 Order = Callable[[torch.Generator], torch.Tensor]
 
 
-class Draw(NamedTuple):
+class SampledIndex(NamedTuple):
     """One image of the training stream."""
 
     epoch: int
@@ -30,7 +30,7 @@ class Draw(NamedTuple):
     """Step of the run."""
 
 
-class MicroBatches(Sampler[list[Draw]]):
+class MicroBatches(Sampler[list[SampledIndex]]):
     """Sampler of one process's draws over a range of steps, one micro-batch at a time.
 
     The images of a step are consecutive, and each process takes a consecutive part of them. The draws
@@ -74,7 +74,7 @@ class MicroBatches(Sampler[list[Draw]]):
         self.length = epoch_length(num_images, repeats)
         self.steps_per_epoch = self.length // batch_size
 
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def __iter__(self) -> Iterator[list[SampledIndex]]:
         share = self.batch_size // self.world_size
         drawn, order = -1, torch.empty(0)
         for step in self.steps:
@@ -85,7 +85,9 @@ class MicroBatches(Sampler[list[Draw]]):
             for start in range(first, first + share, self.micro_batch):
                 stop = start + self.micro_batch
                 indices = order[start:stop].tolist()
-                yield [Draw(epoch, start + i, index, step) for i, index in enumerate(indices)]
+                yield [
+                    SampledIndex(epoch, start + i, index, step) for i, index in enumerate(indices)
+                ]
 
     def __len__(self) -> int:
         return len(self.steps) * (self.batch_size // self.world_size // self.micro_batch)
@@ -104,8 +106,8 @@ def epoch_length(num_images: int, repeats: int) -> int:
     return num_images // _REPEAT_ROUND * _REPEAT_ROUND
 
 
-def step_size(sizes: Sequence[int], seed: int, step: int) -> int:
-    """Draw the image size of a step; it is the same in all processes and after resuming."""
+def image_size_of_step(sizes: Sequence[int], seed: int, step: int) -> int:
+    """SampledIndex the image size of a step; it is the same in all processes and after resuming."""
     return sizes[key("image size", seed, step) % len(sizes)]
 
 

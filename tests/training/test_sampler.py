@@ -6,7 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vil.training.draws import Draw, MicroBatches, epoch_length, epoch_order, step_size
+from vil.training.sampler import (
+    MicroBatches,
+    SampledIndex,
+    epoch_length,
+    epoch_order,
+    image_size_of_step,
+)
 
 
 def shuffled(num_images: int):
@@ -16,7 +22,7 @@ def shuffled(num_images: int):
 
 def stream(
     steps: range, *, repeats: int = 3, micro_batch: int = 16, rank: int = 0, world_size: int = 1
-) -> list[list[Draw]]:
+) -> list[list[SampledIndex]]:
     """Return the micro-batches of a small run: 1,000 images, batches of 64."""
     return list(
         MicroBatches(
@@ -33,7 +39,7 @@ def stream(
     )
 
 
-def flat(batches: list[list[Draw]]) -> list[Draw]:
+def flat(batches: list[list[SampledIndex]]) -> list[SampledIndex]:
     return [draw for batch in batches for draw in batch]
 
 
@@ -80,14 +86,18 @@ def test_resumed_stream_is_the_rest_of_the_whole(first) -> None:
 
 def test_sizes_of_steps_follow_from_the_seed_and_are_drawn_alike() -> None:
     sizes = (12, 16, 24, 32)
-    drawn = {seed: [step_size(sizes, seed, step) for step in range(2000)] for seed in (0, 1)}
+    drawn = {
+        seed: [image_size_of_step(sizes, seed, step) for step in range(2000)] for seed in (0, 1)
+    }
     for seed, found in drawn.items():
         assert all(450 < count < 550 for count in Counter(found).values())
         assert set(found) == set(sizes)
         pairs = Counter(pairwise(found))  # no size predicts the next
         assert len(pairs) == 16
         assert min(pairs.values()) > 80
-        assert [step_size(sizes, seed, step) for step in reversed(range(9))] == found[8::-1]
+        assert [image_size_of_step(sizes, seed, step) for step in reversed(range(9))] == found[
+            8::-1
+        ]
     assert drawn[0] != drawn[1]
 
 
