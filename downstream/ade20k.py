@@ -12,6 +12,7 @@ third more images. Published: 41.0 mIoU (Vim-T), 44.9 (Vim-S). Repeat the comman
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,10 +22,9 @@ from torchmetrics.classification import MulticlassJaccardIndex
 from transformers import UperNetConfig
 from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
 
-from downstream.features import make_features
 from downstream.generated import make_scenes
 from downstream.run import Options, Task, run, world_size
-from downstream.scenes import CLASSES, IGNORED, Augment, Scenes, Whole, by_windows
+from downstream.scenes import CLASSES, IGNORED, Augment, Scenes, by_windows, whole
 from vil.training.errors import ConfigError, run_script
 from vil.training.recipes import parse
 from vil.training.sampler import seed_everything
@@ -37,7 +37,7 @@ RATES = {
 }
 _FourBlocks = tuple[CountFromZero, CountFromZero, CountFromZero, CountFromZero]
 _AUXILIARY_WEIGHT = 0.4
-_FIRST_FACTOR = 1e-6  # share of the learning rate at the first step
+_WARMUP, _FIRST_FACTOR = 1500, 1e-6  # steps, and share of the learning rate at the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ class SceneOptions(Options):
     img_size: Count = 512
     steps: Count = 60_000
     batch_size: Count = 32
-    warmup_steps: CountFromZero = 1500
     val_steps: Count = 6000
     precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed"
     pyramid_blocks: _FourBlocks = (5, 11, 17, 23)
@@ -131,16 +130,14 @@ class Segmentation(Task):
 
     def factor(self, step: int) -> float:
         """Rise linearly, then fall linearly to 0."""
-        done = min(1.0, step / max(self.options.warmup_steps, 1))
-        rise = done + (1 - done) * _FIRST_FACTOR if self.options.warmup_steps else 1.0
-        return rise * (1 - step / self.options.steps)
+        done = min(1.0, step / _WARMUP)
+        return (done + (1 - done) * _FIRST_FACTOR) * (1 - step / self.options.steps)
 
-    def training_step(self, batch: list, batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
+    def losses(self, batch: list) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted sum of the heads' losses, and the second one."""
         images, labels = (torch.stack(column) for column in batch)
         loss, auxiliary = self.network.loss(images, labels)
-        self.log_dict({"loss": loss, "auxiliary_loss": auxiliary}, prog_bar=True)
-        return self.finite(loss + _AUXILIARY_WEIGHT * auxiliary)
+        return loss + _AUXILIARY_WEIGHT * auxiliary, {"auxiliary_loss": auxiliary}
 
     def validation_step(self, batch: list, batch_idx: int) -> None:
         """Compare the prediction for an image with its labels, at the original size."""
@@ -171,16 +168,11 @@ def train(options: SceneOptions) -> dict[str, float]:
     """
     options = options.with_rates(RATES)
     seed_everything(options.seed)
-    root = options.data
-    if root is None:
-        root = make_scenes(options.output / "generated", options.generated, options.img_size)
+    root, features = options.folder(make_scenes), options.features()
     sets = [
         Scenes(root, "training", Augment(options.img_size)),
-        Scenes(root, "validation", Whole(options.img_size)),
+        Scenes(root, "validation", partial(whole, size=options.img_size)),
     ]
-    features = make_features(
-        options.model, options.weights, options.grad_checkpointing, **options.arguments
-    )
     return run(Segmentation(options, UperNet(features), features, *sets))
 
 

@@ -25,7 +25,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.roi_heads import RoIHeads, maskrcnn_inference, maskrcnn_loss
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
-from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image
+from torchvision.ops import Conv2dNormActivation, MultiScaleRoIAlign, clip_boxes_to_image
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 CHANNELS = 256
@@ -46,11 +46,7 @@ class Necks(nn.Module):
     """Project each map of a backbone to 256 channels, and add a map of stride 64."""
 
     def __init__(self, features: nn.Module) -> None:
-        """Add convolutions to a backbone.
-
-        Args:
-            features: Result of ``make_features``.
-        """
+        """Add convolutions to a backbone from ``make_features``."""
         super().__init__()
         self.features = features
         self.necks = nn.ModuleList(_neck(dim) for dim in features.feature_info.channels())
@@ -70,12 +66,14 @@ class Necks(nn.Module):
 
 
 def _neck(dim: int) -> nn.Sequential:
-    layers = []
-    for kernel, channels in ((1, dim), (3, CHANNELS)):
-        conv = nn.Conv2d(channels, CHANNELS, kernel, padding=kernel // 2, bias=False)
+    options = {"norm_layer": LayerNorm2d, "activation_layer": None}
+    neck = nn.Sequential(
+        Conv2dNormActivation(dim, CHANNELS, 1, **options),
+        Conv2dNormActivation(CHANNELS, CHANNELS, 3, **options),
+    )
+    for conv, _ in neck:
         nn.init.kaiming_uniform_(conv.weight, a=1)
-        layers += [conv, LayerNorm2d(CHANNELS)]
-    return nn.Sequential(*layers)
+    return neck
 
 
 class Proposer(RPNHead):
@@ -94,14 +92,6 @@ class Pool(MultiScaleRoIAlign):
     may be much smaller than the maps.
     """
 
-    def __init__(self, size: int) -> None:
-        """Create a pool.
-
-        Args:
-            size: Height and width of the result.
-        """
-        super().__init__(_LEVELS, size, sampling_ratio=0)
-
     def forward(self, maps: dict[str, Tensor], boxes: Boxes, sizes: list) -> Tensor:
         """Return the features inside boxes (n, 4) of each image, (N, 256, size, size)."""
         height, width = maps[_LEVELS[0]].shape[-2:]
@@ -112,11 +102,7 @@ class BoxPredictor(nn.Module):
     """Class scores, and the code of one box for all classes."""
 
     def __init__(self, classes: int) -> None:
-        """Create the layers.
-
-        Args:
-            classes: Number of classes K.
-        """
+        """Create the layers for K classes."""
         super().__init__()
         self.scores = nn.Linear(_HIDDEN, classes)
         self.codes = nn.Linear(_HIDDEN, 4)
@@ -133,13 +119,10 @@ class Stage(RoIHeads):
     """Heads of one stage of the cascade, with its overlap and its box encoding."""
 
     def __init__(self, pool: nn.Module, overlap: float, weights: tuple, classes: int) -> None:
-        """Create a stage.
+        """Create the heads for K classes.
 
-        Args:
-            pool: RoIAlign, shared by all stages.
-            overlap: Minimum IoU of a box with its object.
-            weights: Weights of the four numbers that encode a box.
-            classes: Number of classes K.
+        ``pool`` is the RoIAlign that all stages share, ``overlap`` the minimum IoU of a box with its object, and
+        ``weights`` those of the four numbers that encode a box.
         """
         size = (CHANNELS, *pool.output_size)
         head = FastRCNNConvFCHead(size, [CHANNELS] * 4, [_HIDDEN], norm_layer=LayerNorm2d)
@@ -150,13 +133,9 @@ class Stage(RoIHeads):
     def predict(
         self, maps: dict[str, Tensor], proposals: Boxes, sizes: list, part: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Return scores (N, K) and codes (N, 4) for proposals.
+        """Return scores (N, K) and codes (N, 4) for proposals, boxes (n, 4) of each image in pixels.
 
-        Args:
-            maps: Maps by level.
-            proposals: Boxes (n, 4) of each image in pixels.
-            sizes: Height and width of each image.
-            part: Factor of the gradient that flows into the maps.
+        The gradient that flows into the maps is multiplied by ``part``.
         """
         cut = self.box_roi_pool(maps, proposals, sizes)
         if cut.requires_grad:
@@ -185,34 +164,14 @@ class Stage(RoIHeads):
         boxes = [each if len(each) else each.new_zeros(1, 4) for each in boxes]
         return [each[index] for each, index in zip(boxes, which, strict=True)], labels
 
-    def loss(
-        self, scores: Tensor, codes: Tensor, labels: list[Tensor], aims: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the losses of classes and boxes.
-
-        Args:
-            scores: (N, K).
-            codes: (N, 4).
-            labels: Classes (n) of the proposals of each image.
-            aims: Target codes (n, 4) of the proposals of each image.
-        """
-        labels, aims = torch.cat(labels), torch.cat(aims)
-        own = labels > 0
-        boxes = F.l1_loss(codes[own], aims[own], reduction="sum")
-        return F.cross_entropy(scores, labels), boxes / len(labels)
-
 
 class Cascade(RoIHeads):
     """Three stages of box heads and a mask head; replaces torchvision's ``RoIHeads``."""
 
     def __init__(self, classes: int) -> None:
-        """Create the heads.
-
-        Args:
-            classes: Number of classes K.
-        """
+        """Create the heads for K classes."""
         training = (OVERLAPS[0], OVERLAPS[0], _SAMPLES, _POSITIVE, BOX_WEIGHTS[0])
-        pools = [Pool(size) for size in (7, 14)]
+        pools = [Pool(_LEVELS, size, sampling_ratio=0) for size in (7, 14)]
         mask_head = MaskRCNNHeads(CHANNELS, [CHANNELS] * 4, 1, norm_layer=LayerNorm2d)
         mask_predictor = MaskRCNNPredictor(CHANNELS, CHANNELS, classes)
         testing = (_SCORE, _NMS, _DETECTIONS)
@@ -256,14 +215,16 @@ class Cascade(RoIHeads):
         stage before.
         """
         sampled = self.select_training_samples(proposals, targets)
-        losses = {"loss_mask": self._mask_loss(maps, sizes, targets, *sampled[:3])}
+        losses = {"loss_mask": self._mask_loss(maps, sizes, targets, sampled)}
         proposals, _, labels, aims = sampled
         for number, stage in enumerate(self.stages):
             if number:
                 objects, labels = stage.match(proposals, targets)
                 aims = stage.box_coder.encode(objects, proposals)
             scores, codes = stage.predict(maps, proposals, sizes, 1 / len(self.stages))
-            classes, boxes = stage.loss(scores, codes, labels, aims)
+            every = torch.cat(labels)
+            classes, own = F.cross_entropy(scores, every), every > 0
+            boxes = F.l1_loss(codes[own], torch.cat(aims)[own], reduction="sum") / len(every)
             losses |= {f"loss_classes_{number}": classes, f"loss_boxes_{number}": boxes}
             proposals = stage.decode(codes, proposals, sizes)
         return losses
@@ -286,17 +247,12 @@ class Cascade(RoIHeads):
         return self.mask_predictor(self.mask_head(cut)).float()
 
     def _mask_loss(
-        self,
-        maps: dict[str, Tensor],
-        sizes: list,
-        targets: list[Target],
-        proposals: Boxes,
-        which: list[Tensor],
-        labels: list[Tensor],
+        self, maps: dict[str, Tensor], sizes: list, targets: list[Target], sampled: tuple
     ) -> Tensor:
-        own = [each > 0 for each in labels]
-        boxes = [each[keep] for each, keep in zip(proposals, own, strict=True)]
-        which = [each[keep] for each, keep in zip(which, own, strict=True)]
+        own = [labels > 0 for labels in sampled[2]]
+        boxes, which = (
+            [each[keep] for each, keep in zip(column, own, strict=True)] for column in sampled[:2]
+        )
         masks, classes = ([target[name] for target in targets] for name in ("masks", "labels"))
         return maskrcnn_loss(self._masks(maps, boxes, sizes), boxes, masks, classes, which)
 

@@ -12,25 +12,23 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-import torch.distributed
 from torch import Tensor
+from torchmetrics.detection import MeanAveragePrecision
 
 from downstream.cascade import cascade_mask_rcnn
-from downstream.features import make_features
 from downstream.generated import make_objects
-from downstream.objects import Jitter, Objects, as_it_is, average_precision, found
-from downstream.run import Options, Task, run, world_size
+from downstream.objects import Jitter, Objects, as_it_is, percentages, with_certain_masks
+from downstream.run import Options, Task, run
 from vil.training.errors import run_script
 from vil.training.recipes import parse
 from vil.training.sampler import seed_everything
-from vil.training.settings import Count, CountFromZero
+from vil.training.settings import Count
 
 # From the official configurations, which are the same for tiny and small.
 _RATES = {"lr": 1e-4, "weight_decay": 0.1, "layer_decay": 0.837}
 RATES = {"tiny": _RATES, "small": _RATES}
 _FALLS = (8 / 9, 26 / 27)  # after steps 163,889 and 177,546 of 184,375
-_FIRST_FACTOR = 1e-3  # share of the learning rate at the first step
+_WARMUP, _FIRST_FACTOR = 250, 1e-3  # steps, and share of the learning rate at the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,6 @@ class ObjectOptions(Options):
     img_size: Count = 1024
     steps: Count = 184_375
     batch_size: Count = 64
-    warmup_steps: CountFromZero = 250
     val_steps: Count = 9219
     precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed"
 
@@ -53,37 +50,29 @@ class Detection(Task):
     def __init__(self, *args: Any) -> None:
         """Same arguments as ``Task``."""
         super().__init__(*args)
-        self.rows: list[dict[str, Any]] = []
+        self.precision = MeanAveragePrecision(iou_type=("bbox", "segm"))
 
     def factor(self, step: int) -> float:
         """Rise linearly, then fall to a tenth twice."""
-        rise = step / self.options.warmup_steps if step < self.options.warmup_steps else 1.0
+        rise = min(1.0, step / _WARMUP)
         falls = sum(step >= round(self.options.steps * fall) for fall in _FALLS)
         return (rise + (1 - rise) * _FIRST_FACTOR) * 0.1**falls
 
-    def training_step(self, batch: list, batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
+    def losses(self, batch: list) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the losses of all parts, and these losses."""
         losses = self.network(*batch)
-        loss = sum(losses.values())
-        self.log_dict(losses)
-        self.log("loss", loss, prog_bar=True)
-        return self.finite(loss)
+        return sum(losses.values()), losses
 
     def validation_step(self, batch: list, batch_idx: int) -> None:
-        """Collect the detections in an image, at its original size."""
-        images, (number,) = batch
-        (detections,) = self.network(images)
-        self.rows += found(number, self.val_set.categories, detections)
+        """Compare the detections in an image with its objects, at its original size."""
+        images, targets = batch
+        detections = self.network(images)
+        self.precision.update([with_certain_masks(each) for each in detections], targets)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the average precision of the detections of all processes."""
-        parts: list[Any] = [self.rows]
-        if world_size() > 1:
-            parts = [None] * world_size()
-            torch.distributed.all_gather_object(parts, self.rows)
-        self.rows = []
-        every = [row for part in parts for row in part]
-        figures = average_precision(self.val_set.coco, every, self.val_set.ids)
+        """Log COCO's average precision of boxes and masks, in percent."""
+        figures = percentages(self.precision.compute())
+        self.precision.reset()
         self.log_dict(figures, prog_bar=True, sync_dist=True)
         self.result = {"step": self.trainer.global_step, **figures}
 
@@ -96,16 +85,11 @@ def train(options: ObjectOptions) -> dict[str, float]:
     """
     options = options.with_rates(RATES)
     seed_everything(options.seed)
-    root = options.data
-    if root is None:
-        root = make_objects(options.output / "generated", options.generated, options.img_size)
+    root, features = options.folder(make_objects), options.features()
     sets = [
-        Objects(root, "train2017", Jitter(options.img_size), with_objects=True),
-        Objects(root, "val2017", as_it_is, with_objects=False),
+        Objects(root, "train2017", Jitter(options.img_size), training=True),
+        Objects(root, "val2017", as_it_is, training=False),
     ]
-    features = make_features(
-        options.model, options.weights, options.grad_checkpointing, **options.arguments
-    )
     network = cascade_mask_rcnn(features, len(sets[0].categories) + 1, options.img_size)
     return run(Detection(options, network, features, *sets))
 

@@ -1,6 +1,5 @@
 """Backbones with four feature maps, and their layer-wise learning rates."""
 
-import re
 from typing import Any
 
 import timm
@@ -14,16 +13,13 @@ from vil.weights.build import create
 STRIDES = [4, 8, 16, 32]
 
 
-def make_features(
-    name: str, weights: str | None = None, grad_checkpointing: bool = False, **arguments: Any
-) -> nn.Module:
+def make_features(name: str, weights: str | None = None, **arguments: Any) -> nn.Module:
     """Build a backbone with four feature maps.
 
     Args:
         name: timm model name: a ``*_pyramid``, or another model whose last four stages have strides of
             4, 8, 16 and 32 px.
         weights: SOURCE of ``vil.load``; None for new weights.
-        grad_checkpointing: Recompute each block in the backward pass.
         **arguments: Arguments of ``timm.create_model``. Models without ``img_size`` do not get it.
 
     Returns:
@@ -46,8 +42,6 @@ def make_features(
         raise ConfigError(f"--model {name} cannot be created: {error}") from error
     if (strides := features.feature_info.reduction()) != STRIDES:
         raise ConfigError(f"--model {name} must have maps of strides {STRIDES}, got {strides}")
-    if grad_checkpointing:
-        getattr(features, "model", features).set_grad_checkpointing(True)
     return features
 
 
@@ -74,29 +68,21 @@ def parameter_groups(
         ConfigError: If the backbone does not define the order of its layers.
     """
     backbone = getattr(features, "model", features)
-    prefix = next(name for name, module in network.named_modules() if module is backbone) + "."
-    kept = getattr(backbone, "no_weight_decay", set)()
-    kept = {f"{prefix}{pattern}" for pattern in kept}
     if layer_decay == 1:
-        groups = param_groups_weight_decay(network, weight_decay, no_weight_decay_list=kept)
-        return [{**group, "lr": lr} for group in groups]
-    if not hasattr(backbone, "group_matcher"):
+        kept = getattr(backbone, "no_weight_decay", set)()
+        groups = param_groups_weight_decay(backbone, weight_decay, no_weight_decay_list=kept)
+    elif hasattr(backbone, "group_matcher"):
+        kept = backbone.no_weight_decay()
+        groups = param_groups_layer_decay(backbone, weight_decay, kept, layer_decay=layer_decay)
+    else:
         name = type(backbone).__name__
         raise ConfigError(
             f"--layer-decay must be 1 for {name}, which has no group_matcher(), got {layer_decay}"
         )
-    network.group_matcher = lambda coarse: {
-        layer: _prefixed(patterns, prefix) for layer, patterns in backbone.group_matcher().items()
-    }
-    groups = param_groups_layer_decay(
-        network, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay
-    )
-    del network.group_matcher
-    return [{**group, "lr": lr * group.pop("lr_scale")} for group in groups]
-
-
-def _prefixed(patterns: Any, prefix: str) -> Any:
-    """Add the prefix of the backbone's parameter names to timm's patterns."""
-    if isinstance(patterns, str):
-        return f"^{re.escape(prefix)}(?:{patterns.replace('^', '')})"
-    return [(_prefixed(pattern, prefix), suffix) for pattern, suffix in patterns]
+    own = {id(parameter) for parameter in backbone.parameters()}
+    heads = [parameter for parameter in network.parameters() if id(parameter) not in own]
+    groups += [
+        {"params": [p for p in heads if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in heads if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [{**group, "lr": lr * group.pop("lr_scale", 1.0)} for group in groups]

@@ -48,9 +48,13 @@ def make_objects(root: Path, images: int, size: int) -> Path:
             name, (width, height) = f"{number:012}.jpg", image.size
             _save(image, root / split / name)
             records.append({"id": number, "file_name": name, "width": width, "height": height})
-            annotations += [_annotation(number, shape) for shape in shapes]
-        for number, annotation in enumerate(annotations):
-            annotation["id"] = number + 1
+            for kind, corners in shapes:
+                across, down = zip(*corners, strict=True)
+                left, top, side = min(across), min(down), max(across) - min(across)
+                about = {"category_id": _CATEGORIES[kind], "bbox": [left, top, side, side]}
+                about |= {"segmentation": [[length for corner in corners for length in corner]]}
+                about |= {"area": side**2 / (2 if len(corners) == 3 else 1), "iscrowd": 0}
+                annotations.append(about | {"image_id": number, "id": len(annotations) + 1})
         categories = [{"id": category, "name": f"shape {category}"} for category in _CATEGORIES]
         table = {"images": records, "annotations": annotations, "categories": categories}
         (root / "annotations").mkdir(parents=True, exist_ok=True)
@@ -69,20 +73,6 @@ def _picture(draw: random.Random, size: int) -> tuple[Image.Image, list[Shape]]:
         shapes.append((kind, corners[: draw.choice((3, 4))]))
         ImageDraw.Draw(image).polygon(shapes[-1][1], fill=_COLOURS[kind])
     return image, shapes
-
-
-def _annotation(image: int, shape: Shape) -> dict:
-    kind, corners = shape
-    across, down = zip(*corners, strict=True)
-    box = [min(across), min(down), max(across) - min(across), max(down) - min(down)]
-    return {
-        "image_id": image,
-        "category_id": _CATEGORIES[kind],
-        "iscrowd": 0,
-        "bbox": box,
-        "area": box[2] * box[3] / (2 if len(corners) == 3 else 1),
-        "segmentation": [[length for corner in corners for length in corner]],
-    }
 
 
 def _save(image: Image.Image, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Read COCO's objects, augment them by large-scale jitter, and compute average precision.
+"""Read COCO's objects, and augment them by large-scale jitter.
 
 The folder has ``train2017``, ``val2017`` and ``annotations/instances_{train,val}2017.json``. Classes are
 COCO's categories in the order of their numbers, starting from 1; 0 is the background.
@@ -12,14 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from pycocotools import mask as rle
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from torch import Tensor
 from torchvision.datasets import CocoDetection
-from torchvision.ops import masks_to_boxes
+from torchvision.ops import box_convert, masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as T
 from torchvision.tv_tensors import Image, Mask
@@ -28,21 +24,17 @@ from downstream.photos import read_photo
 from vil.training.errors import DataError
 
 Target = dict[str, Tensor]
-_MASK = 0.5  # minimum probability of an object's pixel
 
 
 class Objects(CocoDetection):
-    """Images uint8 (3, H, W), and dicts of labels int64 (n), masks uint8 (n, H, W) and the image's number.
-
-    Crowds are excluded.
-    """
+    """Images uint8 (3, H, W), and dicts of labels int64 (n), masks uint8 (n, H, W), boxes, iscrowd and area."""
 
     def __init__(
         self,
         root: Path,
         split: str,
         transform: Callable[[Tensor, Target], tuple],
-        with_objects: bool,
+        training: bool,
     ) -> None:
         """Read the annotations of a split.
 
@@ -50,7 +42,7 @@ class Objects(CocoDetection):
             root: Folder of the data set.
             split: "train2017" or "val2017".
             transform: Function from an image and its target to a sample.
-            with_objects: Exclude images without objects, as in training.
+            training: Exclude crowds, and images without objects.
 
         Raises:
             DataError: If there are no annotations or no images.
@@ -61,7 +53,8 @@ class Objects(CocoDetection):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints timings
             super().__init__(root / split, path, transforms=transform)
         self.categories = sorted(self.coco.cats)
-        if with_objects:
+        self.training = training
+        if training:
             self.ids = [number for number in self.ids if self._objects(number)]
         if not self.ids:
             raise DataError(f"{path} has no images")
@@ -75,14 +68,18 @@ class Objects(CocoDetection):
         objects = self._objects(id)
         masks = [torch.from_numpy(self.coco.annToMask(each)) for each in objects]
         labels = [self.categories.index(each["category_id"]) + 1 for each in objects]
+        boxes = torch.tensor([each["bbox"] for each in objects]).reshape(-1, 4)
         return {
             "labels": torch.tensor(labels, dtype=torch.int64),
             "masks": torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8),
-            "image": torch.tensor(id),
+            "boxes": box_convert(boxes, "xywh", "xyxy"),
+            "iscrowd": torch.tensor([each["iscrowd"] for each in objects], dtype=torch.int64),
+            "area": torch.tensor([each["area"] for each in objects], dtype=torch.float32),
         }
 
     def _objects(self, id: int) -> list[dict[str, Any]]:
-        return [each for each in self.coco.imgToAnns[id] if not each["iscrowd"]]
+        found = self.coco.imgToAnns[id]
+        return [each for each in found if not each["iscrowd"]] if self.training else found
 
 
 class Jitter:
@@ -114,9 +111,9 @@ class Jitter:
         return T.to_dtype(image.as_subclass(Tensor), torch.float32, scale=True), target
 
 
-def as_it_is(image: Tensor, target: Target) -> tuple[Tensor, int]:
-    """Return an image float32 (3, H, W) in [0, 1] and its number, for validation."""
-    return T.to_dtype(image, torch.float32, scale=True), int(target["image"])
+def as_it_is(image: Tensor, target: Target) -> tuple[Tensor, Target]:
+    """Return an image float32 (3, H, W) in [0, 1] and its objects, for validation."""
+    return T.to_dtype(image, torch.float32, scale=True), target | {"masks": target["masks"].bool()}
 
 
 def boxes_of(masks: Tensor) -> Tensor:
@@ -125,57 +122,15 @@ def boxes_of(masks: Tensor) -> Tensor:
     return boxes + boxes.new_tensor([0, 0, 1, 1])
 
 
-def found(number: int, categories: list[int], detections: Target) -> list[dict[str, Any]]:
-    """Convert the detections of an image to COCO's format.
-
-    Args:
-        number: Number of the image.
-        categories: COCO's numbers of classes 1, 2, ...
-        detections: torchvision's boxes (n, 4), scores (n), labels (n) and masks (n, 1, H, W).
-
-    Returns:
-        One dict per detection: image_id, category_id, score, bbox (left, top, width, height), segmentation (RLE).
-    """
-    boxes = detections["boxes"].cpu().clone()
-    boxes[:, 2:] -= boxes[:, :2]
-    rows = []
-    columns = (boxes.tolist(), detections["scores"].tolist(), detections["labels"].tolist())
-    for box, score, label, mask in zip(*columns, detections["masks"], strict=True):
-        pixels = np.asfortranarray((mask[0] > _MASK).cpu().numpy().astype(np.uint8))
-        code = rle.encode(pixels)
-        rows.append(
-            {
-                "image_id": number,
-                "category_id": categories[label - 1],
-                "score": score,
-                "bbox": box,
-                "segmentation": code | {"counts": code["counts"].decode()},
-            }
-        )
-    return rows
+def with_certain_masks(detections: Target) -> Target:
+    """Return detections with masks bool (n, H, W) instead of probabilities (n, 1, H, W)."""
+    return detections | {"masks": detections["masks"][:, 0] > 0.5}
 
 
-def average_precision(
-    coco: COCO, rows: list[dict[str, Any]], images: list[int]
-) -> dict[str, float]:
-    """Return COCO's average precision of boxes and masks, in percent.
-
-    Args:
-        coco: Annotations.
-        rows: Results of ``found`` for all images.
-        images: Numbers of the evaluated images.
-    """
-    figures = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        results = coco.loadRes(rows) if rows else None
-        for kind, name in (("bbox", "box"), ("segm", "mask")):
-            ap = [0.0, 0.0, 0.0]
-            if results is not None:
-                evaluation = COCOeval(coco, results, kind)
-                evaluation.params.imgIds = images
-                evaluation.evaluate()
-                evaluation.accumulate()
-                evaluation.summarize()
-                ap = [100 * float(value) for value in evaluation.stats[:3]]
-            figures |= dict(zip((f"{name}_ap", f"{name}_ap50", f"{name}_ap75"), ap, strict=True))
-    return figures
+def percentages(precision: dict[str, Tensor]) -> dict[str, float]:
+    """Return the average precisions of boxes and masks from torchmetrics' ``MeanAveragePrecision``, in percent."""
+    return {
+        f"{name}_ap{overlap[1:]}": 100 * precision[f"{kind}_map{overlap}"].item()
+        for name, kind in (("box", "bbox"), ("mask", "segm"))
+        for overlap in ("", "_50", "_75")
+    }

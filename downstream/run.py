@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
-import statistics
-import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,26 +20,23 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from downstream.features import parameter_groups
+from downstream.features import make_features, parameter_groups
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import lock_folder, write_text
-from vil.training.sampler import Draw, MicroBatches, key, seed_image
+from vil.training.sampler import MicroBatches, SampledIndex, key, seed_image
 from vil.training.settings import (
     Count,
-    CountFromZero,
     Number,
     Positive,
     Section,
     Seed,
     ShareAboveZero,
-    ShareBelowOne,
     Workers,
     key_values,
 )
 
-_TIMED = 20  # minimum number of batches to measure the time of a step
 # Options that may change when a run is resumed.
-_FREE = ("data", "output", "num_workers", "grad_checkpointing", "val_steps", "checkpoint_steps")
+_FREE = ("data", "output", "num_workers", "val_steps", "checkpoint_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +69,6 @@ class Options(Section):
     """Weight decay of AdamW; None is the same as for the learning rate."""
     layer_decay: ShareAboveZero | None = None
     """Factor from a block's learning rate to the block below; None is the same as for the learning rate."""
-    drop_path: ShareBelowOne = 0.1
-    """Stochastic depth of the last block."""
-    warmup_steps: CountFromZero
-    """Steps of linear warm-up."""
-    grad_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
     precision: Literal["bf16-mixed", "32-true"]
     """Autocast to bfloat16, or float32."""
     num_workers: Workers = 8
@@ -105,7 +94,7 @@ class Options(Section):
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the backbone."""
-        own = {"img_size": self.img_size, "drop_path_rate": self.drop_path}
+        own = {"img_size": self.img_size, "drop_path_rate": 0.1}
         return own | key_values("--model-kwargs", self.model_kwargs)
 
     def with_rates(self, rates: dict[str, dict[str, float]]) -> "Options":
@@ -114,15 +103,20 @@ class Options(Section):
         Raises:
             ConfigError: If no rates are known for the backbone's size.
         """
-        missing = [name for name in ("lr", "weight_decay", "layer_decay") if not self._has(name)]
+        missing = [name for name in rates["tiny"] if getattr(self, name) is None]
         size = next((size for size in rates if f"_{size}" in self.model), None)
         if missing and size is None:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
             raise ConfigError(f"pass {options}: there are no published rates for {self.model}")
         return dataclasses.replace(self, **{name: rates[size][name] for name in missing})
 
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
+    def folder(self, make: Callable[[Path, int, int], Path]) -> Path:
+        """Return the folder of the data set; ``make`` generates it for a dry run."""
+        return self.data or make(self.output / "generated", self.generated, self.img_size)
+
+    def features(self) -> nn.Module:
+        """Return the backbone."""
+        return make_features(self.model, self.weights, **self.arguments)
 
 
 class Task(lightning.LightningModule):
@@ -163,23 +157,28 @@ class Task(lightning.LightningModule):
         )
         self.train_set, self.val_set = train, val
         self.result: dict[str, float] = {}
-        self.began: list[float] = []  # start of each batch since this start of the run, in seconds
 
     def factor(self, step: int) -> float:
         """Return the factor of the learning rate at a step."""
         raise NotImplementedError
 
-    def finite(self, loss: Tensor) -> Tensor:
-        """Return the loss unchanged.
+    def training_step(self, batch: list, batch_idx: int) -> Tensor:
+        """Return the loss of a batch.
 
         Raises:
             NonFiniteLossError: If the loss is NaN or infinite.
         """
+        loss, parts = self.losses(batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict(parts)
         if not loss.isfinite():
-            raise NonFiniteLossError(
-                f"the loss of step {self.trainer.global_step} is {loss.item()}"
-            )
+            step = self.trainer.global_step
+            raise NonFiniteLossError(f"the loss of step {step} is {loss.item()}")
         return loss
+
+    def losses(self, batch: list) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch, and the parts that are logged."""
+        raise NotImplementedError
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW and its schedule per step."""
@@ -190,7 +189,7 @@ class Task(lightning.LightningModule):
     def train_dataloader(self) -> DataLoader:
         """Return the batches of this process from the current step to the last."""
         batches = _WholeRun(
-            torch_order(len(self.train_set)),
+            lambda generator: torch.randperm(len(self.train_set), generator=generator),
             len(self.train_set),
             repeats=0,
             batch_size=self.options.batch_size,
@@ -209,7 +208,6 @@ class Task(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Seed the network's randomness."""
-        self.began.append(time.perf_counter())
         place = (self.options.seed, batch_idx, self.global_rank)
         torch.manual_seed(key("network", *place))
         self.log("lr", max(self.lr_schedulers().get_last_lr()))
@@ -261,14 +259,9 @@ class _Drawn(Dataset):
     def __init__(self, dataset: Dataset, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, draw: Draw) -> Any:
+    def __getitem__(self, draw: SampledIndex) -> Any:
         seed_image(key("image", self.seed, draw.epoch, draw.position))
         return self.dataset[draw.index]
-
-
-def torch_order(num_images: int) -> Any:
-    """Return a function that draws the order of an epoch."""
-    return lambda generator: torch.randperm(num_images, generator=generator)
 
 
 def collate(samples: list[tuple]) -> list[list]:
@@ -284,8 +277,7 @@ def world_size() -> int:
 def run(task: Task) -> dict[str, float]:
     """Train from the last checkpoint, or from the start, and validate.
 
-    Writes ``last.ckpt``, one ``log/version_*/metrics.csv`` per start, ``result.json`` at the end, and
-    ``speed.json`` after more than 20 batches.
+    Writes ``last.ckpt``, one ``log/version_*/metrics.csv`` per start, and ``result.json`` at the end.
 
     Returns:
         The scores of the last validation.
@@ -296,46 +288,19 @@ def run(task: Task) -> dict[str, float]:
     task.options.output.mkdir(parents=True, exist_ok=True)
     is_first = os.environ.get("RANK", "0") == "0"
     with lock_folder(task.options.output) if is_first else contextlib.nullcontext():
-        trainer = _trained(task)
+        last, trainer = task.options.output / "last.ckpt", _trainer(task.options)
+        with warnings.catch_warnings():
+            # Lightning calls `train_dataloader` after loading the step, so the batches start there.
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+            trainer.fit(task, ckpt_path=last if last.exists() else None, weights_only=True)
+        if trainer.global_step % task.options.checkpoint_steps:
+            trainer.save_checkpoint(last, weights_only=False)  # with the optimizer
         if task.result.get("step") != trainer.global_step:
             trainer.validate(task)
         if is_first:
             path = task.options.output / "result.json"
             write_text(path, json.dumps(task.result, indent=1) + "\n")
-            if len(task.began) > _TIMED:
-                path = task.options.output / "speed.json"
-                write_text(path, json.dumps(_speed(task), indent=1) + "\n")
     return task.result
-
-
-def _speed(task: Task) -> dict[str, Any]:
-    """Return the time of a step, including waiting for images, and estimate the time of the published run.
-
-    The time is a median, so the first steps and validations between steps do not affect it.
-    """
-    batches = [after - before for before, after in itertools.pairwise(task.began)]
-    step = statistics.median(batches) * task.options.accumulate
-    on_gpu = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "processes": world_size(),
-        "seconds_per_step": step,
-        "hours": step * type(task.options).steps * world_size() / 3600,  # sum over all devices
-    }
-
-
-def _trained(task: Task) -> lightning.Trainer:
-    """Train to the last step."""
-    options = task.options
-    last = options.output / "last.ckpt"
-    trainer = _trainer(options)
-    with warnings.catch_warnings():
-        # Lightning calls `train_dataloader` after loading the step, so the batches start there.
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
-        trainer.fit(task, ckpt_path=last if last.exists() else None, weights_only=True)
-    if trainer.global_step % options.checkpoint_steps:
-        trainer.save_checkpoint(last, weights_only=False)  # with the optimizer
-    return trainer
 
 
 def _trainer(options: Options) -> lightning.Trainer:

@@ -67,20 +67,11 @@ class Scenes(Dataset):
             raise DataError(
                 f"{self.labels[index]} must have labels 0 to {CLASSES}, got {values.max()}"
             )
-        return self.transform(pixels, shifted(values))
-
-
-def shifted(values: Tensor) -> Tensor:
-    """Map uint8 values (H, W) from 1 to 150 to labels 0 to 149, and 0 to 255."""
-    return values - 1  # uint8 wraps around from 0 to 255
+        return self.transform(pixels, values - 1)  # uint8 wraps around from 0 to 255
 
 
 class Distort(v2.RandomPhotometricDistort):
-    """Change brightness, contrast, saturation and hue in mmsegmentation's ranges; keep the order of channels."""
-
-    def __init__(self) -> None:
-        # mmsegmentation: 32 of 255 in brightness, 18 of OpenCV's 180 in hue
-        super().__init__((0.875, 1.125), (0.5, 1.5), (0.5, 1.5), (-0.1, 0.1))
+    """torchvision's change of brightness, contrast, saturation and hue, without permuting the channels."""
 
     def make_params(self, flat_inputs: list) -> dict:
         """Draw the parameters of the changes."""
@@ -97,7 +88,8 @@ class Augment:
             size: Height and width of the result, and shorter side of an image at scale 1, in pixels.
         """
         self.size = size
-        self.distort = Distort()
+        # mmsegmentation: 32 of 255 in brightness, 18 of OpenCV's 180 in hue
+        self.distort = Distort((0.875, 1.125), (0.5, 1.5), (0.5, 1.5), (-0.1, 0.1))
 
     def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return an image float32 (3, size, size) and its labels int64 (size, size)."""
@@ -113,30 +105,23 @@ class Augment:
 
     def crop(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return a crop in which no class has three quarters of the pixels, if 11 attempts find one."""
-        height, width = (min(self.size, length) for length in labels.shape)
+        image, labels = tv_tensors.Image(image), tv_tensors.Mask(labels)
+        crop = v2.RandomCrop([min(self.size, length) for length in labels.shape])
         for _ in range(_CROPS):
-            top = int(torch.randint(labels.shape[0] - height + 1, ()))
-            left = int(torch.randint(labels.shape[1] - width + 1, ()))
-            part = labels[top : top + height, left : left + width]
+            pixels, part = crop(image, labels)
             counts = torch.bincount(part.flatten().long(), minlength=IGNORED + 1)[:IGNORED]
             if (counts > 0).sum() > 1 and counts.max() < _MAX_RATIO * counts.sum():
                 break
-        return (
-            tv_tensors.Image(image[:, top : top + height, left : left + width]),
-            tv_tensors.Mask(part),
-        )
+        return pixels, part
 
 
-class Whole:
-    """mmsegmentation's test pipeline: the image at scale 1, its labels unchanged."""
+def whole(image: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Apply mmsegmentation's test pipeline: the image at scale 1, its labels unchanged.
 
-    def __init__(self, size: int) -> None:
-        """Set the shorter side of images in pixels."""
-        self.size = size
-
-    def __call__(self, image: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an image float32 (3, height, width) and its labels int64 (H, W)."""
-        return normalised(resized(image, self.size)), labels.long()
+    Returns:
+        An image float32 (3, height, width), whose shorter side is ``size``, and its labels int64 (H, W).
+    """
+    return normalised(resized(image, size)), labels.long()
 
 
 def resized(image: Tensor, shorter: float) -> Tensor:

@@ -70,7 +70,7 @@ class MaskFolder(VisionDataset):
                 f"{path} must have mode L or P, and classes up to {most} or {IGNORED} to ignore, got "
                 f"{mode}, {wrong}"
             )
-        image = _image(self.images[index], tuple(mask.shape))
+        image = read_image(self.images[index], tuple(mask.shape))
         return self.transforms(image, {"mask": tv_tensors.Mask(mask)})
 
 
@@ -103,7 +103,7 @@ class CocoFolder(CocoDetection):
 
     def _load_image(self, id: int) -> tv_tensors.Image:
         about = self.coco.imgs[id]
-        return _image(Path(self.root) / about["file_name"], (about["height"], about["width"]))
+        return read_image(Path(self.root) / about["file_name"], (about["height"], about["width"]))
 
     def _load_target(self, id: int) -> dict[str, Tensor]:
         found = [
@@ -121,7 +121,7 @@ class CocoFolder(CocoDetection):
         }
 
 
-def _image(path: Path, size: tuple[int, int]) -> tv_tensors.Image:
+def read_image(path: Path, size: tuple[int, int]) -> tv_tensors.Image:
     """Read an image as RGB, in the orientation in which it has the size (H, W) of its annotations.
 
     A camera held sideways stores a photograph sideways, with an EXIF orientation. Most annotations are for the upright
@@ -136,7 +136,7 @@ def _image(path: Path, size: tuple[int, int]) -> tv_tensors.Image:
             stored = file.convert("RGB")
             upright = ImageOps.exif_transpose(file).convert("RGB")
     except (OSError, Image.DecompressionBombError) as error:
-        raise OSError(f"{path} cannot be read: {error}") from error
+        raise OSError(f"cannot read {path}: {error}") from error
     fitting = [image for image in (upright, stored) if (image.height, image.width) == size]
     if not fitting:
         raise ValueError(

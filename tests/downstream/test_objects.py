@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("pycocotools")
 
+from torchmetrics.detection import MeanAveragePrecision
+
 from downstream.generated import make_objects
-from downstream.objects import Jitter, Objects, as_it_is, average_precision, boxes_of, found
+from downstream.objects import Jitter, Objects, as_it_is, boxes_of, percentages, with_certain_masks
 from vil.training.errors import DataError
 
 
 def read(root: Path, split: str = "train2017") -> Objects:
-    return Objects(make_objects(root, 4, 64), split, lambda *sample: sample, with_objects=True)
+    return Objects(make_objects(root, 4, 64), split, lambda *sample: sample, training=True)
 
 
 def test_generated_objects_are_read_as_coco(tmp_path: Path) -> None:
@@ -24,7 +25,6 @@ def test_generated_objects_are_read_as_coco(tmp_path: Path) -> None:
     assert objects.categories == [1, 3, 90]
     for number, (image, target) in enumerate(objects):
         described = objects.coco.imgToAnns[number]
-        assert target["image"] == number
         assert target["masks"].shape == (len(described), *image.shape[1:])
         labels = [objects.categories[label - 1] for label in target["labels"]]
         assert labels == [each["category_id"] for each in described]
@@ -41,10 +41,12 @@ def test_crowds_and_images_without_objects_are_left_out(tmp_path: Path) -> None:
         each["iscrowd"] = int(each["image_id"] == 2)
     path.write_text(json.dumps(table))
     every, some = (
-        Objects(tmp_path, "train2017", lambda *sample: sample, with_objects=only)
+        Objects(tmp_path, "train2017", lambda *sample: sample, training=only)
         for only in (False, True)
     )
     assert (every.ids, some.ids) == ([0, 1, 2, 3], [0, 1, 3])
+    assert every[2][1]["iscrowd"].all()  # in validation they are ignored areas
+    every.training = True
     image, target = every[2]
     assert target["masks"].shape == (0, *image.shape[1:])
     assert Jitter(32)(image, target)[1]["boxes"].shape == (0, 4)
@@ -52,7 +54,7 @@ def test_crowds_and_images_without_objects_are_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_without_annotations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"annotations .* are missing"):
-        Objects(tmp_path, "train2017", as_it_is, with_objects=True)
+        Objects(tmp_path, "train2017", as_it_is, training=True)
     objects = read(tmp_path)
     (tmp_path / "train2017" / f"{1:012}.jpg").unlink()
     with pytest.raises(DataError, match=f"cannot read .*{1:012}.jpg"):
@@ -70,7 +72,7 @@ def test_image_and_masks_are_jittered_together() -> None:
     masks = torch.zeros(3, 60, 80, dtype=torch.uint8)
     masks[0, 10:40, 20:60], masks[1, :20, :20], masks[2, 58:, 78:] = 1, 1, 1
     image = (masks * torch.tensor([250, 150, 50], dtype=torch.uint8)[:, None, None]).clone()
-    target = {"labels": torch.tensor([1, 2, 3]), "masks": masks, "image": torch.tensor(7)}
+    target = {"labels": torch.tensor([1, 2, 3]), "masks": masks}
     shapes, counts, jitter = set(), set(), Jitter(48)
     for seed in range(30):
         torch.manual_seed(seed)
@@ -94,7 +96,7 @@ def test_jittered_boxes_are_where_the_objects_are() -> None:
     """Heights, which are never mirrored, are at most half an output pixel off; the mean is about 0."""
     masks = torch.zeros(1, 200, 200, dtype=torch.uint8)
     masks[0, 31:148, 53:170] = 1
-    target = {"labels": torch.tensor([1]), "masks": masks, "image": torch.tensor(7)}
+    target = {"labels": torch.tensor([1]), "masks": masks}
     jitter, errors = Jitter(100), []
     for seed in range(200):
         torch.manual_seed(seed)
@@ -106,35 +108,20 @@ def test_jittered_boxes_are_where_the_objects_are() -> None:
     assert torch.stack(errors).mean(0).abs().max() < 0.1
 
 
-def perfect(target: dict[str, Tensor]) -> dict[str, Tensor]:
-    masks = target["masks"]
-    scores = torch.ones(len(masks))
-    return {
-        "boxes": boxes_of(masks),
-        "scores": scores,
-        "labels": target["labels"],
-        "masks": masks[:, None].float(),
-    }
-
-
-def test_perfect_detections_score_100(tmp_path: Path) -> None:
-    objects = read(tmp_path)
-    rows = []
-    for each in objects.coco.anns.values():  # whole pixels, as the masks are
-        mask = torch.from_numpy(objects.coco.annToMask(each))[None]
-        left, top, right, bottom = boxes_of(mask)[0].tolist()
-        each["bbox"] = [left, top, right - left, bottom - top]
-    for _, target in objects:
-        rows += found(int(target["image"]), objects.categories, perfect(target))
-    figures = average_precision(objects.coco, rows, objects.ids)
-    assert figures == pytest.approx(dict.fromkeys(figures, 100.0))
-    assert set(figures) == {
-        f"{kind}_{ap}" for kind in ("box", "mask") for ap in ("ap", "ap50", "ap75")
-    }
-    half = average_precision(objects.coco, rows[::2], objects.ids)
-    assert all(0 < value < 100 for value in half.values())
-
-
-def test_nothing_found_scores_0(tmp_path: Path) -> None:
-    objects = read(tmp_path)
-    assert set(average_precision(objects.coco, [], objects.ids).values()) == {0.0}
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_the_score_is_the_share_of_objects_found(tmp_path: Path, share: float) -> None:
+    """Perfect detections score 100, and crowds do not count."""
+    precision = MeanAveragePrecision(iou_type=("bbox", "segm"))
+    objects = Objects(make_objects(tmp_path, 4, 64), "train2017", as_it_is, training=False)
+    for number, (_, target) in enumerate(objects):
+        kept = slice(None) if number < 4 * share else slice(0)
+        found = {name: target[name][kept] for name in ("boxes", "labels")}
+        found |= {"scores": torch.ones(len(found["labels"]))}
+        found |= {"masks": target["masks"][kept, None].float()}
+        target["iscrowd"][:] = number == 3
+        precision.update([with_certain_masks(found)], [target])
+    figures = percentages(precision.compute())
+    names = {f"{kind}_{ap}" for kind in ("box", "mask") for ap in ("ap", "ap50", "ap75")}
+    assert set(figures) == names
+    for value in figures.values():
+        assert 0 < value < 100 if share == 0.5 else value == pytest.approx(100 * share)

@@ -1,7 +1,5 @@
 """Photographs held sideways, read where boxes and masks are drawn on them."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,6 @@ from torch import Tensor
 
 from downstream.photos import read_photo
 from vil.training.errors import DataError
-
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-RAISED = (DataError, ValueError)
-
-
-@pytest.fixture(params=["downstream", "examples"])
-def read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    if request.param == "downstream":
-        return read_photo
-    monkeypatch.syspath_prepend(EXAMPLES)
-    folders = pytest.importorskip("folders")
-    sys.modules.pop("folders")
-    return folders._image
 
 
 def photograph(path: Path, orientation: int) -> Path:
@@ -42,21 +27,21 @@ def corner(image: Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("form", ["jpg", "png"])
-def test_the_size_of_the_annotations_decides(read: Callable, form: str, tmp_path: Path) -> None:
+def test_the_size_of_the_annotations_decides(form: str, tmp_path: Path) -> None:
     path = photograph(tmp_path / f"photo.{form}", 6)  # turned by 90 degrees to be upright
-    upright, stored = read(path, (24, 16)), read(path, (16, 24))
+    upright, stored = read_photo(path, (24, 16)), read_photo(path, (16, 24))
     assert (upright.shape, stored.shape) == ((3, 24, 16), (3, 16, 24))
     assert upright.dtype == torch.uint8
     assert (corner(upright), corner(stored)) == ((0, 8), (0, 0))
     for size in ((24, 24), (8, 12)):
-        with pytest.raises(RAISED, match=rf"{path} has 24 x 16 pixels, .* for {size[0]} x"):
-            read(path, size)
+        with pytest.raises(DataError, match=rf"{path} has 24 x 16 pixels, .* for {size[0]} x"):
+            read_photo(path, size)
 
 
-def test_upright_if_both_have_the_size(read: Callable, tmp_path: Path) -> None:
-    assert corner(read(photograph(tmp_path / "photo.png", 3), (16, 24))) == (8, 16)
+def test_upright_if_both_have_the_size(tmp_path: Path) -> None:
+    assert corner(read_photo(photograph(tmp_path / "photo.png", 3), (16, 24))) == (8, 16)
 
 
-def test_a_damaged_orientation_is_none(read: Callable, tmp_path: Path) -> None:
+def test_a_damaged_orientation_is_none(tmp_path: Path) -> None:
     Image.new("L", (24, 16)).save(tmp_path / "photo.jpg", exif=b"Exif\0\0nothing")
-    assert read(tmp_path / "photo.jpg", (16, 24)).shape == (3, 16, 24)
+    assert read_photo(tmp_path / "photo.jpg", (16, 24)).shape == (3, 16, 24)
