@@ -1,19 +1,20 @@
-"""Generate data sets of coloured shapes in the layouts of ADE20K and COCO, for dry runs."""
+"""Generate data sets of the examples' shapes in the layouts of ADE20K and COCO, for dry runs."""
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
 
+from examples.shapes import Shapes
 from vil.training.files import write_atomically, write_text
 
-# Colours, ADE20K labels and COCO categories of the three kinds of shapes
-_COLOURS = ((220, 60, 60), (60, 220, 60), (60, 60, 220))
-_LABELS = (1, 75, 150)
-_CATEGORIES = (1, 3, 90)
-
-Shape = tuple[int, list[tuple[int, int]]]  # kind and corners
+# ADE20K labels and COCO categories of the kinds of shapes
+_LABELS = (1, 75, 120, 150)
+_CATEGORIES = (1, 3, 44, 90)
 
 
 def make_scenes(root: Path, images: int, size: int) -> Path:
@@ -22,38 +23,36 @@ def make_scenes(root: Path, images: int, size: int) -> Path:
     Args:
         root: Folder to write; files of the same names are replaced.
         images: Number of training images; half as many are written for validation.
-        size: Approximate height and width of an image in pixels.
+        size: Least height and width of an image in pixels.
 
     Returns:
         The folder.
     """
     for split, count in (("training", images), ("validation", images // 2)):
-        for number in range(count):
-            image, shapes = _picture(random.Random(f"{split} {number}"), size)
-            labels = Image.new("L", image.size, 0)
-            for kind, corners in shapes:
-                ImageDraw.Draw(labels).polygon(corners, fill=_LABELS[kind])
+        for number, (image, found) in enumerate(_pictures(split, count, size)):
             image = image.convert("L") if number == 0 else image  # ADE20K has a few grey images
             _save(image, root / "images" / split / f"ADE_{number:08}.jpg")
-            _save(labels, root / "annotations" / split / f"ADE_{number:08}.png")
+            labels = found["mask"].new_tensor([0, *_LABELS])[found["mask"]]
+            _save(
+                to_pil_image(labels.byte()), root / "annotations" / split / f"ADE_{number:08}.png"
+            )
     return root
 
 
 def make_objects(root: Path, images: int, size: int) -> Path:
-    """Write images with polygons of objects, in COCO's layout; same arguments as ``make_scenes``."""
+    """Write images with polygons of objects' boxes, in COCO's layout; same arguments as ``make_scenes``."""
     for split, count in (("train2017", images), ("val2017", images // 2)):
         records, annotations = [], []
-        for number in range(count):
-            image, shapes = _picture(random.Random(f"{split} {number}"), size)
+        for number, (image, found) in enumerate(_pictures(split, count, size)):
             name, (width, height) = f"{number:012}.jpg", image.size
             _save(image, root / split / name)
             records.append({"id": number, "file_name": name, "width": width, "height": height})
-            for kind, corners in shapes:
-                across, down = zip(*corners, strict=True)
-                left, top, side = min(across), min(down), max(across) - min(across)
-                about = {"category_id": _CATEGORIES[kind], "bbox": [left, top, side, side]}
-                about |= {"segmentation": [[length for corner in corners for length in corner]]}
-                about |= {"area": side**2 / (2 if len(corners) == 3 else 1), "iscrowd": 0}
+            for box, label in zip(found["boxes"].tolist(), found["labels"].tolist(), strict=True):
+                left, top, right, bottom = box
+                sides = [right - left, bottom - top]
+                corners = [left, top, right, top, right, bottom, left, bottom]
+                about = {"bbox": [left, top, *sides], "segmentation": [corners], "iscrowd": 0}
+                about |= {"category_id": _CATEGORIES[label - 1], "area": sides[0] * sides[1]}
                 annotations.append(about | {"image_id": number, "id": len(annotations) + 1})
         categories = [{"id": category, "name": f"shape {category}"} for category in _CATEGORIES]
         table = {"images": records, "annotations": annotations, "categories": categories}
@@ -62,17 +61,12 @@ def make_objects(root: Path, images: int, size: int) -> Path:
     return root
 
 
-def _picture(draw: random.Random, size: int) -> tuple[Image.Image, list[Shape]]:
-    """Return an image and the triangles and quadrangles in it."""
-    width, height = (draw.randint(size * 3 // 4, size * 3 // 2) for _ in range(2))
-    image, shapes = Image.new("RGB", (width, height), (draw.randrange(256),) * 3), []
-    for _ in range(draw.randint(2, 5)):
-        kind, side = draw.randrange(3), draw.randint(size // 4, size // 2)
-        left, top = draw.randint(0, width - side - 1), draw.randint(0, height - side - 1)
-        corners = [(left, top), (left + side, top), (left + side, top + side), (left, top + side)]
-        shapes.append((kind, corners[: draw.choice((3, 4))]))
-        ImageDraw.Draw(image).polygon(shapes[-1][1], fill=_COLOURS[kind])
-    return image, shapes
+def _pictures(split: str, count: int, size: int) -> Iterator[tuple[Image.Image, dict[str, Tensor]]]:
+    """Yield images of several sizes, and their shapes."""
+    for number in range(count):
+        draw = random.Random(f"{split} {number}")
+        image, found = Shapes(draw.randrange(1 << 32), 1, draw.randint(size, size * 3 // 2))[0]
+        yield to_pil_image(image), found
 
 
 def _save(image: Image.Image, path: Path) -> None:

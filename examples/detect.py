@@ -77,12 +77,8 @@ def detector(args: argparse.Namespace, num_classes: int) -> RetinaNet:
     anchors = AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes))
     head = RetinaNetHead(pyramid.out_channels, 9, num_classes, norm_layer=_norm)
     mean, std = (timm.get_pretrained_cfg_value(args.backbone, key) for key in ("mean", "std"))
-    images = {
-        "min_size": args.img_size,
-        "max_size": args.img_size,
-        "image_mean": mean,
-        "image_std": std,
-    }
+    images = dict.fromkeys(("min_size", "max_size"), args.img_size)
+    images |= {"image_mean": mean, "image_std": std}
     made = {"anchor_generator": anchors, "head": head, "detections_per_img": 100}
     return RetinaNet(pyramid, num_classes, **images, **made)
 

@@ -106,11 +106,8 @@ class CocoFolder(CocoDetection):
         return read_image(Path(self.root) / about["file_name"], (about["height"], about["width"]))
 
     def _load_target(self, id: int) -> dict[str, Tensor]:
-        found = [
-            one
-            for one in super()._load_target(id)
-            if not one.get("iscrowd") and min(one["bbox"][2:]) > 0
-        ]
+        found = [one for one in super()._load_target(id) if not one.get("iscrowd")]
+        found = [one for one in found if min(one["bbox"][2:]) > 0]
         boxes = torch.tensor([one["bbox"] for one in found], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         size = self.coco.imgs[id]["height"], self.coco.imgs[id]["width"]

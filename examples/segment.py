@@ -45,14 +45,8 @@ def segmenter(args: argparse.Namespace, num_classes: int) -> nn.Module:
     # smp builds the backbone by name to learn its channels; one with all arguments replaces it below.
     # Leave out depth, which smp would take for its own argument of that name.
     kwargs = {key: value for key, value in model_kwargs(args).items() if key != "depth"}
-    model = smp.FPN(
-        f"tu-{args.backbone}",
-        encoder_weights=None,
-        decoder_pyramid_channels=64,
-        decoder_segmentation_channels=64,
-        classes=num_classes,
-        **kwargs,
-    )
+    kwargs |= dict.fromkeys(("decoder_pyramid_channels", "decoder_segmentation_channels"), 64)
+    model = smp.FPN(f"tu-{args.backbone}", encoder_weights=None, classes=num_classes, **kwargs)
     named = model.encoder.model.feature_info
     model.encoder.model = backbone(args, out_indices=named.out_indices)
     channels = model.encoder.model.feature_info.channels()

@@ -79,12 +79,13 @@ class Shapes(Dataset):
         image = colour + _noise(rng, self.img_size, _BACKGROUND_NOISE)
         texture = _noise(rng, self.img_size, _SHAPE_NOISE)
         instances = np.zeros((self.img_size, self.img_size), np.int64)
-        labels: list[int] = []
-        areas: list[int] = []
+        labels, areas = [], []
         for _ in range(rng.integers(1, 5)):
             label = int(rng.integers(1, len(CLASSES)))
             inside = _draw(rng, self.img_size, CLASSES[label])
-            shape_colour = _colour_near(rng, colour)
+            direction = rng.standard_normal(3, np.float32)  # of the shape's colour from the other
+            distance = np.float32(rng.uniform(*_CONTRAST)) / np.linalg.norm(direction)
+            shape_colour = colour + distance * direction
             whole = [*areas, inside.sum()]
             seen = np.where(inside, len(whole), instances)
             counts = np.bincount(seen.ravel(), minlength=len(whole) + 1)[1:]
@@ -107,12 +108,6 @@ def _draw(rng: np.random.Generator, size: int, kind: str) -> np.ndarray:
     )
 
 
-def _colour_near(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
-    """Return a colour at some distance from the background's, in any direction, (3,), float32."""
-    direction = rng.standard_normal(3, np.float32)
-    return background + np.float32(rng.uniform(*_CONTRAST)) * direction / np.linalg.norm(direction)
-
-
 def _noise(rng: np.random.Generator, size: int, deviation: float) -> np.ndarray:
     """Return noise, (size, size, 3): a sum of grids of 2, 4, 8, ... cells and of pixels.
 
@@ -128,9 +123,7 @@ def _noise(rng: np.random.Generator, size: int, deviation: float) -> np.ndarray:
     return total[0].permute(1, 2, 0).numpy()
 
 
-def _tensors(
-    image: np.ndarray, instances: np.ndarray, labels: list[int]
-) -> tuple[tv_tensors.Image, dict[str, Tensor]]:
+def _tensors(image: np.ndarray, instances: np.ndarray, labels: list[int]) -> tuple:
     """Return an item, from an image, the number of the visible shape at each pixel, and the labels."""
     pixels = torch.from_numpy(np.uint8(image.clip(0, 1) * 255)).permute(2, 0, 1).contiguous()
     numbers = torch.from_numpy(instances)

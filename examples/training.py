@@ -82,10 +82,8 @@ def batches(
         raise ValueError(
             f"--batch-size must be at most the {len(train)} training images, got {args.batch_size}"
         )
-    load = partial(
-        DataLoader, batch_size=args.batch_size, num_workers=args.workers, collate_fn=collate
-    )
-    return load(train, shuffle=True, drop_last=True), load(val)
+    common = {"batch_size": args.batch_size, "num_workers": args.workers, "collate_fn": collate}
+    return DataLoader(train, shuffle=True, drop_last=True, **common), DataLoader(val, **common)
 
 
 def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor]:

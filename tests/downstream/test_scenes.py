@@ -22,7 +22,7 @@ def test_generated_scenes_are_read_as_ade20k(tmp_path: Path) -> None:
     for image, labels in scenes:
         assert image.dtype == labels.dtype == torch.uint8
         assert image.shape == (3, *labels.shape)
-        assert {*labels.unique().tolist()} <= {0, 74, 149, 255}  # of 1, 75, 150 and 0
+        assert {*labels.unique().tolist()} <= {0, 74, 119, 149, 255}  # of 1, 75, 120, 150 and 0
         assert 255 in labels
 
 
