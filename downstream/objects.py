@@ -30,11 +30,7 @@ class Objects(CocoDetection):
     """Images uint8 (3, H, W), and dicts of labels int64 (n), masks uint8 (n, H, W), boxes, iscrowd and area."""
 
     def __init__(
-        self,
-        root: Path,
-        split: str,
-        transform: Callable[[Tensor, Target], tuple],
-        training: bool,
+        self, root: Path, split: str, transform: Callable[[Tensor, Target], tuple], training: bool
     ) -> None:
         """Read the annotations of a split.
 

@@ -126,12 +126,7 @@ class Task(lightning.LightningModule):
     """
 
     def __init__(
-        self,
-        options: Options,
-        network: nn.Module,
-        features: nn.Module,
-        train: Dataset,
-        val: Dataset,
+        self, options: Options, network: nn.Module, features: nn.Module, *sets: Dataset
     ) -> None:
         """Create a task.
 
@@ -139,23 +134,20 @@ class Task(lightning.LightningModule):
             options: Options of the run, with rates.
             network: Network to train.
             features: Backbone in the network.
-            train: Training images and targets in the network's format.
-            val: Validation images and targets.
+            sets: Training and validation images with targets in the network's format.
 
         Raises:
             DataError: If there are fewer images than in a batch.
         """
         super().__init__()
-        if len(train) < options.batch_size:
+        self.options, self.network = options, network
+        self.train_set, self.val_set = sets
+        if (count := len(self.train_set)) < options.batch_size:
             raise DataError(
-                f"--batch-size must be at most the {len(train)} training images, got {options.batch_size}"
+                f"--batch-size must be at most the {count} training images, got {options.batch_size}"
             )
-        self.options = options
-        self.network = network
-        self.groups = parameter_groups(
-            network, features, options.lr, options.weight_decay, options.layer_decay
-        )
-        self.train_set, self.val_set = train, val
+        rates = (options.lr, options.weight_decay, options.layer_decay)
+        self.groups = parameter_groups(network, features, *rates)
         self.result: dict[str, float] = {}
 
     def factor(self, step: int) -> float:

@@ -131,8 +131,7 @@ def fit(
     for epoch in range(1, args.epochs + 1):
         model.train()
         losses = []
-        title = f"epoch {epoch} of {args.epochs}"
-        for batch in tqdm(train, title, leave=False, disable=None):
+        for batch in tqdm(train, f"epoch {epoch} of {args.epochs}", leave=False, disable=None):
             loss = loss_of(*batch)
             optimizer.zero_grad()
             loss.backward()
