@@ -97,7 +97,7 @@ class EvalConfig(Section):
     crop_pct: CropPct | None = None
     """Resize to img_size / crop_pct and crop the centre; None keeps the value of training."""
     ema: bool = False
-    """Evaluate the averaged weights (EMA) instead of the last ones."""
+    """Evaluate the averaged weights (EMA) instead of the raw ones."""
     amp: bool | None = None
     """Autocast to bfloat16; None keeps the setting of training."""
     cuda_graphs: bool = True
@@ -107,8 +107,8 @@ class EvalConfig(Section):
     device: Text = "auto"
     """cpu, cuda, ...; auto uses CUDA if available."""
     json: Text | None = None
-    """File for the result; None writes <checkpoint>-eval.json, or no file if SOURCE is a name. Only an earlier
-    evaluation is overwritten, never another file."""
+    """File for the result; None names it after the checkpoint and the options, and writes none if SOURCE is a name.
+    Only an earlier evaluation is overwritten, never another file."""
 
 
 @dataclass(frozen=True)

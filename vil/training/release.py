@@ -60,7 +60,7 @@ class ReleaseConfig(Section):
     folder: Annotated[Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """Output folder; must not exist."""
     ema: bool = False
-    """Release the averaged weights (EMA) instead of the last ones."""
+    """Release the averaged weights (EMA) instead of the raw ones."""
     license: str = "other"
     """License of the weights, by its identifier on the Hugging Face hub."""
 
