@@ -245,6 +245,7 @@ def test_weight_decay_falls_on_the_published_parameters(name) -> None:
     expected = {f"blocks.0.mixer.{key}" for key in mixer}
     assert decayed == expected | {"patch_embed.proj.weight", "head.weight"}
     assert set(decay.values()) == {0.0, 0.1}
+    assert model.no_weight_decay() <= {name for name, _ in model.named_parameters()}
 
 
 def test_command_line_wins_over_recipe() -> None:

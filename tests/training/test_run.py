@@ -1,7 +1,6 @@
 """The two scripts from end to end: files of a run, resuming, faults, exit codes."""
 
 import dataclasses
-import json
 import math
 import re
 import signal
@@ -93,35 +92,6 @@ def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
     assert load(parts / "last.pt")["run"]["step"] == 6  # the second step of the second epoch
     assert train(read_recipe(parts / "config.yaml")) == 0
     assert "resumed  after step 2 of epoch 2" in capsys.readouterr().out
-    assert rows(parts) == rows(whole)
-    for name in ("last.pt", "best.pt"):
-        assert_same(load(parts / name), load(whole / name))
-
-
-def test_run_at_several_sizes_continues_bit_for_bit_and_at_the_same_sizes(
-    config, train, capsys, monkeypatch, tmp_path
-) -> None:
-    sizes = []
-
-    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
-        sizes.append(step.micro_batches[0][0].shape[-1])
-        return train_step_of_engine(training, step, config)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    several = config.changed("data", img_sizes=(8, 16, 24))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train(several, "--run.output", str(whole)) == 0
-    assert "GMACs with scans at 16 px, trained at 8, 16, 24 px\n" in capsys.readouterr().out
-    assert len(sizes) == 12
-    assert set(sizes) == {8, 16, 24}
-    with pytest.MonkeyPatch.context() as patch:
-        signal_at(patch, 5, signal.SIGTERM)
-        assert train(several, "--run.output", str(parts)) == 143
-    changed = ("--run.output", str(parts), "--data.img-sizes", "8", "16", "--run.allow-changes")
-    assert train(several, *changed) == 2
-    assert "data.img_sizes ((8, 16, 24) -> (8, 16)); choose another" in capsys.readouterr().err
-    assert train(read_recipe(parts / "config.yaml")) == 0
-    assert sizes[12:] == sizes[:12]
     assert rows(parts) == rows(whole)
     for name in ("last.pt", "best.pt"):
         assert_same(load(parts / name), load(whole / name))
@@ -258,24 +228,6 @@ def test_failed_saves_are_told_and_the_last_must_succeed(
     assert train(config, "--run.output", str(tmp_path / "full")) == 5
     assert "No space left on device" in capsys.readouterr().err
     assert not list((tmp_path / "full").glob("*.tmp"))
-
-
-@pytest.mark.parametrize("name", ["last", "best"])
-@pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_evaluation_gives_the_number_of_the_run(
-    config, shard_config, kind, name, train, evaluate, tmp_path
-) -> None:
-    folder = tmp_path / "run"
-    train(config if kind == "folder" else shard_config, "--run.output", str(folder))
-    path = folder / f"{name}.pt"
-    row = torch.load(path, weights_only=True)["run"]["history"][-1]
-    assert evaluate(str(path), "--device", "cpu") == 0
-    result = json.loads((folder / f"{name}-eval.json").read_text())
-    assert result["top1"] == row["top1"]
-    assert (result["loss"], result["num_images"]) == (row["val_loss"], 12)
-    assert evaluate(str(path), "--device", "cpu", "--ema") == 0
-    averaged = json.loads((folder / f"{name}-ema-eval.json").read_text())
-    assert averaged["loss"] == row["ema_loss"] != result["loss"]
 
 
 @pytest.mark.ci

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -122,45 +121,6 @@ def test_initial_values() -> None:
     assert (state["norm.weight"] == 1).all()
 
 
-def test_weight_decay_groups_are_the_published_ones() -> None:
-    model = timm.create_model("vim_tiny", depth=2, device="meta")
-    kept, decayed = param_groups_weight_decay(
-        model, weight_decay=0.1, no_weight_decay_list=model.no_weight_decay()
-    )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert model.no_weight_decay() <= {*names.values()}  # other trainers look names up
-    assert (kept["weight_decay"], decayed["weight_decay"]) == (0.0, 0.1)
-    mixer = [f"blocks.{i}.mixer." for i in (0, 1)]
-    assert {names[id(p)] for p in kept["params"]} == {
-        "pos_embed", "cls_token", "patch_embed.proj.bias", "norm.weight", "head.bias",
-        *(f"blocks.{i}.norm.weight" for i in (0, 1)),
-        *(m + name for m in mixer for name in ("conv_bias", "dt_bias", "D")),
-    }  # fmt: skip
-    assert {names[id(p)] for p in decayed["params"]} == {
-        "patch_embed.proj.weight", "head.weight",
-        *(
-            m + name
-            for m in mixer
-            for name in (
-                "in_proj.weight", "proj.weight", "conv_weight", "x_proj_weight", "dt_weight",
-                "A_log",
-            )
-        ),
-    }  # fmt: skip
-
-
-def test_layer_decay_scales_by_depth() -> None:
-    model = small()
-    groups = param_groups_layer_decay(
-        model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
-    )
-    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    by_name = {name: scale[id(p)] for name, p in model.named_parameters()}
-    assert by_name["head.weight"] == 1
-    assert by_name["blocks.3.mixer.D"] == 2 * by_name["blocks.2.mixer.D"]
-    assert by_name["pos_embed"] == by_name["patch_embed.proj.weight"] == min(scale.values())
-
-
 # ----------------------------------------------------------------------------- tokens and features
 
 
@@ -262,20 +222,6 @@ def test_residual_stream_is_float32_under_autocast() -> None:
 # ------------------------------------------------------------------------------------- image sizes
 
 
-@pytest.mark.parametrize("size", [48, (32, 64), (64, 48)])
-def test_dynamic_size_equals_a_model_of_that_size(size: int | tuple[int, int]) -> None:
-    height, width = (size, size) if isinstance(size, int) else size
-    dynamic = small()
-    resized = copy.deepcopy(small())
-    resized.load_state_dict(dynamic.state_dict())
-    resized.set_input_size((height, width))
-    built = small(img_size=(height, width))
-    built.load_state_dict(dynamic.state_dict())  # resamples on load
-    x = images(height, width)
-    assert torch.allclose(dynamic(x), resized(x), atol=1e-6)
-    assert torch.equal(resized(x), built(x))
-
-
 # ------------------------------------------------------------------------- saving, exporting, dtype
 
 
@@ -373,15 +319,6 @@ def test_exports_at_its_own_size_to_onnx(name: str, depth: int, tmp_path: Path) 
     for batch in (x, x[:1], torch.cat((x, x[:1]))):
         (logits,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
         assert torch.allclose(torch.from_numpy(logits), model(batch), atol=1e-5)
-
-
-def test_grad_checkpointing_changes_no_gradient() -> None:
-    models = [small().train(), small().train()]
-    models[1].set_grad_checkpointing()
-    for model in models:
-        model(images()).square().sum().backward()
-    for plain, recomputed in zip(*(m.parameters() for m in models), strict=True):
-        assert torch.equal(plain.grad, recomputed.grad)
 
 
 # --------------------------------------------------------------------------------------- bad input

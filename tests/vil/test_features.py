@@ -34,15 +34,3 @@ def test_the_ends_of_four_quarters_are_given(depth: int, expected: tuple[int, ..
     assert len(net.model.blocks) == depth
     maps = net(torch.empty(1, 3, 32, 48, device="meta"))
     assert [tuple(m.shape) for m in maps] == [(1, 32, 4, 6)] * len(expected)
-
-
-@pytest.mark.parametrize(
-    ("asked", "given"), [(3, [1, 2, 3]), ([-1], [3]), ((0, -2), [0, 2]), ([1], [1])]
-)
-def test_features_that_are_asked_for_are_given(asked: object, given: list[int]) -> None:
-    net = features(out_indices=asked)
-    assert list(net.out_indices) == given
-    assert len(net.model.blocks) == given[-1] + 1
-    x = torch.randn(1, 3, 32, 32)
-    whole = features(out_indices=4)(x)
-    assert all(torch.equal(one, whole[i]) for one, i in zip(net(x), given, strict=True))

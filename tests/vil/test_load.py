@@ -477,19 +477,3 @@ def test_what_is_no_source_is_refused(
         refused(lambda name=name: vil.load(name), name, kind=FileNotFoundError)
     refused(lambda: vil.load("vil_tiny"), "timm has no weights for vil_tiny")
     refused(lambda: vil.load("resnet18", ema=True), "no averaged weights", kind=LookupError)
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "released", "bare"])
-def test_another_recurrence_is_refused(
-    kind: str, checkpoint: Path, released: Path, tmp_path: Path
-) -> None:
-    if kind == "bare":
-        source = tmp_path / "weights.pth"
-        torch.save({"model": small().state_dict()}, source)
-    else:
-        source = checkpoint if kind == "checkpoint" else released
-    for name in ("vil_tiny_exact", "vim_tiny"):
-        refused(lambda name=name: vil.load(source, name, **SMALL), str(source), "blocks.0.mixer")
-    refused(
-        lambda: vil.load(source, "vil_tiny", **SMALL, recurrence="longhorn_exact"), "blocks.0.mixer"
-    )

@@ -32,21 +32,6 @@ def test_at_the_trained_grid_nothing_changes(name: str) -> None:
             assert not torch.allclose(one, other, atol=1e-3), size
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recurrent_part", ["conv_weight", "x_proj_weight", "dt_weight", "D"])
-def test_gradients_at_another_grid(name: str, recurrent_part: str) -> None:
-    model = small(name, depth=1).double()
-    x = images(48, 40, 1).double()
-    key = f"blocks.0.mixer.{recurrent_part}"
-    value = model.get_parameter(key).detach().clone().requires_grad_()
-
-    def logits(value: Tensor) -> Tensor:
-        return torch.func.functional_call(model, {key: value}, (x,))
-
-    assert torch.autograd.gradcheck(logits, value, fast_mode=True)
-
-
 # ----------------------------------------------------------------------------------- which grid it is
 
 
