@@ -37,7 +37,7 @@ def photos(tmp_path) -> Path:
 def test_recipe_needs_images_and_weights_and_nothing_else(
     config, train, photos, tmp_path, monkeypatch, capsys
 ) -> None:
-    short = (
+    short = [
         "--schedule.epochs",
         "1",
         "--schedule.warmup-epochs",
@@ -46,7 +46,7 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
         "0.1",
         "0.2",
         "0.3",
-    )
+    ]
     assert train(config, *short, "--run.output", str(tmp_path / "before")) == 0
     monkeypatch.chdir(tmp_path)
     command = ["train_imagenet.py", "--config", str(CONFIGS / "finetune.yaml")]

@@ -21,19 +21,10 @@ FROZEN = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-l
 @pytest.fixture
 def checkpoint(config, train, tmp_path) -> Path:
     """Return weights of a run with preprocessing that differs from the default."""
-    arguments = (
-        "--schedule.epochs",
-        "2",
-        "--data.crop-pct",
-        "0.8",
-        "--data.crop-mode",
-        "squash",
-        "--data.mean",
-        "0.1",
-        "0.2",
-        "0.3",
+    options = (
+        "--schedule.epochs 2 --data.crop-pct 0.8 --data.crop-mode squash --data.mean 0.1 0.2 0.3"
     )
-    assert train(config, "--run.output", str(tmp_path / "first"), *arguments) == 0
+    assert train(config, "--run.output", str(tmp_path / "first"), *options.split()) == 0
     return tmp_path / "first" / "last.pt"
 
 

@@ -249,15 +249,8 @@ def test_weight_decay_falls_on_the_published_parameters(name) -> None:
 
 
 def test_command_line_wins_over_recipe() -> None:
-    arguments = [
-        "--config",
-        str(CONFIGS / "vil_small.yaml"),
-        "--data.path",
-        "images",
-        "--optim.lr-base",
-        "5e-4",
-        "--run.amp",
-    ]
+    options = ["--data.path", "images", "--optim.lr-base", "5e-4", "--run.amp"]
+    arguments = ["--config", str(CONFIGS / "vil_small.yaml"), *options]
     config = load_config(arguments, CONFIGS / "digits.yaml")
     assert (config.optim.lr_base, config.run.amp, config.data.batch_size) == (5e-4, True, 512)
     assert config.run.output == "output/vil_small"
