@@ -1,7 +1,9 @@
 """The self check passes here, and fails where a backend is wrong."""
 
 import os
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +19,31 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "SMALL", (2, 9, 10, 4))
     monkeypatch.setattr(selfcheck, "MODEL", (1, 11, 12, 4))
     monkeypatch.setattr(selfcheck, "available_backends", lambda: {"cpu": "cpu"})
-    monkeypatch.setattr(selfcheck, "START_METHOD", "fork")  # with what a test changes
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run child processes here: a fork cannot differentiate once autograd has started threads."""
+
+    def pipe(duplex: bool) -> tuple[SimpleNamespace, SimpleNamespace]:
+        sent: deque = deque()
+
+        def recv() -> object:
+            if not sent:
+                raise EOFError
+            return sent.popleft()
+
+        return SimpleNamespace(recv=recv), SimpleNamespace(send=sent.append, close=lambda: None)
+
+    def process(target: Callable, args: tuple) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: target(*args), join=lambda: None, exitcode=0)
+
+    context = SimpleNamespace(Pipe=pipe, Process=process)
+    monkeypatch.setattr(selfcheck.multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("in_this_process")
 def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert selfcheck.main() == 0
     printed = capsys.readouterr().out
@@ -30,6 +53,7 @@ def test_passes_and_counts_every_case(capsys: pytest.CaptureFixture[str]) -> Non
     assert printed.splitlines()[-1] == "40 passed, 0 failed"
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("wrong", [2.0, float("nan")])
 def test_fails_on_a_wrong_gradient(
     wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -68,6 +92,7 @@ def test_goes_on_after_a_case_that_ends_its_process(
         return 0.0
 
     monkeypatch.setattr(selfcheck, "largest_error", error)
+    monkeypatch.setattr(selfcheck, "START_METHOD", "fork")  # with what this test changes
     assert selfcheck.main() == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "39 passed, 1 failed"
