@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from vil.kernels.args import ScanArgs, compute_dtype
-from vil.kernels.layout import GridSpec
+from vil.kernels.grid import GridSpec
 from vil.kernels.reference import RECURRENCES
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -20,7 +20,7 @@ from vil.kernels import autocast, reference
 from vil.kernels import mixer as mixer_parts
 from vil.kernels.args import ScanArgs
 from vil.kernels.checks import check_conv, check_scan
-from vil.kernels.layout import TokenLayout
+from vil.kernels.grid import TokenLayout
 from vil.kernels.mixer import MixerParams, mixer_plan
 
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # active during any torch.func transform

@@ -2,7 +2,7 @@
 
 The mixer is a convolution, projections to step sizes, keys and queries, a scan and a gate. It saves the input, the
 small projections and the states of the scan for the backward pass. The convolution and the step sizes, each as large
-as the input, are recomputed, as in Mamba's fused block. ``layout.py`` handles grids that differ from the trained one.
+as the input, are recomputed, as in Mamba's fused block. ``grid.py`` handles grids that differ from the trained one.
 The small projections of a token are its key, its query, and its step size of low rank. Zeros pad them to a multiple of 8
 columns, because matrix products on a GPU are several times slower with unaligned columns.
 
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vil.kernels import layout as layouts
+from vil.kernels import grid as grids
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
-from vil.kernels.layout import DtScale, GridSpec, TokenLayout
+from vil.kernels.grid import DtScale, GridSpec, TokenLayout
 from vil.kernels.plan import ConvKey, ScanKey, plans
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
@@ -167,7 +167,7 @@ def scan_args(
 ) -> tuple[ScanArgs, Tensor]:
     """Return the arguments of the scan, with low-rank step sizes, and the small projections, unless given."""
     x, z = xz.chunk(2, dim=-1)
-    convolved = layouts.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
+    convolved = grids.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
     steps = _steps(plan, params)
     if x_dbl is None:
         made = _small_weight(plan, steps.x_proj_weight, convolved.dtype)
@@ -225,7 +225,7 @@ def backward(
         d_x_proj_weight = torch.cat((d_made[:, 2 * M : 2 * M + R], d_made[:, : 2 * M]), 1)
         made = _small_weight(plan, steps.x_proj_weight, xz.dtype)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, made).view(2, *x.shape)
-        dx, d_conv_weight, d_conv_bias = layouts.conv_backward(
+        dx, d_conv_weight, d_conv_bias = grids.conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx
         )
         if dxz is None:

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from vil.kernels import layout as layouts
+from vil.kernels import grid as grids
 from vil.kernels import reference
-from vil.kernels.layout import DtScale, GridSpec, TokenLayout, layout_of
+from vil.kernels.grid import DtScale, GridSpec, TokenLayout, layout_of
 
 CHUNK = 4  # fastest of 2, 4, 8 and 16 in ONNX Runtime, and keeps sums of products small
 
@@ -83,9 +83,9 @@ def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> Toke
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout | None) -> Tensor:
-    """Return ``layouts.conv_forward`` of x, (B, L, E), as (B, 2, L, E), each direction in scan order."""
+    """Return ``grids.conv_forward`` of x, (B, L, E), as (B, 2, L, E), each direction in scan order."""
     if layout is not None and layout.order.numel():
-        ahead, back = layouts.conv_forward(reference.ConvPlan(), x, weight, bias, layout)
+        ahead, back = grids.conv_forward(reference.ConvPlan(), x, weight, bias, layout)
         return torch.stack((ahead, back.flip(1)), 1)
     (B, L, E), taps = x.shape, weight.shape[2]
     both = torch.stack((x, x.flip(1)), 1).flatten(0, 1).mT.reshape(B, 2 * E, L)

@@ -23,7 +23,7 @@ from vil.kernels.checks import (
     check_scan,
     in_forward_mode,
 )
-from vil.kernels.layout import TokenLayout, layout_of, layout_sizes
+from vil.kernels.grid import TokenLayout, layout_of, layout_sizes
 from vil.kernels.mixer import MixerParams, mixer_plan
 from vil.kernels.plan import conv_key, scan_key
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
 from vil.grid import GridAware
-from vil.kernels.layout import TokenLayout
+from vil.kernels.grid import TokenLayout
 from vil.patch_embed import OverlapPatchEmbed
 from vil.tokens import check_keep, class_token_to_middle, packed_intermediates, resample_pos_embed
 from vil.weights.adapt import adapt_inside, checkpoint_filter_fn

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import func_transforms, mixer, onnx, reference
 from vil.kernels.checks import in_forward_mode, is_exporting
-from vil.kernels.layout import TokenLayout
+from vil.kernels.grid import TokenLayout
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
 

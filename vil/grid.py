@@ -13,7 +13,7 @@ from timm.layers import is_exportable
 from torch import Tensor, nn
 
 from vil.kernels.checks import is_exporting
-from vil.kernels.layout import TokenLayout
+from vil.kernels.grid import TokenLayout
 from vil.kernels.registration import token_layout
 from vil.tokens import class_token_first, resize_tokens
 from vil.weights.adapt import grid_from

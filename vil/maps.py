@@ -20,7 +20,7 @@ from vil.backbone import VisionLonghorn, only_backbone
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
-from vil.kernels.layout import TokenLayout
+from vil.kernels.grid import TokenLayout
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
 from vil.tokens import class_token_first
@@ -35,7 +35,7 @@ class _Scan(NamedTuple):
     recurrence: str
     kappa_scale: float
     grid: list[int]
-    """Fields of ``kernels.layout.GridSpec``."""
+    """Fields of ``kernels.grid.GridSpec``."""
 
 
 def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple[Tensor, Tensor]:

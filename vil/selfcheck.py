@@ -24,7 +24,7 @@ from torch import Tensor
 import vil
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
-from vil.kernels.layout import GridSpec, layout_of
+from vil.kernels.grid import GridSpec, layout_of
 
 SMALL = (2, 33, 40, 16)  # B, L, D, M: channel and token counts that fill no block
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from vil.block import BidirectionalMixer
-from vil.kernels.layout import layout_of
+from vil.kernels.grid import layout_of
 from vil.kernels.ops import (
     bidirectional_scan,
     causal_conv1d_bidirectional,

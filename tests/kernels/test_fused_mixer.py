@@ -9,10 +9,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vil.block import BidirectionalMixer, Recurrence
-from vil.kernels import layout as layouts
+from vil.kernels import grid as grids
 from vil.kernels import mixer as fused
 from vil.kernels import ops, reference
-from vil.kernels.layout import GridSpec, TokenLayout, layout_of
+from vil.kernels.grid import GridSpec, TokenLayout, layout_of
 
 B, L, C, M, K = 2, 6, 4, 4, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +68,7 @@ def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: GridSpec | None = None)
     rank, states = mixer.dt_rank, mixer.d_state
     layout, tokens_per_ref = layout_on(grid), 1.0 if grid is None else grid.tokens_per_ref
     x, z = mixer.in_proj(x).chunk(2, dim=-1)
-    x = layouts.conv_forward(reference.ConvPlan(), x, mixer.conv_weight, mixer.conv_bias, layout)
+    x = grids.conv_forward(reference.ConvPlan(), x, mixer.conv_weight, mixer.conv_bias, layout)
     x_dbl = torch.einsum("nble,nce->nblc", x, mixer.x_proj_weight)
     dt, k, q = x_dbl.split([rank, states, states], dim=-1)
     dt = torch.einsum("nblr,ner->nble", dt, mixer.dt_weight)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from vil.kernels import layout as layouts
+from vil.kernels import grid as grids
 from vil.kernels import ops, reference
 from vil.kernels.args import ScanArgs
-from vil.kernels.layout import DtScale, GridSpec, layout_of
+from vil.kernels.grid import DtScale, GridSpec, layout_of
 
 CPU = torch.device("cpu")
 K, D = 4, 3
@@ -33,7 +33,7 @@ def tokens(grid: GridSpec, batch: int = 2) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: GridSpec) -> Tensor:
-    return layouts.conv_forward(
+    return grids.conv_forward(
         reference.ConvPlan(), x, weight, bias, layout_of(grid, weight.shape[2], CPU)
     )
 
@@ -208,9 +208,9 @@ def test_gradients_of_the_class_token_and_the_resampled_taps(grid: GridSpec) -> 
     x, (weight, bias) = tokens(grid), parameters()
     layout = layout_of(grid, K, CPU)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    out = layouts.conv_forward(reference.ConvPlan(), *leaves, layout)
+    out = grids.conv_forward(reference.ConvPlan(), *leaves, layout)
     grad = torch.randn_like(out)
     expected = torch.autograd.grad(out, leaves, grad)
-    found = layouts.conv_backward(reference.ConvPlan(), grad, *(t.detach() for t in leaves), layout)
+    found = grids.conv_backward(reference.ConvPlan(), grad, *(t.detach() for t in leaves), layout)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

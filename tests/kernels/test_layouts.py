@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.strategies import laid_out
 from vil.kernels import ops
-from vil.kernels.layout import GridSpec, layout_of
+from vil.kernels.grid import GridSpec, layout_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value; reading another token, or the gap beside it, is off by far more.

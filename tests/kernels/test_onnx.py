@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vil.kernels import onnx, ops, reference
-from vil.kernels.layout import layout_of
+from vil.kernels.grid import layout_of
 
 E, M, R, K = 6, 4, 3, 4
 ROUNDING = {
