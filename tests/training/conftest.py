@@ -28,7 +28,7 @@ SPLITS = {"train": 8, "val": 3}  # images of a class
 
 
 def make_image(seed: int) -> Image.Image:
-    """SampledIndex an image of noise."""
+    """Draw an image of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 

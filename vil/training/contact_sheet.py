@@ -1,4 +1,4 @@
-"""SampledIndex a sheet of images with a title under each, and optionally what a model reads of them."""
+"""Draw a sheet of images with a title under each, and optionally what a model reads of them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -92,7 +92,7 @@ class Source(ABC):
         """Return the name by which a user can find an image."""
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """SampledIndex the order of an epoch: each index once, int64 (num_images,). By default a full shuffle."""
+        """Draw the order of an epoch: each index once, int64 (num_images,). By default a full shuffle."""
         return torch.randperm(self.num_images, generator=generator)
 
     def _checksum(self, index: int) -> int | None:
@@ -213,7 +213,7 @@ class Kept(Source):
         return self.source.name(int(self.kept[index]))
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """SampledIndex the order of the whole split, which keeps shards together, and drop unselected images."""
+        """Draw the order of the whole split, which keeps shards together, and drop unselected images."""
         places = torch.full((self.source.num_images,), -1)
         places[torch.from_numpy(self.kept)] = torch.arange(self.num_images)
         drawn = places[self.source.order(generator)]

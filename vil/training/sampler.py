@@ -107,7 +107,7 @@ def epoch_length(num_images: int, repeats: int) -> int:
 
 
 def image_size_of_step(sizes: Sequence[int], seed: int, step: int) -> int:
-    """SampledIndex the image size of a step; it is the same in all processes and after resuming."""
+    """Draw the image size of a step; it is the same in all processes and after resuming."""
     return sizes[key("image size", seed, step) % len(sizes)]
 
 

@@ -204,7 +204,7 @@ class AugmentConfig(Section):
     mixup_switch_prob: Share = 0.5
     """Probability of cutmix instead of mixup if both are enabled."""
     mixup_mode: Literal["batch", "pair", "elem"] = "batch"
-    """SampledIndex mixing parameters per batch, per pair or per image."""
+    """Draw mixing parameters per batch, per pair or per image."""
     mix_size: Count | None = None
     """Images that share one draw of mixup or cutmix. Set it to the published batch of one GPU, so the result does
     not depend on how a batch is split over processes. None uses the micro-batch of one process."""
