@@ -233,7 +233,7 @@ class Cascade(RoIHeads):
         self, maps: dict[str, Tensor], proposals: Boxes, sizes: list
     ) -> tuple[Boxes, list[Tensor], list[Tensor]]:
         """Return the last stage's boxes, the mean scores of all stages, and labels."""
-        total = torch.tensor(0.0)
+        total = torch.tensor(0.0, dtype=torch.float32)
         for stage in self.stages:
             scores, codes = stage.predict(maps, proposals, sizes)
             total = total.to(scores) + scores.softmax(-1)

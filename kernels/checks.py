@@ -18,12 +18,16 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+@torch.jit.unused
 def is_exporting() -> bool:
-    """Return whether torch.export runs.
+    """Return whether torch.export runs in this thread.
 
-    Until PyTorch 2.11, ``torch.compiler.is_exporting`` is also true within torch.compile.
+    Until PyTorch 2.11, ``torch.compiler.is_exporting`` is also true within torch.compile. In all versions it is also
+    true in other threads, which compute as always: they trace nothing.
     """
-    return torch.compiler._is_exporting_flag
+    return torch.compiler._is_exporting_flag and (
+        torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:

@@ -106,9 +106,9 @@ def layout_of(grid: Sequence[int], taps: int, device: torch.device) -> TokenLayo
     return TokenLayout(
         list(grid),
         torch.tensor(order, dtype=torch.int32, device=device),
-        torch.tensor(resampling, device=device),
+        torch.tensor(resampling, dtype=torch.float32, device=device),
         torch.tensor(reads, dtype=torch.int64, device=device),
-        torch.tensor([shares], device=device),
+        torch.tensor([shares], dtype=torch.float32, device=device),
     )
 
 

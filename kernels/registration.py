@@ -334,19 +334,39 @@ def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> TokenLa
     return TokenLayout(layout.grid, *(t.pin_memory() if pinned else t for t in layout[1:]))
 
 
-@_operator("token_layout", f"(SymInt[] grid, SymInt taps, Tensor like) -> {_tensors(4)}")
-def _token_layout(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return new copies of the tensors of ``layout_of``.
+def assert_grid(grid: Sequence[int], bits: Tensor) -> None:
+    """Raise RuntimeError, on a GPU without waiting for it, unless (rows, columns) have these binary digits, (2, n)."""
+    places = torch.arange(bits.shape[-1], device=bits.device)
+    rows, columns = ((bits > 0.5).long() << places).sum(-1)
+    torch._assert_async(
+        (rows == grid[0]) & (columns == grid[1]),
+        "ref_feat_bits has another grid than this program was made for: load weights by load_state_dict, or call "
+        "the model once, and then compile, export or script it",
+    )
+
+
+@_operator(
+    "token_layout",
+    f"(SymInt[] grid, SymInt taps, Tensor like, Tensor? bits=None) -> {_tensors(4)}",
+)
+def _token_layout(
+    grid: Sequence[int], taps: int, like: Tensor, bits: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return new copies of the tensors of ``layout_of``; check that the weights still are of its trained grid.
 
     Tensors that an operator makes lie in the memory of a CUDA graph and must not outlive the call. A graph can
     record copies from pinned memory.
     """
+    if bits is not None:
+        assert_grid(grid[2:4], bits)
     layout = _layout_in_memory(tuple(grid), taps, like.device.type == "cuda")
     return tuple(t.to(like.device, non_blocking=True, copy=True) for t in layout[1:])
 
 
 @_token_layout.register_fake
-def _(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
+def _(
+    grid: Sequence[int], taps: int, like: Tensor, bits: Tensor | None = None
+) -> tuple[Tensor, ...]:
     if all(isinstance(number, int) for number in grid):
         shapes = layout_sizes(grid, taps)
     else:
@@ -356,13 +376,16 @@ def _(grid: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
 
 
-def token_layout(grid: list[int], taps: int, like: Tensor) -> TokenLayout:
+def token_layout(
+    grid: list[int], taps: int, like: Tensor, bits: Tensor | None = None
+) -> TokenLayout:
     """Return the layout of the tokens, for all blocks of a model.
 
     Args:
         grid: Numbers of a ``GridSpec``.
         taps: Number of taps of the convolution.
         like: Any tensor on the device of the tokens.
+        bits: Binary digits of the trained grid in the weights; a program checks them in every call.
     """
     if mixer.is_eager(like, ()):
         return _layout_on(tuple(grid), taps, like.device)
@@ -370,7 +393,7 @@ def token_layout(grid: list[int], taps: int, like: Tensor) -> TokenLayout:
         in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return layout_of(grid, taps, like.device)
-    made = torch.ops.vil.token_layout(grid, taps, like.detach())
+    made = torch.ops.vil.token_layout(grid, taps, like.detach(), bits)
     return TokenLayout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over ``made``
 
 

@@ -32,7 +32,7 @@ from timm.models._input import update_model_args, update_model_input_size
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
-from vil.grid import GridAware
+from vil.grid import GridAware, bits_of
 from vil.kernels.grid import TokenLayout
 from vil.patch_embed import OverlapPatchEmbed
 from vil.tokens import check_keep, class_token_to_middle, packed_intermediates, resample_pos_embed
@@ -135,8 +135,8 @@ class VisionLonghorn(GridAware):
                 embedding for other sizes than ``img_size``. False raises AssertionError for other sizes.
             dynamic_img_pad: Pad images to whole patches, with zeros below and to the right.
             ref_feat_shape: Reference grid, (rows, columns): tap distances and step sizes are measured in its
-                patches. Default: the grid of ``img_size`` without overlap. With ``grid_aware`` it is a buffer, int64
-                (2,), which belongs to the weights: loading weights sets it to theirs.
+                patches. Default: the grid of ``img_size`` without overlap. With ``grid_aware`` it belongs to the
+                weights, which have it as a buffer (``ref_feat_bits``): loading weights sets it to theirs.
             grid_aware: How to adapt to grids other than ``ref_feat_shape``. False does not. True measures tap
                 distances and step sizes in its patches; use it for images that show the same things enlarged. "dt"
                 measures only step sizes and resizes nothing; use it for images that show more at the same scale.
@@ -282,7 +282,7 @@ class VisionLonghorn(GridAware):
 
     @torch.jit.ignore
     def init_non_persistent_buffers(self) -> None:
-        """Write ``ref_feat_shape`` again if transformers, which calls this after loading, has not loaded it.
+        """Write ``ref_feat_bits`` again if transformers, which calls this after loading, has not loaded it.
 
         Raises:
             ValueError: The file has a former name of the mixers' output projections, which transformers ignores.
@@ -296,8 +296,9 @@ class VisionLonghorn(GridAware):
                 "the file has no mixer.proj, which was mixer.out_proj in former files; pass "
                 r'key_mapping={r"mixer\.out_proj\.": "mixer.proj."} to from_pretrained'
             )
-        if self.ref_feat_shape is not None and not loaded(self.ref_feat_shape):
-            self.ref_feat_shape = torch.tensor(self._ref_grid, device=self.ref_feat_shape.device)
+        bits = self.ref_feat_bits
+        if bits is not None and not loaded(bits):
+            self.ref_feat_bits = bits_of(self._ref_grid).to(bits.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, num_classes) of images.

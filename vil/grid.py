@@ -5,24 +5,63 @@ Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C chan
 
 import math
 import operator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
 from timm.layers import is_exportable
 from torch import Tensor, nn
+from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vil.kernels.checks import is_exporting
 from vil.kernels.grid import TokenLayout
-from vil.kernels.registration import token_layout
+from vil.kernels.registration import assert_grid, token_layout
 from vil.tokens import class_token_first, resize_tokens
-from vil.weights.adapt import grid_from
 
 torch.fx.wrap("resize_tokens")  # FX cannot follow its branches
+_BITS = 16
+
+
+def bits_of(grid: tuple[int, int]) -> Tensor:
+    """Return the binary digits of a grid, the lowest first, float32 (2, 16).
+
+    Averages and copies in any dtype leave digits near 0 and 1, except averages of different grids.
+    """
+    return torch.tensor([[(n >> i) % 2 for i in range(_BITS)] for n in grid], dtype=torch.float32)
+
+
+def grid_of(bits: Tensor) -> tuple[int, int]:
+    """Return the grid of a ``ref_feat_bits``; raise ValueError if it is an average of different grids, or none."""
+    digits = bits.tolist() if bits.shape == (2, _BITS) and not bits.is_complex() else [[0], [0]]
+    H, W = (sum(round(digit) << i for i, digit in enumerate(side)) for side in digits)
+    near = all(abs(digit - round(digit)) < 0.03 for side in digits for digit in side)
+    if not near or min(H, W) < 1 or max(H, W) >= 1 << _BITS:
+        raise ValueError(
+            f"ref_feat_bits must be the binary digits of one grid, (2, {_BITS}), got {digits}; weights of different "
+            "grids cannot be averaged"
+        )
+    return H, W
+
+
+def _unwrapped(bits: Tensor) -> Tensor:
+    """Return the tensor inside the wrappers of torch.func; of stacked modules (vmap) all together."""
+    while _functorch.is_functorch_wrapped_tensor(bits):
+        axis, bits = _functorch.maybe_get_bdim(bits), _functorch.get_unwrapped(bits)
+        bits = bits if axis < 0 else bits.movedim(axis, 0)
+    return bits
 
 
 class GridAware(nn.Module):
-    """Part of a backbone that measures distances and step sizes in patches of the grid ``ref_feat_shape``."""
+    """Part of a backbone that measures distances and step sizes in patches of the grid ``ref_feat_shape``.
+
+    Weights have it as the buffer ``ref_feat_bits``. Computing needs the numbers, and to read a tensor is to wait for
+    the GPU, so they are read when something writes the buffer.
+    """
+
+    __jit_unused_properties__: ClassVar = ["ref_feat_shape"]
 
     def _set_grid(
         self,
@@ -41,44 +80,70 @@ class GridAware(nn.Module):
         if ref_feat_shape is None:
             sizes = zip(self.patch_embed.img_size, self.patch_embed.patch_size, strict=True)
             ref_feat_shape = tuple(-(size // -patch) for size, patch in sizes)
-        if len(ref_feat_shape) != 2 or any(operator.index(size) < 1 for size in ref_feat_shape):
+        if len(ref_feat_shape) != 2 or not all(
+            1 <= operator.index(size) < 1 << _BITS for size in ref_feat_shape
+        ):
             raise ValueError(
-                f"ref_feat_shape must be (rows, columns), each at least 1, got {ref_feat_shape}"
+                f"ref_feat_shape must be (rows, columns), each from 1 to {(1 << _BITS) - 1}, got {ref_feat_shape}"
             )
         self.exportable = is_exportable()
         self.grid_aware = bool(grid_aware)
         self.scale_conv = self.grid_aware and grid_aware != "dt"
         self.resize_below_scale = float(resize_below_scale) if self.scale_conv else 0.0
         self._ref_grid = (ref_feat_shape[0], ref_feat_shape[1])
-        shape = torch.tensor(self._ref_grid, device=device) if grid_aware else None
-        self.register_buffer("ref_feat_shape", shape)
-        self._ref_read = (shape, 0)  # the tensor of ``_ref_grid``, and its version
+        bits = bits_of(self._ref_grid).to(device) if grid_aware else None
+        self.register_buffer("ref_feat_bits", bits)
+        self._ref_read = (
+            bits,
+            0,
+            False,
+        )  # the tensor of ``_ref_grid``, its version, and whether DDP ran
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, *args)
-        self._ref_read = (None, 0)  # read it again: an inference tensor does not tell of the copy
+    @property
+    def ref_feat_shape(self) -> tuple[int, int]:
+        """The grid (rows, columns) in whose patches tap distances and step sizes are measured."""
+        return self._reference()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._ref_read = (None, 0, False)  # an inference tensor does not tell that it was written
+        if prefix + "ref_feat_bits" in state_dict:
+            self._follow_ref_feat_bits()
 
     def _reference(self) -> tuple[int, int]:
-        """Return ``ref_feat_shape`` as numbers."""
+        """Return ``ref_feat_shape``."""
         if not torch.jit.is_scripting():
-            self._follow_ref_feat_shape()
+            self._follow_ref_feat_bits()
         return self._ref_grid
 
+    # Compilers call it while they compile, with the real module. torch.export does so with stand-ins of its tensors.
+    @torch.compiler.assume_constant_result
     @torch.jit.unused
-    def _follow_ref_feat_shape(self) -> None:
-        """Read ``ref_feat_shape`` if it is another tensor than before, or if something wrote into it.
+    def _follow_ref_feat_bits(self) -> None:
+        """Read ``ref_feat_bits`` if it is another tensor than before, or if something wrote into it.
 
-        Reading waits for the GPU. Only loading writes it, but some programs load without ``load_state_dict``.
+        DDP copies the buffers of rank 0 in every step. There, the device compares, and nothing waits for it.
         """
-        if torch.compiler.is_compiling() or self.ref_feat_shape is None:
+        last, version, in_ddp = self._ref_read
+        bits = last if isinstance(self.ref_feat_bits, FakeTensor) else self.ref_feat_bits
+        if bits is None or bits.is_meta:
             return
-        shape, (last, version) = self.ref_feat_shape, self._ref_read
-        now = 0 if shape.is_inference() else shape._version  # inference tensors count no writes
-        if shape is last and now == version:
+        bits = _unwrapped(bits)
+        now = 0 if bits.is_inference() else bits._version  # inference tensors count no writes
+        if bits is last and now == version:
             return
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if type(shape) is Tensor and not shape.is_meta and not in_transform:
-            self._ref_grid, self._ref_read = grid_from(shape), (shape, now)
+        by_ddp = DistributedDataParallel._active_ddp_module is not None
+        if bits is last and in_ddp and by_ddp:
+            assert_grid(self._ref_grid, bits)
+        else:
+            with _disable_current_modes():
+                grids = {grid_of(one) for one in bits.detach().reshape(-1, *bits.shape[-2:])}
+            if len(grids) > 1:
+                raise ValueError(
+                    f"modules of different ref_feat_shape need a call each, got {grids}"
+                )
+            (self._ref_grid,) = grids
+        self._ref_read = (bits, now, by_ddp)
 
     @torch.jit.ignore
     def grid_inside(self, img_size: tuple[int, int]) -> tuple[int, int]:
@@ -102,7 +167,9 @@ class GridAware(nn.Module):
         numbers = grid + trained + patch + stride + [self.num_prefix_tokens, int(self.scale_conv)]
         if not torch.jit.is_scripting():
             return self._layout_of(numbers, x)
-        order, taps, reads, shares = torch.ops.vil.token_layout(numbers, self.d_conv, x.detach())
+        order, taps, reads, shares = torch.ops.vil.token_layout(
+            numbers, self.d_conv, x.detach(), self.ref_feat_bits
+        )
         return TokenLayout(numbers, order, taps, reads, shares)
 
     @torch.jit.unused
@@ -110,7 +177,7 @@ class GridAware(nn.Module):
         if self.exportable and is_exporting() and not self.training:  # each mixer makes its own
             nothing = x.new_empty(0)
             return TokenLayout(numbers, nothing, nothing, nothing, nothing)
-        return token_layout(numbers, self.d_conv, x)
+        return token_layout(numbers, self.d_conv, x, self.ref_feat_bits)
 
     def check_patches_can_drop(self, grid: list[int]) -> None:
         """Raise ValueError if patches of a grid (H, W) cannot be left out.

@@ -116,10 +116,9 @@ def resample_pos_embed(
     the example. If the sizes are constants of the program and equal, the same tensor is returned instead.
     """
     if not torch.jit.is_scripting():
-        if is_exporting():
-            if _equal(grid, own_grid):
-                return pos_embed
-        elif torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if _equal(grid, own_grid):
+            return pos_embed
+        if not is_exporting() and torch.compiler.is_compiling() and torch.is_grad_enabled():
             # PyTorch (2.15) cannot compile the gradient of this resampling to a symbolic size;
             # index() makes it a constant of the program.
             grid = [operator.index(size) for size in grid]

@@ -1,19 +1,24 @@
 """Weights keep their reference grid with every program that saves and loads them."""
 
 import copy
+import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import timm
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.func import functional_call, stack_module_state, vmap
-from torch.optim.swa_utils import AveragedModel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_classes": 5}
 WAYS: dict[str, Callable[[nn.Module, nn.Module, Path], nn.Module | None]] = {}
@@ -128,15 +133,115 @@ def test_converted_and_averaged_weights(dtype: torch.dtype) -> None:
     target, rounded = small(), small(ref_feat_shape=(3, 5)).double()
     target.load_state_dict({name: value.to(dtype) for name, value in mean.items()})
     rounded.load_state_dict({name: value.to(dtype) for name, value in mean.items()})
-    assert target.ref_feat_shape.tolist() == [3, 5]
-    assert target.ref_feat_shape.dtype == torch.int64
+    assert target.ref_feat_shape == (3, 5)
     torch.testing.assert_close(target(x), rounded(x.double()).float(), rtol=1e-3, atol=1e-4)
 
 
-def test_a_rounded_grid_is_refused() -> None:
-    large = small(ref_feat_shape=(257, 4)).state_dict()
-    with pytest.raises(RuntimeError, match=r"must be two positive integers.*bfloat16"):
-        small().load_state_dict({name: value.bfloat16() for name, value in large.items()})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_averages(dtype: torch.dtype) -> None:
+    """Averages of one grid are of that grid, however they are made, and those of several are refused."""
+    wide, x = {"ref_feat_shape": (257, 14)}, torch.randn(1, 3, 48, 64)
+    source, other = small(**wide), small(ref_feat_shape=(255, 14)).state_dict()
+    weights, expected = source.state_dict(), source(x)
+    for number in (3, 6, 10):
+        for terms in ([1 / number] * number, [0.9] + [0.1 / (number - 1)] * (number - 1)):
+            mean = {name: sum(v.to(dtype) * t for t in terms) for name, v in weights.items()}
+            target = small()
+            target.load_state_dict(mean)
+            assert target.ref_feat_shape == (257, 14)
+            if dtype == torch.float32:
+                torch.testing.assert_close(target(x), expected, rtol=1e-3, atol=1e-4)
+    for share in (0.1, 0.5, 0.9):
+        mixed = {n: share * v.to(dtype) + (1 - share) * other[n] for n, v in weights.items()}
+        with pytest.raises(RuntimeError, match="weights of different grids cannot be averaged"):
+            small().load_state_dict(mixed)
+
+
+def test_moving_averages() -> None:
+    source, x = small(ref_feat_shape=(14, 13)), torch.randn(1, 3, 48, 64)
+    for decay in (0.9, 0.99, 0.9998, 0.99999):
+        for average in (
+            AveragedModel(source, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True),
+            AveragedModel(source, avg_fn=get_ema_avg_fn(decay), use_buffers=True),
+            AveragedModel(source, use_buffers=True),
+            ModelEmaV3(source, decay=decay),
+            ModelEmaV2(source, decay=decay),
+        ):
+            for _ in range(5):
+                average.update(source) if hasattr(average, "update") else average.update_parameters(
+                    source
+                )
+            assert average.module.ref_feat_shape == (14, 13)
+            torch.testing.assert_close(average.module(x), source(x), rtol=1e-3, atol=1e-4)
+
+
+TOLD = "ref_feat_bits has another grid .*load weights by load_state_dict, or call the model once"
+PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
+    "compile": lambda model, x: torch.compile(model, fullgraph=True, backend="inductor"),
+    "script": lambda model, x: torch.jit.script(model),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_of_loaded_weights(program: str, tmp_path: Path) -> None:
+    """Programs made right after loading have the weights' grid, and tell when they get weights of another."""
+    source, x = small(ref_feat_shape=(3, 5), depth=1), torch.randn(1, 3, 48, 64)
+    expected = source(x)
+    right = set()
+    for load in (state_dict, assigned, copied_in_place, tensor_by_tensor):
+        target = small(depth=1)
+        load(source, target, tmp_path)
+        try:
+            torch.testing.assert_close(PROGRAMS[program](target, x)(x), expected)
+            right.add(load)
+        except (RuntimeError, torch.jit.Error) as error:
+            if not re.search(TOLD, str(error)):
+                raise
+    assert right >= {state_dict, assigned}
+    made = PROGRAMS[program](small(depth=1), x)
+    made(x)
+    if program == "compile":
+        made.load_state_dict({f"_orig_mod.{n}": v for n, v in source.state_dict().items()})
+        torch.testing.assert_close(made(x), expected)
+        source = small(depth=1)
+    for name, value in made.state_dict().items():
+        value.copy_(source.state_dict()[name.removeprefix("_orig_mod.")])
+    with pytest.raises((RuntimeError, torch.jit.Error), match=TOLD):
+        made(x)
+
+
+@pytest.mark.ci
+def test_onnx_of_loaded_weights(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    source, x = small(ref_feat_shape=(3, 5), depth=1), torch.randn(1, 3, 48, 64)
+    for load in (state_dict, assigned, copied_in_place):
+        target = small(depth=1, exportable=True)
+        load(source, target, tmp_path)
+        path = tmp_path / f"{load.__name__}.onnx"
+        torch.onnx.export(target, (x,), path, dynamo=True, verbose=False)
+        session = onnxruntime.InferenceSession(path)
+        (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), source(x), rtol=1e-3, atol=1e-4)
+
+
+def test_a_forward_pass_beside_an_export() -> None:
+    """PyTorch's flag of an export is one for all threads: here it changes in the middle of a forward pass."""
+    model, x = small(depth=1, exportable=True), torch.randn(1, 3, 48, 64)
+    expected, begun, end = model(x), threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            begun.set()
+            end.wait(60)
+            return x + 1
+
+    with ThreadPoolExecutor(1) as pool:
+        export = pool.submit(torch.export.export, Waiting(), (x,))
+        begun.wait(60)
+        model.blocks[0].norm.register_forward_pre_hook(lambda *_: (end.set(), export.result())[0])
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_functional_calls() -> None:
@@ -147,6 +252,49 @@ def test_functional_calls() -> None:
     )
     for logits, model in zip(together, models, strict=True):
         torch.testing.assert_close(logits, model(x))
+    base = small()
+    stacked = vmap(lambda *state: functional_call(base, state, x))(*stack_module_state(models))
+    torch.testing.assert_close(stacked, together)
+    different = stack_module_state([models[0], small()])
+    with pytest.raises(ValueError, match="modules of different ref_feat_shape need a call each"):
+        vmap(lambda *state: functional_call(base, state, x))(*different)
+    compiled = torch.compile(lambda state: functional_call(base, state, x), backend="eager")
+    torch.testing.assert_close(compiled(base.state_dict()), base(x))
+    with pytest.raises(RuntimeError, match=TOLD):
+        compiled(models[0].state_dict())
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    """It copies buffers in every step, so the device compares the grid, and nothing reads it to wait for a GPU."""
+    source, model, x = small(ref_feat_shape=(3, 5)), small(), torch.randn(2, 3, 48, 64)
+    expected = source(x)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        copied_in_place(source, model, tmp_path)
+        wrapped = DistributedDataParallel(model)
+        for _ in range(3):
+            torch.testing.assert_close(wrapped(x), expected)
+        copied_in_place(small(), model, tmp_path)
+        with pytest.raises(RuntimeError, match=TOLD):
+            wrapped(x)
+        model.load_state_dict(source.state_dict())
+        torch.testing.assert_close(wrapped(x), expected)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(dtype: torch.dtype) -> None:
+    """Tables are kept for all models of the process, whoever made them first."""
+    size = (56, 88) if dtype == torch.bfloat16 else (56, 72)  # no other test has these grids
+    model, x = small(), torch.randn(1, 3, *size)
+    torch.set_default_dtype(dtype)
+    try:
+        first, made = model(x), small(dtype=torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(first, model.double()(x.double()).float(), rtol=1e-4, atol=1e-4)
+    assert made.ref_feat_bits.dtype == torch.float32
 
 
 def test_inference_mode() -> None:
@@ -165,4 +313,4 @@ def test_inference_mode() -> None:
 def test_uninitialised_memory_is_written_again() -> None:
     model = small().to("meta").to_empty(device="cpu")
     model.init_weights()
-    assert model.ref_feat_shape.tolist() == [4, 4]
+    assert model.ref_feat_shape == (4, 4)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.clients.small_models import backbone_in
+from vil.grid import bits_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -184,14 +185,14 @@ def test_a_saved_model_comes_back(build: Callable, images: Callable, tmp_path: P
     with torch.no_grad():
         for parameter in part.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-        part.ref_feat_shape.copy_(torch.tensor([3, 5]))
+        part.ref_feat_bits.copy_(bits_of((3, 5)))
     model.save_pretrained(tmp_path)
     torch.manual_seed(2)
     again, told = type(model).from_pretrained(
         tmp_path, config=model.config, output_loading_info=True
     )
     assert not any(told.values()), told
-    assert backbone_in(again).ref_feat_shape.tolist() == [3, 5]
+    assert backbone_in(again).ref_feat_shape == (3, 5)
     with torch.no_grad():
         for output, expected in zip(again.eval()(x).values(), model(x).values(), strict=True):
             if isinstance(output, Tensor):
@@ -199,11 +200,11 @@ def test_a_saved_model_comes_back(build: Callable, images: Callable, tmp_path: P
 
 
 def test_former_files(images: Callable, tmp_path: Path) -> None:
-    """Files without ``ref_feat_shape`` are right; those with former names are, if told so."""
+    """Files without ``ref_feat_bits`` are right; those with former names are, if told so."""
     model, x = wrapper().eval(), images(64, 96)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    del saved["timm_model.ref_feat_shape"]
+    del saved["timm_model.ref_feat_bits"]
     save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
     load = type(model).from_pretrained
     assert torch.equal(load(tmp_path)(x).logits, model(x).logits)

@@ -69,7 +69,7 @@ def loads_exactly_or_is_refused(source: Path, weights: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize("kind", ODD_TENSORS)
 def test_tensors(kind: str, content: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "damaged.pt"
-    names = [name for name in content["state_dict"] if name != "ref_feat_shape"]  # no weight
+    names = [name for name in content["state_dict"] if name != "ref_feat_bits"]  # no weight
     for name in random.Random(kind).sample(names, 6):
         broken = with_value(
             content, ("state_dict", name), ODD_TENSORS[kind](content["state_dict"][name])

@@ -41,9 +41,9 @@ def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) ->
     expected = model(x)
     resized = copy.deepcopy(model)
     resized.set_input_size((64, 48))
-    assert resized.ref_feat_shape.tolist() == [4, 4]
+    assert resized.ref_feat_shape == (4, 4)
     built = small(name, img_size=(64, 48))
-    assert built.ref_feat_shape.tolist() == [8, 6]
+    assert built.ref_feat_shape == (8, 6)
     built.load_state_dict(model.state_dict())
     save_file(resized.state_dict(), tmp_path / "resized.safetensors")
     again = small(name, img_size=(64, 48))
@@ -56,7 +56,7 @@ def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) ->
         pretrained_cfg_overlay={"file": str(tmp_path / "own.safetensors"), "num_classes": 5},
     ).eval()  # fmt: skip
     for other in (resized, built, again, filtered, by_timm):
-        assert other.ref_feat_shape.tolist() == [4, 4]
+        assert other.ref_feat_shape == (4, 4)
         assert torch.allclose(other(x), expected, atol=1e-5)
         assert torch.equal(other(images()), built(images()))
 
@@ -64,15 +64,15 @@ def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) ->
 def test_weights_of_a_grid_are_plain_at_it() -> None:
     """An example is Vision Mamba's weights fine-tuned at half the stride."""
     trained = small(patch_stride=4, grid_aware=False)
-    assert "ref_feat_shape" not in trained.state_dict()
+    assert "ref_feat_bits" not in trained.state_dict()
     model = small(patch_stride=4)
     model.load_state_dict(trained.state_dict())
-    assert model.ref_feat_shape.tolist() == [7, 7]
+    assert model.ref_feat_shape == (7, 7)
     assert torch.equal(model(images()), trained(images()))
     coarse = small()
     finer = small(patch_stride=4)
     finer.load_state_dict(coarse.state_dict())
-    assert finer.ref_feat_shape.tolist() == [4, 4]
+    assert finer.ref_feat_shape == (4, 4)
     assert not torch.allclose(finer(images()), trained(images()), atol=1e-3)
 
 
@@ -88,7 +88,8 @@ def test_former_names_are_read(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="trained_grid is now ref_feat_shape"):
         old = small(**former)
     state = model.state_dict()
-    state["trained_grid"] = state.pop("ref_feat_shape")
+    del state["ref_feat_bits"]
+    state["trained_grid"] = torch.tensor([2, 2])
     old.load_state_dict(state)
     about = {"arch": "vil_tiny", "model_args": SMALL | former, "pretrained_cfg": {}, "epoch": 1}
     torch.save(about | {"config": {}, "run": {}, "state_dict": state}, tmp_path / "old.pt")
@@ -96,7 +97,7 @@ def test_former_names_are_read(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         loaded = vil.load(tmp_path / "old.pt").eval()
     for other in (old, loaded):
-        assert (other.ref_feat_shape.tolist(), other.checkpoint_min_tokens) == ([2, 2], 9)
+        assert (other.ref_feat_shape, other.checkpoint_min_tokens) == ((2, 2), 9)
         assert torch.equal(other(images()), model(images()))
 
 

@@ -398,7 +398,7 @@ class _Columns(nn.Module):
 
     def __init__(self, places: list[int]) -> None:
         super().__init__()
-        self.register_buffer("places", torch.tensor(places))
+        self.register_buffer("places", torch.tensor(places, dtype=torch.int64))
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return logits[:, self.places]

@@ -50,7 +50,7 @@ class Signals:
             answer, work = self._pending
             work.wait()
             number, save = answer[0].item(), bool(answer[1])
-        question = torch.tensor([self.received, int(due and not save)])
+        question = torch.tensor([self.received, int(due and not save)], dtype=torch.int64)
         self._pending = question, dist.all_reduce(question, dist.ReduceOp.MAX, async_op=True)
         return number, save
 

@@ -84,8 +84,8 @@ class Normalize:
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         shape = (1, config.model.in_chans, 1, 1)
-        self.mean = torch.tensor(config.data.mean, device=device).view(shape)
-        self.std = torch.tensor(config.data.std, device=device).view(shape)
+        self.mean = torch.tensor(config.data.mean, dtype=torch.float32, device=device).view(shape)
+        self.std = torch.tensor(config.data.std, dtype=torch.float32, device=device).view(shape)
         self.device = device
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:

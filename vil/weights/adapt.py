@@ -17,6 +17,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models._input import get_pretrained_grid_size, update_model_args
 from torch import Tensor, nn
 
+from vil.grid import bits_of, grid_of
 from vil.tokens import class_token_first
 
 _logger = logging.getLogger("vil")
@@ -50,7 +51,7 @@ def adapt(
         resample_patches: Resample a patch embedding of another size instead of raising an error.
 
     Returns:
-        The weights. If they have a position embedding, ``ref_feat_shape`` is added: the embedding's grid, unless the
+        The weights. If they have a position embedding, ``ref_feat_bits`` is added: the embedding's grid, unless the
         weights contain another.
 
     Raises:
@@ -76,7 +77,7 @@ def adapt(
     if prefix + "pos_embed" in adapted:
         pos_embed, grid = _resized_pos_embed(adapted[prefix + "pos_embed"], model, grid)
         adapted[prefix + "pos_embed"] = pos_embed
-        adapted.setdefault(prefix + "ref_feat_shape", torch.tensor(grid))
+        adapted.setdefault(prefix + "ref_feat_bits", bits_of(grid))
     return adapted
 
 
@@ -94,11 +95,11 @@ def adapt_inside(
     """
     try:
         adapted = adapt(state_dict, model, prefix, metadata.get("grid_size"))
-        grid = adapted.pop(prefix + "ref_feat_shape", None)
-        if grid is not None:
-            update_model_args(model, ref_feat_shape=grid_from(grid))
-        if grid is not None and model.ref_feat_shape is not None:
-            adapted[prefix + "ref_feat_shape"] = torch.tensor(grid_from(grid))
+        bits = adapted.pop(prefix + "ref_feat_bits", None)
+        if bits is not None:
+            update_model_args(model, ref_feat_shape=grid_of(bits))
+        if bits is not None and model.ref_feat_bits is not None:
+            adapted[prefix + "ref_feat_bits"] = bits_of(grid_of(bits))
     except ValueError as error:
         raise RuntimeError(str(error)) from error
     state_dict.clear()
@@ -194,18 +195,6 @@ def _resized_pos_embed(
     return resampled, grid
 
 
-def grid_from(recorded: Tensor) -> tuple[int, int]:
-    """Return the numbers of ``ref_feat_shape``; raise ValueError unless they are two positive integers.
-
-    Averages and copies in half precision are floating point. There, integers from 2 / eps on may have been rounded.
-    """
-    below = 2 / torch.finfo(recorded.dtype).eps if recorded.is_floating_point() else math.inf
-    sizes = recorded.tolist() if recorded.shape == (2,) and not recorded.is_complex() else []
-    if len(sizes) != 2 or not all(1 <= size < below and size == int(size) for size in sizes):
-        raise ValueError(f"ref_feat_shape must be two positive integers, got {recorded}")
-    return (int(sizes[0]), int(sizes[1]))
-
-
 def _grid_of_arguments(
     model: nn.Module, weight: Tensor | None, patches: int
 ) -> tuple[int, int] | None:
@@ -242,8 +231,9 @@ def with_own_names(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[s
         state_dict = _from_official(state_dict, prefix)
     own = re.compile(rf"{re.escape(prefix)}(blocks\.\d+\.mixer\.)out_proj\.(.+)")
     renamed = {own.sub(rf"{prefix}\1proj.\2", name): value for name, value in state_dict.items()}
-    if prefix + "trained_grid" in renamed:
-        renamed[prefix + "ref_feat_shape"] = renamed.pop(prefix + "trained_grid")
+    for name in (prefix + "trained_grid", prefix + "ref_feat_shape"):
+        if name in renamed:
+            renamed[prefix + "ref_feat_bits"] = bits_of(tuple(map(int, renamed.pop(name))))
     return renamed
 
 

@@ -319,7 +319,7 @@ def _load_report(
     taken, resampled, new = 0, [], []
     levels = [key for key in missing if key.startswith("pyramid.")]
     for key, value in model.state_dict().items():
-        if key in levels or key == "ref_feat_shape":  # no weight
+        if key in levels or key == "ref_feat_bits":  # no weight
             continue
         if key in missing:
             new.append(f"{key} {tuple(value.shape)}")
