@@ -1,6 +1,8 @@
 """Several ranks on one machine, over gloo, compared with a single process."""
 
 import csv
+import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -18,7 +20,7 @@ from vil.training import distributed
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError
 from vil.training.recipes import to_yaml
-from vil.training.settings import RunConfig, TrainConfig
+from vil.training.settings import ModelConfig, RunConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 LAST_RESORT = 900  # seconds, if processes hang; otherwise they end within 10
@@ -104,6 +106,25 @@ def test_two_processes_equal_one(one_step_epochs, train, tmp_path) -> None:
         )
         for key in ("loss", "grad_norm"):
             assert float(left[key]) == pytest.approx(float(right[key]), rel=1e-4)
+
+
+@pytest.mark.ci
+def test_batch_norm_of_two_processes_scores_as_saved(config, evaluate, tmp_path) -> None:
+    """Ranks see other images, so each has other statistics: those of rank 0 are scored and saved."""
+    model = ModelConfig(name="test_resnet", num_classes=4, img_size=32, in_chans=3)
+    config = dataclasses.replace(config, model=model).changed("optim", lr_base=1e-2)
+    folder = tmp_path / "run"
+    processes = start(config, folder, 2)
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    row = log(folder)[-1]
+    for prefix, arguments in (("", ()), ("ema_", ("--ema",))):
+        result = tmp_path / "result.json"
+        assert evaluate(str(folder / "last.pt"), "--json", str(result), *arguments) == 0
+        found = json.loads(result.read_text())
+        assert float(row[f"{prefix}top1"]) == pytest.approx(found["top1"])
+        loss = float(row[f"{prefix or 'val_'}loss"])
+        assert loss == pytest.approx(found["loss"], rel=1e-5)
 
 
 @pytest.fixture

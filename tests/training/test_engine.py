@@ -1,5 +1,6 @@
 """One optimizer step, and the evaluation of several models in one pass."""
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 
 from vil.training.distributed import World
-from vil.training.engine import Score, evaluate, train_step
+from vil.training.engine import Score, _average_unless, evaluate, train_step
 from vil.training.loader import Step, ValData, open_source
 from vil.training.model import TrainSetup, build
 from vil.training.passes import ScoringPass
+from vil.training.settings import ModelConfig
 
 
 class CountedData(ValData):
@@ -69,15 +71,34 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) 
 
 
 @pytest.mark.parametrize("opt", ["adamw", "sgd"])  # only adamw decides on the device
-def test_a_step_whose_loss_is_not_finite_changes_no_weight(config, opt) -> None:
+@pytest.mark.parametrize("name", ["vil_tiny", "test_resnet"])  # only the latter has BatchNorm
+def test_a_step_whose_loss_is_not_finite_changes_nothing(config, name, opt) -> None:
+    if name != "vil_tiny":
+        model = ModelConfig(name=name, num_classes=4, img_size=16, in_chans=3)
+        config = dataclasses.replace(config, model=model)
     config = config.changed("optim", opt=opt)
     training = build(config, World(), 4)
-    loss = training.training_pass
-    training = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * torch.nan)
-    before = [weight.clone() for weight in training.model.parameters()]
+    with torch.no_grad():  # so that the average would move towards the model
+        for parameter in training.ema.module.parameters():
+            parameter.add_(0.1)
+    parts = [training.model, training.ema.module]
+    before = [{n: v.clone() for n, v in part.state_dict().items()} for part in parts]
+    training.model.register_forward_pre_hook(lambda _, images: (images[0] * torch.nan,))
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
     train_step(training, Step(0, [(images, torch.arange(8) % 4)], {}), config)
-    assert all(map(torch.equal, training.model.parameters(), before))
+    for part, values in zip(parts, before, strict=True):
+        for key, value in part.state_dict().items():
+            assert torch.equal(value, values[key]), key
+
+
+def test_an_average_on_a_gpu_is_that_of_timm(training) -> None:
+    """There, whether a step is bad is not read: it would wait for the device."""
+    own = copy.deepcopy(training.ema)
+    own.update(training.model)
+    _average_unless(torch.tensor(True), training.ema, training.model)
+    _average_unless(torch.tensor(False), training.ema, training.model)
+    for one, other in zip(own.parameters(), training.ema.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.9, 0.99)])  # the default, which is for two

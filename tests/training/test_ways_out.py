@@ -1,5 +1,6 @@
 """How runs end: one line and an exit code; repeating the command ends bit-identically."""
 
+import dataclasses
 import errno
 import multiprocessing
 import os
@@ -13,13 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from timm.optim import list_optimizers
 from torch.multiprocessing import reductions
 
 from tests.training.run_files import assert_same, load, rows
 from vil.training import engine, loader, report
 from vil.training import train as loop
-from vil.training.errors import DataError
-from vil.training.settings import TrainConfig
+from vil.training.distributed import World
+from vil.training.errors import ConfigError, DataError
+from vil.training.model import build
+from vil.training.settings import ModelConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 STEP = 5  # the second step of the second of two epochs; each has 4 steps
@@ -168,6 +172,23 @@ def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
     assert not multiprocessing.active_children()
     assert train(chosen, *arguments) == 0
     assert_same(left(folder), outcomes["alone"])
+
+
+def test_batch_norm_of_one_value_is_told(config, train, capsys, tmp_path) -> None:
+    model = ModelConfig(name="test_resnet", num_classes=4, img_size=16, in_chans=3)
+    config = dataclasses.replace(config, model=model).changed("augment", mixup=0.0, cutmix=0.0)
+    config = config.changed("data", batch_size=1)
+    assert train(config, "--run.output", str(tmp_path / "run")) == 2
+    told = capsys.readouterr().err
+    assert "one value per channel" in told
+    assert "raise data.batch_size or model.img_size" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [n for n in list_optimizers() if n.startswith(("bnb", "fused"))])
+def test_optimizers_of_other_packages_are_told(name, config) -> None:
+    with pytest.raises(ConfigError, match=f"cannot create optimizer {name}: .*(APEX|bitsandbytes)"):
+        build(config.changed("optim", opt=name), World(), 4)
 
 
 def test_too_many_bad_images_leave_the_checkpoint_before_them(

@@ -61,6 +61,11 @@ class World:
         dist.broadcast_object_list(values)
         return values[0]
 
+    def share(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor of rank 0 to all ranks in place; every rank must call this."""
+        if self.size > 1:
+            dist.broadcast(tensor, 0)
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks in place; every rank must call this."""
         if self.size > 1:

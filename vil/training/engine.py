@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+from timm.utils import ModelEmaV3
+from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -41,10 +43,10 @@ class Score(NamedTuple):
 
 
 def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
-    """Run one optimizer step; skip the update if the gradient is not finite.
+    """Run one optimizer step; if the gradient is not finite, change nothing.
 
     All processes have the same gradient, so they make the same decision. The decision stays on the
-    device if the optimizer can read it there.
+    device if the optimizer can read it there and the model has no BatchNorm.
 
     Args:
         setup: Model and optimizer, updated in place.
@@ -54,14 +56,22 @@ def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult
     Raises:
         DataError: If a label is not in [0, model.num_classes).
     """
+    before = [statistic.clone() for statistic in setup.statistics]
     loss = _accumulate(setup, step, config)
     parameters = [p for p in setup.model.parameters() if p.grad is not None]
     norm = get_total_norm([p.grad for p in parameters])
     if config.optim.clip_grad is not None:
         clip_grads_with_norm_(parameters, config.optim.clip_grad, norm)
-    _update(setup.optimizer, norm)
-    if setup.ema is not None:
-        setup.ema.update(setup.model)
+    bad = ~norm.isfinite()
+    _update(setup.optimizer, bad)
+    if before and bad:
+        for statistic, value in zip(setup.statistics, before, strict=True):
+            statistic.copy_(value)
+    if setup.ema is not None and bad.device.type == "cpu":
+        if not bad:
+            setup.ema.update(setup.model)
+    elif setup.ema is not None:
+        _average_unless(bad, setup.ema, setup.model)
     return StepResult(loss, norm)
 
 
@@ -158,13 +168,25 @@ def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, t
     return functional.cross_entropy(logits, targets, reduction="sum").double(), hits
 
 
-def _update(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """Step the optimizer if the gradient norm is finite.
+@torch.no_grad()
+def _average_unless(bad: torch.Tensor, ema: ModelEmaV3, model: nn.Module) -> None:
+    """Update the average, unless ``bad``, whose value stays on the device."""
+    pairs = zip(ema.module.state_dict().values(), model.state_dict().values(), strict=True)
+    own, new = zip(*((a, b) for a, b in pairs if a.is_floating_point()), strict=True)
+    for a, b in zip(ema.module.buffers(), model.buffers(), strict=True):
+        if not a.is_floating_point():  # of a bad step, the former value
+            a.copy_(b)
+    towards = torch._foreach_sub(new, own)
+    torch._foreach_mul_(towards, (1 - ema.decay) * ~bad)
+    torch._foreach_add_(own, towards)
+
+
+def _update(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
+    """Step the optimizer unless the gradient is bad.
 
     PyTorch's fused optimizers take the condition as a tensor, in the way GradScaler passes it. Other
     optimizers have to wait for it.
     """
-    bad = ~norm.isfinite()
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = bad.float()
         optimizer.grad_scale = None

@@ -110,7 +110,7 @@ def run_script(body: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
-    except (UserError, RuntimeError, MemoryError, OSError) as error:
+    except (UserError, RuntimeError, MemoryError, OSError, ValueError) as error:
         explained = _explained(error)
         if explained is None:
             raise
@@ -155,6 +155,11 @@ def _explained(error: Exception) -> UserError | None:
         return ConfigError(
             f"too little memory ({first_line(error)}); raise run.grad_accum_steps, which keeps the batch, or lower "
             f"data.validation_batch_size or data.num_workers"
+        )
+    if "more than 1 value per channel" in told:  # in PyTorch's BatchNorm
+        return ConfigError(
+            f"a BatchNorm of the model has one value per channel: {first_line(error)}; raise data.batch_size or "
+            f"model.img_size, or lower run.grad_accum_steps"
         )
     if isinstance(error, OSError) and error.errno is not None:  # not handled by any caller
         return OutputError(

@@ -44,12 +44,20 @@ class TrainSetup:
     steps_per_epoch: int
     augment: BatchAugment
     world: World
+    statistics: list[torch.Tensor]
+    """Buffers that training changes, such as BatchNorm's."""
 
     def set_step(self, step: int) -> None:
         """Set the learning rate of a step, counted from the start of the run; see ``ScheduleConfig.by``."""
         # Only one call has an effect: the first for a schedule by epochs, the second for one by steps.
         self.scheduler.step(max(step // self.steps_per_epoch - 1, 0))
         self.scheduler.step_update(step)
+
+    def share_statistics(self) -> None:
+        """Give all ranks the statistics of rank 0, also of the average, which score and are saved."""
+        for model in (self.model, *self.averages):
+            for statistic in _statistics(model):
+                self.world.share(statistic)
 
     @property
     def averages(self) -> list[nn.Module]:
@@ -105,7 +113,7 @@ def build(
     return TrainSetup(
         model=model,
         origin=origin,
-        training_pass=_distribute(training_pass, config.model, world),
+        training_pass=_distribute(training_pass, model, config.model, world),
         scoring_passes=[ScoringPass(each, config.run, world.device) for each in scored],
         ema=ema,
         optimizer=optimizer,
@@ -113,6 +121,7 @@ def build(
         steps_per_epoch=steps_per_epoch,
         augment=BatchAugment(config, world.device),
         world=world,
+        statistics=_statistics(model),
     )
 
 
@@ -208,7 +217,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.o
             **_betas(config),
             **({"fused": True} if config.opt.lower() in _FUSED else {}),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError, ImportError) as error:  # no APEX, say
         raise ConfigError(f"cannot create optimizer {config.opt}: {one_line(error)}") from error
     if getattr(optimizer, "is_second_order", False):
         raise ConfigError(
@@ -227,7 +236,15 @@ def _betas(config: OptimConfig) -> dict[str, tuple[float, ...]]:
     raise ValueError(f"optim.opt_betas must be {count} numbers, got {config.opt_betas}")
 
 
-def _distribute(training_pass: TrainingPass, config: ModelConfig, world: World) -> nn.Module:
+def _statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers that training changes, as BatchNorm's; the one of our models is a constant."""
+    named = model.named_buffers()
+    return [value for name, value in named if not name.endswith("ref_feat_bits")]
+
+
+def _distribute(
+    training_pass: TrainingPass, model: nn.Module, config: ModelConfig, world: World
+) -> nn.Module:
     """Wrap the training pass in DistributedDataParallel if there are several processes.
 
     After its first backward pass, DistributedDataParallel rebuilds its buckets in the order in which
@@ -238,10 +255,8 @@ def _distribute(training_pass: TrainingPass, config: ModelConfig, world: World) 
     if world.size == 1:
         return training_pass
     devices = [world.device] if world.device.type == "cuda" else None
-    # Our models' only buffer is a constant of whole numbers, which needs no broadcast before every step.
-    statistics = any(buffer.is_floating_point() for buffer in training_pass.buffers())
     renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    sync = {"forward_sync_buffers" if renamed else "broadcast_buffers": statistics}
+    sync = {"forward_sync_buffers" if renamed else "broadcast_buffers": bool(_statistics(model))}
     averaging = DistributedDataParallel(
         training_pass, devices, gradient_as_bucket_view=True, **sync
     )

@@ -243,8 +243,8 @@ class OptimConfig(Section):
     best: Literal["raw", "ema"] = "raw"
     """Select best.pt by the top-1 of the raw weights or of the averaged weights."""
     max_bad_steps: Free[CountFromZero] = 10
-    """Number of steps with a non-finite loss or gradient to tolerate before the run stops. These steps do not change
-    the weights; their images are listed in skipped.txt."""
+    """Number of steps with a non-finite loss or gradient to tolerate before the run stops. These steps change
+    nothing; their images are listed in skipped.txt."""
     model_ema_decay: Share | None = 0.99996
     """Decay of the averaged weights (EMA) per step; None disables averaging."""
 

@@ -81,6 +81,7 @@ def train(config: TrainConfig) -> None:
                         raise StoppedError(number)
                     report.progress()
                 read_losses(run, report, train_data)
+                setup.share_statistics()
                 scores = evaluate(setup.scoring_passes, val_data)
                 end_epoch(folder, run, report, scores)
             report.summary()
