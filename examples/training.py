@@ -37,7 +37,7 @@ def options(description: str, output: str, epochs: int) -> argparse.ArgumentPars
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--data", type=Path, help="folder, laid out as folders.py says; shapes without it")
+    add("--data", type=_path, help="folder, laid out as folders.py says; shapes without it")
     add("--backbone", default=BACKBONE, help="timm's name of a model with several strides")
     add("--model-kwargs", nargs="*", default={}, action=ParseKwargs, help="such as depth=8")
     add("--weights", help="of the backbone, whatever vil.load takes")
@@ -49,8 +49,12 @@ def options(description: str, output: str, epochs: int) -> argparse.ArgumentPars
     add("--seed", type=int, default=0, help="of shapes, order and weights")
     add("--workers", type=int, default=0, help="processes that read images")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--output", type=Path, default=Path(output), help="folder of log, picture and weights")
+    add("--output", type=_path, default=Path(output), help="folder of log, picture and weights")
     return parser
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()  # shells leave ~ after an equals sign
 
 
 def batches(

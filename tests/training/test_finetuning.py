@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -92,7 +93,29 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
     assert (result["num_images"], result["split"]) == (2, "0.15 of the images")
     assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-6)
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.path", "photos"])
+    (tmp_path / "link").symlink_to(tmp_path / "photos")
+    shutil.copytree("photos/train", "moved")
+    same = ["photos/train", f"{tmp_path}/photos/val/../train", "link/train"]
+    for path, *options, number in (
+        *((path, 2) for path in same),
+        ("moved", "--data.val-fraction", "0.15", 2),
+        ("moved", 12),
+    ):
+        capsys.readouterr()
+        caplog.clear()
+        command = ["eval.py", "output/scratch/last.pt", "--json", "result.json", "--data.path"]
+        monkeypatch.setattr(sys, "argv", [*command, path, *options])
+        assert run_script(eval_script.main) == 0
+        told = caplog.text + capsys.readouterr().out
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["num_images"] == number
+        assert f"{result['path']}, {'all images' if number == 12 else '0.15 of the images'}" in told
+        assert ("all 12 images of moved are scored. The run held out 0.15" in told) == (
+            number == 12
+        )
+        assert ("--data.val-fraction 0.15 scores the held-out ones" in told) == (number == 12)
+    command = ["eval.py", "output/scratch/last.pt", "--data.path", "photos"]
+    monkeypatch.setattr(sys, "argv", command)
     assert run_script(eval_script.main) == 0
     result = json.loads((tmp_path / "output" / "scratch" / "last-photos-eval.json").read_text())
     assert (result["num_images"], result["split"]) == (3, "validation")  # photos/val, whole

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,15 @@ import yaml
 from PIL import Image
 
 import vil  # noqa: F401  registers the models
+from downstream.run import Options
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
+from vil.training.evaluation import EvalConfig
+from vil.training.make_shards import MakeOptions, VerifyOptions
 from vil.training.model import TrainSetup, build, build_model, build_optimizer
-from vil.training.recipes import flat, from_dict, load_config, read_recipe, to_yaml
+from vil.training.prediction import PredictConfig
+from vil.training.recipes import flat, from_dict, load_config, parse, read_recipe, to_yaml
+from vil.training.release import ReleaseConfig
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import OptimConfig, TrainConfig
 from vil.training.transforms import Normalize, to_planes, train_transform, val_transform
@@ -283,3 +290,48 @@ def test_resolved_config_survives_yaml_and_dict(tmp_path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_recipe(tmp_path / "config.yaml") == config
     assert from_dict(dataclasses.asdict(config), "here") == config
+
+
+PROGRAMS = {
+    EvalConfig: ("{0}/best.pt", "--json={0}/a.json", "--data.path={0}/photos"),
+    PredictConfig: ("local-dir:{0}/release", "{0}/1.jpg", "{0}/2.jpg", "--output={0}/a.csv"),
+    ReleaseConfig: ("{0}/best.pt", "{0}/release"),
+    MakeOptions: ("{0}/photos", "{0}/shards"),
+    VerifyOptions: ("{0}/shards",),
+    Options: ("--output={0}/run", "--data={0}/ade", "--weights={0}/best.pt", "--img-size=8",
+              "--steps=1", "--batch-size=1", "--precision=32-true", "--val-steps=1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
+def test_paths_name_home_and_variables(kind, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def read(place: str) -> object:
+        return parse(kind, [word.format(place) for word in PROGRAMS[kind]])
+
+    expected = read(str(tmp_path))
+    assert all(read(place) == expected for place in ("~", "$PLACE", "${PLACE}"))
+    for unknown in ("$NOWHERE", "${NOWHERE}", "~nobody-here"):
+        with pytest.raises(
+            ConfigError, match=rf"\w+ names an unknown .*, {re.escape(unknown)}, got"
+        ):
+            read(unknown)
+    with pytest.raises(ConfigError, match=r"\w+ must be UTF-8, got .*udce9.*; rename the file"):
+        read(os.fsdecode(b"caf\xe9"))
+    (tmp_path / "$NOWHERE").mkdir()
+    if kind is VerifyOptions:
+        assert parse(kind, ["$NOWHERE"]).shards == "$NOWHERE"
+
+
+def test_recipes_name_home_and_variables(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("run: {output: ~/run}\ndata: {path: $HOME/photos}\nmodel: {name: vil_tiny}")
+    config = load_config(["--config=~/mine.yaml"], CONFIGS / "digits.yaml")
+    assert (config.run.output, config.data.path) == (f"{tmp_path}/run", f"{tmp_path}/photos")
+    recipe.write_text("run: {output: $NOWHERE/run}")
+    with pytest.raises(ConfigError, match=r"mine.yaml: run.output names an unknown user or variab"):
+        load_config(["--config=~/mine.yaml"], CONFIGS / "digits.yaml")

@@ -135,6 +135,52 @@ def test_modules_around_the_model_are_removed_from_names(
     assert told() == (expected + form, logging.WARNING)
 
 
+FOREIGN = {
+    "Lightning with a weighted loss": ("model.", {"criterion.weight": 5}),
+    "torchvision's average": ("module.", {"n_averaged": ()}),
+    "a detector": ("backbone.", {f"neck.{i}.conv.weight": (2, 2) for i in range(9)}),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_entries_of_others_are_left_out(
+    name: str,
+    run: tuple[Path, nn.Module, nn.Module],
+    told: Callable[[], tuple[str, int]],
+    tmp_path: Path,
+) -> None:
+    prefix, others = FOREIGN[name]
+    wrapped = {prefix + key: value for key, value in run[1].state_dict().items()}
+    torch.save(
+        {"state_dict": wrapped | {k: torch.ones(v) for k, v in others.items()}}, tmp_path / "a"
+    )
+    sizes = {key: value for key, value in SMALL.items() if key != "num_classes"}
+    assert torch.equal(logits(vil.load(tmp_path / "a", "vil_tiny", **sizes)), logits(run[1]))
+    line = told()[0]
+    assert "25 tensors taken" in line
+    assert f"left out: {next(iter(others))}" in line
+    assert line.count("neck.") == (5 if len(others) > 5 else 0)
+    assert ("and 4 more" in line) == (len(others) > 5)
+
+
+def test_a_classifier_of_others_is_left_out_and_several_models_are_refused(
+    run: tuple[Path, nn.Module, nn.Module], told: Callable[[], tuple[str, int]], tmp_path: Path
+) -> None:
+    own = run[1].state_dict()
+    wrapped = {f"backbone.{key}": value for key, value in own.items() if "head" not in key}
+    wrapped |= {"head.fc.weight": torch.ones(5, 16), "head.fc.bias": torch.ones(5)}
+    torch.save({"state_dict": wrapped}, tmp_path / "mmpretrain.pth")
+    loaded = vil.load(tmp_path / "mmpretrain.pth", "vil_tiny", **SMALL)
+    assert torch.equal(loaded.blocks[0].mixer.D, run[1].blocks[0].mixer.D)
+    line = told()[0]
+    assert "names without backbone.; left out: head.fc.weight, head.fc.bias" in line
+    assert "new head.weight" in line
+    both = {f"{part}.{key}": v for part in ("student", "teacher") for key, v in own.items()}
+    torch.save(both, tmp_path / "both.pt")
+    with pytest.raises(ValueError, match=r"several models, named student\. and teacher\.; save"):
+        vil.load(tmp_path / "both.pt", "vil_tiny", **SMALL)
+
+
 def test_the_other_form_is_refused_or_told_of(tmp_path: Path, told: Callable) -> None:
     """Both forms have the same names and shapes. PyTorch's files record the form, even below other modules."""
     exact = timm.create_model("vil_tiny_exact", **SMALL)

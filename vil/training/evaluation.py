@@ -122,6 +122,8 @@ class Subject:
     epoch: int | None
     label_names: tuple[str, ...] | None
     """Names of the classes; None if unknown."""
+    fraction: float = 0.0
+    """data.val_fraction of the run, if all images of another path are scored; else 0."""
 
 
 def load_subject(options: EvalConfig) -> Subject:
@@ -144,10 +146,13 @@ def load_subject(options: EvalConfig) -> Subject:
         config = config.changed("data", **image_options(weights.pretrained_cfg))
     else:
         config = of_a_run(weights.config, f"{name}: ")
+    fraction = config.data.val_fraction
     config = _with_options(config, options)
+    if config.data.val_fraction or None not in (options.data.val_fraction, options.data.val_split):
+        fraction = 0.0
     model, line = _model(weights, config, options)
     config = config.changed("model", num_classes=model.num_classes)
-    return Subject(model, config, line, weights.epoch, weights.label_names)
+    return Subject(model, config, line, weights.epoch, weights.label_names, fraction)
 
 
 def evaluate_as(options: EvalConfig) -> None:
@@ -183,6 +188,12 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         )
     with world.main_first():
         source = open_source(config.data, config.model, training=False, other_classes=True)
+    if subject.fraction:
+        log.warning(
+            f"all {source.num_images:,} images of {printable(str(config.data.path))} are scored. The run held out "
+            f"{subject.fraction:g} of its images; if these are the same, it was trained on the others: "
+            f"--data.val-fraction {subject.fraction:g} scores the held-out ones"
+        )
     tensors = [value.cpu().reshape(-1) for value in subject.model.state_dict().values()]
     weights = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
     check_same(world, described(config, {"validation": source}) | {"weights": weights})
@@ -309,6 +320,8 @@ def describe(result: dict[str, Any]) -> str:
     lines = [
         f"model    {result['model']} at {result['img_size']} px",
         f"weights  {result['weights']}",
+        f"data     {printable(result['path'] or result['dataset'])}, "
+        f"{'all images' if result['split'] == '.' else result['split']}",
         f"top-1    {result['top1']:.2f}% (95% interval {low:.2f} to {high:.2f})   {top5}"
         f"loss {result['loss']:.4f}   on {result['num_images']:,} images",
         f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
@@ -451,9 +464,19 @@ def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfi
     return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
 
 
+def _same_place(one: str, other: str | None, is_path: bool) -> bool:
+    """Return whether two options are equal; of paths, whether they lead to the same folder."""
+    if is_path and other is not None:
+        return Path(one).resolve() == Path(other).resolve()
+    return one == other
+
+
 def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     """Merge the command line into the configuration."""
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
+    for key in ("dataset", "path", "val_split"):
+        if key in chosen and _same_place(chosen[key], getattr(config.data, key), key == "path"):
+            del chosen[key]  # the run's own, so its val_fraction applies
     if chosen.get("dataset", config.data.dataset) != config.data.dataset:
         chosen = {"path": None} | chosen  # the path of another data set does not apply
     if "path" in chosen and chosen.get("dataset", config.data.dataset) == "folder":

@@ -15,7 +15,7 @@ import tyro
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from vil.messages import one_line, short_repr
+from vil.messages import one_line, printable, short_repr
 from vil.training.errors import ConfigError
 from vil.training.settings import TrainConfig
 
@@ -39,11 +39,12 @@ def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
         SystemExit: If the command line cannot be parsed; tyro has printed the reason.
     """
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    recipe_parser.add_argument("--config", type=Path, default=default_recipe)
+    recipe_parser.add_argument("--config", default=str(default_recipe))
     known, overrides = recipe_parser.parse_known_args(arguments)
-    config = parse(TrainConfig, overrides, read_recipe(known.config))
+    recipe = Path(_expanded(known.config, "--config"))
+    config = parse(TrainConfig, overrides, read_recipe(recipe))
     if config.run.output is None:
-        output = str(Path("output", known.config.stem))
+        output = str(Path("output", recipe.stem))
         config = config.changed("run", output=output)
     problems = list(config.contradictions())
     if problems:
@@ -56,7 +57,35 @@ def parse(kind: type[_Options], arguments: list[str], default: _Options | None =
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with nullcontext() if is_first else redirect_stderr(io.StringIO()):
         options = tyro.cli(kind, args=arguments, default=default)
-    return from_dict(dataclasses.asdict(options), "", kind)
+    return from_dict(_expanded(dataclasses.asdict(options), ""), "", kind)
+
+
+def _expanded(value: Any, name: str) -> Any:
+    """Return plain values with ~ and $NAME expanded, which shells do only at the start of a word.
+
+    Args:
+        value: Text, or nested dictionaries and lists of it. A name that exists is not changed.
+        name: Name of the option, for errors.
+
+    Raises:
+        ConfigError: If a text names an unknown user or variable, or has undecodable bytes.
+    """
+    if isinstance(value, dict):
+        return {key: _expanded(v, f"{name}.{key}".strip(".")) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_expanded(v, f"{name}[{i}]") for i, v in enumerate(value)]
+    if not isinstance(value, str | Path):
+        return value
+    text = str(value)
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ConfigError(f"{name} must be UTF-8, got {printable(text)}; rename the file or folder")
+    if os.path.lexists(text):
+        return text
+    scheme = "local-dir:" if text.startswith("local-dir:") else ""
+    path = os.path.expandvars(os.path.expanduser(text.removeprefix(scheme)))
+    if unknown := re.search(r"^~[^/]*|\$\w+|\$\{[^}]*\}", path):
+        raise ConfigError(f"{name} names an unknown user or variable, {unknown[0]}, got {text}")
+    return scheme + path
 
 
 def read_recipe(path: Path) -> TrainConfig:
@@ -69,7 +98,12 @@ def read_recipe(path: Path) -> TrainConfig:
         raise ConfigError(
             f"--config {path} is not YAML: {one_line(error)}", everywhere=True
         ) from error
-    return from_dict({} if sections is None else sections, f"--config {path}: ")
+    origin = f"--config {path}: "
+    try:
+        sections = _expanded({} if sections is None else sections, "")
+    except (ConfigError, RecursionError) as error:
+        raise ConfigError(f"{origin}{one_line(error)}", everywhere=True) from error
+    return from_dict(sections, origin)
 
 
 class _Loader(yaml.SafeLoader):

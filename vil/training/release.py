@@ -23,7 +23,7 @@ from vil.training.errors import ConfigError, OutputError, log
 from vil.training.files import sync
 from vil.training.recipes import of_a_run
 from vil.training.resolve import read_source
-from vil.training.settings import Section, TrainConfig
+from vil.training.settings import DataConfig, Section, TrainConfig
 from vil.weights.build import model_with
 from vil.weights.files import Weights
 
@@ -170,21 +170,25 @@ model = vil.load({json.dumps(name)}, num_classes=3)  # to fine-tune on other cla
         "tags": ["image-classification", "timm", "transformers", "vision-longhorn"],
         "description": f"An image classification model, `{model.name}`, {start or 'trained from scratch'}.",
         "details": details,
-        "usage": usage + _metrics(weights) + _recipe(config),
+        "usage": usage + _metrics(weights, data) + _recipe(config),
         "citation": _PAPERS,
     }
     return generate_readme(card, _plain(name))
 
 
-def _metrics(weights: Weights) -> str:
+def _metrics(weights: Weights, data: DataConfig) -> str:
     """Return the metrics of the epoch of the weights as Markdown, or nothing if the log has none."""
     row = next((row for row in weights.history or () if row["epoch"] == weights.epoch), None)
     prefix = "ema_" if weights.averaged else ""
     if row is None or f"{prefix}top1" not in row:  # e.g. the average has just begun
         return ""
     loss = row["ema_loss" if weights.averaged else "val_loss"]
+    scored = f"its split {_plain(data.val_split)}"
+    if data.val_fraction or data.dataset == "digits":
+        share = f"{data.val_fraction:g} of its images" if data.val_fraction else "360 digits"
+        scored = f"{share}, held out of training"
     return (
-        "\n## Metrics\n\nOn the held-out images of its training data:\n\n"
+        f"\n## Metrics\n\nOn {scored}:\n\n"
         "| top-1 (%) | top-5 (%) | loss |\n|---|---|---|\n"
         f"| {row[prefix + 'top1']:.2f} | {row[prefix + 'top5']:.2f} | {loss:.4f} |\n"
     )

@@ -1,16 +1,18 @@
 """Where weights come from: a file, a folder or a hub, read without executing anything in it."""
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import timm
 from safetensors.torch import load_file
-from timm.models import clean_state_dict, load_model_config_from_hf, load_state_dict_from_hf
+from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
@@ -200,14 +202,11 @@ def _weights(
             raise ValueError(
                 f"{origin}: model_args must not contain {key}, which does not define a model"
             )
-    former, state_dict = (
-        state_dict,
-        clean_state_dict(state_dict),
-    )  # no prefixes of torch.compile, DDP
-    if prefix := _shared_prefix(state_dict):
-        state_dict = {name.removeprefix(prefix): value for name, value in state_dict.items()}
-        origin = f"{origin} (names without {prefix[:50]})"
-    state_dict = _with_metadata(state_dict, former)
+    prefix = _prefix(state_dict, origin)
+    names = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
+    origin += _told_of(prefix, [name for name in state_dict if not name.startswith(prefix)])
+    renamed = {new: state_dict[old] for new, old in names.items()}
+    state_dict = _with_metadata(renamed, state_dict, names)
     if is_official_vim(state_dict):
         described = described or _describe_official_vim(state_dict)
     described = {"model_args": {}} | described | {"pretrained_cfg": cfg}
@@ -224,20 +223,65 @@ def _weights(
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
 
 
-def _with_metadata(state_dict: dict[str, Tensor], former: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_metadata(
+    state_dict: dict[str, Tensor], former: dict[str, Tensor], names: dict[str, str]
+) -> dict[str, Tensor]:
     """Return a state dict with what PyTorch recorded about its modules, by their new names."""
-    pairs = zip(former, state_dict, strict=True)
-    places = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in pairs}
+    places = {old.rpartition(".")[0]: new.rpartition(".")[0] for new, old in names.items()}
     recorded = getattr(former, "_metadata", {})
     state_dict = OrderedDict(state_dict)
     state_dict._metadata = {places[key]: recorded[key] for key in recorded if key in places}
     return state_dict
 
 
-def _shared_prefix(names: Collection[str]) -> str:
+@cache
+def _first_layers() -> tuple[str, ...]:
+    """Return the names of the first layer in timm's models."""
+    cfgs = filter(None, map(timm.get_pretrained_cfg, timm.list_models()))
+    layers = (cfg.first_conv for cfg in cfgs)
+    return tuple({f"{layer}.weight" for layer in layers if isinstance(layer, str)})
+
+
+def _prefix(names: Collection[str], origin: str) -> str:
     """Return the modules around the model, such as "model." of a Lightning module; "" if there are none.
 
-    All names start with it. Without it, some names still have a module: "head." of a mere head is no prefix.
+    A model is where the first layer of one of timm's models is, however many other entries there are. If there is no
+    such layer, it is the prefix that all names share.
+
+    Raises:
+        ValueError: If there are several models with the same names, such as a student and a teacher.
+    """
+    found = {
+        name.removesuffix(layer)
+        for layer in _first_layers()
+        for name in names
+        if f".{name}".endswith(f".{layer}")
+    }
+    outermost = [p for p in sorted(found) if p.count(".") == min(q.count(".") for q in found)]
+    if len(outermost) == 1:
+        return outermost[0]
+    inside = [{n.removeprefix(p) for n in names if n.startswith(p)} for p in outermost]
+    if inside and all(own == inside[0] for own in inside):
+        raise ValueError(
+            f"{origin} has several models, named {' and '.join(outermost)}; save the state dict of one of them"
+        )
+    return _shared_prefix(names)
+
+
+def _told_of(prefix: str, left_out: list[str]) -> str:
+    """Return what to say of a prefix, except for those of DDP and torch.compile, and of names without it."""
+    told = re.sub(r"^(module\.|_orig_mod\.)+", "", prefix)
+    parts = [f"names without {told[:50]}"] if told else []
+    if left_out:
+        parts.append(f"left out: {', '.join(name[:50] for name in left_out[:5])}")
+        parts[-1] += f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _shared_prefix(names: Collection[str]) -> str:
+    """Return the modules with which all names start. Without them, some names still have a module.
+
+    So "head." of a mere head is no prefix.
     """
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     shared = takewhile(lambda modules: len({*modules}) == 1, levels)
