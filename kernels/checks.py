@@ -45,10 +45,11 @@ def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
         )
 
 
+@torch.jit.unused
 def check_not_onnx() -> None:
     """Check that no ONNX export is running, because ONNX has none of this library's operators.
 
-    Fake implementations call this, and every kind of export calls them.
+    Fake implementations call this, which every export calls but that of a traced program, which mixers refuse.
 
     Raises:
         RuntimeError: If an ONNX export is running.
@@ -56,7 +57,7 @@ def check_not_onnx() -> None:
     if torch.onnx.is_in_onnx_export():
         raise RuntimeError(
             "ONNX has no operator vil::mixer: create the model with exportable=True, call its eval(), and "
-            "give it to torch.onnx.export"
+            "give it to torch.onnx.export with dynamo=True"
         )
 
 

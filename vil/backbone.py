@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
 from vil.grid import GridAware, bits_of
+from vil.kernels.checks import check_not_onnx
 from vil.kernels.grid import TokenLayout
 from vil.patch_embed import OverlapPatchEmbed
 from vil.tokens import check_keep, class_token_to_middle, packed_intermediates, resample_pos_embed
@@ -319,6 +320,8 @@ class VisionLonghorn(GridAware):
 
     def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int]]:
         """Return the results of ``_sequence`` for images (B, in_chans, height, width), and their own grid."""
+        if torch.jit.is_tracing():
+            check_not_onnx()  # now, because the conversion of a traced program prints all of it
         _assert(
             x.shape[1] == self.in_chans,
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",

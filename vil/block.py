@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import func_transforms, mixer, onnx, reference
-from vil.kernels.checks import in_forward_mode, is_exporting
+from vil.kernels.checks import check_not_onnx, in_forward_mode, is_exporting
 from vil.kernels.grid import TokenLayout
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
@@ -153,7 +153,8 @@ class BidirectionalMixer(nn.Module):
             save: While training, keep the scan's states for the backward pass instead of recomputing them.
 
         Raises:
-            RuntimeError: An ONNX export is running, but the model lacks ``exportable=True`` or is in training mode.
+            RuntimeError: An ONNX export is running, but the model lacks ``exportable=True`` or is in training mode. Or
+                the export has ``dynamo=False``.
         """
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
@@ -163,6 +164,8 @@ class BidirectionalMixer(nn.Module):
             return self.proj(self._plain(xz, A, layout))
         save = save and self.training  # in evaluation mode, a backward pass recomputes the states
         if not torch.jit.is_scripting():
+            if torch.jit.is_tracing():
+                check_not_onnx()
             params = self._params(A)
             if mixer.is_eager(xz, params):
                 return self.proj(mixer.run(xz, params, self.recurrence, save, layout))

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import vil
 from tests.small import images
+from vil.block import BidirectionalMixer
 from vil.patch_embed import OverlapPatchEmbed
 from vil.profile import count_macs, count_parameters
 from vil.tokens import class_token_first
@@ -297,6 +298,21 @@ def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
     loaded = torch.jit.load(tmp_path / "model.pt")
     for size in ((32, 32), (48, 64)):
         assert torch.allclose(loaded(images(*size)), model(images(*size)))
+
+
+@pytest.mark.parametrize("exportable", [False, True])
+def test_onnx_of_a_traced_program_is_one_error(
+    exportable: bool, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    models = [small("vil_tiny", depth=1, exportable=exportable)]
+    models.append(torch.nn.Sequential(BidirectionalMixer(32)).eval())
+    for model, x in zip(models, (images(), torch.randn(1, 9, 32)), strict=True):
+        with (
+            pytest.warns(DeprecationWarning, match="legacy TorchScript-based ONNX"),
+            pytest.raises(RuntimeError, match=r"exportable=True.* dynamo=True$"),
+        ):
+            torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=False)
+    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
