@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vil import maps
 from vil.messages import printable
+from vil.preprocess import open_image
 from vil.training.files import write_atomically
 
 MOST = 64  # images of a sheet
@@ -63,9 +64,9 @@ def write_sheet(
 def is_sheet(path: Path) -> bool:
     """Return whether a file is a sheet."""
     try:
-        with Image.open(path) as image:
-            return image.info.get("Software") == _MARK
-    except OSError:
+        with path.open("rb") as file:
+            return open_image(file).info.get("Software") == _MARK
+    except Exception:  # decoders raise many types for broken files
         return False
 
 

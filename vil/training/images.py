@@ -178,12 +178,8 @@ class FolderSource(Source):
                 return getattr(error, "strerror", None) or one_line(error)
             return ""
 
-        usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
-        try:
-            with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-                found = list(pool.map(problem, range(self.num_images)))
-        finally:
-            Image.MAX_IMAGE_PIXELS = usual
+        with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+            found = list(pool.map(problem, range(self.num_images)))
         return {index: why for index, why in enumerate(found) if why}
 
     def path(self, index: int) -> Path:
