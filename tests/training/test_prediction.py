@@ -85,20 +85,23 @@ def test_rows_are_what_eval_counts(
 def test_folders_and_files_of_every_kind(
     checkpoint, image_folder, predict, tmp_path, capsys
 ) -> None:
-    """Images that cannot be read have a row with the reason; other files are left out."""
+    """Images that cannot be read have a row with the reason; other files are left out, with their number."""
     inner = tmp_path / "mine" / "2" / "deeper"
     inner.mkdir(parents=True)
     good = next(image_folder.glob("val/*/*.jpg")).read_bytes()
     (tmp_path / "mine" / "10.jpg").write_bytes(good)
     (inner / "wörk \udcff.jpg").write_bytes(good)
     (inner / "cut off.jpg").write_bytes(good[:300])
-    (inner / "notes.txt").write_bytes(b"nothing")
+    for name in ("notes.txt", "1.heic", "2.HEIC", "Thumbs.db"):
+        (inner / name).write_bytes(b"nothing")
     (inner / ".hidden.jpg").write_bytes(good)
     named = tmp_path / "photo"  # a file that is named may have any extension
     named.write_bytes(good)
     capsys.readouterr()
     assert predict(checkpoint, named, tmp_path / "mine", "--top", 2, "--img-size", 24) == 0
-    lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    where = f"{named}, {tmp_path / 'mine'}"
+    assert first.startswith(f"warning: 3 files in {where} are left out (2 .heic, 1 .txt), because")
     assert [line.split(": ")[0].rpartition("/")[2] for line in lines[:4]] == [
         "photo",
         "10.jpg",
@@ -118,9 +121,13 @@ def test_folders_and_files_of_every_kind(
 
 def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "phone").mkdir()
+    (tmp_path / "phone" / "1.heic").write_bytes(b"not read")
     for arguments, code, told in (
         ((checkpoint, tmp_path / "missing.jpg"), 3, "missing.jpg does not exist"),
         ((checkpoint, tmp_path / "empty"), 3, "there are no images in"),
+        ((checkpoint, tmp_path / "phone"), 3, "1 files in"),
+        ((checkpoint, tmp_path / "phone"), 3, "are left out (1 .heic), because"),
         ((tmp_path / "missing.pt", image_folder), 2, "is not a file, a folder"),
         (("vil_tiny", image_folder), 2, "vil_tiny has no weights"),
         ((checkpoint, image_folder, "--maps"), 2, "--maps needs --sheet and a model of this"),

@@ -303,19 +303,24 @@ def list_images(folder: Path, tell: bool = True) -> tuple[list[str], tuple[str, 
         raise DataError(
             printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>")
         )
-    left_out = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
-    told = f"{others.total()} files in {printable(str(folder))} are left out ({left_out})"
-    if not paths:
-        why = f"; {told}" if others else ""
-        raise DataError(f"there are no images in the sub-folders of {folder}{why}")
-    if others and tell:
-        log.warning(f"{told}, because no image can have these extensions")
+    counted = others if tell else Counter()
+    check_found(paths, counted, printable(str(folder)), "the sub-folders of ")
     if empty:
         raise DataError(
             f"class folder {printable(str(folder / empty[0]))} has no images "
             f"({len(empty)} of {len(classes)} class folders have none)"
         )
     return paths, classes, labels
+
+
+def check_found(paths: list, others: Counter[str], where: str, within: str = "") -> None:
+    """Warn of files that are left out by their extension; raise DataError if no image was found."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
+    told = f"{others.total()} files in {where} are left out ({kinds}), because files with these extensions are not read"
+    if not paths:
+        raise DataError(f"there are no images in {within}{where}" + f"; {told}" * bool(others))
+    if others:
+        log.warning(told)
 
 
 def natural_key(name: str) -> tuple[list[str | int], str]:
@@ -355,13 +360,14 @@ def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
     return folders, images, others
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Return all images in a folder and its sub-folders, in timm's order of names; raise DataError if one is unreadable."""
-    inner, images, _ = _look_into(folder)
-    own = [folder / name for name in sorted(images, key=natural_key)]
-    return own + [
-        path for name in sorted(inner, key=natural_key) for path in files_below(folder / name)
-    ]
+def files_below(folder: Path, others: Counter[str]) -> list[Path]:
+    """Return all images below a folder in timm's order, and count others; raise DataError if a folder is unreadable."""
+    inner, images, more = _look_into(folder)
+    others.update(more)
+    found = [folder / name for name in sorted(images, key=natural_key)]
+    for name in sorted(inner, key=natural_key):
+        found += files_below(folder / name, others)
+    return found
 
 
 def _below(folder: Path) -> list[str]:

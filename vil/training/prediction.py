@@ -3,6 +3,7 @@
 import csv
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
 from vil.training.files import write_text
-from vil.training.images import decode_for, files_below
+from vil.training.images import check_found, decode_for, files_below
 from vil.training.loader import check_enlarged, loader_arguments
 from vil.training.passes import ScoringPass
 from vil.training.settings import Count, Section, Text, TrainConfig, Workers
@@ -179,16 +180,15 @@ class _Photographs(Dataset):
 
 def _find(places: list[Path]) -> list[Path]:
     """Return the given files and the images below the given folders; raise DataError if there are none."""
-    found: list[Path] = []
+    found, others = [], Counter()
     for place in places:
         if place.is_dir():
-            found += files_below(place)
+            found += files_below(place, others)
         elif place.exists():
             found.append(place)
         else:
             raise DataError(f"{printable(str(place))} does not exist")
-    if not found:
-        raise DataError(f"there are no images in {', '.join(printable(str(p)) for p in places)}")
+    check_found(found, others, ", ".join(printable(str(place)) for place in places))
     return found
 
 
