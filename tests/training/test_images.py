@@ -2,9 +2,11 @@
 
 import dataclasses
 import io
+import os
 import random
 import re
 import struct
+import subprocess
 import sys
 import threading
 import warnings
@@ -27,6 +29,7 @@ from vil.training.errors import DataError
 from vil.training.images import FolderSource, list_images
 from vil.training.settings import DataConfig, TrainConfig
 
+ROOT = Path(__file__).parents[2]
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
 if features.check("avif"):
     KINDS.append("avif")
@@ -116,6 +119,21 @@ def test_files_of_other_formats_are_counted(tmp_path, caplog) -> None:
         FolderSource(data, training=True)
     FolderSource(parts, training=False)  # reads the same folder again
     assert [record.message.partition(", because")[0] for record in caplog.records] == [told] * 2
+
+
+def test_images_are_found_and_read_in_any_locale(tmp_path) -> None:
+    """Without UTF-8, Python decodes names of files in another way."""
+    fill(tmp_path, "val/\u732b/1.jpg", "val/\u72ac/\u00e9.jpg")
+    program = (
+        "import sys; from vil.training.images import DataConfig, FolderSource\n"
+        "source = FolderSource(DataConfig(path=sys.argv[1]), training=False)\n"
+        "print(sys.getfilesystemencoding(), source.listing, *map(source.read, range(2)))"
+    )
+    env = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    source = FolderSource(DataConfig(path=str(tmp_path)), training=False)
+    assert run.stdout.split() == ["ascii", source.listing, "b'x'", "b'x'"], run.stderr
 
 
 # A fraction held out

@@ -152,7 +152,7 @@ class FolderSource(Source):
             self.folder = _find_split(data, training)
             paths, self.classes, labels = list_images(self.folder)
         # An array, because a million Python strings would be copied into every data-loading worker.
-        self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in paths])
+        self.paths = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
         self.listing = fingerprint(self.paths, self.labels)
 
@@ -184,7 +184,7 @@ class FolderSource(Source):
 
     def path(self, index: int) -> Path:
         """Return the path of an image."""
-        return self.folder / self.paths[index].decode("utf-8", "surrogateescape")
+        return self.folder / os.fsdecode(self.paths[index])
 
 
 class Kept(Source):
