@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import predict as predict_script
+from vil.training.contact_sheet import write_sheet
 from vil.training.errors import run_script
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import TrainConfig
@@ -172,6 +173,35 @@ def test_a_sheet_is_sorted_by_confidence(
         pixels = np.asarray(image.convert("L"))
     assert (pixels[8:200, 4:196] < 250).any()
     assert (pixels[240:, 420:] == 255).all()  # the last row has two images
+
+
+def test_classes_of_any_script_are_told_apart_on_the_sheet(
+    config, train, image_folder, predict, tmp_path
+) -> None:
+    """A letter that the font lacks would be a box: names of classes become numbers, others are escaped."""
+    names = ("\u6a39", "b\u00e4rk", "\u732b", "\u72ac")
+    for old, new in zip(("ash", "birch", "cedar", "dogwood"), names, strict=True):
+        for split in ("train", "val"):
+            (image_folder / split / old).rename(image_folder / split / new)
+    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 0
+    content = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    content["state_dict"]["head.weight"].zero_()
+    image = tmp_path / "\u72ac.jpg"
+    next(image_folder.glob("val/*/*.jpg")).rename(image)
+    drawn = []
+    for number, name in enumerate(("b\u00e4rk", "class 1", "class 2", "class 3")):
+        content["state_dict"]["head.bias"].zero_()[number] = 9
+        torch.save(content, tmp_path / "sure.pt")
+        sheet, output = tmp_path / f"{number}.png", tmp_path / f"{number}.csv"
+        assert predict(tmp_path / "sure.pt", image, "--sheet", sheet, "--output", output) == 0
+        expected = tmp_path / "expected.png"
+        images = [torch.zeros(3, 16, 16, dtype=torch.uint8)]
+        write_sheet(expected, images, [f"{name} 100%"], ["\\u72ac.jpg"], None, None)
+        title, own = (np.asarray(Image.open(path))[200:] for path in (expected, sheet))
+        assert np.array_equal(title, own), name
+        drawn.append(own.tobytes())
+        assert rows_of(output)[0]["class_1"] == sorted(names)[number]
+    assert len(set(drawn)) == 4
 
 
 def test_the_options_of_a_run_are_followed(

@@ -17,7 +17,7 @@ from tyro.conf import Positional
 
 from vil.backbone import VisionLonghorn
 from vil.messages import one_line, printable
-from vil.training.contact_sheet import MOST, is_sheet, write_sheet
+from vil.training.contact_sheet import MOST, is_sheet, shows, write_sheet
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
@@ -70,6 +70,8 @@ class Prediction(NamedTuple):
     error: str = ""
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
+    first: int = 0
+    """Index of the likeliest class."""
 
 
 def predict_as(options: PredictConfig) -> None:
@@ -109,7 +111,7 @@ def predict_as(options: PredictConfig) -> None:
         if options.sheet is not None:
             chosen = _spread(sorted(read, key=lambda number: found[number].probabilities[0]))
             images = _Photographs([paths[number] for number in chosen], subject.config)
-            titles = [f"{found[n].classes[0]} {found[n].probabilities[0]:.0%}" for n in chosen]
+            titles = [_title(found[number]) for number in chosen]
             names = [paths[number].name for number in chosen]
             model = subject.model if options.maps else None
             normalize = Normalize(subject.config, world.device)
@@ -150,7 +152,8 @@ def predictions(
                     yield Prediction(path, why)
                     continue
                 shares, places = next(best)
-                yield Prediction(path, "", tuple(names[place] for place in places), tuple(shares))
+                told = tuple(names[place] for place in places)
+                yield Prediction(path, "", told, tuple(shares), places[0])
             bar.update(len(reasons))
 
 
@@ -228,6 +231,11 @@ def _line(one: Prediction) -> str:
         for name, share in zip(one.classes, one.probabilities, strict=True)
     )
     return f"{printable(str(one.path))}: {told}"
+
+
+def _title(one: Prediction) -> str:
+    name = one.classes[0] if shows(one.classes[0]) else f"class {one.first}"
+    return f"{name} {one.probabilities[0]:.0%}"
 
 
 def _csv(found: list[Prediction], top: int) -> str:
