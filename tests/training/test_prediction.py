@@ -2,7 +2,11 @@
 
 import csv
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +152,43 @@ def test_only_its_own_files_are_replaced(checkpoint, image_folder, predict, tmp_
         assert path.read_bytes() == b"mine"
         assert predict(*command, "--overwrite") == 0
         assert path.read_bytes() == own
+
+
+@pytest.mark.parametrize("option", ["--output", "--sheet"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    option, image_folder, predict, tmp_path, capsys
+) -> None:
+    for path in (tmp_path / "missing" / "file", tmp_path, image_folder / "val/ash/0.jpg/file"):
+        assert predict(tmp_path / "not read.pt", image_folder, option, path, "--overwrite") == 5
+        told = (
+            f"error: {option} must be a file in a folder that exists and can be written, got {path}"
+        )
+        assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_an_interruption_keeps_the_rows(checkpoint, image_folder, tmp_path) -> None:
+    """The third image is a pipe, which the program waits for."""
+    images, output, pipe = (
+        sorted(image_folder.glob("val/*/*.jpg")),
+        tmp_path / "a.csv",
+        tmp_path / "p",
+    )
+    os.mkfifo(pipe)
+    command = [sys.executable, predict_script.__file__, checkpoint, *images[:2], pipe, images[2]]
+    command += ["--output", output, "--num-workers", "0", "--batch-size", "1", "--device", "cpu"]
+    program = subprocess.Popen(list(map(str, command)))
+    writer = None
+    while writer is None and program.poll() is None:
+        try:
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # the program has not opened it yet
+            time.sleep(0.01)
+    program.terminate()
+    assert program.wait() == -signal.SIGTERM
+    os.close(writer)
+    rows = rows_of(output)
+    assert [row["path"] for row in rows] == list(map(str, images[:2]))
+    assert all(row["class_4"] for row in rows)
 
 
 @pytest.mark.parametrize("maps", [(), ("--maps",)])
