@@ -293,8 +293,9 @@ def _readers() -> list[tuple[Callable[[BinaryIO, str], Image.Image], Callable | 
     Image.init()
     unlimited = {"_decompression_bomb_check": lambda size: None}
     names = unlimited | {"Image": SimpleNamespace(**vars(Image) | unlimited)}
-    texts = "chunk_iCCP chunk_iTXt chunk_zTXt"
-    names["PngStream"] = _rebound(PngStream, texts, {"_safe_zlib_decompress": _inflated})
+    # Pillow's own function raises an error if a text or colour profile has more than 1 MB.
+    texts = {"_safe_zlib_decompress": lambda s: zlib.decompressobj().decompress(s, MAX_TEXT_MEMORY)}
+    names["PngStream"] = _rebound(PngStream, "chunk_iCCP chunk_iTXt chunk_zTXt", texts)
     own = {
         "PNG": _rebound(PngImageFile, "_open _crop", names),
         "GIF": _rebound(GifImageFile, "_seek", names),
@@ -312,11 +313,6 @@ def _rebound(kind: type, methods: str, names: dict[str, Any]) -> type:
         seen = old.__globals__ | names
         own[method] = FunctionType(old.__code__, seen, method, old.__defaults__, old.__closure__)
     return type(kind.__name__, (kind,), own)
-
-
-def _inflated(content: bytes) -> bytes:
-    """Inflate up to 64 MB of a text or colour profile; Pillow's own function raises an error above 1 MB."""
-    return zlib.decompressobj().decompress(content, MAX_TEXT_MEMORY)
 
 
 def _of_eight_bits(image: Image.Image, form: str | None) -> Image.Image:

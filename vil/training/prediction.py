@@ -69,8 +69,8 @@ class Prediction(NamedTuple):
     error: str = ""
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
-    first: int = 0
-    """Index of the likeliest class."""
+    shown: str = ""
+    """Name of the likeliest class, or its number if a sheet cannot show the name."""
 
 
 def predict_as(options: PredictConfig) -> None:
@@ -112,7 +112,7 @@ def predict_as(options: PredictConfig) -> None:
         if options.sheet is not None:
             chosen = _spread(sorted(read, key=lambda number: found[number].probabilities[0]))
             images = _Photographs([paths[number] for number in chosen], subject.config)
-            titles = [_title(found[number]) for number in chosen]
+            titles = [f"{found[n].shown} {found[n].probabilities[0]:.0%}" for n in chosen]
             names = [paths[number].name for number in chosen]
             model = subject.model if options.maps else None
             normalize = Normalize(subject.config, world.device)
@@ -155,7 +155,8 @@ def predictions(
                     continue
                 shares, places = next(best)
                 told = tuple(names[place] for place in places)
-                yield Prediction(path, "", told, tuple(shares), places[0])
+                shown = told[0] if shows(told[0]) else f"class {places[0]}"
+                yield Prediction(path, "", told, tuple(shares), shown)
             bar.update(len(reasons))
 
 
@@ -229,11 +230,6 @@ def _line(one: Prediction) -> str:
         for name, share in zip(one.classes, one.probabilities, strict=True)
     )
     return f"{printable(str(one.path))}: {told}"
-
-
-def _title(one: Prediction) -> str:
-    name = one.classes[0] if shows(one.classes[0]) else f"class {one.first}"
-    return f"{name} {one.probabilities[0]:.0%}"
 
 
 def _written(found: Iterator[Prediction], path: str, most: int) -> Iterator[Prediction]:
