@@ -1,15 +1,21 @@
 """Open images and prepare them for a model as in its training: decode, turn upright, put on a background, resize."""
 
 import io
+import struct
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+from PIL.GifImagePlugin import GifImageFile
+from PIL.PngImagePlugin import MAX_TEXT_MEMORY, PngImageFile, PngStream
+from PIL.TiffImagePlugin import TiffImageFile
 from timm.data import RandomResizedCropAndInterpolation, resolve_model_data_config
 from timm.data import create_transform as create_timm_transform
 from torch import Tensor, nn
@@ -103,9 +109,8 @@ def decode(
         ValueError: If the file is not an image, is truncated, has too many pixels, or has 32-bit pixels
             without a defined range.
     """
-    usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
     try:
-        image = Image.open(io.BytesIO(content), formats=_formats())
+        image = open_image(io.BytesIO(content))
         check_size(image.width * image.height, max_pixels)
         if decoder == "torchvision" and _decode_jpeg is not None:
             if _is_plain_jpeg(image, mode, exif_rotation):
@@ -115,10 +120,24 @@ def decode(
             decoder = "pillow"
         return _opened(image, mode, exif_rotation, background, decoder)
     except Exception as error:  # decoders raise many types for broken files
-        reason = one_line(error) if content else "the file is empty"
-        raise ValueError(reason.split(" <_io", 1)[0]) from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = usual
+        raise ValueError(one_line(error) if content else "the file is empty") from error
+
+
+def open_image(file: BinaryIO) -> Image.Image:
+    """Identify an image file by its content, like ``Image.open`` but without Pillow's limits on pixels and texts.
+
+    Raises an exception of any type if the file is damaged or not an image.
+    """
+    prefix = file.read(16)
+    for reader, accept in _readers():
+        accepted = accept is None or accept(prefix)
+        if isinstance(accepted, str):  # what this build of Pillow lacks
+            raise ValueError(accepted)
+        if accepted:
+            file.seek(0)
+            with suppress(SyntaxError, IndexError, TypeError, struct.error):  # as in Image.open
+                return reader(file, "")
+    raise ValueError("cannot identify image file")
 
 
 def check_header(path: Path, max_pixels: int, resized_to: float | None = None) -> None:
@@ -134,8 +153,8 @@ def check_header(path: Path, max_pixels: int, resized_to: float | None = None) -
         ValueError: If it is not an image, or it has or would have too many pixels.
     """
     try:
-        with Image.open(path, formats=_formats()) as image:
-            shorter, longer = sorted(image.size)
+        with path.open("rb") as file:
+            shorter, longer = sorted(open_image(file).size)
     except Exception as error:  # decoders raise many types for broken files
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -269,9 +288,31 @@ def _on_background(image: Image.Image, colour: str) -> Image.Image:
 
 
 @cache
-def _formats() -> list[str]:
+def _readers() -> list[tuple[Callable[[BinaryIO, str], Image.Image], Callable | None]]:
+    """Return a class or function that opens files of a format, and one that recognises them, for each format."""
     Image.init()
-    return [name for name in _FORMATS if name in Image.OPEN]  # AVIF is optional
+    unlimited = {"_decompression_bomb_check": lambda size: None}
+    names = unlimited | {"Image": SimpleNamespace(**vars(Image) | unlimited)}
+    # Pillow's own function raises an error if a text or colour profile has more than 1 MB.
+    texts = {"_safe_zlib_decompress": lambda s: zlib.decompressobj().decompress(s, MAX_TEXT_MEMORY)}
+    names["PngStream"] = _rebound(PngStream, "chunk_iCCP chunk_iTXt chunk_zTXt", texts)
+    own = {
+        "PNG": _rebound(PngImageFile, "_open _crop", names),
+        "GIF": _rebound(GifImageFile, "_seek", names),
+        "TIFF": _rebound(TiffImageFile, "load_prepare", names),
+    }
+    known = [(name, *Image.OPEN[name]) for name in _FORMATS if name in Image.OPEN]
+    return [(own.get(name, reader), accept) for name, reader, accept in known]  # AVIF is optional
+
+
+def _rebound(kind: type, methods: str, names: dict[str, Any]) -> type:
+    """Return a subclass whose methods see other globals: Pillow's limits are globals, which all threads share."""
+    own = {}
+    for method in methods.split():
+        old = getattr(kind, method)
+        seen = old.__globals__ | names
+        own[method] = FunctionType(old.__code__, seen, method, old.__defaults__, old.__closure__)
+    return type(kind.__name__, (kind,), own)
 
 
 def _of_eight_bits(image: Image.Image, form: str | None) -> Image.Image:

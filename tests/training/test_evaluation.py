@@ -179,6 +179,19 @@ def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys
         assert written.read_text() == content
 
 
+def test_a_result_that_cannot_be_written_is_told_before_scoring(
+    checkpoint, evaluate, capsys, tmp_path
+) -> None:
+    for path in (tmp_path / "missing" / "result.json", tmp_path):
+        options = ("--json", str(path), "--data.path", str(tmp_path / "not read"))
+        capsys.readouterr()
+        assert evaluate(str(checkpoint), *options) == 5
+        told = capsys.readouterr().err
+        assert (
+            f"--json must be a file in a folder that exists and can be written, got {path}" in told
+        )
+
+
 def test_weights_that_are_not_finite_are_refused(checkpoint, evaluate, capsys) -> None:
     content = torch.load(checkpoint, weights_only=True)
     content["state_dict"]["head.bias"][0] = torch.nan

@@ -2,9 +2,13 @@
 
 import dataclasses
 import io
+import os
 import random
 import re
 import struct
+import subprocess
+import sys
+import threading
 import warnings
 import zlib
 from collections import Counter
@@ -14,17 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, features
+from PIL import Image, ImageFile, PngImagePlugin, features
 from timm.data import create_dataset
 
 from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
 from vil import preprocess
-from vil.preprocess import decode
+from vil.preprocess import check_header, decode
 from vil.training.errors import DataError
 from vil.training.images import FolderSource, list_images
 from vil.training.settings import DataConfig, TrainConfig
 
+ROOT = Path(__file__).parents[2]
 KINDS = ["BMP", "GIF", "jfif", "Jpeg", "jp2", "pgm", "PNG", "tga", "tif", "tiff", "webp"]
 if features.check("avif"):
     KINDS.append("avif")
@@ -114,6 +119,21 @@ def test_files_of_other_formats_are_counted(tmp_path, caplog) -> None:
         FolderSource(data, training=True)
     FolderSource(parts, training=False)  # reads the same folder again
     assert [record.message.partition(", because")[0] for record in caplog.records] == [told] * 2
+
+
+def test_images_are_found_and_read_in_any_locale(tmp_path) -> None:
+    """Without UTF-8, Python decodes names of files in another way."""
+    fill(tmp_path, "val/\u732b/1.jpg", "val/\u72ac/\u00e9.jpg")
+    program = (
+        "import sys; from vil.training.images import DataConfig, FolderSource\n"
+        "source = FolderSource(DataConfig(path=sys.argv[1]), training=False)\n"
+        "print(sys.getfilesystemencoding(), source.listing, *map(source.read, range(2)))"
+    )
+    env = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    source = FolderSource(DataConfig(path=str(tmp_path)), training=False)
+    assert run.stdout.split() == ["ascii", source.listing, "b'x'", "b'x'"], run.stderr
 
 
 # A fraction held out
@@ -391,6 +411,107 @@ def test_too_many_pixels_are_an_error_before_they_are_decoded(config, image_fold
     (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
     with pytest.raises(DataError, match=rf"image .*ash/0\.jpg cannot be read: {message}"):
         val_data(config).verify()
+
+
+# Pillow's limits, which are globals of the whole process
+
+
+def unusual(form: str) -> bytes:
+    """Return an image that makes Pillow check its size again after it was opened."""
+    rng = np.random.default_rng(0)
+    first, second = (Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8)) for _ in range(2))
+    if form == "TIFF":
+        return encoded(first, form, compression="raw")
+    animation = {"save_all": True, "append_images": [second]}
+    if form == "PNG":
+        return encoded(first, form, disposal=PngImagePlugin.Disposal.OP_BACKGROUND, **animation)
+    if form == "GIF":
+        content = bytearray(encoded(first.quantize(), form, disposal=2, **animation))
+        content[6:10] = struct.pack("<HH", 8, 8)  # a canvas smaller than the image
+        return bytes(content)
+    return encoded(first, form)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "JPEG2000", "BMP"])
+def test_decoding_neither_follows_nor_changes_the_limit_of_pillow(
+    form, image_folder, monkeypatch
+) -> None:
+    """Another thread may open an image at any moment, so every call of a function looks at the limit."""
+    content, seen = unusual(form), set()
+    expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    (image_folder / "val" / "ash" / "0.jpg").write_bytes(content)
+    source = FolderSource(DataConfig(path=str(image_folder), val_split="val"), training=False)
+
+    def look(*_: object) -> None:
+        seen.add((Image.MAX_IMAGE_PIXELS, PngImagePlugin.MAX_TEXT_CHUNK))
+
+    threading.setprofile(look)  # also in the threads that read headers
+    sys.setprofile(look)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = decode(content, "RGB")
+            problems = source.problems(preprocess.MAX_PIXELS, None)
+            few = source.problems(1000, None)
+    finally:
+        threading.setprofile(None)
+        sys.setprofile(None)
+    assert np.array_equal(np.asarray(found), expected)
+    assert problems == {}
+    assert few == {0: "it has 1,536 pixels, which exceeds data.max_pixels 1,000"}
+    assert seen == {(100, ImageFile.SAFEBLOCK)}
+
+
+LONG = " " * (3 << 20)  # Pillow refuses more than a MB in a chunk of a PNG file
+XMP = b'<rdf:Description tiff:Orientation="6"/>' + LONG.encode()
+
+
+def chunks(*named: tuple[bytes, bytes], after: bool = False) -> PngImagePlugin.PngInfo:
+    info = PngImagePlugin.PngInfo()
+    for name, content in named:
+        info.add(name, content, after)
+    return info
+
+
+def long_texts() -> dict[str, tuple[bytes, bool]]:
+    """Return images with more metadata than pixels, and whether it says that they are held sideways."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 8, 3), np.uint8))
+    exif = Image.Exif()
+    exif[274], exif[270] = 6, LONG
+    profile = exif.tobytes().hex().encode()
+    raw = b"Raw profile type exif\0\0" + zlib.compress(b"\nexif\n  8\n" + profile)
+    xmp = b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(XMP)
+    text = b"Comment\0\0" + zlib.compress(LONG.encode())
+    icc = {"icc_profile": LONG.encode()}
+    comment = b"\xff\xfe\xff\xff" + b"x" * 0xFFFD
+    jpeg = encoded(image, "JPEG", exif=Image.Exif(), **icc)
+    return {
+        "text": (encoded(image, "PNG", pnginfo=chunks((b"zTXt", text))), False),
+        "text at the end": (
+            encoded(image, "PNG", pnginfo=chunks((b"zTXt", text), (b"iTXt", xmp), after=True)),
+            True,
+        ),
+        "XMP": (encoded(image, "PNG", pnginfo=chunks((b"iTXt", xmp))), True),
+        "EXIF as text": (encoded(image, "PNG", pnginfo=chunks((b"zTXt", raw))), True),
+        "EXIF and profile": (encoded(image, "PNG", exif=exif, **icc), True),
+        "JPEG": (jpeg[:2] + 60 * comment + jpeg[2:], False),
+        "WEBP": (encoded(image, "WEBP", lossless=True, xmp=XMP, **icc), True),
+        "TIFF": (encoded(image, "TIFF", exif=exif, **icc), True),
+        "GIF": (encoded(image.quantize(), "GIF", comment=LONG.encode()), False),
+    }
+
+
+def test_an_image_may_have_any_amount_of_text(tmp_path) -> None:
+    for name, (content, sideways) in long_texts().items():
+        (tmp_path / "image").write_bytes(content)
+        check_header(tmp_path / "image", 128)
+        found = decode(content, "RGB", exif_rotation=True).size
+        assert found == ((16, 8) if sideways else (8, 16)), name
+        with pytest.raises(ValueError, match="it has 128 pixels"):
+            decode(content, "RGB", max_pixels=127)
+        with pytest.raises(ValueError, match="it has 128 pixels"):
+            check_header(tmp_path / "image", 127)
 
 
 # Rotated photographs

@@ -2,7 +2,11 @@
 
 import csv
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import torch
 from PIL import Image
 
 import predict as predict_script
+from vil.training.contact_sheet import write_sheet
 from vil.training.errors import run_script
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import TrainConfig
@@ -85,20 +90,23 @@ def test_rows_are_what_eval_counts(
 def test_folders_and_files_of_every_kind(
     checkpoint, image_folder, predict, tmp_path, capsys
 ) -> None:
-    """Images that cannot be read have a row with the reason; other files are left out."""
+    """Images that cannot be read have a row with the reason; other files are left out, with their number."""
     inner = tmp_path / "mine" / "2" / "deeper"
     inner.mkdir(parents=True)
     good = next(image_folder.glob("val/*/*.jpg")).read_bytes()
     (tmp_path / "mine" / "10.jpg").write_bytes(good)
     (inner / "wörk \udcff.jpg").write_bytes(good)
     (inner / "cut off.jpg").write_bytes(good[:300])
-    (inner / "notes.txt").write_bytes(b"nothing")
+    for name in ("notes.txt", "1.heic", "2.HEIC", "Thumbs.db"):
+        (inner / name).write_bytes(b"nothing")
     (inner / ".hidden.jpg").write_bytes(good)
     named = tmp_path / "photo"  # a file that is named may have any extension
     named.write_bytes(good)
     capsys.readouterr()
     assert predict(checkpoint, named, tmp_path / "mine", "--top", 2, "--img-size", 24) == 0
-    lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    where = f"{named}, {tmp_path / 'mine'}"
+    assert first.startswith(f"warning: 3 files in {where} are left out (2 .heic, 1 .txt), because")
     assert [line.split(": ")[0].rpartition("/")[2] for line in lines[:4]] == [
         "photo",
         "10.jpg",
@@ -118,9 +126,13 @@ def test_folders_and_files_of_every_kind(
 
 def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "phone").mkdir()
+    (tmp_path / "phone" / "1.heic").write_bytes(b"not read")
     for arguments, code, told in (
         ((checkpoint, tmp_path / "missing.jpg"), 3, "missing.jpg does not exist"),
         ((checkpoint, tmp_path / "empty"), 3, "there are no images in"),
+        ((checkpoint, tmp_path / "phone"), 3, "1 files in"),
+        ((checkpoint, tmp_path / "phone"), 3, "are left out (1 .heic), because"),
         ((tmp_path / "missing.pt", image_folder), 2, "is not a file, a folder"),
         (("vil_tiny", image_folder), 2, "vil_tiny has no weights"),
         ((checkpoint, image_folder, "--maps"), 2, "--maps needs --sheet and a model of this"),
@@ -140,6 +152,43 @@ def test_only_its_own_files_are_replaced(checkpoint, image_folder, predict, tmp_
         assert path.read_bytes() == b"mine"
         assert predict(*command, "--overwrite") == 0
         assert path.read_bytes() == own
+
+
+@pytest.mark.parametrize("option", ["--output", "--sheet"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    option, image_folder, predict, tmp_path, capsys
+) -> None:
+    for path in (tmp_path / "missing" / "file", tmp_path, image_folder / "val/ash/0.jpg/file"):
+        assert predict(tmp_path / "not read.pt", image_folder, option, path, "--overwrite") == 5
+        told = (
+            f"error: {option} must be a file in a folder that exists and can be written, got {path}"
+        )
+        assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_an_interruption_keeps_the_rows(checkpoint, image_folder, tmp_path) -> None:
+    """The third image is a pipe, which the program waits for."""
+    images, output, pipe = (
+        sorted(image_folder.glob("val/*/*.jpg")),
+        tmp_path / "a.csv",
+        tmp_path / "p",
+    )
+    os.mkfifo(pipe)
+    command = [sys.executable, predict_script.__file__, checkpoint, *images[:2], pipe, images[2]]
+    command += ["--output", output, "--num-workers", "0", "--batch-size", "1", "--device", "cpu"]
+    program = subprocess.Popen(list(map(str, command)))
+    writer = None
+    while writer is None and program.poll() is None:
+        try:
+            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # the program has not opened it yet
+            time.sleep(0.01)
+    program.terminate()
+    assert program.wait() == -signal.SIGTERM
+    os.close(writer)
+    rows = rows_of(output)
+    assert [row["path"] for row in rows] == list(map(str, images[:2]))
+    assert all(row["class_4"] for row in rows)
 
 
 @pytest.mark.parametrize("maps", [(), ("--maps",)])
@@ -165,6 +214,35 @@ def test_a_sheet_is_sorted_by_confidence(
         pixels = np.asarray(image.convert("L"))
     assert (pixels[8:200, 4:196] < 250).any()
     assert (pixels[240:, 420:] == 255).all()  # the last row has two images
+
+
+def test_classes_of_any_script_are_told_apart_on_the_sheet(
+    config, train, image_folder, predict, tmp_path
+) -> None:
+    """A letter that the font lacks would be a box: names of classes become numbers, others are escaped."""
+    names = ("\u6a39", "b\u00e4rk", "\u732b", "\u72ac")
+    for old, new in zip(("ash", "birch", "cedar", "dogwood"), names, strict=True):
+        for split in ("train", "val"):
+            (image_folder / split / old).rename(image_folder / split / new)
+    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 0
+    content = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    content["state_dict"]["head.weight"].zero_()
+    image = tmp_path / "\u72ac.jpg"
+    next(image_folder.glob("val/*/*.jpg")).rename(image)
+    drawn = []
+    for number, name in enumerate(("b\u00e4rk", "class 1", "class 2", "class 3")):
+        content["state_dict"]["head.bias"].zero_()[number] = 9
+        torch.save(content, tmp_path / "sure.pt")
+        sheet, output = tmp_path / f"{number}.png", tmp_path / f"{number}.csv"
+        assert predict(tmp_path / "sure.pt", image, "--sheet", sheet, "--output", output) == 0
+        expected = tmp_path / "expected.png"
+        images = [torch.zeros(3, 16, 16, dtype=torch.uint8)]
+        write_sheet(expected, images, [f"{name} 100%"], ["\\u72ac.jpg"], None, None)
+        title, own = (np.asarray(Image.open(path))[200:] for path in (expected, sheet))
+        assert np.array_equal(title, own), name
+        drawn.append(own.tobytes())
+        assert rows_of(output)[0]["class_1"] == sorted(names)[number]
+    assert len(set(drawn)) == 4
 
 
 def test_the_options_of_a_run_are_followed(

@@ -303,6 +303,28 @@ def test_samples_are_grouped_as_webdataset_does_it(tmp_path) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (
+            ["0.jpg", "1.jpg", "0.cls", "1.cls"],
+            "has other files between those of sample '0'; pack",
+        ),
+        (["0.jpg", "1.jpg", "1.cls", "0.txt", "0.cls"], "tar --sort=name"),
+        (["0.jpg", "0.cls", "1.jpg", "1.cls", "0.jpg", "0.cls"], "holds sample '0' 2 times"),
+        (["0.jpg", "0.cls", "1.jpg", "1.cls", "0.cls"], "holds sample '0' 2 times"),
+    ],
+)
+def test_files_of_a_sample_must_be_neighbours(tmp_path, names, told) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"1"))
+    with pytest.raises(DataError, match=told):
+        open_shards(tmp_path, "a.tar")
+
+
 def test_order_stays_within_windows_of_shards(made) -> None:
     source = open_shards(made, shuffle_shards=2)
     order = source.order(torch.Generator().manual_seed(0)).tolist()

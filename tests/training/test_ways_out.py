@@ -266,3 +266,18 @@ def test_exit_code_survives_a_full_disk_under_standard_output() -> None:
         command = [sys.executable, "-c", program]
         run = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, check=False)
     assert run.returncode == 129
+
+
+@pytest.mark.parametrize("encoding", ["ascii:strict", "gbk:strict"])
+def test_letters_that_the_output_cannot_encode_are_escaped(encoding) -> None:
+    program = (
+        "import sys; from vil.training.errors import DataError, log, run_script\n"
+        "def script(): log.info('class \\u732b\\U0001f408'); raise DataError('no \\U0001f415')\n"
+        "sys.exit(run_script(script))"
+    )
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, cwd=ROOT, env=env, check=False)
+    name, _, _ = encoding.partition(":")
+    assert run.stdout == "class \u732b\U0001f408\n".encode(name, "backslashreplace")
+    assert (run.returncode, run.stderr) == (3, b"error: no \\U0001f415\n")

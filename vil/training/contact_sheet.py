@@ -3,18 +3,22 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
+from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 from torch import Tensor, nn
 
 from vil import maps
-from vil.messages import printable
+from vil.preprocess import open_image
 from vil.training.files import write_atomically
 
 MOST = 64  # images of a sheet
 _COLUMNS, _CELL, _GAP, _LINE = 5, 192, 8, 16  # 1,000 px wide
 _MARK = "predictions of Vision Longhorn"  # in the file, so that the program replaces nothing else
+_FONT = Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")  # Pillow's has no accents
+_LETTERS = set(FT2Font(str(_FONT)).get_charmap())
 
 
 def write_sheet(
@@ -42,7 +46,7 @@ def write_sheet(
     rows = -(-len(images) // _COLUMNS)
     height = rows * (_CELL + 2 * _LINE + _GAP) + _GAP
     sheet = Image.new("RGB", (_COLUMNS * (_CELL + _GAP), height), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.truetype(_FONT, 13)
     for number, (image, title, name) in enumerate(zip(images, titles, names, strict=True)):
         row, column = divmod(number, _COLUMNS)
         left = column * (_CELL + _GAP) + _GAP // 2
@@ -53,19 +57,24 @@ def write_sheet(
             tile = _with_map(tile, model, normalize(image[None]))
         sheet.paste(tile, (left, top))
         for place, (text, colour) in enumerate(((title, "black"), (name, "grey"))):
-            line = _shortened(printable(text), font)
+            line = _shortened("".join(c if shows(c) else ascii(c)[1:-1] for c in text), font)
             draw.text((left, top + _CELL + place * _LINE), line, colour, font)
     about = PngImagePlugin.PngInfo()
     about.add_text("Software", _MARK)
     write_atomically(path, lambda file: sheet.save(file, "png", pnginfo=about))
 
 
+def shows(text: str) -> bool:
+    """Return whether the sheet's font has all letters of a text; else each would look like the same box."""
+    return text.isprintable() and _LETTERS.issuperset(map(ord, text))
+
+
 def is_sheet(path: Path) -> bool:
     """Return whether a file is a sheet."""
     try:
-        with Image.open(path) as image:
-            return image.info.get("Software") == _MARK
-    except OSError:
+        with path.open("rb") as file:
+            return open_image(file).info.get("Software") == _MARK
+    except Exception:  # decoders raise many types for broken files
         return False
 
 

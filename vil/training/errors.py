@@ -12,6 +12,7 @@
 torchrun itself always exits with 1. It restarts the processes after any exit code, up to --max-restarts times.
 """
 
+import io
 import logging
 import multiprocessing
 import os
@@ -95,8 +96,11 @@ def run_script(body: Callable[[], None]) -> int:
     """Run the body of a program, print its errors as one line on stderr, and return the exit code.
 
     Log messages go to stdout, from rank 0 only. A closed terminal does not stop the run, and neither does a
-    full disk behind redirected output.
+    full disk behind redirected output. Characters that stdout and stderr cannot encode are escaped.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # else logging would drop the whole line
+            stream.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter())
     logging.raiseExceptions = False

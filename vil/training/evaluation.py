@@ -23,7 +23,7 @@ from vil.preprocess import image_options
 from vil.training.distributed import World, connect, versions
 from vil.training.engine import evaluate
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
-from vil.training.files import write_text
+from vil.training.files import check_target, write_text
 from vil.training.images import Source, fingerprint
 from vil.training.loader import ValData, check_same, described, open_source
 from vil.training.model import build_model
@@ -167,12 +167,13 @@ def evaluate_as(options: EvalConfig) -> None:
         NonFiniteLossError: If the loss is NaN or infinite.
         OutputError: If the weights cannot be read, or the result, already printed, cannot be written.
     """
-    subject = load_subject(options)
+    subject, path = load_subject(options), json_path(options)
     with connect(subject.config.run) as world:
+        if world.is_main and path is not None:
+            check_target(path, "--json")
         result = run_evaluation(subject, options, world)
     if world.is_main:
         log.info(describe(result))
-        path = json_path(options)
         if path is not None:
             _refuse_others(path, result if options.json is None else {})
             write_text(path, json.dumps(result, indent=2, allow_nan=False) + "\n")

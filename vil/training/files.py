@@ -62,6 +62,14 @@ def write_atomically(
             temporary.unlink()
 
 
+def check_target(path: Path, option: str) -> None:
+    """Raise OutputError if no file can be written at a path; to be called before the work that it is for."""
+    if path.is_dir() or not os.access(f"{path.parent}/", os.W_OK):
+        raise OutputError(
+            f"{option} must be a file in a folder that exists and can be written, got {path}"
+        )
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file like ``write_atomically``; undecodable bytes of file names are escaped."""
     write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))

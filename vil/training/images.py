@@ -152,7 +152,7 @@ class FolderSource(Source):
             self.folder = _find_split(data, training)
             paths, self.classes, labels = list_images(self.folder)
         # An array, because a million Python strings would be copied into every data-loading worker.
-        self.paths = np.array([path.encode("utf-8", "surrogateescape") for path in paths])
+        self.paths = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
         self.listing = fingerprint(self.paths, self.labels)
 
@@ -178,17 +178,13 @@ class FolderSource(Source):
                 return getattr(error, "strerror", None) or one_line(error)
             return ""
 
-        usual, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # max_pixels replaces it
-        try:
-            with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-                found = list(pool.map(problem, range(self.num_images)))
-        finally:
-            Image.MAX_IMAGE_PIXELS = usual
+        with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+            found = list(pool.map(problem, range(self.num_images)))
         return {index: why for index, why in enumerate(found) if why}
 
     def path(self, index: int) -> Path:
         """Return the path of an image."""
-        return self.folder / self.paths[index].decode("utf-8", "surrogateescape")
+        return self.folder / os.fsdecode(self.paths[index])
 
 
 class Kept(Source):
@@ -307,19 +303,24 @@ def list_images(folder: Path, tell: bool = True) -> tuple[list[str], tuple[str, 
         raise DataError(
             printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>")
         )
-    left_out = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
-    told = f"{others.total()} files in {printable(str(folder))} are left out ({left_out})"
-    if not paths:
-        why = f"; {told}" if others else ""
-        raise DataError(f"there are no images in the sub-folders of {folder}{why}")
-    if others and tell:
-        log.warning(f"{told}, because no image can have these extensions")
+    counted = others if tell else Counter()
+    check_found(paths, counted, printable(str(folder)), "the sub-folders of ")
     if empty:
         raise DataError(
             f"class folder {printable(str(folder / empty[0]))} has no images "
             f"({len(empty)} of {len(classes)} class folders have none)"
         )
     return paths, classes, labels
+
+
+def check_found(paths: list, others: Counter[str], where: str, within: str = "") -> None:
+    """Warn of files that are left out by their extension; raise DataError if no image was found."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
+    told = f"{others.total()} files in {where} are left out ({kinds}), because files with these extensions are not read"
+    if not paths:
+        raise DataError(f"there are no images in {within}{where}" + f"; {told}" * bool(others))
+    if others:
+        log.warning(told)
 
 
 def natural_key(name: str) -> tuple[list[str | int], str]:
@@ -359,13 +360,14 @@ def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
     return folders, images, others
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Return all images in a folder and its sub-folders, in timm's order of names; raise DataError if one is unreadable."""
-    inner, images, _ = _look_into(folder)
-    own = [folder / name for name in sorted(images, key=natural_key)]
-    return own + [
-        path for name in sorted(inner, key=natural_key) for path in files_below(folder / name)
-    ]
+def files_below(folder: Path, others: Counter[str]) -> list[Path]:
+    """Return all images below a folder in timm's order, and count others; raise DataError if a folder is unreadable."""
+    inner, images, more = _look_into(folder)
+    others.update(more)
+    found = [folder / name for name in sorted(images, key=natural_key)]
+    for name in sorted(inner, key=natural_key):
+        found += files_below(folder / name, others)
+    return found
 
 
 def _below(folder: Path) -> list[str]:

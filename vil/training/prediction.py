@@ -1,9 +1,9 @@
 """Predict the classes of image files, and write them as a CSV table and as a sheet to look at."""
 
 import csv
-import io
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -16,12 +16,12 @@ from tyro.conf import Positional
 
 from vil.backbone import VisionLonghorn
 from vil.messages import one_line, printable
-from vil.training.contact_sheet import MOST, is_sheet, write_sheet
+from vil.training.contact_sheet import MOST, is_sheet, shows, write_sheet
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
-from vil.training.files import write_text
-from vil.training.images import decode_for, files_below
+from vil.training.files import check_target
+from vil.training.images import check_found, decode_for, files_below
 from vil.training.loader import check_enlarged, loader_arguments
 from vil.training.passes import ScoringPass
 from vil.training.settings import Count, Section, Text, TrainConfig, Workers
@@ -41,7 +41,7 @@ class PredictConfig(Section):
     top: Count = 5
     """Number of classes per image."""
     output: Text | None = None
-    """CSV file for the predictions, a row for each image."""
+    """CSV file for the predictions, a row for each image. After an interruption it has the rows so far."""
     sheet: Text | None = None
     """PNG file with up to 64 of the images, from the least to the most certain, and the class of each."""
     maps: bool = False
@@ -69,6 +69,8 @@ class Prediction(NamedTuple):
     error: str = ""
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
+    shown: str = ""
+    """Name of the likeliest class, or its number if a sheet cannot show the name."""
 
 
 def predict_as(options: PredictConfig) -> None:
@@ -95,12 +97,14 @@ def predict_as(options: PredictConfig) -> None:
     if options.maps and (options.sheet is None or not isinstance(subject.model, VisionLonghorn)):
         raise ConfigError("--maps needs --sheet and a model of this package")
     with connect(subject.config.run) as world:
-        found = list(predictions(subject, paths, options, world))
-        if options.output is None:
-            for one in found:
+        coming, found = predictions(subject, paths, options, world), []
+        if options.output is not None:
+            most = min(options.top, subject.model.num_classes)
+            coming = _written(coming, options.output, most)
+        for one in coming:
+            found.append(one)
+            if options.output is None:
                 log.info(_line(one))
-        else:
-            write_text(Path(options.output), _csv(found, options.top))
         read = [number for number, one in enumerate(found) if not one.error]
         log.info(f"{len(read):,} of {len(found):,} images read, with {subject.config.model.name}")
         if not read:
@@ -108,7 +112,7 @@ def predict_as(options: PredictConfig) -> None:
         if options.sheet is not None:
             chosen = _spread(sorted(read, key=lambda number: found[number].probabilities[0]))
             images = _Photographs([paths[number] for number in chosen], subject.config)
-            titles = [f"{found[n].classes[0]} {found[n].probabilities[0]:.0%}" for n in chosen]
+            titles = [f"{found[n].shown} {found[n].probabilities[0]:.0%}" for n in chosen]
             names = [paths[number].name for number in chosen]
             model = subject.model if options.maps else None
             normalize = Normalize(subject.config, world.device)
@@ -135,7 +139,8 @@ def predictions(
         **loader_arguments(options.num_workers, world),
     )
     rest = iter(paths)
-    with tqdm(total=len(paths), unit=" images", disable=not sys.stderr.isatty()) as bar:
+    quiet = options.output is None or not sys.stderr.isatty()  # printed lines show the progress
+    with tqdm(total=len(paths), unit=" images", disable=quiet) as bar:
         for images, reasons in loader:
             best: Iterator[tuple[list[float], list[int]]] = iter(())
             if len(images):
@@ -149,7 +154,9 @@ def predictions(
                     yield Prediction(path, why)
                     continue
                 shares, places = next(best)
-                yield Prediction(path, "", tuple(names[place] for place in places), tuple(shares))
+                told = tuple(names[place] for place in places)
+                shown = told[0] if shows(told[0]) else f"class {places[0]}"
+                yield Prediction(path, "", told, tuple(shares), shown)
             bar.update(len(reasons))
 
 
@@ -179,40 +186,35 @@ class _Photographs(Dataset):
 
 def _find(places: list[Path]) -> list[Path]:
     """Return the given files and the images below the given folders; raise DataError if there are none."""
-    found: list[Path] = []
+    found, others = [], Counter()
     for place in places:
         if place.is_dir():
-            found += files_below(place)
+            found += files_below(place, others)
         elif place.exists():
             found.append(place)
         else:
             raise DataError(f"{printable(str(place))} does not exist")
-    if not found:
-        raise DataError(f"there are no images in {', '.join(printable(str(p)) for p in places)}")
+    check_found(found, others, ", ".join(printable(str(place)) for place in places))
     return found
 
 
 def _check_free(options: PredictConfig) -> None:
-    """Raise OutputError if a file exists that this program did not write, unless it may be replaced."""
-    header = ",".join((*_FIRST_COLUMNS, "class_1", "probability_1")).encode()
-    for path, own in ((options.output, _starts_with(header)), (options.sheet, is_sheet)):
-        if (
-            path is not None
-            and not options.overwrite
-            and Path(path).exists()
-            and not own(Path(path))
-        ):
+    """Raise OutputError if a file cannot be written, or exists and is none of this program, unless it may be replaced."""
+    files = {"--output": (options.output, _is_table), "--sheet": (options.sheet, is_sheet)}
+    for option, (name, is_own) in files.items():
+        if name is None:
+            continue
+        check_target(Path(name), option)
+        if not options.overwrite and Path(name).exists() and not is_own(Path(name)):
             raise OutputError(
-                f"{path} exists and is not a file of predict.py; choose another, or pass --overwrite"
+                f"{name} exists and is not a file of predict.py; choose another, or pass --overwrite"
             )
 
 
-def _starts_with(content: bytes) -> Callable[[Path], bool]:
-    def starts(path: Path) -> bool:
-        with path.open("rb") as file:
-            return file.read(len(content)) == content
-
-    return starts
+def _is_table(path: Path) -> bool:
+    header = ",".join((*_FIRST_COLUMNS, "class_1", "probability_1")).encode()
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
 
 
 def _spread(numbers: list[int]) -> list[int]:
@@ -230,15 +232,18 @@ def _line(one: Prediction) -> str:
     return f"{printable(str(one.path))}: {told}"
 
 
-def _csv(found: list[Prediction], top: int) -> str:
-    """Return the table: path, error, class_1, probability_1, class_2, ..."""
-    most = max((len(one.classes) for one in found), default=0) or top
+def _written(found: Iterator[Prediction], path: str, most: int) -> Iterator[Prediction]:
+    """Yield each prediction after its row is on the disk: path, error, class_1, probability_1, class_2, ..."""
     columns = [name for n in range(1, most + 1) for name in (f"class_{n}", f"probability_{n}")]
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow((*_FIRST_COLUMNS, *columns))
-    for one in found:
-        pairs = zip(one.classes, one.probabilities, strict=True)
-        cells = [cell for name, share in pairs for cell in (name, f"{share:.6f}")]
-        writer.writerow((one.path, one.error, *cells, *[""] * (len(columns) - len(cells))))
-    return table.getvalue()
+    try:
+        with open(path, "w", 1, "utf-8", "backslashreplace") as file:  # 1 is one line at a time
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow((*_FIRST_COLUMNS, *columns))
+            for one in found:
+                pairs = zip(one.classes, one.probabilities, strict=True)
+                cells = [cell for name, share in pairs for cell in (name, f"{share:.6f}")]
+                cells += [""] * (len(columns) - len(cells))
+                writer.writerow((one.path, one.error, *cells))
+                yield one
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error

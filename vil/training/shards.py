@@ -249,7 +249,8 @@ def scan(shard: Path) -> list[Sample]:
     samples: list[Sample] = []
     try:
         with shard.open("rb") as file:
-            for key, group in groupby(_members(file, shard), key=lambda member: member[0]):
+            members = _members(file, shard)
+            for key, group in groupby(members, key=lambda member: member[0]):
                 found = {extension: member for _, extension, member in group}
                 sample = _sample(key, found, file)
                 images = {extension.rpartition(".")[2] for extension in found} & IMAGE_EXTENSIONS
@@ -264,6 +265,11 @@ def scan(shard: Path) -> list[Sample]:
         )
     [(key, count)] = Counter(sample.key for sample in samples).most_common(1)
     if count > 1:
+        kinds = [extension for own, extension, _ in members if own == key]
+        if len(kinds) == len(set(kinds)):
+            raise DataError(
+                f"shard {shard} has other files between those of sample {key!r}; pack it with tar --sort=name"
+            )
         raise DataError(f"shard {shard} holds sample {key!r} {count} times")
     return samples
 
