@@ -7,15 +7,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from PIL.GifImagePlugin import GifImageFile
-from PIL.PngImagePlugin import MAX_TEXT_MEMORY, PngImageFile, PngStream
-from PIL.TiffImagePlugin import TiffImageFile
 from timm.data import RandomResizedCropAndInterpolation, resolve_model_data_config
 from timm.data import create_transform as create_timm_transform
 from torch import Tensor, nn
@@ -34,6 +30,8 @@ _FORMATS = (
     *("GIF", "TIFF", "PPM", "JPEG2000", "TGA"),
 )
 _MODES = {1: "L", 3: "RGB"}
+_PNG = b"\x89PNG\r\n\x1a\n"
+_LONGEST_TEXT = 48 << 20  # of a PNG file, in bytes; Pillow reads 64 MB in all
 # Pillow expands these pixels to 8 bits, but not the level that is transparent.
 _TO_EIGHT_BITS: dict[str, Callable[[int], int]] = {
     "L;2": lambda level: level * 85,
@@ -110,7 +108,7 @@ def decode(
             without a defined range.
     """
     try:
-        image = open_image(io.BytesIO(content))
+        image = open_image(io.BytesIO(_with_plain_texts(content)))
         check_size(image.width * image.height, max_pixels)
         if decoder == "torchvision" and _decode_jpeg is not None:
             if _is_plain_jpeg(image, mode, exif_rotation):
@@ -124,7 +122,7 @@ def decode(
 
 
 def open_image(file: BinaryIO) -> Image.Image:
-    """Identify an image file by its content, like ``Image.open`` but without Pillow's limits on pixels and texts.
+    """Identify an image file by its content, like ``Image.open`` but without its limit on pixels, a global.
 
     Raises an exception of any type if the file is damaged or not an image.
     """
@@ -154,7 +152,11 @@ def check_header(path: Path, max_pixels: int, resized_to: float | None = None) -
     """
     try:
         with path.open("rb") as file:
-            shorter, longer = sorted(open_image(file).size)
+            try:
+                shorter, longer = sorted(open_image(file).size)
+            except ValueError:  # perhaps for a text, which is read with all of the file
+                file = io.BytesIO(_with_plain_texts(path.read_bytes()))
+                shorter, longer = sorted(open_image(file).size)
     except Exception as error:  # decoders raise many types for broken files
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -291,28 +293,43 @@ def _on_background(image: Image.Image, colour: str) -> Image.Image:
 def _readers() -> list[tuple[Callable[[BinaryIO, str], Image.Image], Callable | None]]:
     """Return a class or function that opens files of a format, and one that recognises them, for each format."""
     Image.init()
-    unlimited = {"_decompression_bomb_check": lambda size: None}
-    names = unlimited | {"Image": SimpleNamespace(**vars(Image) | unlimited)}
-    # Pillow's own function raises an error if a text or colour profile has more than 1 MB.
-    texts = {"_safe_zlib_decompress": lambda s: zlib.decompressobj().decompress(s, MAX_TEXT_MEMORY)}
-    names["PngStream"] = _rebound(PngStream, "chunk_iCCP chunk_iTXt chunk_zTXt", texts)
-    own = {
-        "PNG": _rebound(PngImageFile, "_open _crop", names),
-        "GIF": _rebound(GifImageFile, "_seek", names),
-        "TIFF": _rebound(TiffImageFile, "load_prepare", names),
-    }
-    known = [(name, *Image.OPEN[name]) for name in _FORMATS if name in Image.OPEN]
-    return [(own.get(name, reader), accept) for name, reader, accept in known]  # AVIF is optional
+    return [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]  # AVIF is optional
 
 
-def _rebound(kind: type, methods: str, names: dict[str, Any]) -> type:
-    """Return a subclass whose methods see other globals: Pillow's limits are globals, which all threads share."""
-    own = {}
-    for method in methods.split():
-        old = getattr(kind, method)
-        seen = old.__globals__ | names
-        own[method] = FunctionType(old.__code__, seen, method, old.__defaults__, old.__closure__)
-    return type(kind.__name__, (kind,), own)
+def _with_plain_texts(content: bytes) -> bytes:
+    """Return an image file; in PNG files, long texts are no longer compressed, and long colour profiles are left out.
+
+    Pillow refuses files with compressed texts or profiles of more than 1 MB, and its limit is one for all threads.
+    """
+    if not content.startswith(_PNG):
+        return content
+    parts, start = [_PNG], len(_PNG)
+    while start < len(content):
+        length = int.from_bytes(content[start : start + 4], "big")
+        chunk, start = content[start : start + length + 12], start + length + 12
+        is_long = length > 1000  # 1 MB, compressed as far as it can be
+        parts.append(_plain_text(chunk) if is_long else chunk)
+    return b"".join(parts)
+
+
+def _plain_text(chunk: bytes) -> bytes:
+    """Return a chunk of a PNG file, without compression if it has a text, and nothing if it has a profile."""
+    kind, data = chunk[4:8], chunk[8:-4]
+    keyword, _, rest = data.partition(b"\0")
+    if kind == b"iCCP":
+        return b""
+    elif kind == b"zTXt":
+        kind, head, text = b"tEXt", keyword + b"\0", rest[1:]
+    elif kind == b"iTXt" and rest[:1] == b"\1":
+        language, translated, text = (*rest[2:].split(b"\0", 2), b"", b"")[:3]
+        head = b"\0".join((keyword, b"\0\0" + language, translated, b""))
+    else:
+        return chunk
+    try:
+        data = kind + head + zlib.decompressobj().decompress(text, _LONGEST_TEXT)
+    except zlib.error:
+        return chunk  # Pillow decides what is damaged
+    return (len(data) - 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
 
 
 def _of_eight_bits(image: Image.Image, form: str | None) -> Image.Image:
