@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.training.run_files import train_data, val_data
+from tests.training.run_files import rows, train_data, val_data
 from vil.training.distributed import World
 from vil.training.errors import DataError
 from vil.training.images import Source
@@ -129,6 +129,29 @@ def test_empty_class_folder_is_an_error(config, image_folder) -> None:
     (image_folder / "train" / "elm").mkdir()
     with pytest.raises(DataError, match=r"class folder .*train/elm has no images"):
         train_data(config)
+
+
+def test_classes_without_validation_images_are_trained(
+    config, image_folder, train, evaluate, caplog, capsys, tmp_path
+) -> None:
+    """One folder is missing and one is empty: labels are those of training, and eval.py agrees."""
+    shutil.rmtree(image_folder / "val" / "birch")
+    for path in (image_folder / "val" / "dogwood").iterdir():
+        path.unlink()
+    _, val = open_splits(config, World())
+    assert (val.labels.tolist(), val.classes) == (
+        [0] * 3 + [2] * 3,
+        ("ash", "birch", "cedar", "dogwood"),
+    )
+    chosen, folder = config.changed("schedule", epochs=1, warmup_epochs=0), tmp_path / "run"
+    assert train(chosen, "--run.output", str(folder)) == 0
+    (row,) = rows(folder)
+    assert evaluate(str(folder / "last.pt")) == 0
+    result = json.loads((folder / "last-eval.json").read_text())
+    assert result["loss"] == pytest.approx(float(row["val_loss"]))
+    told = caplog.text + capsys.readouterr().out
+    warning = "2 classes have no validation images and are not scored: birch, dogwood"
+    assert told.count(warning) >= 2
 
 
 def test_splits_must_have_the_same_classes_in_the_same_order(config, image_folder) -> None:

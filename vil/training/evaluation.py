@@ -25,7 +25,7 @@ from vil.training.engine import evaluate
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
 from vil.training.files import check_target, write_text
 from vil.training.images import Source, fingerprint
-from vil.training.loader import ValData, check_same, described, open_source
+from vil.training.loader import ValData, check_same, described, number_as, open_source
 from vil.training.model import build_model
 from vil.training.passes import ScoringPass
 from vil.training.recipes import from_dict, of_a_run
@@ -48,6 +48,7 @@ from vil.training.settings import (
 from vil.weights.build import model_with
 from vil.weights.files import Weights, is_model_name, no_weights
 
+_PLACE = ("dataset", "path", "val_split")  # options of data that say where it is
 _BATCH_SIZE = 128  # default if no checkpoint sets it
 _FEW = 5  # with as many classes or fewer, top-5 says nothing
 _MOST_PRINTED = 20  # wrong images, and kinds of mistakes
@@ -122,6 +123,8 @@ class Subject:
     epoch: int | None
     label_names: tuple[str, ...] | None
     """Names of the classes; None if unknown."""
+    own_data: bool = False
+    """Whether the data are those of its run, because no option names others."""
     fraction: float = 0.0
     """data.val_fraction of the run, if all images of another path are scored; else 0."""
 
@@ -148,11 +151,13 @@ def load_subject(options: EvalConfig) -> Subject:
         config = of_a_run(weights.config, f"{name}: ")
     fraction = config.data.val_fraction
     config = _with_options(config, options)
+    named = any(getattr(options.data, key) is not None for key in _PLACE)
+    own = weights.config is not None and not named
     if config.data.val_fraction or None not in (options.data.val_fraction, options.data.val_split):
         fraction = 0.0
     model, line = _model(weights, config, options)
     config = config.changed("model", num_classes=model.num_classes)
-    return Subject(model, config, line, weights.epoch, weights.label_names, fraction)
+    return Subject(model, config, line, weights.epoch, weights.label_names, own, fraction)
 
 
 def evaluate_as(options: EvalConfig) -> None:
@@ -189,6 +194,8 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         )
     with world.main_first():
         source = open_source(config.data, config.model, training=False, other_classes=True)
+    if subject.own_data:
+        number_as(subject.label_names, source)
     if subject.fraction:
         log.warning(
             f"all {source.num_images:,} images of {printable(str(config.data.path))} are scored. The run held out "
@@ -475,7 +482,7 @@ def _same_place(one: str, other: str | None, is_path: bool) -> bool:
 def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     """Merge the command line into the configuration."""
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
-    for key in ("dataset", "path", "val_split"):
+    for key in _PLACE:
         if key in chosen and _same_place(chosen[key], getattr(config.data, key), key == "path"):
             del chosen[key]  # the run's own, so its val_fraction applies
     if chosen.get("dataset", config.data.dataset) != config.data.dataset:
@@ -484,7 +491,7 @@ def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
         names = [chosen.get("val_split", config.data.val_split), "val"]
         if "val_split" not in chosen and not any(Path(chosen["path"], n).is_dir() for n in names):
             chosen["val_split"] = "."  # the classes are in the folder itself
-    if chosen.keys() & {"dataset", "path", "val_split"}:
+    if chosen.keys() & {*_PLACE}:
         chosen = {"val_fraction": 0.0} | chosen  # all images of a split that is named
     if options.crop_pct is not None:
         chosen["crop_pct"] = options.crop_pct

@@ -150,7 +150,7 @@ class FolderSource(Source):
             paths, self.classes, labels = _divided(self.folder, data, training)
         else:
             self.folder = _find_split(data, training)
-            paths, self.classes, labels = list_images(self.folder)
+            paths, self.classes, labels = list_images(self.folder, all_classes=training)
         # An array, because a million Python strings would be copied into every data-loading worker.
         self.paths = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
@@ -265,11 +265,14 @@ def read_patiently(read: Callable[[int], T], index: int) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def list_images(folder: Path, tell: bool = True) -> tuple[list[str], tuple[str, ...], list[int]]:
+def list_images(
+    folder: Path, tell: bool = True, all_classes: bool = True
+) -> tuple[list[str], tuple[str, ...], list[int]]:
     """List the images folder/<class>/<image> of a split, without hidden files.
 
     Names are sorted as in timm's reader, with numbers by value and regardless of case. Accents of class names are
-    composed first. A warning counts the files that are left out, unless ``tell`` is False.
+    composed first. A warning counts the files that are left out, unless ``tell`` is False. With ``all_classes``, each
+    class must have images.
 
     Returns:
         Paths <class>/<image>, class names, and the class index of each image.
@@ -305,7 +308,7 @@ def list_images(folder: Path, tell: bool = True) -> tuple[list[str], tuple[str, 
         )
     counted = others if tell else Counter()
     check_found(paths, counted, printable(str(folder)), "the sub-folders of ")
-    if empty:
+    if empty and all_classes:
         raise DataError(
             f"class folder {printable(str(folder / empty[0]))} has no images "
             f"({len(empty)} of {len(classes)} class folders have none)"

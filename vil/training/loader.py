@@ -75,8 +75,10 @@ def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
     """
     with world.main_first():  # rank 0 writes the shard indexes
         train, val = (
-            open_source(config.data, config.model, training) for training in (True, False)
+            open_source(config.data, config.model, training, other_classes=not training)
+            for training in (True, False)
         )
+    number_as(train.classes, val)
     _check_classes(train, val)
     check_same(world, described(config, {"training": train, "validation": val}))
     return train, val
@@ -306,6 +308,22 @@ def _leave_signals_to_parent(worker: int) -> None:
     """Ignore signals that schedulers send to every process; the run needs its workers to reach a checkpoint."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def number_as(classes: tuple[str, ...] | None, val: Source) -> None:
+    """Number the classes of validation as in training, if some lack a folder, and warn of those without images."""
+    if None in (classes, val.classes):
+        return
+    if val.classes != classes and val.classes == tuple(n for n in classes if n in {*val.classes}):
+        places = np.array([classes.index(name) for name in val.classes])
+        val.labels, val.classes = places[val.labels], classes
+    counts = np.bincount(val.labels, minlength=len(val.classes))
+    if len(unscored := np.flatnonzero(counts == 0)):
+        names = ", ".join(printable(val.classes[place]) for place in unscored[:_MOST_NAMED])
+        more = f" and {len(unscored) - _MOST_NAMED} more" if len(unscored) > _MOST_NAMED else ""
+        log.warning(
+            f"{len(unscored)} classes have no validation images and are not scored: {names}{more}"
+        )
 
 
 def _check_classes(train: Source, val: Source) -> None:

@@ -169,7 +169,7 @@ def verify_shards(options: VerifyOptions) -> None:
 
 def _plan(split: str, options: MakeOptions) -> _Plan:
     """List the images of a split and assign them to shards."""
-    source = FolderSource(DataConfig(path=options.images, val_split=split), training=False)
+    source = FolderSource(DataConfig(path=options.images, train_split=split), training=True)
     paths = [str(source.path(index)) for index in range(source.num_images)]
     labels = source.labels.tolist()
     order = sorted(range(len(paths)), key=lambda index: (labels[index], paths[index]))
