@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_layout import name_of
+
 pytest.importorskip("build")
 pytest.importorskip("twine")
 
@@ -79,9 +81,34 @@ def test_both_have_all_modules_and_no_test(built: Path) -> None:
     assert modules | {"LICENSE", "README.md", "pyproject.toml"} <= names
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    installed = {name.replace("kernels/", "vil/kernels/") for name in modules} | {"vil/py.typed"}
+    installed = {n if n.startswith("vil/") else f"vil/{n}" for n in modules} | {"vil/py.typed"}
     assert installed <= names
     assert all(name.startswith(("vil/", "vision_longhorn-")) for name in names)
+
+
+def test_a_wheel_works_unpacked_or_not_beside_other_projects(built: Path, tmp_path: Path) -> None:
+    """In sys.path, and in a folder that has another project's files, also of the names that a checkout has."""
+    (wheel,) = built.glob("*.whl")
+    project = tmp_path / "project"
+    (project / "kernels").mkdir(parents=True)
+    for name in ("pyproject.toml", "kernels/ops.py", "kernels/__init__.py"):
+        (project / name).touch()
+    zipfile.ZipFile(wheel).extractall(project)
+    code = (
+        "import sys; sys.meta_path = [m for m in sys.meta_path if 'editable' not in repr(m)]\n"
+        "sys.path.insert(0, sys.argv[1]); import pkgutil, timm, torch, vil\n"
+        "model = timm.create_model('vil_tiny', img_size=32, depth=1, embed_dim=32).eval()\n"
+        "model(torch.randn(1, 3, 32, 32))\n"
+        "print(vil.kernels.ops.__file__); print(*(m.name for m in pkgutil.walk_packages("
+        "vil.__path__, 'vil.', onerror=print)))"
+    )
+    names = {name_of(ROOT / n) for n in (*ROOT.glob("vil/**/*.py"), *ROOT.glob("kernels/**/*.py"))}
+    for place in (wheel, project):
+        file, found = run(sys.executable, "-c", code, place, cwd=tmp_path).splitlines()
+        assert file == f"{place}/vil/kernels/ops.py"
+        assert {*found.split()} == names - {
+            "vil"
+        }  # PyInstaller's collect_submodules finds the same
 
 
 def test_it_works_without_numba_and_triton(python: Path, tmp_path: Path) -> None:

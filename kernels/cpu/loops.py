@@ -23,6 +23,7 @@ All compiled code is in this one file: numba's disk cache compares only the time
 that a compiled function is in.
 """
 
+import logging
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,6 +32,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
@@ -42,6 +44,8 @@ from numba.extending import (
     register_jitable,
     register_model,
 )
+
+_logger = logging.getLogger(__name__)
 
 WIDTH = 64  # channels per vector; channels are padded to a multiple of WIDTH
 LANES = 16  # rows and columns of the transposing sum, divides WIDTH
@@ -471,7 +475,7 @@ def silu_gradient(v):
 
 
 def compiled(kernel: Callable[..., None], dtype: types.Number) -> CFunc:
-    """Return a kernel compiled for values of a type, from the disk cache if possible.
+    """Return a kernel compiled for values of a type, from numba's disk cache if possible.
 
     Args:
         kernel: Kernel in this file.
@@ -479,10 +483,26 @@ def compiled(kernel: Callable[..., None], dtype: types.Number) -> CFunc:
     """
     signature = types.void(types.CPointer(dtype))
     try:
-        function = cfunc(signature, cache=True, error_model="numpy")(kernel)
-    except RuntimeError:  # neither this folder nor the user's cache is writable
+        return cfunc(signature, cache=True, error_model="numpy")(kernel)
+    except (
+        Exception
+    ) as error:  # unpickling raises any; an error of the kernel is raised again below
         function = cfunc(signature, error_model="numpy")(kernel)
-    return function
+        _warn_of_cache(kernel, error)
+        return function
+
+
+def _warn_of_cache(kernel: Callable[..., None], error: Exception) -> None:
+    try:
+        files = f"{FunctionCache(kernel).cache_path}/loops.{kernel.__name__}-*"
+    except Exception:  # numba finds no folder that it can write to
+        files = "set NUMBA_CACHE_DIR to a folder that can be written"
+    _logger.warning(
+        "numba's cache cannot be used, so kernels are compiled again in every process (%s: %s); %s",
+        type(error).__name__,
+        " ".join(str(error).split()),
+        files if files.startswith("set") else f"delete or make writable {files}",
+    )
 
 
 @njit

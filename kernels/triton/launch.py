@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+
+import triton
 from triton.compiler import CompiledKernel
 
 _record: "list[Launch] | None" = None

@@ -1,8 +1,14 @@
 """The compiled CPU backend matches the float64 reference for inputs of every kind."""
 
+import array
 import concurrent.futures
+import ctypes
+import errno
 import os
+import pickle
 import platform
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +31,11 @@ from vil.kernels.reference import RECURRENCES
 
 pytest.importorskip("numba")
 
+import numba
+from numba.core.caching import FunctionCache
+
 from vil.kernels.cpu import backend as cpu
+from vil.kernels.cpu import loops
 
 # Relative to the largest value; the compiled loops add in a different order than the reference.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -310,3 +320,58 @@ def test_all_memory_is_written(recurrence, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(torch.nan))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **kw: empty_like(*a, **kw).fill_(torch.nan))
     assert_same_bits(all_results((2, 21, 70, 7), recurrence), expected)
+
+
+def small_kernel(like):  # a kernel has no result
+    like[0] = 1
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(pickle.dumps(numba.__version__) + b"cno_such_module\nname\n.")
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", [cut, empty, foreign])
+def test_a_damaged_cache_is_told_of_and_not_used(
+    kind: str,
+    damage: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
+    loops.compiled(small_kernel, numba.types.float32)
+    (path,) = (tmp_path / "cache").rglob(f"*.{kind}")
+    damage(path)
+    caplog.clear()
+    values = array.array("f", [0.0])
+    function = loops.compiled(small_kernel, numba.types.float32)
+    function.ctypes(ctypes.cast(values.buffer_info()[0], ctypes.POINTER(ctypes.c_float)))
+    assert values[0] == 1
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert "numba's cache cannot be used, so kernels are compiled again in every process" in line
+    assert f"{path.parent}/loops.small_kernel-*" in line
+
+
+def test_a_full_disk_and_no_folder_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(numba.core.caching.IndexDataCacheFile, "_save_data", full)
+    assert loops.compiled(small_kernel, numba.types.float32).address
+    assert "No space left on device" in caplog.text
+    monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])
+    assert loops.compiled(small_kernel, numba.types.float32).address
+    assert "set NUMBA_CACHE_DIR to a folder that can be written" in caplog.text

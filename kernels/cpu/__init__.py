@@ -1,0 +1,1 @@
+"""Compiled loops for CPUs."""
