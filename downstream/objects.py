@@ -6,27 +6,25 @@ COCO's categories in the order of their numbers, starting from 1; 0 is the backg
 Letters: H, W height and width of an image, n objects in it.
 """
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision.datasets import CocoDetection
 from torchvision.ops import box_convert, masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as T
 from torchvision.tv_tensors import Image, Mask
 
 from downstream.photos import read_photo
+from examples.folders import AnnotatedFolder
 from vil.training.errors import DataError
 
 Target = dict[str, Tensor]
 
 
-class Objects(CocoDetection):
+class Objects(AnnotatedFolder):
     """Images uint8 (3, H, W), and dicts of labels int64 (n), masks uint8 (n, H, W), boxes, iscrowd and area."""
 
     def __init__(
@@ -41,13 +39,15 @@ class Objects(CocoDetection):
             training: Exclude crowds, and images without objects.
 
         Raises:
-            DataError: If there are no annotations or no images.
+            DataError: If there are no annotations or no images, or some lack what training needs.
         """
         path = root / "annotations" / f"instances_{split}.json"
         if not path.is_file():
             raise DataError(f"annotations {path} are missing")
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints timings
-            super().__init__(root / split, path, transforms=transform)
+        try:
+            super().__init__(root / split, path, masks=True, transforms=transform)
+        except ValueError as error:
+            raise DataError(str(error)) from error
         self.categories = sorted(self.coco.cats)
         self.training = training
         if training:
@@ -64,11 +64,11 @@ class Objects(CocoDetection):
         objects = self._objects(id)
         masks = [torch.from_numpy(self.coco.annToMask(each)) for each in objects]
         labels = [self.categories.index(each["category_id"]) + 1 for each in objects]
-        boxes = torch.tensor([each["bbox"] for each in objects]).reshape(-1, 4)
+        boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32)
         return {
             "labels": torch.tensor(labels, dtype=torch.int64),
             "masks": torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8),
-            "boxes": box_convert(boxes, "xywh", "xyxy"),
+            "boxes": box_convert(boxes.reshape(-1, 4), "xywh", "xyxy"),
             "iscrowd": torch.tensor([each["iscrowd"] for each in objects], dtype=torch.int64),
             "area": torch.tensor([each["area"] for each in objects], dtype=torch.float32),
         }

@@ -74,7 +74,54 @@ class MaskFolder(VisionDataset):
         return self.transforms(image, {"mask": tv_tensors.Mask(mask)})
 
 
-class CocoFolder(CocoDetection):
+class AnnotatedFolder(CocoDetection):
+    """Images with annotations as labelling programs write them, some of which leave out entries."""
+
+    def __init__(self, folder: Path, path: Path, masks: bool = False, **arguments: object) -> None:
+        """Read the annotations, and fill in ``iscrowd`` (0) and ``area`` (of the mask, else of the box).
+
+        Args:
+            folder: Folder of the images.
+            path: JSON file of the annotations.
+            masks: Whether each object needs a segmentation.
+            **arguments: Arguments of ``CocoDetection``.
+
+        Raises:
+            ValueError: If an image or an annotation lacks anything else; with the file and its id.
+        """
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints timings
+                super().__init__(folder, path, **arguments)
+        except KeyError as error:
+            raise ValueError(f"{path}: an image, annotation or category has no {error}") from error
+        for number, image in self.coco.imgs.items():
+            for key in {"file_name", "height", "width"} - image.keys():
+                raise ValueError(f"{path}: image {number} has no {key}")
+        for number, one in self.coco.anns.items():
+            if problem := self._problem(one, masks):
+                raise ValueError(f"{path}: annotation {number} {problem}")
+            one["iscrowd"] = one.get("iscrowd") or 0
+            if one.get("area") is None:
+                masked, (_, _, width, height) = one.get("segmentation"), one["bbox"]
+                one["area"] = float(self.coco.annToMask(one).sum()) if masked else width * height
+
+    def _problem(self, one: dict, masks: bool) -> str:
+        box, parts = one.get("bbox"), one.get("segmentation")
+        if one["image_id"] not in self.coco.imgs:
+            return f"is of image {one['image_id']}, which is not listed"
+        if one.get("category_id") not in self.coco.cats:
+            return f"has category {one.get('category_id')}, which is not listed"
+        if not isinstance(box, list) or [isinstance(n, int | float) for n in box] != [True] * 4:
+            return f"needs bbox, four numbers: left, top, width and height, got {box}"
+        if isinstance(parts, list):
+            if any(len(part) < 6 or len(part) % 2 for part in parts) or (masks and not parts):
+                return "needs a segmentation of polygons, each with at least three points"
+        elif masks and not isinstance(parts, dict):
+            return f"needs a segmentation, got {parts}"
+        return ""
+
+
+class CocoFolder(AnnotatedFolder):
     """One split of a folder of images and boxes in COCO's layout.
 
     The folder has images in ``SPLIT/*`` or ``SPLIT2017/*``, and ``annotations/instances_SPLIT.json`` or
@@ -94,10 +141,10 @@ class CocoFolder(CocoDetection):
 
         Raises:
             FileNotFoundError: If annotations or images of the split are missing or ambiguous.
+            ValueError: Same as in ``AnnotatedFolder``.
         """
         path = _only(folder / "annotations", f"instances_{split}*.json")
-        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints timings
-            super().__init__(_only(folder, f"{split}*"), path, transforms=transform)
+        super().__init__(_only(folder, f"{split}*"), path, transforms=transform)
         self.numbers = sorted(self.coco.cats)
         self.classes = ["background", *(self.coco.cats[n]["name"] for n in self.numbers)]
 
@@ -106,7 +153,7 @@ class CocoFolder(CocoDetection):
         return read_image(Path(self.root) / about["file_name"], (about["height"], about["width"]))
 
     def _load_target(self, id: int) -> dict[str, Tensor]:
-        found = [one for one in super()._load_target(id) if not one.get("iscrowd")]
+        found = [one for one in super()._load_target(id) if not one["iscrowd"]]
         found = [one for one in found if min(one["bbox"][2:]) > 0]
         boxes = torch.tensor([one["bbox"] for one in found], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]

@@ -204,6 +204,18 @@ def test_boxes_and_labels_are_read_as_coco_means_them(folders: ModuleType, coco:
     assert found["boxes"].tolist() == [[5, 6, 25, 36.5]]
     assert found["labels"].tolist() == [2]
     assert data[3][1]["boxes"].shape == (0, 4)
+    path = coco / "annotations/instances_train2017.json"
+    content = json.loads(path.read_text())
+    for key in ("iscrowd", "area"):
+        del content["annotations"][1][key]
+    path.write_text(json.dumps(content))
+    again = folders.CocoFolder(coco, "train")
+    assert torch.equal(again[1][1]["boxes"], found["boxes"])
+    assert again.coco.anns[1]["area"] == 610
+    content["annotations"][1]["category_id"] = 5
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{path}: annotation 1 has category 5, which is not lis"):
+        folders.CocoFolder(coco, "train")
     data.coco.imgs[10]["height"] += 1
     with pytest.raises(ValueError, match=r"0\.jpg has 40 x 50 pixels, but .* for 41 x 50"):
         data[0]
