@@ -14,8 +14,9 @@ from torch import Tensor
 from vil.kernels.args import ScanArgs
 
 _T = TypeVar("_T")
-# Per process and kind of plan. A plan takes about 3 kB; an evicted plan is made again when needed.
-_MOST_PLANS = 4096
+MOST_KEPT = 256
+"""Plans of a kind, and layouts of tokens, kept in a process. Those of an image size take some 10 kB and 20 bytes per
+token; evicted ones are made again when needed."""
 _caches: list[Callable[[], None]] = []
 
 
@@ -82,7 +83,7 @@ def conv_key(x: Tensor, weight: Tensor, order: Tensor | None) -> ConvKey:
 
 def plans(make: Callable[..., _T]) -> Callable[..., _T]:
     """Cache a function that makes a plan for a key."""
-    cached = functools.lru_cache(_MOST_PLANS)(make)
+    cached = functools.lru_cache(MOST_KEPT)(make)
     _caches.append(cached.cache_clear)
     return cached
 

@@ -25,7 +25,7 @@ from vil.kernels.checks import (
 )
 from vil.kernels.grid import TokenLayout, layout_of, layout_sizes
 from vil.kernels.mixer import MixerParams, mixer_plan
-from vil.kernels.plan import conv_key, scan_key
+from vil.kernels.plan import MOST_KEPT, conv_key, scan_key
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], CustomOpDef]:
@@ -328,10 +328,18 @@ _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
 # --------------------------------------------------------------------------------- tokens of a grid
 
 
-@functools.cache  # never evicted: a recorded CUDA graph copies from it
-def _layout_in_memory(grid: tuple[int, ...], taps: int, pinned: bool) -> TokenLayout:
-    layout = layout_of(grid, taps, torch.device("cpu"))
+def _make_layout(
+    grid: tuple[int, ...], taps: int, device: torch.device, pinned: bool = False
+) -> TokenLayout:
+    with torch.inference_mode(False):  # else training could not save tensors made in evaluation
+        layout = layout_of(grid, taps, device)
     return TokenLayout(layout.grid, *(t.pin_memory() if pinned else t for t in layout[1:]))
+
+
+_recent_layout = functools.lru_cache(MOST_KEPT)(_make_layout)
+_gpu_layout = functools.cache(
+    _make_layout
+)  # a recorded CUDA graph reads these, or copies from them
 
 
 def assert_grid(grid: Sequence[int], bits: Tensor) -> None:
@@ -359,7 +367,8 @@ def _token_layout(
     """
     if bits is not None:
         assert_grid(grid[2:4], bits)
-    layout = _layout_in_memory(tuple(grid), taps, like.device.type == "cuda")
+    on_gpu, cpu = like.device.type == "cuda", torch.device("cpu")
+    layout = (_gpu_layout if on_gpu else _recent_layout)(tuple(grid), taps, cpu, on_gpu)
     return tuple(t.to(like.device, non_blocking=True, copy=True) for t in layout[1:])
 
 
@@ -388,16 +397,11 @@ def token_layout(
         bits: Binary digits of the trained grid in the weights; a program checks them in every call.
     """
     if mixer.is_eager(like, ()):
-        return _layout_on(tuple(grid), taps, like.device)
+        kept = _gpu_layout if like.device.type == "cuda" else _recent_layout
+        return kept(tuple(grid), taps, like.device)
     if not torch.compiler.is_compiling() and (
         in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return layout_of(grid, taps, like.device)
     made = torch.ops.vil.token_layout(grid, taps, like.detach(), bits)
     return TokenLayout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over ``made``
-
-
-@functools.cache  # never evicted: a recorded CUDA graph reads these tensors
-def _layout_on(grid: tuple[int, ...], taps: int, device: torch.device) -> TokenLayout:
-    with torch.inference_mode(False):  # else training could not save tensors made in evaluation
-        return layout_of(grid, taps, device)

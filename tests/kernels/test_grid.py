@@ -1,8 +1,10 @@
 """Tokens on a grid that is not the trained one: compared with the definition, and at its limits."""
 
+import gc
 import itertools
 
 import pytest
+import timm
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from vil.kernels import grid as grids
 from vil.kernels import ops, reference
 from vil.kernels.args import ScanArgs
 from vil.kernels.grid import DtScale, GridSpec, layout_of
+from vil.kernels.plan import MOST_KEPT
 
 CPU = torch.device("cpu")
 K, D = 4, 3
@@ -214,3 +217,16 @@ def test_gradients_of_the_class_token_and_the_resampled_taps(grid: GridSpec) -> 
     found = grids.conv_backward(reference.ConvPlan(), grad, *(t.detach() for t in leaves), layout)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_memory_for_image_sizes_is_bounded() -> None:
+    """After more sizes than are kept, further ones keep no more tensors."""
+    model = timm.create_model("vil_tiny", img_size=8, patch_size=4, embed_dim=16, depth=1).eval()
+    sizes, counts = itertools.product(range(5, 30), range(5, 31)), []  # 650
+    for number, (rows, columns) in enumerate(sizes, 1):
+        with torch.no_grad():
+            model(torch.zeros(1, 3, 4 * rows, 4 * columns))
+        if number in (MOST_KEPT + 40, 650):
+            gc.collect()
+            counts.append(sum(type(value) is torch.Tensor for value in gc.get_objects()))
+    assert counts[1] < counts[0] + MOST_KEPT / 2
