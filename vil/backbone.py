@@ -283,22 +283,11 @@ class VisionLonghorn(GridAware):
 
     @torch.jit.ignore
     def init_non_persistent_buffers(self) -> None:
-        """Write ``ref_feat_bits`` again if transformers, which calls this after loading, has not loaded it.
-
-        Raises:
-            ValueError: The file has a former name of the mixers' output projections, which transformers ignores.
-        """
-
-        def loaded(tensor: Tensor) -> bool:
-            return getattr(tensor, "_is_hf_initialized", False)  # set by transformers
-
-        if loaded(self.pos_embed) and not loaded(self.blocks[0].mixer.proj.weight):
-            raise ValueError(
-                "the file has no mixer.proj, which was mixer.out_proj in former files; pass "
-                r'key_mapping={r"mixer\.out_proj\.": "mixer.proj."} to from_pretrained'
-            )
+        """Write ``ref_feat_bits`` again if transformers, which calls this after loading, has not loaded it."""
         bits = self.ref_feat_bits
-        if bits is not None and not loaded(bits):
+        if bits is not None and not getattr(
+            bits, "_is_hf_initialized", False
+        ):  # transformers' mark
             self.ref_feat_bits = bits_of(self._ref_grid).to(bits.device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The registered models: ``timm.create_model`` finds these names once ``vil`` is imported."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,6 @@ from timm.models._features import FeatureGetterNet
 
 from vil.backbone import VisionLonghorn
 from vil.pyramid import STRIDES, VisionLonghornPyramid
-from vil.timm_arguments import FORMER, with_current_names
 from vil.weights.adapt import checkpoint_filter_fn
 
 
@@ -100,13 +98,6 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
     A ``*_pyramid`` model with a head is built without levels: no logit depends on them, and
     DistributedDataParallel refuses parameters without a gradient.
     """
-    if (current := with_current_names(kwargs)) != kwargs:
-        names = {former: name for former, name in FORMER.items() if former in kwargs}
-        if kwargs.get("grid_aware") == "steps":
-            names['grid_aware="steps"'] = 'grid_aware="dt"'
-        told = ", ".join(f"{former} is now {name}" for former, name in names.items())
-        warnings.warn(f"deprecated model arguments: {told}", DeprecationWarning, stacklevel=3)
-        kwargs = current
     model_cls, indices = VisionLonghorn, dense_indices(depth)
     if variant.endswith(_PYRAMID) and (
         kwargs.get("features_only") or kwargs.get("num_classes") == 0

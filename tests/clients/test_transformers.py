@@ -1,6 +1,5 @@
 """transformers' heads on a TimmBackbone, which is built by name only."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,8 +198,7 @@ def test_a_saved_model_comes_back(build: Callable, images: Callable, tmp_path: P
                 torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_former_files(images: Callable, tmp_path: Path) -> None:
-    """Files without ``ref_feat_bits`` are right; those with former names are, if told so."""
+def test_files_without_a_grid(images: Callable, tmp_path: Path) -> None:
     model, x = wrapper().eval(), images(64, 96)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -208,9 +206,3 @@ def test_former_files(images: Callable, tmp_path: Path) -> None:
     save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
     load = type(model).from_pretrained
     assert torch.equal(load(tmp_path)(x).logits, model(x).logits)
-    former = {name.replace("mixer.proj.", "mixer.out_proj."): v for name, v in saved.items()}
-    save_file(former, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"no mixer\.proj, which was mixer\.out_proj") as error:
-        load(tmp_path)
-    mapping = re.search(r"key_mapping=(\{.*\})", str(error.value))[1]
-    assert torch.equal(load(tmp_path, key_mapping=eval(mapping))(x).logits, model(x).logits)

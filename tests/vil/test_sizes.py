@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import vil
 from tests.small import SMALL, images, small
 from vil.backbone import checkpoint_filter_fn
 
@@ -74,31 +72,6 @@ def test_weights_of_a_grid_are_plain_at_it() -> None:
     finer.load_state_dict(coarse.state_dict())
     assert finer.ref_feat_shape == (4, 4)
     assert not torch.allclose(finer(images()), trained(images()), atol=1e-3)
-
-
-def test_former_names_are_read(tmp_path: Path) -> None:
-    """Files may have them for good, and arguments for one release."""
-    former = {
-        "trained_grid": (2, 2),
-        "resize_below": 0,
-        "recompute_above": 9,
-        "grid_aware": "steps",
-    }
-    model = small(ref_feat_shape=(2, 2), checkpoint_min_tokens=9, grid_aware="dt")
-    with pytest.warns(DeprecationWarning, match="trained_grid is now ref_feat_shape"):
-        old = small(**former)
-    state = model.state_dict()
-    del state["ref_feat_bits"]
-    state["trained_grid"] = torch.tensor([2, 2])
-    old.load_state_dict(state)
-    about = {"arch": "vil_tiny", "model_args": SMALL | former, "pretrained_cfg": {}, "epoch": 1}
-    torch.save(about | {"config": {}, "run": {}, "state_dict": state}, tmp_path / "old.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = vil.load(tmp_path / "old.pt").eval()
-    for other in (old, loaded):
-        assert (other.ref_feat_shape, other.checkpoint_min_tokens) == ((2, 2), 9)
-        assert torch.equal(other(images()), model(images()))
 
 
 def test_fine_tuning_goes_on_from_what_was_loaded() -> None:

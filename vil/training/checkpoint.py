@@ -37,13 +37,11 @@ from vil.training.errors import (
 from vil.training.files import is_there, link_atomically, write_atomically
 from vil.training.images import Source
 from vil.training.model import TrainSetup
-from vil.training.recipes import flat, of_a_run
+from vil.training.recipes import flat, from_dict
 from vil.training.resolve import model_arguments
 from vil.training.settings import TrainConfig, marked
 from vil.weights.archive import check_finite, check_plain, check_sums, load_archive
 
-# Options that our recipes set and earlier runs did not have: the same command must resume these.
-_NEW_IN_RECIPES = {"data.check_headers"}
 LAST, PREVIOUS, BEST = CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")
 
 
@@ -265,18 +263,13 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
     once = {"run.allow_changes": False}
     if saved is None:
         return _with(new, once), _with(new, once)
-    config = of_a_run(saved["config"], f"{saved['origin']}: ")
-    asked = of_a_run(saved["asked"], f"{saved['origin']}: ", filled=False)
+    config = from_dict(saved["config"], f"{saved['origin']}: ")
+    asked = from_dict(saved["asked"], f"{saved['origin']}: ")
     before, filled, after = flat(asked), flat(config), flat(new)
     free, allowed = marked("free"), marked("changeable") if new.run.allow_changes else set()
     # Stating a value that was filled in before is not a change.
-    known = {f"{name}.{key}" for name, section in saved["asked"].items() for key in section}
     changed = {
-        key
-        for key in before
-        if key not in free
-        and after[key] not in (before[key], filled[key])
-        and (key in known or key not in _NEW_IN_RECIPES)
+        key for key in before if key not in free and after[key] not in (before[key], filled[key])
     }
     refused = sorted(changed - allowed)
     if refused:

@@ -28,7 +28,7 @@ from vil.training.images import Source, fingerprint
 from vil.training.loader import ValData, check_same, described, number_as, open_source
 from vil.training.model import build_model
 from vil.training.passes import ScoringPass
-from vil.training.recipes import from_dict, of_a_run
+from vil.training.recipes import from_dict
 from vil.training.report import model_size
 from vil.training.resolve import fill_from_weights, read_source
 from vil.training.sampler import seed_everything
@@ -148,7 +148,7 @@ def load_subject(options: EvalConfig) -> Subject:
         config = fill_from_weights(_foreign_config(options.model, options.img_size), weights)
         config = config.changed("data", **image_options(weights.pretrained_cfg))
     else:
-        config = of_a_run(weights.config, f"{name}: ")
+        config = from_dict(weights.config, f"{name}: ")
     fraction = config.data.val_fraction
     config = _with_options(config, options)
     named = any(getattr(options.data, key) is not None for key in _PLACE)

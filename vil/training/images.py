@@ -391,7 +391,7 @@ def _divided(
     """
     paths, classes, labels = list_images(folder, tell=training)
     names = [path.rpartition("/")[2] for path in paths]
-    if data.val_hash == "path":  # None is a run from before this option
+    if data.val_hash != "name":
         names = [f"{classes[label]}/{name}" for label, name in zip(labels, names, strict=True)]
     fraction = data.val_fraction
     held_out = [_hashed(name) < fraction for name in names]

@@ -20,8 +20,6 @@ from vil.training.errors import ConfigError
 from vil.training.settings import TrainConfig
 
 _Options = TypeVar("_Options")
-# Options of data that later versions added, with the values that earlier runs had.
-_BEFORE = {"val_hash": "name", "decoder": "pillow", "crop_mode": "center"}
 
 
 def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
@@ -146,17 +144,6 @@ def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _
         RecursionError,
     ) as error:  # from json, as for a number of 5,000 digits
         raise ConfigError(f"{origin}{one_line(error)}", everywhere=True) from error
-
-
-def of_a_run(values: Any, origin: str, filled: bool = True) -> TrainConfig:
-    """Build the settings in a checkpoint, also of earlier versions; ``filled`` if they are not as the user gave them.
-
-    The other arguments and errors are those of ``from_dict``.
-    """
-    if isinstance(values, dict) and isinstance(values.get("data"), dict):
-        data = {key: value for key, value in values["data"].items() if key != "fractal_seed"}
-        values = values | {"data": (_BEFORE if filled else {}) | data}
-    return from_dict(values, origin)
 
 
 def _described(problem: Any) -> str:

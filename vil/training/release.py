@@ -21,7 +21,7 @@ from vil.messages import printable
 from vil.training.distributed import versions
 from vil.training.errors import ConfigError, OutputError, log
 from vil.training.files import sync
-from vil.training.recipes import of_a_run
+from vil.training.recipes import from_dict
 from vil.training.resolve import read_source
 from vil.training.settings import DataConfig, Section, TrainConfig
 from vil.weights.build import model_with
@@ -84,7 +84,7 @@ def release(options: ReleaseConfig) -> None:
     weights = read_source(options.checkpoint, options.ema)
     if weights.config is None:
         raise ConfigError(f"CHECKPOINT {path} must be a checkpoint of train_imagenet.py")
-    config = of_a_run(weights.config, f"{path}: ")
+    config = from_dict(weights.config, f"{path}: ")
     try:
         model, _ = model_with(weights)
     except ValueError as error:

@@ -123,7 +123,7 @@ class DataConfig(Section):
     (folder). The choice stays the same when images are added. 0 uses the sub-folders of the splits."""
     val_hash: Literal["path", "name"] | None = None
     """What of an image's file data.val_fraction hashes: <class>/<name> (path), or the name alone (name), so that copies
-    in several classes are together. None is path; runs from before this option keep name."""
+    in several classes are together. None is path."""
     images_per_class: Count | None = None
     """Training images per class; None takes all. Smaller subsets are contained in larger ones."""
     img_sizes: _Sizes | None = None
@@ -151,7 +151,7 @@ class DataConfig(Section):
     """Colour behind transparent pixels. `none` drops transparency and keeps the colours below it, as timm does."""
     decoder: Literal["torchvision", "pillow"] | None = None
     """Package that decodes, crops and resizes JPEG files; the pixels are nearly equal, and torchvision is faster. Pillow
-    opens all other files. None is torchvision; runs from before this option keep pillow."""
+    opens all other files. None is torchvision."""
     num_workers: Free[Workers | None] = None
     """Data-loading workers per training process; 0 loads in that process. None uses one per core, at most 8."""
     mean: _Channels[Share] | None = None

@@ -222,19 +222,14 @@ def is_official_vim(state_dict: Mapping[str, Tensor], prefix: str = "") -> bool:
 
 
 def with_own_names(state_dict: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """Return a copy with former names renamed, and official Vision Mamba parameters also stacked.
+    """Return a copy of weights with our names; the parameters of official Vision Mamba are also stacked.
 
     Raises:
         ValueError: Same as in ``adapt``.
     """
     if is_official_vim(state_dict, prefix):
-        state_dict = _from_official(state_dict, prefix)
-    own = re.compile(rf"{re.escape(prefix)}(blocks\.\d+\.mixer\.)out_proj\.(.+)")
-    renamed = {own.sub(rf"{prefix}\1proj.\2", name): value for name, value in state_dict.items()}
-    for name in (prefix + "trained_grid", prefix + "ref_feat_shape"):
-        if name in renamed:
-            renamed[prefix + "ref_feat_bits"] = bits_of(tuple(map(int, renamed.pop(name))))
-    return renamed
+        return _from_official(state_dict, prefix)
+    return dict(state_dict)
 
 
 def _from_official(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -256,7 +251,8 @@ def _from_official(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, T
         elif layer[2] and layer[3] in directed:
             mixers.setdefault(f"{prefix}blocks.{layer[1]}.mixer.", {})[layer[3]] = tensor
         else:
-            converted[f"{prefix}blocks.{layer[1]}.{layer[2] or ''}{layer[3]}"] = tensor
+            own = (layer[2] or "") + layer[3].replace("out_proj.", "proj.")
+            converted[f"{prefix}blocks.{layer[1]}.{own}"] = tensor
     for mixer, parameters in mixers.items():
         converted.update(_stack_directions(mixer, parameters))
     if prefix + "pos_embed" in converted and prefix + "cls_token" in converted:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vil.messages import nfc, one_line, short_repr
 from vil.preprocess import image_notes
-from vil.timm_arguments import NOT_OF_A_MODEL, with_current_names
+from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.weights.adapt import is_official_vim
 from vil.weights.archive import check_finite, check_plain, load_archive
 
@@ -213,7 +213,7 @@ def _weights(
     if is_own(described.get("architecture") or ""):
         # Set fc_norm from the weights: by default, another pooling would move the norm.
         place = any(key.startswith("fc_norm.") for key in state_dict)
-        described["model_args"] = {"fc_norm": place} | with_current_names(described["model_args"])
+        described["model_args"] = {"fc_norm": place} | described["model_args"]
         stated, head = described["model_args"].get("num_classes"), state_dict.get("head.weight")
         rows = 0 if head is None or not head.ndim else len(head) - cfg.get("label_offset", 0)
         if stated and rows and stated != rows:  # the head would silently be new
