@@ -12,7 +12,6 @@ from einops import rearrange
 from timm.layers import is_exportable
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -116,7 +115,7 @@ class GridAware(nn.Module):
             self._follow_ref_feat_bits()
         return self._ref_grid
 
-    # Compilers call it while they compile, with the real module. torch.export does so with stand-ins of its tensors.
+    # Compilers call it while they compile, with the real module; torch.export does so with fake tensors in it.
     @torch.compiler.assume_constant_result
     @torch.jit.unused
     def _follow_ref_feat_bits(self) -> None:
@@ -125,7 +124,7 @@ class GridAware(nn.Module):
         DDP copies the buffers of rank 0 in every step. There, the device compares, and nothing waits for it.
         """
         last, version, in_ddp = self._ref_read
-        bits = last if isinstance(self.ref_feat_bits, FakeTensor) else self.ref_feat_bits
+        bits = self.ref_feat_bits if type(self.ref_feat_bits) is Tensor else last
         if bits is None or bits.is_meta:
             return
         bits = _unwrapped(bits)

@@ -283,20 +283,6 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_another_default_dtype(dtype: torch.dtype) -> None:
-    """Tables are kept for all models of the process, whoever made them first."""
-    size = (56, 88) if dtype == torch.bfloat16 else (56, 72)  # no other test has these grids
-    model, x = small(), torch.randn(1, 3, *size)
-    torch.set_default_dtype(dtype)
-    try:
-        first, made = model(x), small(dtype=torch.float32)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(first, model.double()(x.double()).float(), rtol=1e-4, atol=1e-4)
-    assert made.ref_feat_bits.dtype == torch.float32
-
-
 def test_inference_mode() -> None:
     """Its tensors have no version, so the grid is read when another tensor takes its place."""
     source, x = small(ref_feat_shape=(3, 5)), torch.randn(2, 3, 48, 64)

@@ -219,8 +219,24 @@ def test_gradients_of_the_class_token_and_the_resampled_taps(grid: GridSpec) -> 
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_no_table(dtype: torch.dtype) -> None:
+    """They are kept for all models of the process, whoever made them first."""
+    expected = layout_of(grid_of(7, 11, (4, 4)), K, CPU)
+    torch.set_default_dtype(dtype)
+    try:
+        made = layout_of(grid_of(7, 11, (4, 4)), K, CPU)
+        model = timm.create_model("vil_tiny", img_size=8, patch_size=4, embed_dim=16, depth=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model.ref_feat_bits.dtype == torch.float32
+    for one, other in zip(made[1:], expected[1:], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def test_memory_for_image_sizes_is_bounded() -> None:
-    """After more sizes than are kept, further ones keep no more tensors."""
+    """After more sizes than are kept, further ones keep no more tables; these have integers, unlike other tensors."""
     model = timm.create_model("vil_tiny", img_size=8, patch_size=4, embed_dim=16, depth=1).eval()
     sizes, counts = itertools.product(range(5, 30), range(5, 31)), []  # 650
     for number, (rows, columns) in enumerate(sizes, 1):
@@ -228,5 +244,7 @@ def test_memory_for_image_sizes_is_bounded() -> None:
             model(torch.zeros(1, 3, 4 * rows, 4 * columns))
         if number in (MOST_KEPT + 40, 650):
             gc.collect()
-            counts.append(sum(type(value) is torch.Tensor for value in gc.get_objects()))
+            tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+            counts.append(sum(not value.is_floating_point() for value in tensors))
+            del tensors
     assert counts[1] < counts[0] + MOST_KEPT / 2
