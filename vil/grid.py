@@ -92,11 +92,8 @@ class GridAware(nn.Module):
         self._ref_grid = (ref_feat_shape[0], ref_feat_shape[1])
         bits = bits_of(self._ref_grid).to(device) if grid_aware else None
         self.register_buffer("ref_feat_bits", bits)
-        self._ref_read = (
-            bits,
-            0,
-            False,
-        )  # the tensor of ``_ref_grid``, its version, and whether DDP ran
+        # The tensor that _ref_grid was read from, its version then, and whether DDP was running.
+        self._ref_read = (bits, 0, False)
 
     @property
     def ref_feat_shape(self) -> tuple[int, int]:

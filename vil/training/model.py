@@ -23,6 +23,7 @@ from vil.training.transforms import BatchAugment
 from vil.weights.build import create, model_with
 from vil.weights.files import Weights
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _FUSED = ("adam", "adamw")  # optimizers with a fused PyTorch version, by timm's name
 
 
@@ -45,7 +46,7 @@ class TrainSetup:
     augment: BatchAugment
     world: World
     statistics: list[torch.Tensor]
-    """Buffers that training changes, such as BatchNorm's."""
+    """Buffers of the model that training changes: BatchNorm's."""
 
     def set_step(self, step: int) -> None:
         """Set the learning rate of a step, counted from the start of the run; see ``ScheduleConfig.by``."""
@@ -237,9 +238,9 @@ def _betas(config: OptimConfig) -> dict[str, tuple[float, ...]]:
 
 
 def _statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers that training changes, as BatchNorm's; the one of our models is a constant."""
+    """Return the running statistics of BatchNorm and its like, the only buffers that training changes."""
     named = model.named_buffers()
-    return [value for name, value in named if not name.endswith("ref_feat_bits")]
+    return [value for name, value in named if name.rpartition(".")[2] in _STATISTICS]
 
 
 def _distribute(
