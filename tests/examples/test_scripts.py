@@ -196,6 +196,12 @@ def folders(modules: None) -> ModuleType:
     return importlib.import_module("folders")
 
 
+def test_a_path_may_begin_with_home(modules: None) -> None:
+    parser = importlib.import_module("training").options("", "output", 1)
+    args = parser.parse_args(["--data=~/data", "--output=~/output"])
+    assert (args.data, args.output) == (Path.home() / "data", Path.home() / "output")
+
+
 def test_boxes_and_labels_are_read_as_coco_means_them(folders: ModuleType, coco: Path) -> None:
     data = folders.CocoFolder(coco, "train")
     assert data.classes == ["background", "dog", "cat"]

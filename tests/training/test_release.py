@@ -236,6 +236,7 @@ def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     )
     card = (folder / "README.md").read_text(encoding="utf-8")
     _, front, text = card.split("---\n", 2)
+    assert "On its split validation:" in text
     described = yaml.safe_load(front)
     assert described["license"] == "cc-by-4.0"
     assert described["library_name"] == "timm"
