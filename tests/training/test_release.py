@@ -22,6 +22,7 @@ from timm.models import _hub, push_to_hf_hub, save_for_hf
 
 import vil
 from tests.strategies import encoded
+from vil.profile import count_parameters
 from vil.training.errors import OutputError
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import decode_for
@@ -237,6 +238,7 @@ def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     card = (folder / "README.md").read_text(encoding="utf-8")
     _, front, text = card.split("---\n", 2)
     assert "On its split validation:" in text
+    assert f"vil_tiny, {count_parameters(vil.load(checkpoint)):,} parameters" in text
     described = yaml.safe_load(front)
     assert described["license"] == "cc-by-4.0"
     assert described["library_name"] == "timm"

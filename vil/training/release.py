@@ -18,6 +18,7 @@ from torch import nn
 from tyro.conf import Positional
 
 from vil.messages import printable
+from vil.profile import count_parameters
 from vil.training.distributed import versions
 from vil.training.errors import ConfigError, OutputError, log
 from vil.training.files import sync
@@ -89,7 +90,7 @@ def release(options: ReleaseConfig) -> None:
         model, _ = model_with(weights)
     except ValueError as error:
         raise OutputError(f"cannot release {path}: {error}") from error
-    card = _model_card(folder.name, weights, config, options.license)
+    card = _model_card(folder.name, weights, config, options.license, count_parameters(model))
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a killed release
@@ -141,7 +142,9 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _model_card(name: str, weights: Weights, config: TrainConfig, license: str) -> str:
+def _model_card(
+    name: str, weights: Weights, config: TrainConfig, license: str, parameters: int
+) -> str:
     """Return a model card in timm's format."""
     model, data, names = config.model, config.data, weights.label_names or ()
     shown = ", ".join(map(_plain, names[:10])) + (", ..." if len(names) > 10 else "")
@@ -149,7 +152,7 @@ def _model_card(name: str, weights: Weights, config: TrainConfig, license: str) 
         f"fine-tuned from {_plain(_without_place(model.pretrained))}" if model.pretrained else ""
     )
     details = {
-        "Model": f"{model.name}, {sum(t.numel() for t in weights.state_dict.values()):,} values",
+        "Model": f"{model.name}, {parameters:,} parameters",
         "Weights": f"{'averaged weights (EMA)' if weights.averaged else 'weights'} of epoch {weights.epoch}",
         "Images": f"{model.img_size} x {model.img_size} px, {model.in_chans} channels",
         "Classes": f"{model.num_classes}" + (f": {shown}" if shown else ""),
