@@ -179,7 +179,7 @@ TOLD = "ref_feat_bits has another grid .*load weights by load_state_dict, or cal
 PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
     "export": lambda model, x: torch.export.export(model, (x,)).module(),
     "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
-    "compile": lambda model, x: torch.compile(model, fullgraph=True, backend="inductor"),
+    "compile": lambda model, x: torch.compile(model, fullgraph=True, backend="aot_eager"),
     "script": lambda model, x: torch.jit.script(model),
 }
 
