@@ -337,9 +337,8 @@ def _make_layout(
 
 
 _recent_layout = functools.lru_cache(MOST_KEPT)(_make_layout)
-_gpu_layout = functools.cache(
-    _make_layout
-)  # a recorded CUDA graph reads these, or copies from them
+# Never evicted: a recorded CUDA graph reads these tensors, or copies from them.
+_gpu_layout = functools.cache(_make_layout)
 
 
 def assert_grid(grid: Sequence[int], bits: Tensor) -> None:

@@ -285,9 +285,8 @@ class VisionLonghorn(GridAware):
     def init_non_persistent_buffers(self) -> None:
         """Write ``ref_feat_bits`` again if transformers, which calls this after loading, has not loaded it."""
         bits = self.ref_feat_bits
-        if bits is not None and not getattr(
-            bits, "_is_hf_initialized", False
-        ):  # transformers' mark
+        loaded = getattr(bits, "_is_hf_initialized", False)  # set by transformers
+        if bits is not None and not loaded:
             self.ref_feat_bits = bits_of(self._ref_grid).to(bits.device)
 
     def forward(self, x: Tensor) -> Tensor:

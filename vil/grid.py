@@ -34,15 +34,15 @@ def bits_of(grid: tuple[int, int]) -> Tensor:
 
 def grid_of(bits: Tensor) -> tuple[int, int]:
     """Return the grid of a ``ref_feat_bits``; raise ValueError if it is an average of different grids, or none."""
-    digits = bits.tolist() if bits.shape == (2, _BITS) and not bits.is_complex() else [[0], [0]]
-    H, W = (sum(round(digit) << i for i, digit in enumerate(side)) for side in digits)
-    near = all(abs(digit - round(digit)) < 0.03 for side in digits for digit in side)
-    if not near or min(H, W) < 1 or max(H, W) >= 1 << _BITS:
+    digits = bits.tolist() if bits.shape == (2, _BITS) and not bits.is_complex() else []
+    near = all(min(abs(digit), abs(digit - 1)) < 0.03 for side in digits for digit in side)
+    grid = [sum(round(d) << i for i, d in enumerate(side)) for side in digits] if near else []
+    if len(grid) != 2 or min(grid) < 1:
         raise ValueError(
-            f"ref_feat_bits must be the binary digits of one grid, (2, {_BITS}), got {digits}; weights of different "
-            "grids cannot be averaged"
+            f"ref_feat_bits must be the binary digits of one grid, (2, {_BITS}), got "
+            f"{digits or tuple(bits.shape)}; weights of different grids cannot be averaged"
         )
-    return H, W
+    return grid[0], grid[1]
 
 
 def _unwrapped(bits: Tensor) -> Tensor:

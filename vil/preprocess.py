@@ -31,6 +31,7 @@ _FORMATS = (
 )
 _MODES = {1: "L", 3: "RGB"}
 _PNG = b"\x89PNG\r\n\x1a\n"
+_COMPRESSED = (b"zTXt", b"iTXt", b"iCCP")  # chunks of texts and of a colour profile
 _LONGEST_TEXT = 48 << 20  # of a PNG file, in bytes; Pillow reads 64 MB in all
 # Pillow expands these pixels to 8 bits, but not the level that is transparent.
 _TO_EIGHT_BITS: dict[str, Callable[[int], int]] = {
@@ -301,7 +302,7 @@ def _with_plain_texts(content: bytes) -> bytes:
 
     Pillow refuses files with compressed texts or profiles of more than 1 MB, and its limit is one for all threads.
     """
-    if not content.startswith(_PNG):
+    if not content.startswith(_PNG) or not any(kind in content for kind in _COMPRESSED):
         return content
     parts, start = [_PNG], len(_PNG)
     while start < len(content):

@@ -118,12 +118,7 @@ def outcomes(case: Case, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ..
     outputs = operator(*inputs, *case.options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     loss = sum(
-        (
-            out
-            * torch.linspace(-1, 1, out.numel(), dtype=torch.float32, device=out.device)
-            .view(out.shape)
-            .to(out.dtype)
-        )
+        (out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype))
         .to(torch.float64 if out.dtype == torch.float64 else torch.float32)
         .sum()
         for out in outputs

@@ -116,7 +116,7 @@ def resample_pos_embed(
     the example. If the sizes are constants of the program and equal, the same tensor is returned instead.
     """
     if not torch.jit.is_scripting():
-        if _equal(grid, own_grid):
+        if _equal(grid, own_grid):  # timm asks a flag that other threads set when they export
             return pos_embed
         if not is_exporting() and torch.compiler.is_compiling() and torch.is_grad_enabled():
             # PyTorch (2.15) cannot compile the gradient of this resampling to a symbolic size;

@@ -17,10 +17,10 @@ Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 """
 
 import torch.nn.functional as F
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from vil.kernels.args import ScanArgs, kept_dtype
 from vil.kernels.plan import ScanKey
 from vil.kernels.triton import tuning

@@ -6,6 +6,7 @@ after the backward scan. Equations and letters are in ``chunk.py``.
 
 import triton
 import triton.language as tl
+
 from vil.kernels.triton.tiles import (
     asm_identity,
     columns,

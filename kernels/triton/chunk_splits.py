@@ -7,6 +7,7 @@ and letters are in ``chunk.py``.
 
 import triton
 import triton.language as tl
+
 from vil.kernels.triton.chunk_parts import (
     RUN_TIME,
     backward_substitution,

@@ -13,10 +13,10 @@ in the table, without a copy. Rows of tokens without a position are not written.
 """
 
 import torch
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from vil.kernels.plan import ConvKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 import triton
+from torch import Tensor
 from triton.compiler import CompiledKernel
 
 _record: "list[Launch] | None" = None

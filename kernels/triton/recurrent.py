@@ -17,10 +17,10 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from vil.kernels.args import ScanArgs
 from vil.kernels.plan import ScanKey
 from vil.kernels.triton import tuning

@@ -5,6 +5,7 @@
 
 import triton
 import triton.language as tl
+
 from vil.kernels.triton import longhorn, mamba, tuning
 from vil.kernels.triton.tiles import (
     LANES_NEXT,

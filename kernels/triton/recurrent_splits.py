@@ -8,6 +8,7 @@ its state, so the effect of a split is one product and one sum per channel and s
 
 import triton
 import triton.language as tl
+
 from vil.kernels.triton.recurrent_parts import (
     RUN_TIME,
     advance,

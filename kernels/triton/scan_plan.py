@@ -9,9 +9,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
-import triton
 from vil.kernels.args import ScanArgs, kept_dtype
 from vil.kernels.plan import ScanKey
 from vil.kernels.reference import dt_proj

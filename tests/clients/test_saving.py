@@ -157,6 +157,15 @@ def test_averages(dtype: torch.dtype) -> None:
             small().load_state_dict(mixed)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 2.0, 0.0])
+def test_a_grid_of_other_numbers_is_refused(value: float) -> None:
+    weights = small().state_dict()
+    shape = weights["ref_feat_bits"].shape
+    for bits in (torch.full(shape, value), torch.tensor([4, 4]), torch.ones(shape) * 1j):
+        with pytest.raises(RuntimeError, match="must be the binary digits of one grid"):
+            small().load_state_dict(weights | {"ref_feat_bits": bits})
+
+
 def test_moving_averages() -> None:
     source, x = small(ref_feat_shape=(14, 13)), torch.randn(1, 3, 48, 64)
     for decay in (0.9, 0.99, 0.9998, 0.99999):

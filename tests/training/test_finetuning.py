@@ -99,6 +99,9 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     for path, *options, number in (
         *((path, 2) for path in same),
         ("moved", "--data.val-fraction", "0.15", 2),
+        ("moved", "--data.val-fraction", "0", 12),
+        ("photos/train", "--data.dataset", "folder", 2),
+        ("photos/train", "--data.val-split", ".", 12),  # a split that is named is scored
         ("moved", 12),
     ):
         capsys.readouterr()
@@ -110,10 +113,9 @@ def test_flat_folder_from_scratch_to_an_evaluation(
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["num_images"] == number
         assert f"{result['path']}, {'all images' if number == 12 else '0.15 of the images'}" in told
-        assert ("all 12 images of moved are scored. The run held out 0.15" in told) == (
-            number == 12
-        )
-        assert ("--data.val-fraction 0.15 scores the held-out ones" in told) == (number == 12)
+        unasked = number == 12 and not options
+        assert ("all 12 images of moved are scored. The run held out 0.15" in told) == unasked
+        assert ("--data.val-fraction 0.15 scores the held-out ones" in told) == unasked
     command = ["eval.py", "output/scratch/last.pt", "--data.path", "photos"]
     monkeypatch.setattr(sys, "argv", command)
     assert run_script(eval_script.main) == 0

@@ -1,7 +1,8 @@
 """The recurrences: definition, operators and backends.
 
-In a source checkout, the files are in kernels/ beside vil/, and a wheel has them here. That folder has no
-``__init__.py``, so that from the root of a checkout it does not hide Hugging Face's package ``kernels``.
+In a source checkout, the files are in kernels/ beside vil/, and a wheel has them here. That folder and those in it have
+no ``__init__.py``, so that nobody takes them for Hugging Face's package ``kernels`` or for ``triton``. The wheel has
+those of this folder.
 """
 
 from pathlib import Path

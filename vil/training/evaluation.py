@@ -153,8 +153,11 @@ def load_subject(options: EvalConfig) -> Subject:
     config = _with_options(config, options)
     named = any(getattr(options.data, key) is not None for key in _PLACE)
     own = weights.config is not None and not named
-    if config.data.val_fraction or None not in (options.data.val_fraction, options.data.val_split):
-        fraction = 0.0
+    if (
+        config.data.val_fraction
+        or (options.data.val_fraction, options.data.val_split) != (None,) * 2
+    ):
+        fraction = 0.0  # or the user has chosen
     model, line = _model(weights, config, options)
     config = config.changed("model", num_classes=model.num_classes)
     return Subject(model, config, line, weights.epoch, weights.label_names, own, fraction)
@@ -472,19 +475,15 @@ def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfi
     return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
 
 
-def _same_place(one: str, other: str | None, is_path: bool) -> bool:
-    """Return whether two options are equal; of paths, whether they lead to the same folder."""
-    if is_path and other is not None:
-        return Path(one).resolve() == Path(other).resolve()
-    return one == other
-
-
 def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
     """Merge the command line into the configuration."""
     chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
-    for key in _PLACE:
-        if key in chosen and _same_place(chosen[key], getattr(config.data, key), key == "path"):
-            del chosen[key]  # the run's own, so its val_fraction applies
+    own = config.data
+    if chosen.get("dataset") == own.dataset:
+        del chosen["dataset"]
+    paths = {path and Path(path).resolve() for path in (own.path, options.data.path)}
+    if "dataset" not in chosen and len(paths) == 1:
+        chosen.pop("path", None)  # the run's own folder, whose val_fraction applies
     if chosen.get("dataset", config.data.dataset) != config.data.dataset:
         chosen = {"path": None} | chosen  # the path of another data set does not apply
     if "path" in chosen and chosen.get("dataset", config.data.dataset) == "folder":

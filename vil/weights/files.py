@@ -257,7 +257,8 @@ def _prefix(names: Collection[str], origin: str) -> str:
         for name in names
         if f".{name}".endswith(f".{layer}")
     }
-    outermost = [p for p in sorted(found) if p.count(".") == min(q.count(".") for q in found)]
+    depth = min((prefix.count(".") for prefix in found), default=0)
+    outermost = [prefix for prefix in sorted(found) if prefix.count(".") == depth]
     if len(outermost) == 1:
         return outermost[0]
     inside = [{n.removeprefix(p) for n in names if n.startswith(p)} for p in outermost]
