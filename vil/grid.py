@@ -5,6 +5,7 @@ Letters: B batch, H W grid of patches, N = H W patches, L = N + 1 tokens, C chan
 
 import math
 import operator
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -56,8 +57,8 @@ def _unwrapped(bits: Tensor) -> Tensor:
 class GridAware(nn.Module):
     """Part of a backbone that measures distances and step sizes in patches of the grid ``ref_feat_shape``.
 
-    Weights have it as the buffer ``ref_feat_bits``. Computing needs the numbers, and to read a tensor is to wait for
-    the GPU, so they are read when something writes the buffer.
+    Weights have it as the buffer ``ref_feat_bits``. Reading a tensor waits for the GPU, so its numbers are kept. They
+    are read again only after something has written the buffer.
     """
 
     __jit_unused_properties__: ClassVar = ["ref_feat_shape"]
@@ -99,6 +100,13 @@ class GridAware(nn.Module):
     def ref_feat_shape(self) -> tuple[int, int]:
         """The grid (rows, columns) in whose patches tap distances and step sizes are measured."""
         return self._reference()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a new ``ref_feat_bits`` is read at once, because exporters only see fake tensors."""
+        super().__setattr__(name, value)
+        if name == "ref_feat_bits":
+            with suppress(ValueError):  # uninitialised memory, which the caller will fill
+                self._follow_ref_feat_bits()
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

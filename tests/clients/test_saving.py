@@ -225,7 +225,7 @@ def test_programs_of_loaded_weights(program: str, tmp_path: Path) -> None:
 def test_onnx_of_loaded_weights(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     source, x = small(ref_feat_shape=(3, 5), depth=1), torch.randn(1, 3, 48, 64)
-    for load in (state_dict, assigned, copied_in_place):
+    for load in (state_dict, assigned, copied_in_place, tensor_by_tensor):
         target = small(depth=1, exportable=True)
         load(source, target, tmp_path)
         path = tmp_path / f"{load.__name__}.onnx"

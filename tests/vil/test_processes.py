@@ -88,7 +88,8 @@ def gradients_of_two(rank: int, store: Path) -> None:
             both = (parameter.grad.full_tensor(), wrapped.module.get_parameter(key).grad)
             for found in both:
                 assert torch.allclose(found, expected[key], rtol=1e-4, atol=1e-5), (name, key)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # the usual end may abort a process while a thread of gloo still runs
 
 
 @pytest.mark.ci
