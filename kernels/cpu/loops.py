@@ -46,6 +46,7 @@ from numba.extending import (
 )
 
 _logger = logging.getLogger(__name__)
+_given: set[str] = set()  # advice on numba's cache
 
 WIDTH = 64  # channels per vector; channels are padded to a multiple of WIDTH
 LANES = 16  # rows and columns of the transposing sum, divides WIDTH
@@ -484,25 +485,28 @@ def compiled(kernel: Callable[..., None], dtype: types.Number) -> CFunc:
     signature = types.void(types.CPointer(dtype))
     try:
         return cfunc(signature, cache=True, error_model="numpy")(kernel)
-    except (
-        Exception
-    ) as error:  # unpickling raises any; an error of the kernel is raised again below
+    except Exception as error:
+        # Unpickling raises any error. One of the kernel itself is raised again here.
         function = cfunc(signature, error_model="numpy")(kernel)
         _warn_of_cache(kernel, error)
         return function
 
 
 def _warn_of_cache(kernel: Callable[..., None], error: Exception) -> None:
+    """Warn that numba's cache cannot be used for a kernel; once per process if there is no folder for any."""
     try:
-        files = f"{FunctionCache(kernel).cache_path}/loops.{kernel.__name__}-*"
+        folder = FunctionCache(kernel).cache_path
+        advice = f"delete or make writable {folder}/loops.{kernel.__name__}-*"
     except Exception:  # numba finds no folder that it can write to
-        files = "set NUMBA_CACHE_DIR to a folder that can be written"
-    _logger.warning(
-        "numba's cache cannot be used, so kernels are compiled again in every process (%s: %s); %s",
-        type(error).__name__,
-        " ".join(str(error).split()),
-        files if files.startswith("set") else f"delete or make writable {files}",
-    )
+        advice = "set NUMBA_CACHE_DIR to a folder that can be written"
+    if advice not in _given:
+        _given.add(advice)
+        _logger.warning(
+            "numba's cache cannot be used, so kernels are compiled again in every process (%s: %s); %s",
+            type(error).__name__,
+            " ".join(str(error).split()),
+            advice,
+        )
 
 
 @njit

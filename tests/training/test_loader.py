@@ -150,7 +150,7 @@ def test_classes_without_validation_images_are_trained(
     result = json.loads((folder / "last-eval.json").read_text())
     assert result["loss"] == pytest.approx(float(row["val_loss"]))
     told = caplog.text + capsys.readouterr().out
-    warning = "2 classes have no validation images and are not scored: birch, dogwood"
+    warning = "classes without validation images are not scored (2): birch, dogwood"
     assert told.count(warning) >= 2
 
 

@@ -314,15 +314,16 @@ def number_as(classes: tuple[str, ...] | None, val: Source) -> None:
     """Number the classes of validation as in training, if some lack a folder, and warn of those without images."""
     if None in (classes, val.classes):
         return
-    if val.classes != classes and val.classes == tuple(n for n in classes if n in {*val.classes}):
-        places = np.array([classes.index(name) for name in val.classes])
-        val.labels, val.classes = places[val.labels], classes
+    found = {*val.classes}
+    places = [place for place, name in enumerate(classes) if name in found]
+    if len(places) < len(classes) and val.classes == tuple(classes[place] for place in places):
+        val.labels, val.classes = np.array(places)[val.labels], classes
     counts = np.bincount(val.labels, minlength=len(val.classes))
     if len(unscored := np.flatnonzero(counts == 0)):
         names = ", ".join(printable(val.classes[place]) for place in unscored[:_MOST_NAMED])
         more = f" and {len(unscored) - _MOST_NAMED} more" if len(unscored) > _MOST_NAMED else ""
         log.warning(
-            f"{len(unscored)} classes have no validation images and are not scored: {names}{more}"
+            f"classes without validation images are not scored ({len(unscored)}): {names}{more}"
         )
 
 
