@@ -125,6 +125,19 @@ def test_batch_norm_of_two_processes_scores_as_saved(config, evaluate, tmp_path)
         assert float(row[f"{prefix}top1"]) == pytest.approx(found["top1"])
         loss = float(row[f"{prefix or 'val_'}loss"])
         assert loss == pytest.approx(found["loss"], rel=1e-5)
+    # A run that was stopped somewhere goes on with the same statistics.
+    stopped = config.changed("run", save_minutes=0.0)
+    processes = start(stopped, tmp_path / "stopped", 2)
+    wait_for(tmp_path / "stopped" / "previous.pt", processes)
+    processes[0].send_signal(signal.SIGTERM)
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    assert {process.returncode for process in processes} in ({143}, {0}), printed
+    processes = start(stopped, tmp_path / "stopped", 2)
+    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    keys = ("train_loss", "val_loss", "top1", "ema_loss", "ema_top1")
+    expected = [[row[key] for key in keys] for row in log(folder)]
+    assert [[row[key] for key in keys] for row in log(tmp_path / "stopped")] == expected
 
 
 @pytest.fixture
