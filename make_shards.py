@@ -6,6 +6,8 @@
 To finish an interrupted command, repeat it. Exit codes: see vil/training/errors.py.
 """
 
+import threads  # noqa: F401  before torch
+
 import sys
 
 from vil.training.errors import run_script

@@ -7,6 +7,8 @@ a hub unchanged.
 Exit codes: see vil/training/errors.py.
 """
 
+import threads  # noqa: F401  before torch
+
 import sys
 
 from vil.training.errors import run_script

@@ -11,6 +11,8 @@ To resume a run, repeat its command with the same --run.output.
 Exit codes: see vil/training/errors.py.
 """
 
+import threads  # noqa: F401  before torch
+
 import sys
 from pathlib import Path
 

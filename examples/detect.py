@@ -7,6 +7,10 @@ By default it learns generated shapes. FOLDER has COCO's layout (``CocoFolder`` 
 mean over overlaps of 0.5 to 0.95, and AP50 is the AP at 0.5, both on held-out images at ``--img-size``.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded (docs/speed.md)
+
 import argparse
 from functools import partial
 

@@ -9,6 +9,10 @@ a linear probe on frozen tokens predicts the class at each patch's centre. Its m
 with equal class weights, is printed. Use ``backbone.pt`` in ``vil.load`` or as --weights of other examples.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded (docs/speed.md)
+
 from functools import partial
 
 import torch

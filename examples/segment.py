@@ -7,6 +7,10 @@ By default it learns generated shapes. See ``MaskFolder`` in folders.py for the 
 IoU covers all classes, background included, and all pixels of the held-out images at ``--img-size``.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded (docs/speed.md)
+
 import argparse
 from functools import partial
 
