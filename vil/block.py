@@ -144,18 +144,32 @@ class BidirectionalMixer(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def forward(self, x: Tensor, layout: TokenLayout | None = None, save: bool = True) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        layout: TokenLayout | None = None,
+        save: bool = True,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         """Mix tokens (B, L, C) -> (B, L, C).
 
         Args:
             x: Tokens, (B, L, C).
             layout: Places of the tokens on their grid; None to convolve them in sequence order.
             save: While training, keep the scan's states for the backward pass instead of recomputing them.
+            attn_mask: Must be None; timm's blocks pass it to their attention, which a mixer can replace.
+            is_causal: Must be False, as ``attn_mask``.
 
         Raises:
+            ValueError: A mask is given, or ``is_causal`` is set.
             RuntimeError: An ONNX export is running, but the model lacks ``exportable=True`` or is in training mode. Or
                 the export has ``dynamo=False``.
         """
+        if attn_mask is not None or is_causal:
+            raise ValueError(
+                "attn_mask must be None and is_causal False: both directions of the scan read all tokens"
+            )
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
         if not torch.jit.is_scripting() and (
