@@ -1,5 +1,6 @@
 """One-line, printable forms of exceptions, file names and values for use in messages; one form of class names."""
 
+import difflib
 import textwrap
 import unicodedata
 from collections.abc import Iterable
@@ -29,6 +30,12 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if not line.endswith(":")] or lines or [type(error).__name__]
     return textwrap.shorten(telling[0], _MOST, placeholder=" ...")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the most similar of the known words, or "" if none is similar."""
+    close = difflib.get_close_matches(word, sorted(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def short_repr(value: Any) -> str:

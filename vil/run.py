@@ -6,7 +6,7 @@
 The script runs as with ``python SCRIPT ARGS``: it is ``__main__``, its folder comes first in ``sys.path``, and its exit
 status is returned. Use it for timm's scripts train.py, validate.py, inference.py and benchmark.py.
 
-Exit status: the script's, or 2 if SCRIPT is missing or not a file.
+Exit status: the script's, or 2 if SCRIPT is missing or not a file. ``--help`` instead of SCRIPT prints this text.
 """
 
 import runpy
@@ -18,6 +18,9 @@ import vil  # noqa: F401  registers the models
 
 def main() -> int:
     """Run the script that the command line names; return the exit status."""
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         got = sys.argv[1] if len(sys.argv) > 1 else "nothing"
         print(

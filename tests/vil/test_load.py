@@ -25,6 +25,7 @@ from vil.training.model import build
 from vil.training.release import ReleaseConfig, release
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.weights.build import create
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}
 CLASSES = ("ash", "birch", "cedar", "dogwood")
@@ -523,3 +524,17 @@ def test_what_is_no_source_is_refused(
         refused(lambda name=name: vil.load(name), name, kind=FileNotFoundError)
     refused(lambda: vil.load("vil_tiny"), "timm has no weights for vil_tiny")
     refused(lambda: vil.load("resnet18", ema=True), "no averaged weights", kind=LookupError)
+
+
+@pytest.mark.parametrize(
+    ("build", "meant"),
+    [
+        (lambda: create("vil_tinny"), "vil_tiny"),
+        (lambda: create("vil_tiny", embed_dimm=8), "embed_dim"),
+        (lambda: create("deit_tiny_patch16_224", drop_path_ratee=0.1), "drop_path_rate"),
+        (lambda: vil.load("vim_tinny.midclstok_in1k"), "vim_tiny.midclstok_in1k"),
+    ],
+)
+def test_a_misspelt_name_suggests_the_right_one(build, meant) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=rf"; did you mean {meant}\?$"):
+        build()

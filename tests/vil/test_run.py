@@ -24,6 +24,9 @@ def test_a_script_knows_the_models(tmp_path: Path) -> None:
     done = run(tmp_path, "scripts/train.py", "vil_tiny", "--epochs", "2")
     assert done.stdout == "['vil_tiny', '--epochs', '2'] 1000 __main__ 7\n", done.stderr
     assert done.returncode == 3
+    done = run(tmp_path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "python -m vil.run SCRIPT ARGS" in done.stdout
     for arguments, got in (((), "nothing"), (("nope.py",), "nope.py")):
         done = run(tmp_path, *arguments)
         assert (done.returncode, done.stdout) == (2, "")

@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import re
 import sys
+from inspect import isclass, signature
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn, only_backbone
 from vil.block import BidirectionalMixer
-from vil.messages import first_line, one_line, printable
+from vil.messages import did_you_mean, first_line, one_line, printable
 from vil.registry import RECURRENCES
 from vil.timm_arguments import FEATURES, OTHER_WEIGHTS
 from vil.weights.adapt import has_levels, with_own_names
 from vil.weights.archive import check_finite
-from vil.weights.files import Weights, is_own, read_weights
+from vil.weights.files import Weights, is_own, read_weights, similar_model
 
 _logger = logging.getLogger("vil")
 _UNNAMED = "; the source does not say whether it has the diagonal or the exact form, taken for "
@@ -102,6 +104,7 @@ def model_with(
     if not _is_known(name):
         raise ValueError(
             f"{weights.origin}: model must be the name of a timm model, got {printable(name[:50])}"
+            f"{similar_model(name)}"
         )
     if weights.architecture is not None:
         arguments = weights.model_args | arguments
@@ -182,8 +185,21 @@ def create(name: str, **arguments: Any) -> nn.Module:
         return timm.create_model(name, **arguments)
     except Exception as error:  # models raise various errors
         if "img_size" not in arguments or "'img_size'" not in str(error):
-            raise ValueError(f"cannot create model {name}: {one_line(error)}") from error
+            told = f"cannot create model {name}: {one_line(error)}{_meant(name, str(error))}"
+            raise ValueError(told) from error
     return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
+
+
+def _meant(name: str, told: str) -> str:
+    """Return a suggestion if the error of ``timm.create_model`` is about a misspelt model or argument, else ""."""
+    if not timm.is_model(name):
+        return similar_model(name)
+    wrong = re.search(r"unexpected keyword argument '(\w+)'(?!.*Did you mean)", told)
+    if wrong is None:
+        return ""
+    module = sys.modules[timm.model_entrypoint(name).__module__]
+    classes = [c for c in vars(module).values() if isclass(c) and issubclass(c, nn.Module)]
+    return did_you_mean(wrong[1], {key for c in classes for key in signature(c).parameters})
 
 
 def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:

@@ -16,7 +16,7 @@ from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
-from vil.messages import nfc, one_line, short_repr
+from vil.messages import did_you_mean, nfc, one_line, short_repr
 from vil.preprocess import image_notes
 from vil.timm_arguments import NOT_OF_A_MODEL
 from vil.weights.adapt import is_official_vim
@@ -100,7 +100,8 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
         return _from_safetensors(path)
     if is_model_name(name):
         return _from_timm(name)
-    raise FileNotFoundError(f"{name} is not a file, a folder, hf-hub:NAME or a timm model")
+    told = f"{name} is not a file, a folder, hf-hub:NAME or a timm model"
+    raise FileNotFoundError(told + similar_model(name))
 
 
 def is_model_name(source: str) -> bool:
@@ -110,6 +111,11 @@ def is_model_name(source: str) -> bool:
     """
     known = timm.is_model_pretrained(source) or ("." not in source and timm.is_model(source))
     return known and not Path(source).exists()
+
+
+def similar_model(name: str) -> str:
+    """Return "; did you mean ...?" with the most similar name of a timm model, or "" if none is similar."""
+    return did_you_mean(name, {*timm.list_models(), *timm.list_pretrained()})
 
 
 def is_own(name: str) -> bool:
