@@ -43,6 +43,7 @@ _TORCHVISION_MODES = {"L": ImageReadMode.GRAY, "RGB": ImageReadMode.RGB}
 # torchvision 0.29 deprecates its function for this operator, in favour of a package that it does not install. Without
 # the operator, Pillow decodes to the same pixels in 1.2 times the time.
 _decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None)
+_AnyImage = str | Path | bytes | BinaryIO | Image.Image | np.ndarray
 _ON_TENSORS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)  # for uint8
 _ORIENTATION = 274  # number of the EXIF tag
 # Notes in pretrained_cfg, where timm refuses fields that it does not know.
@@ -51,9 +52,7 @@ _UPRIGHT = "photographs turned by their EXIF orientation"
 _BY_TORCHVISION = "JPEG files decoded and resized by torchvision"
 
 
-def create_transform(
-    model: nn.Module, **timm_arguments: Any
-) -> Callable[[str | Path | bytes | Image.Image], Tensor]:
+def create_transform(model: nn.Module, **timm_arguments: Any) -> Callable[[_AnyImage], Tensor]:
     """Return the function that prepares an image for a model as its training and ``eval.py`` do for validation.
 
     It does what ``timm.data.create_transform`` does with the preprocessing in ``model.pretrained_cfg``. Before that,
@@ -66,21 +65,38 @@ def create_transform(
             ``input_size=(3, 384, 384)`` or ``crop_pct=1.0``.
 
     Returns:
-        A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the bytes of a file or
-        a Pillow image. The function raises OSError if it cannot read a file, and ValueError if the file is no image
-        that training accepts.
+        A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the bytes of a file, a
+        file opened in binary mode, a Pillow image, or a NumPy array, uint8: grey (H, W), RGB (H, W, 3) or RGBA
+        (H, W, 4). The function raises OSError if it cannot read a file, and ValueError if the file is no image that
+        training accepts, or the array is none of these.
     """
     data = resolve_model_data_config(model) | timm_arguments
     transform = taking_tensors(create_timm_transform(**data))
     options, mode = image_options(model.pretrained_cfg), image_mode(data["input_size"][0])
 
-    def prepare(image: str | Path | bytes | Image.Image) -> Tensor:
+    def prepare(image: _AnyImage) -> Tensor:
+        if isinstance(image, np.ndarray):
+            image = _of_array(image)
         if isinstance(image, Image.Image):
             return transform(_opened(image, mode, **options))
-        content = image if isinstance(image, bytes) else Path(image).read_bytes()
+        if isinstance(image, bytes):
+            content = image
+        else:
+            content = image.read() if hasattr(image, "read") else Path(image).read_bytes()
         return transform(decode(content, mode, **options))
 
     return prepare
+
+
+def _of_array(pixels: np.ndarray) -> Image.Image:
+    """Return an array (H, W), (H, W, 3) or (H, W, 4), uint8, as a Pillow image; raise ValueError for others."""
+    channels = pixels.shape[2:]
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or channels not in ((), (3,), (4,)):
+        raise ValueError(
+            f"an image array must be uint8 of shape (H, W), (H, W, 3) or (H, W, 4), got {pixels.dtype} of shape "
+            f"{pixels.shape}"
+        )
+    return Image.fromarray(pixels)
 
 
 def decode(

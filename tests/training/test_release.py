@@ -1,6 +1,7 @@
 """A released folder gives timm and transformers the same model and the same preprocessing."""
 
 import csv
+import io
 import json
 import shutil
 import struct
@@ -125,10 +126,19 @@ def test_images_are_opened_as_in_training(checkpoint, options, tmp_path) -> None
             (tmp_path / "photo").write_bytes(one)
             opened = Image.open(tmp_path / "photo")
             before = (opened.size, opened.info.copy())
-            for image in (one, tmp_path / "photo", str(tmp_path / "photo"), opened):
+            path = tmp_path / "photo"
+            for image in (one, path, str(path), io.BytesIO(one), opened):
                 torch.testing.assert_close(prepare(image), expected[0][number])
                 assert torch.equal(expected[0][number], expected[1][number])
             assert (opened.size, opened.info) == before
+    for mode in ("L", "RGB", "RGBA"):
+        image = Image.open(io.BytesIO(one)).convert(mode)
+        assert torch.equal(prepare(np.asarray(image)), prepare(image))
+    for array in (np.zeros((4, 4)), np.zeros((3, 4, 5), np.uint8), np.zeros(4, np.uint8)):
+        with pytest.raises(
+            ValueError, match=r"must be uint8 of shape \(H, W\), .*, got \w+ of shape"
+        ):
+            prepare(array)
     large = vil.create_transform(model, input_size=(3, 32, 32))(one)
     assert (large.shape, large.dtype) == ((3, 32, 32), torch.float32)
     photograph = next(photographs())
