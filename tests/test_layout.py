@@ -24,7 +24,17 @@ ROOMS = (
 )
 # The files of the trainer; each imports only files before it.
 TRAINER = (
-    *("errors", "settings", "recipes", "files", "distributed", "sampler", "transforms", "images"),
+    *(
+        "errors",
+        "pulse",
+        "settings",
+        "recipes",
+        "files",
+        "distributed",
+        "sampler",
+        "transforms",
+        "images",
+    ),
     *(
         "shards",
         "loader",

@@ -147,6 +147,12 @@ def test_epochs_before_the_average_are_not_best_by_it(run) -> None:
     assert run.state.best_epoch == 3
 
 
+def test_of_epochs_with_one_top1_the_best_has_the_lowest_loss(run) -> None:
+    for top1, loss in ((80.0, 0.288), (80.0, 0.3), (80.0, 0.223), (79.0, 0.1), (80.0, 0.223)):
+        run.state.end_epoch({"top1": top1, "val_loss": loss, "ema_top1": top1, "ema_loss": 1.0})
+    assert run.state.best_epoch == 3
+
+
 def test_timm_reads_the_averaged_weights(saved, run) -> None:
     sizes = {"num_classes": 4, "img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2}
     model = timm.create_model("vil_tiny", checkpoint_path=str(saved), **sizes)

@@ -243,7 +243,7 @@ def test_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_pa
     processes[1].send_signal(signal.SIGTERM)
     printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert [process.returncode for process in processes] == [143, 143], printed
-    told = "error: stopped by SIGTERM; the run is saved, and the same command resumes it\n"
+    told = "stopped by SIGTERM; the run is saved, and the same command resumes it\n"
     assert printed[0][1] == told
     checkpoint = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
     optimizer = checkpoint["optimizer"]["state"][0]["step"]

@@ -15,6 +15,8 @@ import eval as eval_script
 import train_imagenet
 from vil.training.distributed import World
 from vil.training.errors import run_script
+from vil.training.evaluation import EvalConfig, load_subject
+from vil.training.images import FolderSource
 from vil.training.model import build
 from vil.training.recipes import read_recipe
 from vil.training.settings import suitable_batch
@@ -85,22 +87,22 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.val-fraction", "0.15"])
     assert run_script(train_imagenet.main) == 0
     told = caplog.text + capsys.readouterr().out  # another test's logger may write to either
-    assert "folder in photos/train: 10 images to train on, 2 held out, 3 classes" in told
+    assert "folder in photos/train: 9 images to train on, 3 held out, 3 classes" in told
     with (tmp_path / "output" / "scratch" / "log.csv").open() as file:
         (row,) = csv.DictReader(file)
     monkeypatch.setattr(sys, "argv", ["eval.py", "output/scratch/last.pt"])
     assert run_script(eval_script.main) == 0
     result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
-    assert (result["num_images"], result["split"]) == (2, "0.15 of the images")
+    assert (result["num_images"], result["split"]) == (3, "0.15 of the images")
     assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-6)
     (tmp_path / "link").symlink_to(tmp_path / "photos")
     shutil.copytree("photos/train", "moved")
     same = ["photos/train", f"{tmp_path}/photos/val/../train", "link/train"]
     for path, *options, number in (
-        *((path, 2) for path in same),
-        ("moved", "--data.val-fraction", "0.15", 2),
+        *((path, 3) for path in same),
+        ("moved", "--data.val-fraction", "0.15", 3),
         ("moved", "--data.val-fraction", "0", 12),
-        ("photos/train", "--data.dataset", "folder", 2),
+        ("photos/train", "--data.dataset", "folder", 3),
         ("photos/train", "--data.val-split", ".", 12),  # a split that is named is scored
         ("moved", 12),
     ):
@@ -116,6 +118,21 @@ def test_flat_folder_from_scratch_to_an_evaluation(
         unasked = number == 12 and not options
         assert ("all 12 images of moved are scored. The run held out 0.15" in told) == unasked
         assert ("--data.val-fraction 0.15 scores the held-out ones" in told) == unasked
+    # Images that are added change the side of none, so that no image is scored that was trained on.
+    trained = load_subject(EvalConfig(checkpoint="output/scratch/last.pt")).config.data
+    before = FolderSource(trained, training=True).paths.tolist()
+    for name in ("cat", "dog", "emu"):
+        for number in range(100, 120):
+            shutil.copy(f"photos/train/{name}/0.jpg", f"photos/train/{name}/{number}.jpg")
+    again = ["eval.py", "output/scratch/last.pt", "--per-class", "--json", "added.json"]
+    for options in ([], ["--data.path", "photos/train", "--data.val-fraction", "0.15"]):
+        monkeypatch.setattr(sys, "argv", [*again, *options])
+        assert run_script(eval_script.main) == 0
+        result = json.loads((tmp_path / "added.json").read_text())
+        assert 3 < result["num_images"] < 40
+        source = FolderSource(trained, training=False)
+        assert result["num_images"] == source.num_images
+        assert not {*source.paths.tolist()} & {*before}
     command = ["eval.py", "output/scratch/last.pt", "--data.path", "photos"]
     monkeypatch.setattr(sys, "argv", command)
     assert run_script(eval_script.main) == 0

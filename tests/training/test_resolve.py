@@ -1,12 +1,16 @@
 """Unset options are filled in from the weights and the data; no other option changes."""
 
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from vil.training.errors import DataError
-from vil.training.resolve import fill_from_data, fill_from_weights
+from vil.training.images import FolderSource
+from vil.training.resolve import fill_from_data, fill_from_weights, fill_split
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.weights.files import Weights
 
@@ -75,3 +79,62 @@ def test_data_say_the_number_of_classes_the_batch_and_the_warm_up() -> None:
     assert (filled.data.batch_size, filled.schedule.warmup_epochs) == (16, 4)
     stated = TrainConfig(model=ModelConfig(num_classes=9))
     assert fill_from_data(stated, train, train) == stated
+
+
+def add_images(folder: Path, counts: dict[str, int], first: int = 0) -> None:
+    for name, count in counts.items():
+        (folder / name).mkdir(exist_ok=True)
+        for number in range(first, first + count):
+            (folder / name / f"{number}.jpg").touch()
+
+
+def held_out(config: TrainConfig) -> set[str]:
+    """Return the images held out; every image is on one side."""
+    train, val = (FolderSource(config.data, training) for training in (True, False))
+    names, others = ({one.name(i) for i in range(one.num_images)} for one in (val, train))
+    assert not names & others
+    assert len(names | others) == len(list(Path(config.data.path).glob("*/*")))
+    return names
+
+
+def per_class(names: set[str]) -> dict[str, int]:
+    return dict(Counter(Path(name).parent.name for name in names))
+
+
+def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
+    add_images(tmp_path, {"a": 1, "b": 2, "c": 6, "d": 57, "e": 200})
+    new = TrainConfig(data=DataConfig(path=str(tmp_path), val_fraction=0.1, val_hash="path"))
+    run = fill_split(new, None)
+    before = held_out(run)
+    assert per_class(before) == {
+        "b": 1,
+        "c": 1,
+        "d": pytest.approx(6, abs=1),
+        "e": pytest.approx(20, abs=2),
+    }
+    twice = fill_split(new.changed("data", val_fraction=0.2), None)
+    counts = {
+        "b": 1,
+        "c": pytest.approx(1, abs=1),
+        "d": pytest.approx(11, abs=1),
+        "e": pytest.approx(40, abs=4),
+    }
+    assert per_class(held_out(twice)) == counts
+    assert before < held_out(twice)
+    assert len(run.data.val_exceptions) < 12
+
+    old = {Path(name) for name in tmp_path.glob("*/*")}
+    add_images(tmp_path, {"c": 20, "d": 20, "f": 50}, first=500)
+    described = DESCRIBED | {"num_classes": 5, "label_names": [*"abcde"]}
+    weights = replace(make_weights(), config=asdict(run), pretrained_cfg=described)
+    earlier = replace(weights, config=asdict(run.changed("data", val_exceptions=None)))
+    by_hash = held_out(run.changed("data", val_exceptions=None)) & {*map(str, old)}
+    for same, sides in (
+        (run, before),
+        (fill_split(new, weights), before),
+        (fill_split(new, earlier), by_hash),  # a run from before the exceptions
+    ):
+        assert held_out(same) & {*map(str, old)} == sides
+    assert per_class(held_out(fill_split(new, weights)))["f"] == pytest.approx(5, abs=1)
+    for other in (new.changed("data", val_hash="name"), new.changed("data", val_fraction=0.0)):
+        assert fill_split(other, weights) == other

@@ -88,7 +88,7 @@ def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
     with pytest.MonkeyPatch.context() as patch:
         signal_at(patch, 5, number)
         assert train(chosen, "--run.output", str(parts)) == 128 + number
-    assert f"error: stopped by {number.name}" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"stopped by {number.name}")
     assert load(parts / "last.pt")["run"]["step"] == 6  # the second step of the second epoch
     assert train(read_recipe(parts / "config.yaml")) == 0
     assert "resumed  after step 2 of epoch 2" in capsys.readouterr().out

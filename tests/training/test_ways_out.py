@@ -241,7 +241,7 @@ def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
             assert train(chosen, *arguments) == code
     finally:
         signal.signal(number, former)
-    told = f"error: stopped by {number.name}; the run is saved, and the same command resumes it\n"
+    told = f"stopped by {number.name}; the run is saved, and the same command resumes it\n"
     assert capsys.readouterr().err == told
     assert load(tmp_path / "run" / "last.pt")["run"]["step"] == STEP + 1
 

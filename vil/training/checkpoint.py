@@ -16,6 +16,7 @@ first, so a folder belongs to a run exactly if it has a checkpoint. Repeat the s
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,18 @@ class RunState:
     best_key: str = "top1"
     """Log column that selects the best epoch: top1 or ema_top1."""
     best_epoch: int = 0
-    """Epoch of best.pt, the first one among ties; 0 if no epoch is finished."""
+    """Epoch of best.pt: the highest top-1, then the lowest held-out loss, then the first; 0 if none is finished."""
 
     def end_epoch(self, row: dict[str, Any]) -> None:
         """Record a finished epoch, given its log row."""
-        if not self.history or row[self.best_key] > self.best.get(self.best_key, -1.0):
+        if not self.history or self._merit(row) > self._merit(self.best):
             self.best_epoch = len(self.history) + 1
         self.history.append(row)
         self.loss_sum, self.loss_count, self.seconds = 0.0, 0, 0.0
+
+    def _merit(self, row: dict[str, Any]) -> tuple[float, float]:
+        loss = "ema_loss" if self.best_key == "ema_top1" else "val_loss"
+        return row.get(self.best_key, -1.0), -row.get(loss, math.inf)
 
     @property
     def best(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vil import maps
 from vil.preprocess import open_image
 from vil.training.files import write_atomically
+from vil.training.pulse import Pulse
 
 MOST = 64  # images of a sheet
 _COLUMNS, _CELL, _GAP, _LINE = 5, 192, 8, 16  # 1,000 px wide
@@ -46,6 +47,7 @@ def write_sheet(
     rows = -(-len(images) // _COLUMNS)
     height = rows * (_CELL + 2 * _LINE + _GAP) + _GAP
     sheet = Image.new("RGB", (_COLUMNS * (_CELL + _GAP), height), "white")
+    pulse = Pulse()
     draw, font = ImageDraw.Draw(sheet), ImageFont.truetype(_FONT, 13)
     for number, (image, title, name) in enumerate(zip(images, titles, names, strict=True)):
         row, column = divmod(number, _COLUMNS)
@@ -56,6 +58,7 @@ def write_sheet(
         if model is not None:
             tile = _with_map(tile, model, normalize(image[None]))
         sheet.paste(tile, (left, top))
+        pulse.beat(f"drew {number + 1} of {len(images)} images of the sheet")
         for place, (text, colour) in enumerate(((title, "black"), (name, "grey"))):
             line = _shortened("".join(c if shows(c) else ascii(c)[1:-1] for c in text), font)
             draw.text((left, top + _CELL + place * _LINE), line, colour, font)

@@ -15,6 +15,7 @@ from vil.training.errors import DataError
 from vil.training.loader import Step, ValData
 from vil.training.model import TrainSetup
 from vil.training.passes import ScoringPass
+from vil.training.pulse import Pulse
 from vil.training.sampler import key, seed_everything
 from vil.training.settings import TrainConfig
 from vil.training.transforms import Normalize
@@ -39,7 +40,8 @@ class Score(NamedTuple):
     """Top-5 accuracy in percent."""
     num_images: int
     images_per_s: float
-    """Images per second of the pass; with several models, the pass scores each image once per model."""
+    """Images per second after the first batch of each process, which waits for workers and compilers; of the whole
+    pass if there is no second batch. With several models, the pass scores each image once per model."""
 
 
 def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
@@ -77,7 +79,10 @@ def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult
 
 @torch.no_grad()
 def evaluate(
-    models: Sequence[ScoringPass], data: ValData, judged: list[torch.Tensor] | None = None
+    models: Sequence[ScoringPass],
+    data: ValData,
+    judged: list[torch.Tensor] | None = None,
+    pulse: Pulse | None = None,
 ) -> list[Score]:
     """Evaluate models on all validation images, distributed over all processes.
 
@@ -89,6 +94,7 @@ def evaluate(
         data: Validation images.
         judged: Empty list. Receives a tensor (2, B) for each batch of this process, on the model's device: the
             images' classes, and the first model's predictions.
+        pulse: Prints a line if none was printed for long; None counts from now.
 
     Returns:
         One score per model.
@@ -101,17 +107,28 @@ def evaluate(
     normalize = Normalize(data.config, data.world.device)
     # Loss, top-1 hits, top-5 hits, images. They stay on the device because reading waits for it.
     sums = [torch.zeros(4, dtype=torch.float64, device=normalize.device) for _ in models]
-    start = time.perf_counter()
+    pulse = pulse or Pulse()
+    first, start = torch.zeros_like(sums[0]), time.perf_counter()
+    begun = start
     for images, targets in data.batches():
         check_targets(targets, data.config.model.num_classes)
         targets = targets.to(normalize.device, non_blocking=True)
         _score(models, sums, normalize(images), targets, judged)
+        if begun == start:
+            first = sums[0].clone()
+            first.tolist()  # waits for the device
+            begun = time.perf_counter()
+        if pulse.is_due:
+            scored = int(sums[0][3]) * data.world.size
+            pulse.say(f"scored {scored:,} of {data.num_images:,} validation images")
     # Reduce the sums one by one. The partitioning of a larger tensor in all_reduce, and with it the
     # rounding, would depend on the number of models.
     totals = [data.world.sum(total).tolist() for total in sums]
-    seconds = time.perf_counter() - start
+    done = time.perf_counter()
+    num_images, unmeasured = totals[0][3], data.world.sum(first).tolist()[3]
+    images_per_s = (num_images - unmeasured) / (done - begun) or num_images / (done - start)
     return [
-        Score(loss / count, 100 * top1 / count, 100 * top5 / count, int(count), count / seconds)
+        Score(loss / count, 100 * top1 / count, 100 * top5 / count, int(count), images_per_s)
         for loss, top1, top5, count in totals
     ]
 

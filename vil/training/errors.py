@@ -120,7 +120,9 @@ def run_script(body: Callable[[], None]) -> int:
             raise
         rank = os.environ.get("RANK", "0")
         if not explained.everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
-            _say(f"{'' if rank == '0' else f'process {rank}: '}error: {message_of(explained)}")
+            which = "" if rank == "0" else f"process {rank}: "
+            what = "" if isinstance(explained, StoppedError) else "error: "
+            _say(f"{which}{what}{message_of(explained)}")
         return explained.exit_code
     finally:
         log.removeHandler(handler)

@@ -30,7 +30,7 @@ from vil.training.model import build_model
 from vil.training.passes import ScoringPass
 from vil.training.recipes import from_dict
 from vil.training.report import model_size
-from vil.training.resolve import fill_from_weights, read_source
+from vil.training.resolve import fill_from_weights, fill_split, read_source
 from vil.training.sampler import seed_everything
 from vil.training.settings import (
     Background,
@@ -136,7 +136,7 @@ def load_subject(options: EvalConfig) -> Subject:
         if options.ema or options.model is not None:
             raise ConfigError(f"--ema and --model need weights, but timm has none for {name}")
         config = fill_from_weights(_foreign_config(name), no_weights(name))
-        config = _with_options(config, options)
+        config = fill_split(_with_options(config, options), None)
         seed_everything(config.run.seed)  # same random weights on all ranks
         model = build_model(config.model)
         config = config.changed("model", num_classes=model.num_classes)
@@ -149,8 +149,10 @@ def load_subject(options: EvalConfig) -> Subject:
         config = config.changed("data", **image_options(weights.pretrained_cfg))
     else:
         config = from_dict(weights.config, f"{name}: ")
-    fraction = config.data.val_fraction
+    fraction, own_split = config.data.val_fraction, _split(config)
     config = _with_options(config, options)
+    if weights.config is None or _split(config) != own_split:
+        config = fill_split(config.changed("data", val_exceptions=None), None)
     named = any(getattr(options.data, key) is not None for key in _PLACE)
     own = weights.config is not None and not named
     if (
@@ -161,6 +163,11 @@ def load_subject(options: EvalConfig) -> Subject:
     model, line = _model(weights, config, options)
     config = config.changed("model", num_classes=model.num_classes)
     return Subject(model, config, line, weights.epoch, weights.label_names, own, fraction)
+
+
+def _split(config: TrainConfig) -> tuple[float, bool]:
+    """Return what, apart from the images, determines which of them are held out."""
+    return config.data.val_fraction, config.data.val_hash == "name"
 
 
 def evaluate_as(options: EvalConfig) -> None:

@@ -381,6 +381,30 @@ def _below(folder: Path) -> list[str]:
     )
 
 
+def exceptions_to_hash(data: DataConfig) -> tuple[str, ...]:
+    """Return ``data.val_exceptions`` for the images that are there now; errors as in ``list_images``.
+
+    About ``data.val_fraction`` of each class is held out, at least one image, and one is left to train on.
+    """
+    paths, classes, labels = list_images(Path(data.path), tell=False)
+    images: list[list[tuple[float, str]]] = [[] for _ in classes]
+    for label, name in zip(labels, _hashed_names(paths, classes, labels, data), strict=True):
+        images[label].append((_hashed(name), name))
+    return tuple(name for own in images for name in _moved(sorted(own), data.val_fraction))
+
+
+def _moved(images: list[tuple[float, str]], fraction: float) -> list[str]:
+    """Return the images of a class, ascending by hash, that change sides; none if the share is within a tenth or one."""
+    count, most = sum(hashed < fraction for hashed, _ in images), len(images) - 1
+    target = min(max(round(fraction * len(images)), 1), most)
+    slack = max(target // 10, 1)
+    if min(target, max(target - slack, 1)) <= count <= min(target + slack, most):
+        return []
+    names = [name for _, name in images[min(count, target) : max(count, target)]]
+    # A recipe would expand other names.
+    return [name for name in names if name.isprintable() and not {*"$~"} & {*name}]
+
+
 def _divided(
     folder: Path, data: DataConfig, training: bool
 ) -> tuple[list[str], tuple[str, ...], list[int]]:
@@ -390,11 +414,9 @@ def _divided(
         DataError: If no image of a class is left to train on; or as in ``list_images``.
     """
     paths, classes, labels = list_images(folder, tell=training)
-    names = [path.rpartition("/")[2] for path in paths]
-    if data.val_hash != "name":
-        names = [f"{classes[label]}/{name}" for label, name in zip(labels, names, strict=True)]
-    fraction = data.val_fraction
-    held_out = [_hashed(name) < fraction for name in names]
+    fraction, exceptions = data.val_fraction, {*(data.val_exceptions or ())}
+    names = _hashed_names(paths, classes, labels, data)
+    held_out = [(_hashed(name) < fraction) != (name in exceptions) for name in names]
     left = {label for label, out in zip(labels, held_out, strict=True) if not out}
     if len(left) < len(classes):
         name = next(name for label, name in enumerate(classes) if label not in left)
@@ -403,6 +425,16 @@ def _divided(
         )
     taken = [place for place, out in enumerate(held_out) if out != training]
     return [paths[place] for place in taken], classes, [labels[place] for place in taken]
+
+
+def _hashed_names(
+    paths: list[str], classes: tuple[str, ...], labels: list[int], data: DataConfig
+) -> list[str]:
+    """Return what of each image ``data.val_hash`` hashes."""
+    names = [path.rpartition("/")[2] for path in paths]
+    if data.val_hash == "name":
+        return names
+    return [f"{classes[label]}/{name}" for label, name in zip(labels, names, strict=True)]
 
 
 def _hashed(name: str) -> float:

@@ -32,6 +32,7 @@ from vil.training.images import (
     is_folder,
     read_patiently,
 )
+from vil.training.pulse import Pulse
 from vil.training.recipes import flat
 from vil.training.sampler import (
     MicroBatches,
@@ -48,6 +49,7 @@ from vil.training.transforms import train_transform, val_transform
 _MOST_TRIES = 8  # consecutive unreadable images before training stops
 _MOST_NAMED = 100  # bad validation images in a message; after a disk failure all are bad
 _MOST_TOLD = 3  # differences in a message; one extra class folder shifts all later classes
+_FEW = 5  # held-out images of a class, below which an accuracy says little
 _MOST_WORKERS = 8  # default limit
 _PATIENCE = 600  # seconds to wait for a batch from a hung disk or a worker that never started
 # Settings that may differ between processes, because disk and device are local.
@@ -80,6 +82,8 @@ def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
         )
     number_as(train.classes, val)
     _check_classes(train, val)
+    if config.data.val_fraction:
+        _warn_of_few(val)
     check_same(world, described(config, {"training": train, "validation": val}))
     return train, val
 
@@ -247,9 +251,17 @@ class ValData:
             self._loader = self._load(_ValImages(self.source, self.config))
         yield from _loaded(self._loader)
 
-    def verify(self) -> None:
-        """Decode every image once; raise DataError that names bad ones. Every rank must call this."""
-        batches = list(_loaded(self._load(_Problems(self.source, self.config))))
+    def verify(self, pulse: Pulse | None = None) -> None:
+        """Decode every image once; raise DataError that names bad ones. Every rank must call this.
+
+        If no line was printed for long, the pulse prints one.
+        """
+        pulse = pulse or Pulse()
+        batches = []
+        for batch in _loaded(self._load(_Problems(self.source, self.config))):
+            batches.append(batch)
+            read = len(batches) * self.batch_size
+            pulse.beat(f"read {read:,} of {self.num_images:,} held-out images to find damaged ones")
         bad = [
             line for told in self.world.gather(batches) for batch in told for line in batch if line
         ]
@@ -324,6 +336,22 @@ def number_as(classes: tuple[str, ...] | None, val: Source) -> None:
         more = f" and {len(unscored) - _MOST_NAMED} more" if len(unscored) > _MOST_NAMED else ""
         log.warning(
             f"classes without validation images are not scored ({len(unscored)}): {names}{more}"
+        )
+
+
+def _warn_of_few(val: Source) -> None:
+    """Warn of classes of which fewer than 5 images are held out."""
+    counts = np.bincount(val.labels, minlength=len(val.classes))
+    few = [
+        f"{printable(name)} {count}"
+        for name, count in zip(val.classes, counts.tolist(), strict=True)
+        if 0 < count < _FEW
+    ]
+    if few:
+        more = f" and {len(few) - _MOST_NAMED} more" if len(few) > _MOST_NAMED else ""
+        log.warning(
+            f"fewer than {_FEW} images are held out of {len(few)} classes, too few to judge them "
+            f"({', '.join(few[:_MOST_NAMED])}{more}); raise data.val_fraction"
         )
 
 

@@ -24,6 +24,7 @@ from vil.training.files import check_target
 from vil.training.images import check_found, decode_for, files_below
 from vil.training.loader import check_enlarged, loader_arguments
 from vil.training.passes import ScoringPass
+from vil.training.pulse import Pulse
 from vil.training.settings import Count, Section, Text, TrainConfig, Workers
 from vil.training.transforms import Normalize, val_transform
 
@@ -138,7 +139,7 @@ def predictions(
         collate_fn=_collate,
         **loader_arguments(options.num_workers, world),
     )
-    rest = iter(paths)
+    rest, done, pulse = iter(paths), 0, Pulse()
     quiet = options.output is None or not sys.stderr.isatty()  # printed lines show the progress
     with tqdm(total=len(paths), unit=" images", disable=quiet) as bar:
         for images, reasons in loader:
@@ -158,6 +159,9 @@ def predictions(
                 shown = told[0] if shows(told[0]) else f"class {places[0]}"
                 yield Prediction(path, "", told, tuple(shares), shown)
             bar.update(len(reasons))
+            done += len(reasons)
+            if bar.disable and options.output is not None:
+                pulse.beat(f"predicted {done:,} of {len(paths):,} images")
 
 
 def _collate(items: list[tuple[torch.Tensor | None, str]]) -> tuple[torch.Tensor, list[str]]:

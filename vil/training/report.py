@@ -27,11 +27,15 @@ from vil.training.errors import is_dead_loader, log
 from vil.training.files import csv_text, sync, write_atomically, write_text
 from vil.training.loader import Step, TrainData, ValData
 from vil.training.passes import describe
+from vil.training.pulse import Pulse
 from vil.training.recipes import to_yaml
 from vil.training.settings import TrainConfig
+from vil.weights.files import is_own
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
 _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv
+_TIMED = (3, 2.0)  # least steps and seconds to estimate the time of a run from
+_LONG = 60.0  # seconds of a run that is told how long it takes
 _CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
 # A narrow terminal cuts the end off, so what matters most comes first.
 _BAR = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt}, {remaining} left  {desc}"
@@ -49,7 +53,9 @@ class Report:
     Failures to print or write never stop the run.
     """
 
-    def __init__(self, folder: Path, run: Run, train_data: TrainData, val_data: ValData) -> None:
+    def __init__(
+        self, folder: Path, run: Run, train_data: TrainData, val_data: ValData, pulse: Pulse
+    ) -> None:
         """Start from the current state of a run, without output yet."""
         self.folder, self.run, self.config, self.state = folder, run, run.config, run.state
         self.train_data, self.val_data = train_data, val_data
@@ -59,9 +65,13 @@ class Report:
         """Steps, without images, whose loss is still on the device; reading it waits for the device."""
         self.failed_saves = 0
         self.tracking = Tracking(run.config, folder)
-        self.first_step = self.state.step
-        self.start = self.drawn = self.saved = time.monotonic()
-        self.stack = ExitStack()
+        self.drawn = self.saved = time.monotonic()
+        self.paced: tuple[float, int] | None = None
+        """When this start had done its first step, which compiles, and how many steps the run had then."""
+        self.mean: list[float] = []
+        """Loss and gradient norm when they were read last."""
+        self.estimated = self.run.setup.world.device.type != "cpu"
+        self.pulse, self.stack = pulse, ExitStack()
 
     def __enter__(self) -> "Report":
         """Print the banner, and bring the log files in line with the checkpoint."""
@@ -105,13 +115,14 @@ class Report:
     def took(self, step: Step, result: StepResult) -> None:
         """Count a step; its loss is read later."""
         self.unread.append((step._replace(micro_batches=[]), result))
-        if (
-            self.state.step == self.first_step
-        ):  # it compiles, so its time says nothing about the others
+        self.state.step += 1
+        if self.paced is None:
+            self.paced = time.monotonic(), self.state.step
             self.bar.unpause()
             self.bar.set_description_str(f"epoch {len(self.state.history) + 1}/{self.epochs}")
-        self.state.step += 1
         self.bar.update()
+        if not self.estimated:
+            self._estimate()
 
     @property
     def done(self) -> int:
@@ -131,7 +142,9 @@ class Report:
     @property
     def is_due(self) -> bool:
         """Whether to read the losses now, at least once an epoch; the same on all ranks."""
-        return self.done % min(self.config.run.log_interval, self.length) == 0
+        is_alone = self.run.setup.world.size == 1
+        regular = self.done % min(self.config.run.log_interval, self.length) == 0
+        return regular or (is_alone and self.pulse.is_due)
 
     @property
     def save_is_due(self) -> bool:
@@ -165,7 +178,7 @@ class Report:
 
     def progress(self) -> None:
         """Print the progress of the epoch if it is due."""
-        if not self.is_main or not self.is_due:
+        if not self.is_main or not (self.is_due or self.pulse.is_due):
             return
         history = self.state.history
         top1 = f"top-1 {history[-1]['top1']:.2f}  " if history else ""
@@ -174,14 +187,17 @@ class Report:
         if torch.cuda.is_available():
             memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB  "
         title = f"epoch {len(history) + 1}/{self.epochs}"
+        loss = f"loss {self.mean[0]:.4f}  " if self.mean else ""
+        norm = f"grad {self.mean[1]:.2g}  " if self.mean else ""
         status = (
-            f"loss {self.mean[0]:.4f}  {top1}{self.images_per_s:,.0f} images/s  data wait {wait:.0f}%  "
-            f"grad {self.mean[1]:.2g}  lr {self.run.setup.lr:.2e}  {memory}{self._rest()}"
+            f"{loss}{top1}{self.images_per_s:,.0f} images/s  data wait {wait:.0f}%  {norm}"
+            f"lr {self.run.setup.lr:.2e}  {memory}{self._rest()}"
         )
         if not self.bar.disable:
             self.bar.set_description_str(f"{title}  {status.removesuffix(self._rest())}")
+            self.pulse.told()
         elif self.done < self.length:
-            log.info(f"{title} step {self.done}/{self.length}  {status}")
+            self.pulse.say(f"{title} step {self.done}/{self.length}  {status}")
         self.tracking.show()
 
     def epoch(self) -> None:
@@ -190,7 +206,7 @@ class Report:
             return
         row, best = self.state.history[-1], self.state.best[self.state.best_key]
         ema = f"  EMA {row['ema_top1']:.2f}" if "ema_top1" in row else ""
-        log.info(
+        self.pulse.say(
             f"epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.4f}  "
             f"held-out loss {row['val_loss']:.4f}  top-1 {row['top1']:.2f}{ema}  best {best:.2f}  "
             f"{row['images_per_s']:,.0f} images/s  lr {row['lr']:.2e}  {self._rest()}"
@@ -320,7 +336,8 @@ class Report:
         write_text(path, "\n".join(lines) + "\n")
 
     def _draw(self) -> None:
-        self._try(draw_curve, self.folder / "curve.png", self.state.history)
+        history, best = self.state.history, self.state.best_epoch
+        self._try(draw_curve, self.folder / "curve.png", history, best)
         self.drawn = time.monotonic()
 
     def _try(self, write: Callable[..., object], *arguments: Any) -> None:
@@ -333,20 +350,52 @@ class Report:
             told = f"{type(error).__name__}: {one_line(error)}"
             log.warning(f"{told}; training continues without this file")
 
+    @property
+    def _pace(self) -> float:
+        """Mean seconds per step after the first step of this start; if there is no other, since the epoch began."""
+        since, step = self.paced
+        steps = self.state.step - step
+        return (time.monotonic() - since) / steps if steps else time.monotonic() - self.began
+
+    def _estimate(self) -> None:
+        """Print how long the run will take, when a few steps were timed; validation takes a third per image."""
+        since, step = self.paced
+        if self.state.step - step < _TIMED[0] or time.monotonic() - since < _TIMED[1]:
+            return
+        self.estimated, pace = True, self._pace
+        epochs = self.epochs - len(self.state.history)
+        val_steps = epochs * self.val_data.num_images / self.config.data.batch_size
+        seconds = pace * (self.train_data.num_steps - self.state.step + val_steps / 3)
+        if not self.is_main or seconds < _LONG:
+            return
+        about = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
+        threads, smaller = torch.get_num_threads(), _half_the_pixels(self.config)
+        self.pulse.say(
+            f"time     about {about} for {epochs} epochs on {threads} {'threads' if threads > 1 else 'thread'}"
+            + (f"; --model.img-size {smaller} would take about half" if smaller else "")
+        )
+
     def _rest(self) -> str:
-        """Return the number of skipped images and steps, and the time left at the mean pace since this start."""
+        """Return the number of skipped images and steps, and the time left at the mean pace since the first step."""
         images, steps = len(self.state.bad_images), len(self.state.bad_steps)
-        pace = (time.monotonic() - self.start) / max(self.state.step - self.first_step, 1)
-        left = timedelta(seconds=round(pace * (self.train_data.num_steps - self.state.step)))
-        return (
-            f"skipped {images} images, {steps} steps  " if images or steps else ""
-        ) + f"{left} left"
+        skipped = f"skipped {images} images, {steps} steps  " if images or steps else ""
+        if self.paced is None:  # an epoch was evaluated after resuming, and no step was done
+            return skipped
+        left = timedelta(seconds=round(self._pace * (self.train_data.num_steps - self.state.step)))
+        return f"{skipped}{left} left"
 
 
-def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
-    """Plot loss and top-1 per epoch as a PNG file, given one log row per epoch."""
+def _half_the_pixels(config: TrainConfig) -> int | None:
+    """Return an image size with about half the pixels for a model of this package, whose time is linear in them."""
+    size = round(config.model.img_size / math.sqrt(2) / 32) * 32
+    is_half = 0.4 < (size / config.model.img_size) ** 2 < 0.6
+    return size if is_half and is_own(config.model.name) and not config.data.img_sizes else None
+
+
+def draw_curve(path: Path, history: list[dict[str, float]], best: int) -> None:
+    """Plot loss and top-1 per epoch as a PNG file, given one log row per epoch and the epoch of best.pt."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogFormatter
+    from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     curves = (
@@ -355,9 +404,8 @@ def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
         ("top1", "held out"),
         ("ema_top1", "EMA"),
     )
-    best = max(history, key=lambda row: row["top1"])["epoch"]
     for axes, chosen in zip(figure.subplots(1, 2), (curves[:2], curves[2:]), strict=True):
-        axes.axvline(best, color="grey", linestyle=":", label=f"best top-1, epoch {best}")
+        axes.axvline(best, color="grey", linestyle=":", label=f"best.pt, epoch {best}")
         for key, label in chosen:
             if key in history[-1]:
                 values = [row.get(key, math.nan) for row in history]
@@ -367,10 +415,9 @@ def draw_curve(path: Path, history: list[dict[str, float]]) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
     figure.axes[0].set(ylabel="loss", yscale="log")
-    for which in ("major", "minor"):  # 0.5 instead of 5 x 10^-1
-        getattr(figure.axes[0].yaxis, f"set_{which}_formatter")(
-            LogFormatter(minor_thresholds=(2, 0.4))
-        )
+    figure.axes[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    figure.axes[0].yaxis.set_major_formatter("{x:g}")  # 0.5 instead of 5 x 10^-1
+    figure.axes[0].yaxis.set_minor_locator(NullLocator())
     figure.axes[1].set(ylabel="top-1 (%)")
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
 

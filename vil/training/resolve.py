@@ -4,13 +4,14 @@ Afterwards the configuration of a run is complete.
 """
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from vil.messages import one_line
 from vil.training.errors import ConfigError, DataError, OutputError
-from vil.training.images import Source
+from vil.training.images import Source, exceptions_to_hash, is_folder
 from vil.training.recipes import from_dict
 from vil.training.settings import (
     MODEL_ARGUMENTS,
@@ -111,6 +112,27 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
     for problem in config.other_channels():
         raise ConfigError(problem, everywhere=True)
     return config
+
+
+def fill_split(config: TrainConfig, weights: Weights | None) -> TrainConfig:
+    """Choose the images that a new run holds out with data.val_fraction.
+
+    If the weights come from a run with the same fraction, images that it held out stay held out, and so do images
+    that it trained on. Raises DataError as in ``vil.training.images.list_images``.
+    """
+    data = config.data
+    if not data.val_fraction or data.val_exceptions is not None or data.val_hash == "name":
+        return config
+    if data.path is None or not is_folder(Path(data.path)):
+        return config  # open_splits says so
+    exceptions = exceptions_to_hash(data)
+    if weights is not None and weights.config is not None:
+        before = from_dict(weights.config, f"{weights.origin}: ").data
+        if before.val_fraction == data.val_fraction and before.val_hash != "name":
+            known = {*(weights.label_names or ())}
+            new = [name for name in exceptions if name.partition("/")[0] not in known]
+            exceptions = (*(before.val_exceptions or ()), *new)
+    return config.changed("data", val_exceptions=exceptions)
 
 
 def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConfig:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field
+from tyro.conf import Suppress
 
 from vil.messages import short_repr
 from vil.preprocess import MAX_PIXELS
@@ -119,11 +120,15 @@ class DataConfig(Section):
     val_split: Text = "validation"
     """Sub-folder or shards for validation, as train_split; for `validation`, a folder data set also looks for `val`."""
     val_fraction: ShareBelowOne = 0.0
-    """Above 0, validate on this fraction of the images path/<class>/*, chosen by a hash, and train on the others
-    (folder). The choice stays the same when images are added. 0 uses the sub-folders of the splits."""
+    """Above 0, validate on this fraction of the images of each class in path/<class>/*, at least one, chosen by a hash,
+    and train on the others (folder). The run's choice stays the same when images are added. 0 uses the sub-folders of
+    the splits."""
     val_hash: Literal["path", "name"] | None = None
     """What of an image's file data.val_fraction hashes: <class>/<name> (path), or the name alone (name), so that copies
-    in several classes are together. None is path."""
+    in several classes are together; then classes may differ in their shares. None is path."""
+    val_exceptions: Annotated[tuple[Text, ...] | None, Suppress] = None
+    """Images, as <class>/<name>, that are on the other side than their hash says, so that all classes have about the same
+    share. A run sets this when it starts."""
     images_per_class: Count | None = None
     """Training images per class; None takes all. Smaller subsets are contained in larger ones."""
     img_sizes: _Sizes | None = None

@@ -13,8 +13,9 @@ from vil.training.errors import DataError, NonFiniteLossError, OutputError, Stop
 from vil.training.files import lock_folder
 from vil.training.loader import TrainData, ValData, open_splits
 from vil.training.model import build
+from vil.training.pulse import Pulse
 from vil.training.report import Report
-from vil.training.resolve import fill_from_data, fill_from_weights, read_pretrained
+from vil.training.resolve import fill_from_data, fill_from_weights, fill_split, read_pretrained
 from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
 from vil.training.signals import Signals
@@ -42,6 +43,8 @@ def train(config: TrainConfig) -> None:
         config, asked = continued(saved, config)
         weights = read_pretrained(config.model) if saved is None else None
         config = fill_from_weights(config, weights)
+        if saved is None:
+            config = fill_split(config, weights)
         train_source, val_source = open_splits(config, world)
         config = fill_from_data(config, train_source, val_source)
         train_data = TrainData(config, train_source, world)
@@ -51,16 +54,18 @@ def train(config: TrainConfig) -> None:
         seed_everything(config.run.seed)
         setup = build(config, world, train_data.steps_per_epoch, weights, train_source.classes)
         run = Run(config, asked, setup, train_source, val_source)
+        pulse = Pulse()
         if saved is not None:
             restore(run, saved)
         else:
-            val_data.verify()  # find bad images now, not after an epoch
+            val_data.verify(pulse)  # find bad images now, not after an epoch
             if world.is_main:
                 save(folder, run)  # from now on the folder belongs to this run
         state = run.state
         del saved, weights
 
-        with Signals(world) as signals, Report(folder, run, train_data, val_data) as report:
+        report = Report(folder, run, train_data, val_data, pulse)
+        with Signals(world) as signals, report:
             steps = train_data.steps(state.step)
             for epoch in range(len(state.history), config.schedule.epochs):
                 setup.model.train()
@@ -82,7 +87,7 @@ def train(config: TrainConfig) -> None:
                     report.progress()
                 read_losses(run, report, train_data)
                 setup.share_statistics()
-                scores = evaluate(setup.scoring_passes, val_data)
+                scores = evaluate(setup.scoring_passes, val_data, pulse=pulse)
                 end_epoch(folder, run, report, scores)
             report.summary()
 
