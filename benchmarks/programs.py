@@ -5,8 +5,8 @@
 
 A thread of OpenMP that has no work spins for a while before it sleeps. ``spinning`` is OpenMP's default, 300,000 turns.
 Other policies are values of OMP_WAIT_POLICY, or numbers of turns (GOMP_SPINCOUNT). The policies take turns, and each
-run is a new process. ``default``, ``train`` (the second epoch) and ``eval`` do not count the start, ``image-N`` is one image of 224 px on N threads,
-and the others are whole commands. The table has the medians of the seconds.
+run is a new process. ``default``, ``train`` (the second epoch) and ``eval`` do not count the start, ``image-N`` is one
+image of 224 px on N threads, and the others are whole commands. The table has the medians of the seconds.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RECIPE = (
 COMMANDS = {
     "default": "train_imagenet.py --run.output {new} --schedule.epochs 2",
     "train": f"{RECIPE} --run.output {{new}} --schedule.epochs 2",
-    "eval": "eval.py {run}/best.pt --data.path {photos} --json {new}.json",
+    "eval": "eval.py {run}/best.pt --data.val-split . --json {new}.json",
     "predict": "predict.py {run}/best.pt {photos} --output {new}.csv",
     "release": "release.py {run}/best.pt {new}",
     "make_shards": "make_shards.py {data} {new} --splits train",
@@ -162,10 +162,14 @@ def main() -> None:
     add("--tasks", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     add("--rounds", type=int, default=3)
     add("--output", type=Path, help="the record, JSON")
+    add("--show", type=Path, metavar="RECORD", help="print the table of a record instead")
     add("--image", type=int, metavar="THREADS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.image:
         print(seconds_of_image(args.image))
+        return
+    if args.show:
+        print(table(json.loads(args.show.read_text())["rows"]))
         return
     rows = []
     with tempfile.TemporaryDirectory() as scratch:

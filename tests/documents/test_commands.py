@@ -42,11 +42,14 @@ SMALL = f"{BRIEF} --model.embed-dim 16 --model.depth 1"
 SHORTER = {
     "python train_imagenet.py": SMALL,
     "python train_imagenet.py --config configs/finetune.yaml": BRIEF,
+    "python train_imagenet.py --config configs/scratch.yaml": BRIEF,
     "python -m experiments.fractals output/fractals_images": "--classes 2 --images 8 --size 32",
     "python -m experiments.fractals output/fractals_32px": "--classes 2 --images 40 --size 32",
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
     "--model.img-size 32 --data.batch-size 8 --augment.mix-size 8",
     "python train_imagenet.py --config configs/fashion_mnist.yaml": f"{SMALL} --data.path photos "
+    "--data.val-fraction 0.5 --model.num-classes 2 --data.batch-size 8",
+    "python train_imagenet.py --config configs/fashion_mnist.yaml --run.output": f"{BRIEF} --data.path photos "
     "--data.val-fraction 0.5 --model.num-classes 2 --data.batch-size 8",
     "python train_imagenet.py --config configs/fractals_small.yaml": f"{SMALL} --model.num-classes 2",
     "python -m downstream.ade20k --model": "--generated 4 --steps 2 --val-steps 2 --img-size 64 --batch-size 2 "

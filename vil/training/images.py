@@ -26,6 +26,7 @@ from PIL import Image
 from vil.messages import nfc, one_line, printable
 from vil.preprocess import check_header, decode, image_mode
 from vil.training.errors import DataError, log
+from vil.training.pulse import Pulse
 from vil.training.sampler import key
 from vil.training.settings import DataConfig, TrainConfig
 
@@ -178,9 +179,12 @@ class FolderSource(Source):
                 return getattr(error, "strerror", None) or one_line(error)
             return ""
 
+        found, pulse = {}, Pulse()
         with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-            found = list(pool.map(problem, range(self.num_images)))
-        return {index: why for index, why in enumerate(found) if why}
+            for index, why in enumerate(pool.map(problem, range(self.num_images))):
+                found |= {index: why} if why else {}
+                pulse.beat(f"read {index + 1:,} of {self.num_images:,} headers")
+        return found
 
     def path(self, index: int) -> Path:
         """Return the path of an image."""
@@ -394,7 +398,7 @@ def exceptions_to_hash(data: DataConfig) -> tuple[str, ...]:
 
 
 def _moved(images: list[tuple[float, str]], fraction: float) -> list[str]:
-    """Return the images of a class, ascending by hash, that change sides; none if the share is within a tenth or one."""
+    """Return which images of a class, ascending by hash, change sides; none if the number held out is about right."""
     count, most = sum(hashed < fraction for hashed, _ in images), len(images) - 1
     target = min(max(round(fraction * len(images)), 1), most)
     slack = max(target // 10, 1)

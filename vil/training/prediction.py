@@ -46,7 +46,7 @@ class PredictConfig(Section):
     sheet: Text | None = None
     """PNG file with up to 64 of the images, from the least to the most certain, and the class of each."""
     maps: bool = False
-    """Show on the sheet what the model reads (models of this package)."""
+    """Show on the sheet what the model reads (models of this package). On a CPU this takes seconds for each image."""
     img_size: Count | None = None
     """Height and width in pixels; None keeps the size of training."""
     ema: bool = False
