@@ -7,9 +7,7 @@ By default it learns generated shapes. FOLDER has COCO's layout (``CocoFolder`` 
 mean over overlaps of 0.5 to 0.95, and AP50 is the AP at 0.5, both on held-out images at ``--img-size``.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded (docs/speed.md)
+from training import backbone, batches, fit, options
 
 import argparse
 from functools import partial
@@ -26,7 +24,6 @@ from torchvision.ops import FeaturePyramidNetwork
 
 from folders import CocoFolder
 from pictures import draw_boxes
-from training import backbone, batches, fit, options
 
 Targets = list[dict[str, Tensor]]  # boxes (N, 4) in pixels, labels (N,), and scores if predicted
 SHOWN = 8  # images in picture.png

@@ -9,9 +9,7 @@ a linear probe on frozen tokens predicts the class at each patch's centre. Its m
 with equal class weights, is printed. Use ``backbone.pt`` in ``vil.load`` or as --weights of other examples.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded (docs/speed.md)
+from training import SMALL, backbone, batches, fit, options, stack
 
 from functools import partial
 
@@ -24,7 +22,6 @@ from torchvision.transforms.v2.functional import normalize
 
 import vil
 from folders import IGNORED, MaskFolder
-from training import SMALL, backbone, batches, fit, options, stack
 from vil.training.files import write_atomically
 
 

@@ -7,9 +7,7 @@ By default it learns generated shapes. See ``MaskFolder`` in folders.py for the 
 IoU covers all classes, background included, and all pixels of the held-out images at ``--img-size``.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded (docs/speed.md)
+from training import backbone, batches, fit, model_kwargs, options, stack
 
 import argparse
 from functools import partial
@@ -25,7 +23,6 @@ from torchvision.transforms import v2
 
 from folders import IGNORED, MaskFolder
 from pictures import draw_masks
-from training import backbone, batches, fit, model_kwargs, options, stack
 
 SHOWN = 8  # images in picture.png
 

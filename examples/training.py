@@ -1,4 +1,11 @@
-"""Code that the examples share: options, batches, the backbone and the training loop."""
+"""Code that the examples share: options, batches, the backbone and the training loop.
+
+Examples import this module first, because OpenMP reads how its waiting threads behave when torch is loaded.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other processes cost little (docs/speed.md)
 
 import argparse
 import time

@@ -17,6 +17,7 @@ import argparse
 import colorsys
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 from PIL import Image
+from tqdm import tqdm
 
 from vil.training.files import write_atomically
 from vil.training.sampler import key
@@ -58,8 +60,10 @@ def write(
     if size < 16:
         raise ValueError(f"size must be at least 16, got {size}")
     write_class = functools.partial(_write_class, folder, counts, size, seed)
+    every = 0.1 if sys.stderr.isatty() else 30.0  # seconds
     with ProcessPoolExecutor(jobs) as pool:
-        for _ in pool.map(write_class, range(classes)):
+        written = pool.map(write_class, range(classes))
+        for _ in tqdm(written, total=classes, unit=" classes", mininterval=every):
             pass
     for split, count in counts.items():
         print(f"{folder / split}: {classes * count:,} images of {classes:,} classes")

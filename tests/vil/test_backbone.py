@@ -300,6 +300,16 @@ def test_torchscript_saves_and_loads(name: str, tmp_path: Path) -> None:
         assert torch.allclose(loaded(images(*size)), model(images(*size)))
 
 
+def test_the_mixer_takes_the_place_of_attention_but_no_mask() -> None:
+    deit = timm.create_model("deit_tiny_patch16_224", img_size=32, embed_dim=48, depth=2).eval()
+    for block in deit.blocks:
+        block.attn = BidirectionalMixer(deit.embed_dim, "longhorn_exact", depth=len(deit.blocks))
+    assert deit(torch.randn(2, 3, 32, 32)).isfinite().all()
+    for mask in ({"attn_mask": torch.ones(5, 5)}, {"is_causal": True}):
+        with pytest.raises(ValueError, match="attn_mask must be None and is_causal False"):
+            deit.blocks[0](torch.randn(2, 5, 48), **mask)
+
+
 @pytest.mark.parametrize("exportable", [False, True])
 def test_onnx_of_a_traced_program_is_one_error(
     exportable: bool, tmp_path: Path, capfd: pytest.CaptureFixture

@@ -25,6 +25,7 @@ from vil.messages import printable
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.files import lock_folder, write_atomically, write_text
 from vil.training.images import FolderSource, fingerprint, is_folder
+from vil.training.pulse import Pulse
 from vil.training.settings import Count, CountFromZero, DataConfig, Section, Threads
 from vil.training.shards import (
     INFO_NAME,
@@ -332,9 +333,14 @@ def _work(
     function: Callable[[_Job], _Result], jobs: list[_Job], num_workers: int | None, done: str
 ) -> list[_Result]:
     """Apply a function to all shards in threads: the work is I/O-bound, and threads die with the process."""
-    pool = ThreadPoolExecutor(num_workers or os.cpu_count())
+    pool, pulse, results = ThreadPoolExecutor(num_workers or os.cpu_count()), Pulse(), []
     try:
         futures = [pool.submit(function, job) for job in jobs]
-        return [future.result() for future in tqdm(futures, done, unit=" shards", disable=None)]
+        bar = tqdm(futures, done, unit=" shards", disable=None)
+        for future in bar:
+            results.append(future.result())
+            if bar.disable:
+                pulse.beat(f"{done} {len(results):,} of {len(jobs):,} shards")
+        return results
     finally:
         pool.shutdown(cancel_futures=True)
