@@ -66,8 +66,8 @@ def create_transform(model: nn.Module, **timm_arguments: Any) -> Callable[[_AnyI
 
     Returns:
         A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the bytes of a file, a
-        file opened in binary mode, a Pillow image, or a NumPy array, uint8: grey (H, W), RGB (H, W, 3) or RGBA
-        (H, W, 4). The function raises OSError if it cannot read a file, and ValueError if the file is no image that
+        file opened in binary mode, a Pillow image or a NumPy array. An array is uint8: grey (H, W), RGB (H, W, 3) or
+        RGBA (H, W, 4). The function raises OSError if it cannot read a file, and ValueError if the file is no image that
         training accepts, or the array is none of these.
     """
     data = resolve_model_data_config(model) | timm_arguments

@@ -119,7 +119,7 @@ def evaluate(
             first.tolist()  # waits for the device
             begun = time.perf_counter()
         if pulse.is_due:
-            scored = int(sums[0][3]) * data.world.size
+            scored = min(int(sums[0][3]) * data.world.size, data.num_images)
             pulse.say(f"scored {scored:,} of {data.num_images:,} validation images")
     # Reduce the sums one by one. The partitioning of a larger tensor in all_reduce, and with it the
     # rounding, would depend on the number of models.

@@ -260,7 +260,7 @@ class ValData:
         batches = []
         for batch in _loaded(self._load(_Problems(self.source, self.config))):
             batches.append(batch)
-            read = len(batches) * self.batch_size
+            read = min(len(batches) * self.batch_size * self.world.size, self.num_images)
             pulse.beat(f"read {read:,} of {self.num_images:,} held-out images to find damaged ones")
         bad = [
             line for told in self.world.gather(batches) for batch in told for line in batch if line

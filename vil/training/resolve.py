@@ -117,8 +117,8 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
 def fill_split(config: TrainConfig, weights: Weights | None) -> TrainConfig:
     """Choose the images that a new run holds out with data.val_fraction.
 
-    If the weights come from a run with the same fraction, images that it held out stay held out, and so do images
-    that it trained on. Raises DataError as in ``vil.training.images.list_images``.
+    If the weights come from a run with the same fraction, its images stay on the side where they were. Raises
+    DataError as in ``vil.training.images.list_images``.
     """
     data = config.data
     if not data.val_fraction or data.val_exceptions is not None or data.val_hash == "name":
