@@ -9,8 +9,8 @@ round by round (``benchmarks.steps``), so that a drift of the machine's speed af
 median over rounds, and the median of the round-by-round ratios to the first model.
 
     passes   inference, or training: forward, cross-entropy, backward and AdamW
-    ways     eager; compile: torch.compile of every block, or of a model without blocks; graphs: a CUDA graph; onnx:
-             ONNX Runtime; aoti: AOTInductor. The last two are for inference on a CPU.
+    ways     eager; compile: torch.compile of every block, or of a model without blocks; graphs: a CUDA graph;
+             compile+graphs: both; onnx: ONNX Runtime; aoti: AOTInductor. The last two are for inference on a CPU.
     clock    wall; or cpu: CPU seconds of the process, which depend less on other programs
     memory   peak memory of a step minus the memory before it: resident on a CPU, allocated on a GPU
 
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from vil.weights.files import is_own
 Program = Callable[[Tensor], Tensor]
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ("eager", "compile", "graphs", "onnx", "aoti")
+WAYS = ("eager", "compile", "graphs", "compile+graphs", "onnx", "aoti")
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # of logits, relative to their norm
 SMALL = 64  # px, of the first step, which compiles
 
@@ -130,19 +131,21 @@ def step_by(name: str, cell: Row, folder: Path) -> Step:
     expected = None
     if cell["pass"] == "inference" and way != "eager":
         expected = _logits(model.eval(), images, dtype)
-    if way == "compile":
+    graphs = way.endswith("graphs")
+    if way.startswith("compile"):
         program = compiled(model)
-    elif way in ("onnx", "aoti"):
+    if way in ("onnx", "aoti"):
         program = {"onnx": onnx_runtime, "aoti": aot_inductor}[way](name, cell, folder)
-    elif way == "graphs" and cell["pass"] == "inference":
-        replay = graphed(lambda: _logits(model, images, dtype))
-        program = lambda _: replay()  # noqa: E731
+    if cell["pass"] == "training":
+        step = step_of(program, images, "training", dtype, capturable=graphs)
+        return graphed(step) if graphs else step
+    step = graphed(lambda: _logits(program, images, dtype)) if graphs else partial(program, images)
     if expected is not None:
-        check(_logits(program, images, dtype), expected, TOLERANCE[cell["dtype"]])
-    if way in ("onnx", "aoti", "graphs") and cell["pass"] == "inference":
-        return lambda: program(images)
-    step = step_of(program, images, cell["pass"], dtype, capturable=way == "graphs")
-    return graphed(step) if way == "graphs" else step
+        found = step() if graphs else _logits(program, images, dtype)
+        check(found, expected, TOLERANCE[cell["dtype"]])
+    if way in ("eager", "compile"):
+        return step_of(program, images, "inference", dtype)
+    return step
 
 
 def _logits(program: Program, images: Tensor, dtype: torch.dtype) -> Tensor:
@@ -266,8 +269,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not args.models and args.cell is None:
         parser.error("name at least one model")
-    if args.device == "cpu" and "graphs" in args.ways:
-        parser.error("--ways graphs needs --device cuda")
+    if args.device == "cpu" and (graphs := [way for way in args.ways if way.endswith("graphs")]):
+        parser.error(f"--ways {graphs[0]} needs --device cuda")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here")
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
