@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vil.kernels.args import ScanArgs, kept_dtype
 from vil.kernels.plan import ScanKey
+from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
 from vil.kernels.triton.chunk_parts import (
     RUN_TIME,
@@ -38,7 +39,7 @@ from vil.kernels.triton.chunk_parts import (
     split_state,
     store_states,
 )
-from vil.kernels.triton.chunk_splits import exact_states_kernel
+from vil.kernels.triton.chunk_splits import STATES_OF_LANE, exact_states_kernel
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import LaunchConfig, ScanPlan
 from vil.kernels.triton.tiles import (
@@ -436,6 +437,8 @@ _MOST_RANK = 64
 # Finding the states that splits start from takes a fifth of the scan's time if the device is not full. On an H200,
 # the scans took 0.73 of the time with 4 splits (512 px, batch 32, forward), and 1.15 with 2 (224 px, batch 64).
 _LEAST_FOR_SPLITS = 2.5
+# As an aim, too (see ``tuning.THREE_WARPS``): left alone, ptxas moves the loads of the next tokens to their use.
+_MOST_REGISTERS = 240
 
 
 def _splits(config: LaunchConfig, block_d: int) -> dict[str, int]:
@@ -477,11 +480,21 @@ class ChunkPlan(ScanPlan):
         keys = {"M": key.states, "kappa_scale": key.kappa_scale}
         self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
         self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
-        block, num_warps = tuning.blocks("exact_states", self.D, key.device)
+        lanes, num_warps = tuning.blocks("exact_states", self.D, key.device)
+        block = lanes * STATES_OF_LANE // self.block_m
         programs = self.N * self.B * triton.cdiv(self.D, block)
+        of_states = {
+            "B": self.B,
+            "L": self.L,
+            "REVERSE": self.reverse,
+            "D": self.D,
+            "BLOCK_M": self.block_m,
+        }
+        of_states |= {"FAST": fast} | ({"maxnreg": _MOST_REGISTERS} if fast else {})
         self._states_of_splits = [
-            (config.num_splits, Kernel(exact_states_kernel, programs, num_warps, **own, **_splits(config, block)))
-            for config, own in ((ahead, shared), (back, shared_back))
+            (config.num_splits, Kernel(exact_states_kernel, programs, num_warps, **of_states,
+                                       **self._states_strides(back=config is back), **_splits(config, block)))
+            for config in (ahead, back)
         ]  # fmt: skip
 
     def state_shape(self, *lead: int) -> tuple[int, ...]:
@@ -514,7 +527,20 @@ class ChunkPlan(ScanPlan):
         if num_splits == 1:
             return start
         found = self.empty_states(self.N, self.B, num_splits)
-        find(found, **inputs, dout_ptr=dout, start_ptr=start, split_states_ptr=found)
+        dt = dt_proj(inputs["dt_ptr"], inputs["dt_weight_ptr"])
+        given = {name: t for name, t in inputs.items() if name != "dt_weight_ptr"} | {"dt_ptr": dt}
+        find(found, **given, dout_ptr=dout, start_ptr=start, split_states_ptr=found)
+        return found
+
+    def _states_strides(self, back: bool) -> dict[str, int]:
+        """Return strides for the kernel that finds states, which is given step sizes of full rank."""
+        found = self.strides("x", "dt", "z", back=back)
+        if self.makes_steps:
+            found |= {
+                "dt_stride_dir": self.B * self.L * self.D,
+                "dt_stride_b": self.L * self.D,
+                "dt_stride_l": self.D,
+            }
         return found
 
     def empty_sums(self) -> dict[str, Tensor | None]:

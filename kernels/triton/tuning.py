@@ -18,7 +18,7 @@ _DEFAULT = {
     "exact_forward": (128, 4),
     "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
     "exact_backward_float32": (32, 1),  # products in three parts: more would spill
-    "exact_states": (32, 1),
+    "exact_states": (32, 1),  # lanes, four states each
     "recurrent_forward": (128, 4),
     "recurrent_backward": (64, 2),
     # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in the

@@ -159,7 +159,7 @@ def test_graphs_share_their_memory_while_one_of_them_exists(monkeypatch) -> None
         (CPU, {}, "cpu, float32"),
         (CUDA, {"amp": True}, "cuda, bfloat16 autocast, CUDA graphs"),
         (CUDA, {"cuda_graphs": False}, "cuda, float32, no CUDA graphs (run.cuda_graphs False)"),
-        (CUDA, {"torchcompile": True}, "cuda, float32, no CUDA graphs (run.torchcompile True)"),
+        (CUDA, {"torchcompile": True}, "cuda, float32, compiled, CUDA graphs"),
     ],
 )
 def test_the_banner_says_which_and_why(device, options, told) -> None:

@@ -364,6 +364,9 @@ def all_cases() -> list[Case]:
     add("exact", 2, 50, 384, M=16, dtype="bf16")
     add("exact", 1, 21, 37, M=4, dtype="bf16", strides="odd")
     add("exact", 1, 20, 40, M=32, dtype="bf16")
+    for M in (20, 40):  # 8 and 16 lanes for the states of a channel
+        add("exact", 3, 50, 24, M=M, dtype="bf16", splits=True)
+        add("exact", 1, 99, 24, M=M, directions=1, reverse=M == 20, splits=True)
     for L in (67, 197):  # 3 and 7 splits: the loop over them is a pipeline of copies
         add("exact", 2, L, 24, M=4, dtype="bf16", directions=1, splits=True)
     add("exact", 2, 1, 72, M=4, dtype="f32")

@@ -1,7 +1,8 @@
 """The passes of a model in training and evaluation; on a GPU, they can be recorded as CUDA graphs.
 
 In eager mode, Python launches every kernel of a pass. For small models this takes longer than the kernels themselves. A
-CUDA graph launches all kernels of a pass at once. They are the same kernels, so all results have the same bits.
+CUDA graph launches all kernels of a pass at once. They are the same kernels, so all results have the same bits. With
+``torch.compile`` they are those of the compiled model.
 """
 
 import gc
@@ -23,17 +24,15 @@ _WARM_UPS = 3  # passes before a recording: they compile kernels and load librar
 
 def uses_graphs(run: RunConfig, device: torch.device) -> bool:
     """Return whether a run records its passes in CUDA graphs."""
-    return run.cuda_graphs and device.type == "cuda" and not run.torchcompile
+    return run.cuda_graphs and device.type == "cuda"
 
 
 def describe(run: RunConfig, device: torch.device) -> str:
-    """Return device, precision and, on a GPU, whether the run uses CUDA graphs, with the reason if it does not."""
+    """Return device, precision, whether the run compiles and, on a GPU, whether it uses CUDA graphs."""
     words = [str(device), "bfloat16 autocast" if run.amp else "float32"]
-    if uses_graphs(run, device):
-        words.append("CUDA graphs")
-    elif device.type == "cuda":
-        why = "run.torchcompile True" if run.torchcompile else "run.cuda_graphs False"
-        words.append(f"no CUDA graphs ({why})")
+    words += ["compiled"] if run.torchcompile else []
+    if device.type == "cuda":
+        words.append("CUDA graphs" if run.cuda_graphs else "no CUDA graphs (run.cuda_graphs False)")
     return ", ".join(words)
 
 

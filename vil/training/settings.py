@@ -291,7 +291,7 @@ class RunConfig(Section):
     torchcompile: Changeable[bool] = False
     """Compile the model with torch.compile."""
     cuda_graphs: Free[bool] = True
-    """On a GPU, record training and evaluation in CUDA graphs, one for each shape of a batch; not with torchcompile."""
+    """On a GPU, record training and evaluation in CUDA graphs, one for each shape of a batch."""
     grad_accum_steps: Free[Count] = 1
     """Number of micro-batches per step on each process (gradient accumulation)."""
     num_threads: Free[Threads | None] = None
