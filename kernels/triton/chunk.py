@@ -490,7 +490,7 @@ class ChunkPlan(ScanPlan):
             "D": self.D,
             "BLOCK_M": self.block_m,
         }
-        of_states |= {"FAST": fast} | ({"maxnreg": _MOST_REGISTERS} if fast else {})
+        of_states |= {"FAST": fast, "zero": 0} | ({"maxnreg": _MOST_REGISTERS} if fast else {})
         self._states_of_splits = [
             (config.num_splits, Kernel(exact_states_kernel, programs, num_warps, **of_states,
                                        **self._states_strides(back=config is back), **_splits(config, block)))

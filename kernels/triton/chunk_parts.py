@@ -19,7 +19,7 @@ from vil.kernels.triton.tiles import (
 # Arguments that vary between calls but need no separate compilation: sizes, strides, and the alignment of
 # the caller's tensors, which loads of one channel per lane do not use.
 RUN_TIME = (
-    *("B", "L", "num_splits", "split_chunks", "blocks", "kappa_scale"),
+    *("B", "L", "num_splits", "split_chunks", "zero", "blocks", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b")),
     *("q_stride_l", "k_stride_l"),
     *(

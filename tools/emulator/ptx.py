@@ -513,7 +513,7 @@ class Program:
         self._emit("ST", [base, *slots], **fields)
 
     def _op_prefetch(self, m, ops):
-        if m != ["global", "L2"]:
+        if m not in (["global", "L1"], ["global", "L2"]):
             raise PTXError("modifiers")
         base, _ = self._address(ops[0])
         self._operand(base, "d", 64)

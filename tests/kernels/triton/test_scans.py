@@ -113,6 +113,21 @@ def test_both_directions_in_splits(recurrence: str, monkeypatch: pytest.MonkeyPa
     )
 
 
+@each
+def test_offsets_beyond_32_bits(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of x, dt and z lie 2^27 elements apart; the system gives memory only to pages that are used."""
+
+    def spread(rows: Tensor) -> Tensor:
+        strides = (rows.shape[-1], rows.shape[-1] * rows.shape[0], 2**27, 1)[-rows.ndim :]
+        return torch.empty_strided(rows.shape, strides, dtype=rows.dtype).copy_(rows)
+
+    in_splits(monkeypatch, 1)
+    args = args_of(recurrence, (1, 35, 8, 4), dtype=torch.bfloat16)
+    far = args._replace(x=spread(args.x), dt=spread(args.dt), z=spread(args.z))
+    assert far.x.stride(2) * far.x.shape[2] > 2**31
+    assert_same_bits(results_of(backend, far, recurrence), results_of(backend, args, recurrence))
+
+
 @pytest.mark.pairs
 @each
 @pytest.mark.parametrize("reverse", [False, True])
