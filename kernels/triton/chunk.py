@@ -39,7 +39,8 @@ from vil.kernels.triton.chunk_parts import (
     split_state,
     store_states,
 )
-from vil.kernels.triton.chunk_splits import STATES_OF_LANE, exact_states_kernel
+from vil.kernels.triton.chunk_splits import exact_states_kernel
+from vil.kernels.triton.chunk_splits_backward import STATES_OF_LANE, exact_gradients_kernel
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import LaunchConfig, ScanPlan
 from vil.kernels.triton.tiles import (
@@ -480,22 +481,20 @@ class ChunkPlan(ScanPlan):
         keys = {"M": key.states, "kappa_scale": key.kappa_scale}
         self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
         self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
-        lanes, num_warps = tuning.blocks("exact_states", self.D, key.device)
+        self.splits_ahead, sequences = ahead.num_splits, self.N * self.B
+        block, warps = tuning.blocks("exact_states", self.D, key.device)
+        self._states = Kernel(
+            exact_states_kernel, sequences * triton.cdiv(self.D, block), warps, DIRECTIONS=self.N,
+            **of_keys, **of_steps, **self.strides("x", "dt"), **_splits(ahead, block),
+        )  # fmt: skip
+        lanes, warps = tuning.blocks("exact_gradients", self.D, key.device)
         block = lanes * STATES_OF_LANE // self.block_m
-        programs = self.N * self.B * triton.cdiv(self.D, block)
-        of_states = {
-            "B": self.B,
-            "L": self.L,
-            "REVERSE": self.reverse,
-            "D": self.D,
-            "BLOCK_M": self.block_m,
-        }
-        of_states |= {"FAST": fast, "zero": 0} | ({"maxnreg": _MOST_REGISTERS} if fast else {})
-        self._states_of_splits = [
-            (config.num_splits, Kernel(exact_states_kernel, programs, num_warps, **of_states,
-                                       **self._states_strides(back=config is back), **_splits(config, block)))
-            for config in (ahead, back)
-        ]  # fmt: skip
+        del of_keys["PRECISION"]
+        self._gradients = Kernel(
+            exact_gradients_kernel, sequences * triton.cdiv(self.D, block), warps, D=self.D, zero=0,
+            **of_keys, **self.strides("dt", "z", back=True, full_rank=True), **_splits(back, block),
+            **({"maxnreg": _MOST_REGISTERS} if fast else {}),
+        )  # fmt: skip
 
     def state_shape(self, *lead: int) -> tuple[int, ...]:
         return (*lead, self.D, self.block_m)
@@ -523,24 +522,18 @@ class ChunkPlan(ScanPlan):
     def split_states(
         self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
     ) -> Tensor | None:
-        num_splits, find = self._states_of_splits[dout is not None]
+        num_splits = self.splits_ahead if dout is None else self.num_splits
         if num_splits == 1:
             return start
         found = self.empty_states(self.N, self.B, num_splits)
-        dt = dt_proj(inputs["dt_ptr"], inputs["dt_weight_ptr"])
-        given = {name: t for name, t in inputs.items() if name != "dt_weight_ptr"} | {"dt_ptr": dt}
-        find(found, **given, dout_ptr=dout, start_ptr=start, split_states_ptr=found)
-        return found
-
-    def _states_strides(self, back: bool) -> dict[str, int]:
-        """Return strides for the kernel that finds states, which is given step sizes of full rank."""
-        found = self.strides("x", "dt", "z", back=back)
-        if self.makes_steps:
-            found |= {
-                "dt_stride_dir": self.B * self.L * self.D,
-                "dt_stride_b": self.L * self.D,
-                "dt_stride_l": self.D,
-            }
+        given = inputs | {"start_ptr": start, "split_states_ptr": found}
+        if dout is None:
+            del given["z_ptr"]
+            self._states(found, **given)
+        else:
+            del given["x_ptr"]
+            given["dt_ptr"] = dt_proj(given["dt_ptr"], given.pop("dt_weight_ptr"))
+            self._gradients(found, **given, dout_ptr=dout)
         return found
 
     def empty_sums(self) -> dict[str, Tensor | None]:

@@ -145,17 +145,18 @@ class ScanPlan:
             found[name] = strides
         return tuple(copied), found
 
-    def strides(self, *names: str, back: bool = False) -> dict[str, int]:
+    def strides(self, *names: str, back: bool = False, full_rank: bool = False) -> dict[str, int]:
         """Return the strides of arguments by their names in the kernels.
 
         Args:
             *names: Names of the arguments.
             back: Whether for the backward pass.
+            full_rank: Whether for step sizes that are already multiplied with their weight.
         """
         found = dict(self._strides)
         if back and self.N == 2 and not self.writes_dz:
             found["z"] = (self.L * self.D, self.D, 1)
-        if self.key.rank is not None and not self.makes_steps:
+        if self.key.rank is not None and (full_rank or not self.makes_steps):
             found["dt"] = (self.B * self.L * self.D, self.L * self.D, self.D)
         axes = {"z": ("b", "l")}
         return {

@@ -18,7 +18,8 @@ _DEFAULT = {
     "exact_forward": (128, 4),
     "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
     "exact_backward_float32": (32, 1),  # products in three parts: more would spill
-    "exact_states": (32, 1),  # lanes, four states each
+    "exact_states": (32, 1),
+    "exact_gradients": (32, 1),  # lanes, each with four states of a channel
     "recurrent_forward": (128, 4),
     "recurrent_backward": (64, 2),
     # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in the
@@ -40,6 +41,7 @@ BLOCKS = {
         "exact_backward": (64, 1),
         "exact_backward_float32": (64, 1),
         "exact_states": (64, 1),
+        "exact_gradients": (64, 1),
         "recurrent_forward": (128, 2),
         "recurrent_backward": (64, 1),
         "conv": (128, 1),
