@@ -34,7 +34,7 @@ from benchmarks import traffic
 from benchmarks.steps import PASSES, Step, step_of
 from vil import selfcheck
 from vil.kernels import ops
-from vil.kernels.triton.launch import Launch, recording
+from vil.kernels.triton.launch import Launch, compile_together, recording
 from vil.training.files import write_text
 
 GPU = torch.cuda.is_available()
@@ -274,32 +274,24 @@ class Mamba(torch.autograd.Function):
 def fill(arch: str) -> None:
     """Compile into Triton's cache what models, scans and ``vil.selfcheck`` launch; needs no GPU."""
     compiled.target(arch)
-    seen = set()
-    for label, noted in _noted():
-        for launch in noted:
-            seen.add(launch.kernel.warmup(**launch.arguments, grid=(1,)).hash)
-        print(f"{len(seen):3} kernels, {label}", flush=True)
+    compile_together(_launches())
+    selfcheck.compile_kernels("cpu")
 
 
-def _noted() -> Iterator[tuple[str, list[Launch]]]:
-    """Yield the launches of everything that ``benchmarks.gpu`` runs, except for its tests."""
+def _launches() -> Iterator[Launch]:
+    """Yield the launches of the models and scans that ``benchmarks.gpu`` times."""
     for size, shapes in (("tiny", TINY), ("small", SMALL)):
         for name in (f"vil_{size}_exact", f"vil_{size}", f"vim_{size}"):
             for shape in shapes:
-                for mode, noted in compiled.launches(name, *shape).items():
-                    yield f"{name} {shape} {mode}", noted
+                for noted in compiled.launches(name, *shape).values():
+                    yield from noted
     with ops.use_backend("triton"):
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            for case in selfcheck.cases(dtype):
-                with recording() as noted:
-                    selfcheck.outcomes(case, selfcheck.rounded(case, dtype))
-                yield f"selfcheck {dtype} {case.name} {case.options}", noted
         for shape in ((128, 197, 384), (8, 4097, 384)):
             for name in RECURRENCES:
                 with recording() as noted:
                     for step in _passes(*_contestants(_inputs(*shape))[name]):
                         step()
-                yield f"scan {name} {shape}", noted
+                yield from noted
 
 
 def main() -> None:

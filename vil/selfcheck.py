@@ -111,6 +111,11 @@ def rounded(case: Case, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     )
 
 
+def dtypes_on(device: str) -> list[torch.dtype]:
+    """Return the dtypes to compare on a device; kernels of GPUs compute in float32."""
+    return [dtype for dtype in TOLERANCES if dtype != torch.float64 or device == "cpu"]
+
+
 def outcomes(case: Case, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """Return the outputs of an operation and the gradients of a fixed weighted sum of the outputs."""
     operator = {"scan": _scan, "mixer": _mixer}.get(case.name) or getattr(ops, case.name)
@@ -125,6 +130,10 @@ def outcomes(case: Case, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ..
     )
     gradients = torch.autograd.grad(loss, [t for t in inputs if t is not None])
     return (*(out.detach() for out in outputs), *gradients)
+
+
+def _moved(tensors: tuple[Tensor | None, ...], device: str) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.to(device) for t in tensors)
 
 
 def _scan(*arguments: object) -> tuple[Tensor, Tensor]:
@@ -149,13 +158,23 @@ def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:
     exact = tuple(None if tensor is None else tensor.double() for tensor in tensors)
     with ops.use_backend("reference"):
         truth = outcomes(case, exact)
-    results = outcomes(case, tuple(None if t is None else t.to(device) for t in tensors))
+    results = outcomes(case, _moved(tensors, device))
     errors = []
     for result, exact in zip(results, truth, strict=True):
         scale = exact.abs().max().clamp(min=1e-30)
         error = ((result.cpu().double() - exact).abs().max() / scale).item()
         errors.append(error if error == error else float("inf"))  # NaN counts as infinite error
     return max(errors)
+
+
+def compile_kernels(device: str) -> None:
+    """Compile all kernels of the Triton backend at the same time, into Triton's cache."""
+    from vil.kernels.triton.launch import compiling  # triton may be missing
+
+    with ops.use_backend("triton"), compiling():
+        for dtype in dtypes_on("cuda"):
+            for case in cases(dtype):
+                outcomes(case, _moved(rounded(case, dtype), device))
 
 
 def _send_errors(
@@ -199,15 +218,19 @@ def _errors(
 def check(backend: str, device: str) -> tuple[int, int]:
     """Compare a backend with the reference, print a line per case, and return (passed, failed)."""
     counts = [0, 0]
-    for dtype, tolerance in TOLERANCES.items():
-        if dtype == torch.float64 and device != "cpu":
-            continue  # kernels compute in float32
+    if backend == "triton":  # in a child process, which a compiler may end; then, cases compile
+        child = multiprocessing.get_context(START_METHOD).Process(
+            target=compile_kernels, args=(device,)
+        )
+        child.start()
+        child.join()
+    for dtype in dtypes_on(device):
         for case, error, end in _errors(backend, device, dtype):
             if error is None:
                 continue
             label = " ".join(map(str, case.options))
             shape = "x".join(map(str, case.tensors[0].shape))
-            passed = error <= tolerance
+            passed = error <= TOLERANCES[dtype]
             counts[not passed] += 1
             verdict = "pass" if passed else "FAIL"
             name = f"{backend} {case.name} {label}".strip()

@@ -2,11 +2,14 @@
 
 A ``Kernel`` holds everything for a launch except the tensors, so that a plan can keep it. It also keeps what Triton
 compiled: Triton takes longer to find that again from the arguments than to launch it. ``recording`` records the
-launches of a ``with`` block instead of running them; ``benchmarks.kernels`` compiles them.
+launches of a ``with`` block instead of running them; ``compiling`` compiles the kernels at the same time instead.
 """
 
 import contextlib
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +17,11 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import MockTensor
 
-_record: "list[Launch] | None" = None
+_TELL_S = 5.0  # between two lines about a long compilation
+
+_record: "Callable[[Launch], object] | None" = None
 # Other versions may launch in another way.
 _DIRECT = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 
@@ -62,7 +68,7 @@ class Kernel:
     def __call__(self, on: Tensor, **tensors: Tensor | None) -> None:
         """Launch the kernel on the device of ``on``, with the given tensors."""
         if _record is not None:
-            _record.append(Launch(self.function, tensors | self.constants))
+            _record(Launch(self.function, tensors | self.constants))
         elif on.device.type == "cpu" or on.device.index == torch.cuda.current_device():
             self._launch(on.device, tensors)
         else:
@@ -102,8 +108,54 @@ def _hooked() -> bool:
 def recording() -> Iterator[list[Launch]]:
     """Record launches in the returned list without running them, which leaves results arbitrary."""
     global _record
-    previous, _record = _record, []
+    launches: list[Launch] = []
+    previous, _record = _record, launches.append
     try:
-        yield _record
+        yield launches
     finally:
         _record = previous
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Compile the kernels of a ``with`` block together instead of launching them, which leaves results arbitrary.
+
+    Later launches find them in memory, those of other processes in Triton's cache. Without this, a kernel is compiled
+    at its first launch, and all that follow wait.
+    """
+    global _record
+    launches: dict[Any, Launch] = {}
+
+    def note(launch: Launch) -> None:
+        values = (a.dtype if isinstance(a, Tensor) else a for a in launch.arguments.values())
+        arguments = dict(zip(launch.arguments, values, strict=True))  # tensors would fill memory
+        launches[(launch.kernel, *arguments.items())] = Launch(launch.kernel, arguments)
+
+    previous, _record = _record, note
+    try:
+        yield
+    finally:
+        _record = previous
+    compile_together(launches.values())
+
+
+def compile_together(launches: Iterable[Launch]) -> int:
+    """Compile the kernels of launches at the same time; return how many there are.
+
+    Dtypes may stand for tensors that are aligned to 16 bytes. A kernel that does not compile raises no error here: its
+    launch does. If compiling takes long, lines on standard error say how far it is.
+    """
+    # Most of the compiler runs outside Python's lock, so threads suffice.
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
+    ):
+        for launch in launches:
+            arguments = {n: MockTensor.wrap_dtype(a) for n, a in launch.arguments.items()}
+            launch.kernel.warmup(**arguments, grid=(1,))
+        waiting = set(mode.raw_futures)
+        count = len(waiting)
+        while waiting := wait(waiting, _TELL_S).not_done:
+            done = count - len(waiting)
+            sys.stderr.write(f"compiled {done} of {count} kernels\n")
+    return count

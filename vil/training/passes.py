@@ -8,18 +8,21 @@ CUDA graph launches all kernels of a pass at once. They are the same kernels, so
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from vil.kernels.backends import automatic_backend
 from vil.messages import first_line
 from vil.training.errors import ConfigError
 from vil.training.settings import RunConfig
 
-_WARM_UPS = 3  # passes before a recording: they compile kernels and load libraries, which it cannot
+_WARM_UPS = (
+    3  # passes before a recording: they load libraries and choose algorithms, which it cannot
+)
 
 
 def uses_graphs(run: RunConfig, device: torch.device) -> bool:
@@ -161,6 +164,8 @@ class _Graphs:
         rng = torch.random.fork_rng([device], device_type=device.type)
         with rng, _unchanged(self.model.buffers()):
             with _on_side_stream(device):
+                with _compiling():
+                    self.function(*inputs)
                 for _ in range(_WARM_UPS):
                     self.function(*inputs)
             graph = torch.cuda.CUDAGraph()
@@ -184,6 +189,15 @@ class _Graphs:
         pools = [graphs.pool for graphs in self.everywhere if graphs.recordings]
         self.pool = pools[0] if pools else torch.cuda.graph_pool_handle()
         return self.pool
+
+
+def _compiling() -> AbstractContextManager:
+    """Compile the scans' kernels of a block at the same time instead of launching them, if there are any."""
+    if automatic_backend("cuda", double=False) != "triton":
+        return nullcontext()
+    from vil.kernels.triton.launch import compiling  # triton may be missing
+
+    return compiling()
 
 
 @contextmanager

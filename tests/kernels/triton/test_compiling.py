@@ -74,3 +74,43 @@ def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -
         assert len(first["train"]) == training
         both = {tuple(kernel) for mode in first.values() for kernel in mode}
         assert len(both) == training + 1  # evaluation saves nothing for a backward pass
+
+
+# Compiles the kernels of a convolution and its gradients, and prints the kernels that a later launch asks for.
+TOGETHER = """
+import torch
+from benchmarks.kernels import target
+from triton import knobs
+from vil.kernels import ops
+from vil.kernels.triton import launch
+
+def run():
+    x, weight, bias = torch.randn(1, 20, 32), torch.randn(2, 32, 4), torch.randn(2, 32)
+    out = ops.causal_conv1d_bidirectional(x.requires_grad_(), weight, bias)
+    sum(out).sum().backward()
+
+def unexpected(*, fn, **_):
+    raise SystemExit(f"{fn.name} was compiled again")
+
+target("90")
+launch._TELL_S = 0.01  # much less than a kernel takes
+with ops.use_backend("triton"):
+    with launch.compiling():
+        run()
+    knobs.runtime.jit_cache_hook = unexpected
+    with launch.recording() as launches:
+        run()
+for one in launches:
+    print(one.kernel.__name__, one.kernel.warmup(**one.arguments, grid=(1,)).metadata.target.arch)
+"""
+
+
+def test_kernels_are_compiled_together(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-"], input=TOGETHER, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = done.stdout.splitlines()
+    assert kernels == ["conv_forward_kernel 90", "conv_backward_kernel 90"]
+    assert done.stderr.splitlines()[0] == "compiled 0 of 2 kernels"

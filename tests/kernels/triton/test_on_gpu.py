@@ -86,7 +86,7 @@ def test_a_long_sequence_is_cut_and_gives_the_same(
         assert error < 0.02  # rounded to bfloat16, products in TF32
 
 
-@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny"])
+@pytest.mark.parametrize("name", ["vil_tiny_exact", "vim_tiny"])
 def test_compiled_model_trains_as_the_eager_one(name: str) -> None:
     torch.manual_seed(0)
     model = timm.create_model(name, depth=2, num_classes=10).cuda()
@@ -106,11 +106,10 @@ def test_compiled_model_trains_as_the_eager_one(name: str) -> None:
     assert losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
-@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny"])
-def test_another_grid_in_cuda_graphs(name: str) -> None:
+def test_another_grid_in_cuda_graphs() -> None:
     """The grid's layout is made at the first call, here in a CUDA graph's memory, and kept."""
     torch.manual_seed(0)
-    model = timm.create_model(name, img_size=64, depth=2).cuda().eval()
+    model = timm.create_model("vil_tiny_exact", img_size=64, depth=2).cuda().eval()
     images = [torch.randn(2, 3, size, size, device="cuda") for size in (128, 192, 160)]
     compiled = torch.compile(model, mode="reduce-overhead")
     with torch.inference_mode():
