@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --minutes 3       # correctness, kernels, tiny models at 224 px
     python -m benchmarks.gpu --minutes 7       # the rest; repeat it while its exit status is 75
-    python -m benchmarks.gpu --show [RECORD]   # default: results/h100.json, the first run; also h200.json, h200_graphs.json
+    python -m benchmarks.gpu --show [RECORD]   # default: results/h100.json; also h200.json, h200_graphs.json
     python -m benchmarks.gpu --fill 90         # without a GPU: compile the kernels for this architecture
 
 The parts run in the order of ``PARTS``, the most important first, each in its own processes and for a limited time. So a
