@@ -31,7 +31,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.chain import parse, simulate
+from benchmarks.chain import parse, simulate, wavefronts
 from vil.kernels import backends, ops
 from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
@@ -138,8 +138,8 @@ def figures(kernel: Any) -> Figures:
     Returns:
         "warps" of a program, vector "registers" of a lane, "spills", bytes of "shared" memory, "instructions", and
         "loops" (lengths of inner loops). Spills count instructions that access spilled registers; on AMD, registers.
-        On sm_90 also "chain", the cycles of an iteration of each loop in the model of ``chain.py``, and "waits for",
-        the cycles of the longest chain that wait for results, by opcode.
+        On sm_90 also "chain", the cycles of an iteration of each loop in the model of ``chain.py``, its "wavefronts",
+        and "waits for", the cycles of the longest chain that wait for results, by opcode.
     """
     found = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
     if "amdgcn" in kernel.asm:
@@ -155,6 +155,7 @@ def figures(kernel: Any) -> Figures:
     if "sm_90" in kernel.asm["ptx"]:
         chains = [simulate(instructions[start:end]) for start, end in loops]
         found["chain"] = [cycles for cycles, _ in chains]
+        found["wavefronts"] = [wavefronts(instructions[start:end]) for start, end in loops]
         waits = max(chains, key=lambda chain: chain[0], default=(0, {}))[1]
         found["waits for"] = {opcode: waits[opcode] for opcode in list(waits)[:MOST_WAITS]}
     return found
@@ -174,7 +175,7 @@ def _disassemble(cubin: bytes) -> tuple[int, str]:
         return int(re.search(r"REG:(\d+)", usage)[1]), output_of("nvdisasm", "-c")
 
 
-COLUMNS = ("warps", "registers", "spills", "shared", "instructions", "loops", "chain", "waits for")
+COLUMNS = ("warps", "registers", "spills", "shared", "instructions", "loops", "chain", "wavefronts", "waits for")  # fmt: skip
 
 
 def table(found: dict[str, Figures]) -> str:

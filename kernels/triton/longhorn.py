@@ -33,7 +33,9 @@ def apply_decay(weights, eps, k, M: tl.constexpr):
 
 
 @triton.jit
-def advance_backward(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr):
+def advance_backward(
+    grad, state, x, eps, k, q, dy, kappa_scale, SCALE: tl.constexpr, M: tl.constexpr
+):
     """Backpropagate through one token.
 
     Args:
@@ -45,6 +47,7 @@ def advance_backward(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr
         q: Query of the token.
         dy: Gradient of y.
         kappa_scale: Factor of |k|^2 in eps.
+        SCALE: Factor of the terms of dk and dq.
         M: State size.
 
     Returns:
@@ -52,16 +55,17 @@ def advance_backward(grad, state, x, eps, k, q, dy, kappa_scale, M: tl.constexpr
     """
     before, dk, dq, scaled = (), (), (), ()
     recalled, deps = tl.zeros_like(x), tl.zeros_like(x)
+    scaled_eps, scaled_dy = SCALE * eps, SCALE * dy
     for j in tl.static_range(M):
         g = grad[j] + dy * q[j]
         error, write, kg = x - k[j] * state[j], eps * k[j], k[j] * g
-        dq += (dy * (state[j] + write * error),)
+        dq += (scaled_dy * (state[j] + write * error),)
         before += (g - write * kg,)
         recalled += kg
         deps += kg * error
         # dk_j without its term in deps, which only the last state completes
-        scaled += ((eps * g) * (2.0 * error - x),)
-    slope = 2.0 * kappa_scale * eps * eps * deps
+        scaled += ((scaled_eps * g) * (2.0 * error - x),)
+    slope = 2.0 * kappa_scale * eps * scaled_eps * deps
     for j in tl.static_range(M):
         dk += (scaled[j] - slope * k[j],)
     return before, recalled, deps, dk, dq

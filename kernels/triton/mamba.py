@@ -74,8 +74,9 @@ def apply_decay(weights, delta, rates, M: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def advance_backward(
-    grad, drates, state, x, delta, k, q, dy, rates, M: tl.constexpr, FAST: tl.constexpr
-):
+    grad, drates, state, x, delta, k, q, dy, rates,
+    SCALE: tl.constexpr, M: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """Backpropagate through one token.
 
     Args:
@@ -88,6 +89,7 @@ def advance_backward(
         q: Query of the token.
         dy: Gradient of y.
         rates: A / ln 2.
+        SCALE: Factor of the terms of dk and dq.
         M: State size.
         FAST: Whether to use PTX.
 
@@ -97,11 +99,12 @@ def advance_backward(
     before, after, dk, dq = (), (), (), ()
     recalled, slope = tl.zeros_like(x), tl.zeros_like(x)
     write = delta * x
+    scaled_write, scaled_dy = SCALE * write, SCALE * dy
     for j in tl.static_range(M):
         g = grad[j] + dy * q[j]
         decay = _decay(delta * rates[j], FAST)
-        dq += (dy * (decay * state[j] + write * k[j]),)
-        dk += (write * g,)
+        dq += (scaled_dy * (decay * state[j] + write * k[j]),)
+        dk += (scaled_write * g,)
         recalled += k[j] * g
         decayed = decay * g
         flow = decayed * state[j]

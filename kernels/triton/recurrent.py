@@ -4,8 +4,7 @@
 ``recurrent_splits.py`` finds the states that splits start from. This file has the rest: both directions,
 the gate, saved states. A program owns one split of one batch element and BLOCK_D channels, one per lane.
 The states stay in registers as a tuple over j; keys and queries are broadcast loads of packed float32 rows.
-Sums over channels are products with a matrix of ones, so there are no atomics and gradients are
-bit-identical from run to run.
+Sums over channels are products with ones, so there are no atomics and gradients are bit-identical from run to run.
 
 Everything is in token order. A chunk is INTERVAL tokens, and a split is several chunks.
 
@@ -44,12 +43,11 @@ from vil.kernels.triton.recurrent_parts import (
     step_size,
     step_size_and_slope,
     store_states,
-    store_sums,
-    sums_over_channels,
+    store_sums_over_channels,
 )
 from vil.kernels.triton.recurrent_splits import recurrent_carry_kernel, recurrent_summary_kernel
 from vil.kernels.triton.scan_plan import ScanPlan
-from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
+from vil.kernels.triton.tiles import TF32_SCALE, half_silu, load_row, one_row, token_mask
 
 
 @triton.jit
@@ -238,19 +236,26 @@ def _group_backward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through a group of tokens, given the state before it; return the gradients so far."""
-    history = state
+    # Tensor cores truncate the terms of dk and dq, which this factor makes up for.
+    SCALE: tl.constexpr = TF32_SCALE if FAST >= 80 and PRECISION == "tf32" else 1.0
+    history, keys = state, ()
     for t in tl.static_range(GROUP - 1):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
         k = load_broadcast_row(kq + r * (2 * M + 4), M, BLOCK_D)
         state = advance(state, xs[t], steps[t], k, rates, M, MAMBA, FAST)
         history += state
+        keys += k
     for t in tl.static_range(GROUP - 1, -1, -1):
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
         x, step, dy = xs[t], steps[t], dys[t]
         row = kq + r * (2 * M + 4)
-        k, q = load_broadcast_row(row, M, BLOCK_D), load_broadcast_row(row + M, M, BLOCK_D)
+        if MAMBA and t < GROUP - 1:  # Longhorn's registers are limited
+            k = keys[t * M : t * M + M]
+        else:
+            k = load_broadcast_row(row, M, BLOCK_D)
+        q = load_broadcast_row(row + M, M, BLOCK_D)
         grad, drates, recalled, dstep, dk, dq = advance_backward(
-            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, kappa_scale, M,
+            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, kappa_scale, SCALE, M,
             MAMBA, FAST,
         )  # fmt: skip
         ddt = dstep * slopes[t]
@@ -267,8 +272,10 @@ def _group_backward(
                 dzs[t].to(dz_row.dtype.element_ty),
                 mask=mask & (d < gate_channels),
             )
-        summed = sums_over_channels(dk + dq, 2 * M, BITS, BLOCK_D, PRECISION, FAST)
-        store_sums(partial + r * (2 * M), summed, tl.where(r < num_valid, 2 * M, 0), BITS)
+        count = tl.where(r < num_valid, 2 * M, 0)
+        store_sums_over_channels(
+            partial + r * (2 * M), dk + dq, count, 2 * M, BITS, BLOCK_D, PRECISION, FAST
+        )
     return grad, drates, dskip, dbias
 
 

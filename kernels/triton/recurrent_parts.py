@@ -114,28 +114,102 @@ def load_rates(
         return ()
 
 
+def _ptx_of_warp_sums() -> str:
+    """Return PTX that sums 32 values of each lane over the lanes: operand 0 is one sum, operand 1 its index.
+
+    Operands A of eight products are the lanes' values, four each. B has ones in column 2 i for the first four columns
+    of A, in column 2 i + 1 for the others. The i-th product so adds up its values over four lanes, and its results go
+    to other lanes than those of products before it. Lanes then exchange halves of what is left, three times.
+    """
+    ones, sums = ([f"{name}{i}" for i in range(8)] for name in ("one", "s"))
+    lines = [
+        f".reg .b32 lane, n, {', '.join(ones)};",
+        f".reg .f32 t, {', '.join(sums)};",
+        ".reg .pred p;",
+        "mov.u32 lane, %laneid;",
+        "shr.u32 n, lane, 2;",
+    ]
+    for i in range(8):
+        lines += [f"setp.eq.u32 p, n, {i};", f"selp.b32 {ones[i]}, 0x3F800000, 0, p;"]
+        lines += [f"mov.f32 {sums[i]}, 0f00000000;"]
+    for i in range(8):
+        into = ", ".join(sums[i // 4 * 4 + j] for j in (0, 2, 1, 3))
+        values = ", ".join(f"${2 + 4 * i + j}" for j in range(4))
+        columns_of_four = ", ".join(ones[2 * i % 8 : 2 * i % 8 + 2])
+        product = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+        lines += [f"{product} {{{into}}}, {{{values}}}, {{{columns_of_four}}}, {{{into}}};"]
+    for distance, left in ((16, 4), (8, 2), (4, 1)):
+        lines += [f"and.b32 n, lane, {distance};", "setp.ne.u32 p, n, 0;"]
+        for lower, upper in zip(sums[:left], sums[left : 2 * left], strict=True):
+            lines += [
+                f"selp.f32 t, {lower}, {upper}, p;",
+                f"selp.f32 {lower}, {upper}, {lower}, p;",
+            ]
+            lines += [
+                f"shfl.sync.bfly.b32 t, t, {distance}, 31, -1;",
+                f"add.f32 {lower}, {lower}, t;",
+            ]
+    lines += ["mov.f32 $0, s0;", "and.b32 $1, lane, 16;"]
+    # Of the sums of 16 values, bits 1 and 0 of the lane are the product, bits 3 and 2 the value within it.
+    lines += ["and.b32 n, lane, 3;", "shl.b32 n, n, 2;", "add.u32 $1, $1, n;"]
+    lines += ["shr.u32 n, lane, 2;", "and.b32 n, n, 3;", "add.u32 $1, $1, n;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_WARP_SUMS = tl.constexpr(_ptx_of_warp_sums())
+_WARP_OPERANDS = tl.constexpr("=f,=r" + ",r" * 32)
+
+
 @triton.jit
-def sums_over_channels(
-    values, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+def _warp_sums(v):
+    """Return a sum over the channels of a warp, of one of 32 columns, and the index of that column."""
+    return tl.inline_asm_elementwise(
+        _WARP_SUMS,
+        _WARP_OPERANDS,
+        [
+            v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15],
+            v[16], v[17], v[18], v[19], v[20], v[21], v[22], v[23], v[24], v[25], v[26], v[27], v[28], v[29], v[30], v[31],
+        ],
+        dtype=(tl.float32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_sums_over_channels(
+    pointer, values, count, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile [16, 2^BITS]; every row holds the sums of N columns [BLOCK_D], then zeros.
+    """Store the first ``count`` of the sums of N columns [BLOCK_D], next to each other.
 
-    One matrix product: a butterfly of shuffles per column would cost more than the scan itself.
+    On NVIDIA GPUs from sm_80 on, a program is one warp, and tensor cores add up what the lanes have in registers. A
+    product with a matrix of ones, which other GPUs take, reads its operand from shared memory: half of what the kernel
+    reads and writes there and in the L1 cache, its busiest unit. A butterfly of shuffles per column would cost more
+    than the scan itself.
     """
-    for _ in tl.static_range(N, 2**BITS):
-        values += (tl.zeros((BLOCK_D,), tl.float32),)
-    tile = round_tf32(join_columns(values, 2**BITS), PRECISION, FAST)
-    ones = tl.full((16, BLOCK_D), 1.0, tl.float32)
-    return tl.dot(ones, tile, input_precision=PRECISION)
-
-
-@triton.jit
-def store_sums(pointer, sums, count, BITS: tl.constexpr):
-    """Store the first ``count`` results of ``sums_over_channels``, next to each other."""
-    copy, n = tl.arange(0, 16), tl.arange(0, 2**BITS)
-    once = (copy == 0)[:, None] & (n < count)[None, :]
-    tl.store(pointer + 0 * copy[:, None] + n[None, :], sums, mask=once)
+    if FAST >= 80:
+        tl.static_assert(BLOCK_D == 32)
+        for _ in tl.static_range(N, (N + 31) // 32 * 32):
+            values += (tl.zeros((BLOCK_D,), tl.float32),)
+        for first in tl.static_range(0, N, 32):
+            rounded, rest = (), ()
+            for i in tl.static_range(first, first + 32):
+                value = values[i] if PRECISION == "tf32" else round_tf32(values[i], "tf32", FAST)
+                rounded += (value,)
+                rest += (values[i] - value,)
+            total, index = _warp_sums(rounded)
+            if PRECISION != "tf32":
+                total += _warp_sums(rest)[0]
+            tl.store(pointer + first + index, total, mask=first + index < count)
+    else:
+        for _ in tl.static_range(N, 2**BITS):
+            values += (tl.zeros((BLOCK_D,), tl.float32),)
+        tile = round_tf32(join_columns(values, 2**BITS), PRECISION, FAST)
+        sums = tl.dot(tl.full((16, BLOCK_D), 1.0, tl.float32), tile, input_precision=PRECISION)
+        copy, n = tl.arange(0, 16), tl.arange(0, 2**BITS)
+        once = (copy == 0)[:, None] & (n < count)[None, :]
+        tl.store(pointer + 0 * copy[:, None] + n[None, :], sums, mask=once)
 
 
 @triton.jit
@@ -171,12 +245,12 @@ def apply_decay(weights, step, k, rates, M: tl.constexpr, MAMBA: tl.constexpr, F
 @triton.jit
 def advance_backward(
     grad, drates, state, x, step, k, q, dy, rates, kappa_scale,
-    M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr,
+    SCALE: tl.constexpr, M: tl.constexpr, MAMBA: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     if MAMBA:
-        return mamba.advance_backward(grad, drates, state, x, step, k, q, dy, rates, M, FAST)
+        return mamba.advance_backward(grad, drates, state, x, step, k, q, dy, rates, SCALE, M, FAST)
     before, recalled, dstep, dk, dq = longhorn.advance_backward(
-        grad, state, x, step, k, q, dy, kappa_scale, M
+        grad, state, x, step, k, q, dy, kappa_scale, SCALE, M
     )
     return before, drates, recalled, dstep, dk, dq
 

@@ -21,7 +21,7 @@ _DEFAULT = {
     "exact_states": (32, 1),
     "exact_gradients": (32, 1),  # lanes, each with four states of a channel
     "recurrent_forward": (128, 4),
-    "recurrent_backward": (64, 2),
+    "recurrent_backward": (32, 1),  # sums over channels stay in a warp
     # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in the
     # registers.
     "conv": (64, 1),
