@@ -20,7 +20,6 @@ from vil.backbone import VisionLonghorn, only_backbone
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
-from vil.kernels.grid import TokenLayout
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
 from vil.tokens import class_token_first
@@ -57,7 +56,7 @@ def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple
         ValueError: If the model does not contain exactly one backbone, or an argument is invalid.
     """
     backbone = only_backbone(model)
-    [scan] = _scans(backbone, images, [block])
+    scan = _scan(backbone, images, block)
     x = scan.args.x
     _, B, L, E = x.shape
     matrices = x.new_empty(2, B, E, L, L)
@@ -84,36 +83,10 @@ def token_matrix(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
         ValueError: Same as in ``channel_matrices``.
     """
     backbone = only_backbone(model)
-    [scan] = _scans(backbone, images, [block])
-    return _mean_matrix(backbone, scan)
-
-
-def rollout(model: nn.Module, images: Tensor) -> Tensor:
-    """Return how much each output token depends on every input token, through all blocks (rollout).
-
-    The rollout is the product over blocks of (I + T) / 2. The identity I stands for the residual connection,
-    and T is ``token_matrix`` with each row normalised to sum 1 (Abnar and Zuidema, "Quantifying Attention
-    Flow in Transformers", 2020).
-
-    Args:
-        model: Same as in ``channel_matrices``.
-        images: Same as in ``channel_matrices``.
-
-    Returns:
-        Matrix (B, L, L) whose rows sum to 1. Same dtype as ``channel_matrices``.
-
-    Raises:
-        ValueError: Same as in ``channel_matrices``.
-    """
-    backbone = only_backbone(model)
-    total = None
-    for scan in _scans(backbone, images, range(len(backbone.blocks))):
-        matrix = _mean_matrix(backbone, scan)
-        eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        mixed = (eye + matrix / matrix.sum(-1, keepdim=True)) / 2
-        with torch.autocast(matrix.device.type, enabled=False):
-            total = mixed if total is None else mixed @ total
-    return total
+    scan = _scan(backbone, images, block)
+    columns = torch.cat([read.abs().mean(-1) for _, read in _reads(scan, (0, 1))])  # (L, B, L)
+    order = _class_token_first(backbone, len(columns), columns.device)
+    return columns.permute(1, 2, 0)[:, order][:, :, order]
 
 
 def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
@@ -122,7 +95,7 @@ def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
     Args:
         model: Same as in ``channel_matrices``.
         images: Same as in ``channel_matrices``; only their shape matters.
-        matrix: Result (B, L, L) of ``token_matrix`` or ``rollout`` for these images.
+        matrix: Result (B, L, L) of ``token_matrix`` for these images.
 
     Returns:
         Map (B, H, W) in the dtype of the matrix: the class token's row if the head pools the class token,
@@ -145,22 +118,18 @@ def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) -> Iterator[_Scan]:
-    """Yield the scan inputs of the given blocks, in block order: the class token is in the middle."""
+def _scan(backbone: VisionLonghorn, images: Tensor, block: int) -> _Scan:
+    """Return the scan inputs of a block, whose class token is in the middle."""
     if images.ndim != 4 or not images.is_floating_point():
         raise ValueError(
             "images must be floating-point numbers (B, in_chans, height, width), got "
             f"{images.dtype} {tuple(images.shape)}"
         )
     count = len(backbone.blocks)
-    for block in blocks:
-        if not -count <= block < count:
-            raise ValueError(f"block must be from {-count} to {count - 1}, got {block}")
-    inputs: list[tuple] = []
-    mixers = [backbone.blocks[block].mixer for block in blocks]
-    hooks = [
-        mixer.register_forward_pre_hook(lambda _, args: inputs.append(args)) for mixer in mixers
-    ]
+    if not -count <= block < count:
+        raise ValueError(f"block must be from {-count} to {count - 1}, got {block}")
+    mixer, given = backbone.blocks[block].mixer, []
+    hook = mixer.register_forward_pre_hook(lambda _, args: given.extend(args[:2]))
     training = [module for module in backbone.modules() if module.training]
     backbone.eval()
     try:
@@ -168,13 +137,8 @@ def _scans(backbone: VisionLonghorn, images: Tensor, blocks: range | list[int]) 
     finally:
         for module in training:
             module.training = True
-        for hook in hooks:
-            hook.remove()
-    for mixer, (tokens, layout, *_) in zip(mixers, inputs, strict=True):
-        yield _scan_of(mixer, tokens, layout)
-
-
-def _scan_of(mixer: nn.Module, tokens: Tensor, layout: TokenLayout) -> _Scan:
+        hook.remove()
+    tokens, layout = given
     xz = mixer.in_proj(tokens)
     A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
     with torch.autocast(xz.device.type, enabled=False):
@@ -209,13 +173,6 @@ def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, T
         key = scan_key(args, scan.recurrence, False, scan.kappa_scale)
         read, *_ = backend.scan_plan(key).forward(args)
         yield sources, read.unflatten(0, (n, B))
-
-
-def _mean_matrix(backbone: VisionLonghorn, scan: _Scan) -> Tensor:
-    """Return the mean over channels of |sum of both directions|, (B, L, L), class token first."""
-    columns = torch.cat([read.abs().mean(-1) for _, read in _reads(scan, (0, 1))])  # (L, B, L)
-    order = _class_token_first(backbone, len(columns), columns.device)
-    return columns.permute(1, 2, 0)[:, order][:, :, order]
 
 
 def _class_token_first(backbone: VisionLonghorn, length: int, device: torch.device) -> Tensor:

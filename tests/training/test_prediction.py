@@ -135,7 +135,6 @@ def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
         ((checkpoint, tmp_path / "phone"), 3, "are left out (1 .heic), because"),
         ((tmp_path / "missing.pt", image_folder), 2, "is not a file, a folder"),
         (("vil_tiny", image_folder), 2, "vil_tiny has no weights"),
-        ((checkpoint, image_folder, "--maps"), 2, "--maps needs --sheet and a model of this"),
     ):
         assert predict(*arguments) == code, arguments
         assert told in capsys.readouterr().err
@@ -191,9 +190,8 @@ def test_an_interruption_keeps_the_rows(checkpoint, image_folder, tmp_path) -> N
     assert all(row["class_4"] for row in rows)
 
 
-@pytest.mark.parametrize("maps", [(), ("--maps",)])
 def test_a_sheet_is_sorted_by_confidence(
-    checkpoint, image_folder, predict, maps, tmp_path, monkeypatch
+    checkpoint, image_folder, predict, tmp_path, monkeypatch
 ) -> None:
     titles = []
     write = predict_script.predict_as.__globals__["write_sheet"]
@@ -205,7 +203,7 @@ def test_a_sheet_is_sorted_by_confidence(
     monkeypatch.setitem(predict_script.predict_as.__globals__, "write_sheet", record)
     monkeypatch.setitem(predict_script.predict_as.__globals__, "MOST", 7)
     sheet = tmp_path / "sheet.png"
-    assert predict(checkpoint, image_folder, "--sheet", sheet, *maps) == 0
+    assert predict(checkpoint, image_folder, "--sheet", sheet) == 0
     shares = [int(title.split()[-1][:-1]) for title in titles]
     assert len(titles) == 7
     assert shares == sorted(shares)
@@ -237,7 +235,7 @@ def test_classes_of_any_script_are_told_apart_on_the_sheet(
         assert predict(tmp_path / "sure.pt", image, "--sheet", sheet, "--output", output) == 0
         expected = tmp_path / "expected.png"
         images = [torch.zeros(3, 16, 16, dtype=torch.uint8)]
-        write_sheet(expected, images, [f"{name} 100%"], ["\\u72ac.jpg"], None, None)
+        write_sheet(expected, images, [f"{name} 100%"], ["\\u72ac.jpg"])
         title, own = (np.asarray(Image.open(path))[200:] for path in (expected, sheet))
         assert np.array_equal(title, own), name
         drawn.append(own.tobytes())

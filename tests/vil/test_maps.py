@@ -45,24 +45,12 @@ def test_matrices_times_values_are_the_mixer(
         torch.testing.assert_close(maps.token_matrix(model, x, 0), mean)
 
 
-def test_rollout_is_the_product_over_blocks() -> None:
-    model, x = small(), images()
-    rolled = maps.rollout(model, x)
-    expected = torch.eye(17).expand(2, -1, -1)
-    for block in (0, 1):
-        matrix = maps.token_matrix(model, x, block)
-        expected = (torch.eye(17) + matrix / matrix.sum(-1, keepdim=True)) / 2 @ expected
-    torch.testing.assert_close(rolled, expected)
-    torch.testing.assert_close(rolled.sum(-1), torch.ones(2, 17))
-
-
 def test_what_cannot_be_shown_is_an_error_that_names_it() -> None:
     model, x = small(), images()
     deit = timm.create_model("deit_tiny_patch16_224", depth=1)
-    for function in (maps.token_matrix, maps.rollout):
-        with pytest.raises(ValueError, match="model must be or contain exactly one model"):
-            function(deit, x)
-        with pytest.raises(ValueError, match="images must be floating-point"):
-            function(model, x[0])
+    with pytest.raises(ValueError, match="model must be or contain exactly one model"):
+        maps.token_matrix(deit, x)
+    with pytest.raises(ValueError, match="images must be floating-point"):
+        maps.token_matrix(model, x[0])
     with pytest.raises(ValueError, match="block must be from -2 to 1, got 2"):
         maps.token_matrix(model, x, 2)

@@ -1,16 +1,14 @@
-"""Draw a sheet of images with a title under each, and optionally what a model reads of them."""
+"""Draw a sheet of images with a title under each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-import torch
 from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
-from torch import Tensor, nn
+from torch import Tensor
 
-from vil import maps
 from vil.preprocess import open_image
 from vil.training.files import write_atomically
 from vil.training.pulse import Pulse
@@ -27,8 +25,6 @@ def write_sheet(
     images: Sequence[Tensor],
     titles: Sequence[str],
     names: Sequence[str],
-    model: nn.Module | None,
-    normalize: Callable[[Tensor], Tensor],
 ) -> None:
     """Write a PNG file of 1,000 px width, five images in a row.
 
@@ -37,12 +33,9 @@ def write_sheet(
         images: At most 64 images uint8 (C, H, W) of one size.
         titles: First line under each image.
         names: Second line under each image.
-        model: Model of this package whose reads (``maps.rollout``) are shown; None shows the images alone.
-        normalize: Function from images (B, C, H, W) to the model's input.
 
     Raises:
         OutputError: If the file cannot be written.
-        ValueError: If the model is none of this package.
     """
     rows = -(-len(images) // _COLUMNS)
     height = rows * (_CELL + 2 * _LINE + _GAP) + _GAP
@@ -55,8 +48,6 @@ def write_sheet(
         top = row * (_CELL + 2 * _LINE + _GAP) + _GAP
         pixels = image.expand(3, -1, -1).permute(1, 2, 0).numpy()
         tile = Image.fromarray(np.ascontiguousarray(pixels)).resize((_CELL, _CELL))
-        if model is not None:
-            tile = _with_map(tile, model, normalize(image[None]))
         sheet.paste(tile, (left, top))
         pulse.beat(f"drew {number + 1} of {len(images)} images of the sheet")
         for place, (text, colour) in enumerate(((title, "black"), (name, "grey"))):
@@ -79,16 +70,6 @@ def is_sheet(path: Path) -> bool:
             return open_image(file).info.get("Software") == _MARK
     except Exception:  # decoders raise many types for broken files
         return False
-
-
-def _with_map(tile: Image.Image, model: nn.Module, images: Tensor) -> Image.Image:
-    """Return the tile, darker where the model reads less."""
-    with torch.no_grad():
-        reads = maps.pooled_reads(model, images, maps.rollout(model, images))[0].cpu()
-    light = 255 * (reads / reads.max().clamp(min=1e-12)).sqrt()
-    mask = Image.fromarray(light.byte().numpy()).resize(tile.size, Image.Resampling.BICUBIC)
-    dark = Image.blend(tile, Image.new("RGB", tile.size), 0.8)
-    return Image.composite(tile, dark, mask)
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont) -> str:

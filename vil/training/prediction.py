@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from tyro.conf import Positional
 
-from vil.backbone import VisionLonghorn
 from vil.messages import one_line, printable
 from vil.training.contact_sheet import MOST, is_sheet, shows, write_sheet
 from vil.training.distributed import World, connect
@@ -45,8 +44,6 @@ class PredictConfig(Section):
     """CSV file for the predictions, a row for each image. After an interruption it has the rows so far."""
     sheet: Text | None = None
     """PNG file with up to 64 of the images, from the least to the most certain, and the class of each."""
-    maps: bool = False
-    """Show on the sheet what the model reads (models of this package). On a CPU this takes seconds for each image."""
     img_size: Count | None = None
     """Height and width in pixels; None keeps the size of training."""
     ema: bool = False
@@ -95,8 +92,6 @@ def predict_as(options: PredictConfig) -> None:
     )
     if subject.weights.startswith("RANDOM"):
         raise ConfigError(f"{options.model} has no weights; pass a release or a checkpoint")
-    if options.maps and (options.sheet is None or not isinstance(subject.model, VisionLonghorn)):
-        raise ConfigError("--maps needs --sheet and a model of this package")
     with connect(subject.config.run) as world:
         coming, found = predictions(subject, paths, options, world), []
         if options.output is not None:
@@ -115,11 +110,7 @@ def predict_as(options: PredictConfig) -> None:
             images = _Photographs([paths[number] for number in chosen], subject.config)
             titles = [f"{found[n].shown} {found[n].probabilities[0]:.0%}" for n in chosen]
             names = [paths[number].name for number in chosen]
-            model = subject.model if options.maps else None
-            normalize = Normalize(subject.config, world.device)
-            write_sheet(
-                Path(options.sheet), [image for image, _ in images], titles, names, model, normalize
-            )
+            write_sheet(Path(options.sheet), [image for image, _ in images], titles, names)
     for path in (options.output, options.sheet):
         if path is not None:
             log.info(f"written  {path}")
