@@ -40,9 +40,8 @@ import vil  # noqa: F401  (registers the models)
 from benchmarks.budget import UNFINISHED, Budget, add_seconds
 from benchmarks.provenance import environment
 from benchmarks.steps import PASSES, Step, in_turns, step_of, watch_memory
+from vil.timm_models import create, is_own
 from vil.training.files import write_text
-from vil.weights.build import create
-from vil.weights.files import is_own
 
 Program = Callable[[Tensor], Tensor]
 Row = dict[str, Any]

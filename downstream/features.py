@@ -7,8 +7,8 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 import vil
+from vil.timm_models import create
 from vil.training.errors import ConfigError
-from vil.weights.build import create
 
 STRIDES = [4, 8, 16, 32]
 

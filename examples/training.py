@@ -105,7 +105,7 @@ def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor
 def backbone(args: argparse.Namespace, **arguments: object) -> nn.Module:
     """Return the backbone that the command line asks for; ``arguments`` go to timm."""
     arguments = {"features_only": True, "img_size": args.img_size} | arguments | model_kwargs(args)
-    create = partial(vil.load, args.weights) if args.weights else vil.weights.build.create
+    create = partial(vil.load, args.weights) if args.weights else vil.timm_models.create
     return create(args.backbone, **arguments)
 
 

@@ -32,12 +32,12 @@ from timm.models._input import update_model_args, update_model_input_size
 from torch import Tensor, nn
 
 from vil.block import Block, Recurrence
-from vil.grid import GridAware, bits_of
+from vil.convert import adapt_inside, checkpoint_filter_fn
 from vil.kernels.checks import check_not_onnx
 from vil.kernels.grid import TokenLayout
 from vil.patch_embed import OverlapPatchEmbed
 from vil.tokens import check_keep, class_token_to_middle, packed_intermediates, resample_pos_embed
-from vil.weights.adapt import adapt_inside, checkpoint_filter_fn
+from vil.trained_grid import GridAware, bits_of
 
 __all__ = ["VisionLonghorn", "checkpoint_filter_fn"]  # vil.load looks for the last here
 

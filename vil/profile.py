@@ -18,8 +18,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from vil.registry import RECURRENCES
-from vil.weights.build import create
-from vil.weights.files import is_own
+from vil.timm_models import create, is_own
 
 _ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # they add the same levels as the vil_* pyramids
 

@@ -22,8 +22,8 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn
+from vil.convert import checkpoint_filter_fn
 from vil.kernels.checks import is_exporting
-from vil.weights.adapt import checkpoint_filter_fn
 
 __all__ = [
     "PyramidLevel",

@@ -8,8 +8,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._features import FeatureGetterNet
 
 from vil.backbone import VisionLonghorn
+from vil.convert import checkpoint_filter_fn
 from vil.pyramid import STRIDES, VisionLonghornPyramid
-from vil.weights.adapt import checkpoint_filter_fn
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

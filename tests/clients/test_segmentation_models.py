@@ -11,7 +11,7 @@ from timm import create_model
 from torch import nn
 
 from tests.clients.small_models import backbone_in
-from vil.grid import bits_of
+from vil.trained_grid import bits_of
 
 smp = pytest.importorskip("segmentation_models_pytorch")
 

@@ -12,7 +12,7 @@ from vil.training.errors import DataError
 from vil.training.images import FolderSource
 from vil.training.resolve import fill_from_data, fill_from_weights, fill_split
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
-from vil.weights.files import Weights
+from vil.weights.sources import Weights
 
 DESCRIBED = {
     "num_classes": 7,

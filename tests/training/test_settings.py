@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 import train_imagenet
-from vil.timm_arguments import NOT_OF_A_MODEL
+from vil.timm_models import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError, run_script
 from vil.training.evaluation import EvalConfig
 from vil.training.make_shards import MakeOptions, VerifyOptions

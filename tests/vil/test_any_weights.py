@@ -12,7 +12,7 @@ import torch
 
 import vil
 from tests.strategies import ODD_TENSORS
-from vil.timm_arguments import NOT_OF_A_MODEL
+from vil.timm_models import NOT_OF_A_MODEL
 
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_classes": 3}
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 import vil
 from tests.vil.test_convert import SIZES, official_logits, official_state_dict
+from vil.timm_models import create
 from vil.training.checkpoint import Run, RunState, save
 from vil.training.distributed import World
 from vil.training.model import build
 from vil.training.release import ReleaseConfig, release
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from vil.weights.build import create
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}
 CLASSES = ("ash", "birch", "cedar", "dogwood")

@@ -46,7 +46,7 @@ from vil.training.settings import (
     Workers,
 )
 from vil.weights.build import model_with
-from vil.weights.files import Weights, is_model_name, no_weights
+from vil.weights.sources import Weights, is_model_name, no_weights
 
 _PLACE = ("dataset", "path", "val_split")  # options of data that say where it is
 _BATCH_SIZE = 128  # default if no checkpoint sets it

@@ -14,14 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vil.backbone import VisionLonghorn
 from vil.messages import one_line
+from vil.timm_models import create
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.passes import ScoringPass, TrainingPass
 from vil.training.resolve import model_arguments
 from vil.training.settings import ModelConfig, OptimConfig, TrainConfig
 from vil.training.transforms import BatchAugment
-from vil.weights.build import create, model_with
-from vil.weights.files import Weights
+from vil.weights.build import model_with
+from vil.weights.sources import Weights
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _FUSED = ("adam", "adamw")  # optimizers with a fused PyTorch version, by timm's name

@@ -26,7 +26,7 @@ from vil.training.recipes import from_dict
 from vil.training.resolve import read_source
 from vil.training.settings import DataConfig, Section, TrainConfig
 from vil.weights.build import model_with
-from vil.weights.files import Weights
+from vil.weights.sources import Weights
 
 # Fields of timm's pretrained_cfg that describe timm's own weights of a model with the same name.
 _OF_OTHER_WEIGHTS = ("tag", "description", "origin_url", "paper_name", "paper_ids", "notes")

@@ -20,6 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from vil.messages import one_line
 from vil.profile import count_macs, count_parameters
+from vil.timm_models import is_own
 from vil.training.checkpoint import Run
 from vil.training.distributed import versions
 from vil.training.engine import StepResult
@@ -30,7 +31,6 @@ from vil.training.passes import describe
 from vil.training.pulse import Pulse
 from vil.training.recipes import to_yaml
 from vil.training.settings import TrainConfig
-from vil.weights.files import is_own
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
 _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv

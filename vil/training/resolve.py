@@ -10,6 +10,7 @@ from typing import Any
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from vil.messages import one_line
+from vil.timm_models import is_own
 from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.images import Source, exceptions_to_hash, is_folder
 from vil.training.recipes import from_dict
@@ -21,7 +22,7 @@ from vil.training.settings import (
     parse_args,
     suitable_batch,
 )
-from vil.weights.files import Weights, is_own, read_weights
+from vil.weights.sources import Weights, read_weights
 
 _PREPROCESSING = {
     "mean": IMAGENET_DEFAULT_MEAN,
@@ -40,7 +41,7 @@ def read_pretrained(config: ModelConfig) -> Weights | None:
 
 
 def read_source(source: str, ema: bool) -> Weights:
-    """Read weights; same arguments as ``vil.weights.files.read_weights``.
+    """Read weights; same arguments as ``vil.weights.sources.read_weights``.
 
     Raises ConfigError if the source or its averaged weights do not exist, OutputError if it is unreadable.
     """

@@ -16,7 +16,7 @@ from tyro.conf import Suppress
 
 from vil.messages import short_repr
 from vil.preprocess import MAX_PIXELS
-from vil.timm_arguments import NOT_OF_A_MODEL
+from vil.timm_models import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 
 MODEL_SIZES = ("patch_size", "embed_dim", "depth", "patch_stride")

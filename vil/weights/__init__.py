@@ -1,1 +1,1 @@
-"""Weights: read from anywhere (files), adapted to a backbone (adapt), put into models (build)."""
+"""Weights: read from anywhere (sources), put into models (build); ``vil.convert`` changes names and shapes."""

@@ -2,9 +2,7 @@
 
 import copy
 import logging
-import re
 import sys
-from inspect import isclass, signature
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,12 @@ from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn, only_backbone
 from vil.block import BidirectionalMixer
-from vil.messages import did_you_mean, first_line, one_line, printable
+from vil.convert import has_levels, with_own_names
+from vil.messages import first_line, printable
 from vil.registry import RECURRENCES
-from vil.timm_arguments import FEATURES, OTHER_WEIGHTS
-from vil.weights.adapt import has_levels, with_own_names
+from vil.timm_models import FEATURES, OTHER_WEIGHTS, create, is_known, is_own, similar_model
 from vil.weights.archive import check_finite
-from vil.weights.files import Weights, is_own, read_weights, similar_model
+from vil.weights.sources import Weights, read_weights
 
 _logger = logging.getLogger("vil")
 _UNNAMED = "; the source does not say whether it has the diagonal or the exact form, taken for "
@@ -57,7 +55,7 @@ def load(
 
     Raises:
         FileNotFoundError: If there is no such source.
-        OSError, MemoryError, LookupError: Same as in ``vil.weights.files.read_weights``.
+        OSError, MemoryError, LookupError: Same as in ``vil.weights.sources.read_weights``.
         ValueError: Same as in ``read_weights``. If no model is named or timm cannot create it. If a weight does
             not fit the model by name, shape, kind of number (float, int, bool, complex) or range of the
             dtype; the message names the first such weight. If a module does not contain exactly one backbone
@@ -101,7 +99,7 @@ def model_with(
             f"{weights.origin} does not name the model of its weights; pass it, for example "
             f'vil.load(source, "vil_tiny")'
         )
-    if not _is_known(name):
+    if not is_known(name):
         raise ValueError(
             f"{weights.origin}: model must be the name of a timm model, got {printable(name[:50])}"
             f"{similar_model(name)}"
@@ -135,15 +133,6 @@ def model_with(
     return model, line
 
 
-def _is_known(name: str) -> bool:
-    """Return whether timm has a model with this name and tag."""
-    try:
-        timm.get_pretrained_cfg(name)
-    except RuntimeError:  # timm knows the model but not the tag
-        return False
-    return timm.is_model(name)
-
-
 def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
     """Create a model; raise a one-line ValueError that names the source if timm or the model refuses."""
     try:
@@ -173,33 +162,6 @@ def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
     ]
     offset = weights.pretrained_cfg.get("label_offset", 0)  # rows that timm drops
     return {"num_classes": rows[0] - offset} if rows else {}
-
-
-def create(name: str, **arguments: Any) -> nn.Module:
-    """Create a timm model; same arguments as ``timm.create_model``. Models without ``img_size`` do not get it.
-
-    Raises:
-        ValueError: If timm or the model refuses; the message gives the reason in one line.
-    """
-    try:
-        return timm.create_model(name, **arguments)
-    except Exception as error:  # models raise various errors
-        if "img_size" not in arguments or "'img_size'" not in str(error):
-            told = f"cannot create model {name}: {one_line(error)}{_meant(name, str(error))}"
-            raise ValueError(told) from error
-    return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
-
-
-def _meant(name: str, told: str) -> str:
-    """Return a suggestion if the error of ``timm.create_model`` is about a misspelt model or argument, else ""."""
-    if not timm.is_model(name):
-        return similar_model(name)
-    wrong = re.search(r"unexpected keyword argument '(\w+)'(?!.*Did you mean)", told)
-    if wrong is None:
-        return ""
-    module = sys.modules[timm.model_entrypoint(name).__module__]
-    classes = [c for c in vars(module).values() if isclass(c) and issubclass(c, nn.Module)]
-    return did_you_mean(wrong[1], {key for c in classes for key in signature(c).parameters})
 
 
 def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:

@@ -16,10 +16,10 @@ from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
-from vil.messages import did_you_mean, nfc, one_line, short_repr
+from vil.convert import is_official_vim
+from vil.messages import nfc, one_line, short_repr
 from vil.preprocess import image_notes
-from vil.timm_arguments import NOT_OF_A_MODEL
-from vil.weights.adapt import is_official_vim
+from vil.timm_models import NOT_OF_A_MODEL, is_own, similar_model
 from vil.weights.archive import check_finite, check_plain, load_archive
 
 _RAW = ("state_dict", "model")  # where files of training programs keep weights
@@ -111,16 +111,6 @@ def is_model_name(source: str) -> bool:
     """
     known = timm.is_model_pretrained(source) or ("." not in source and timm.is_model(source))
     return known and not Path(source).exists()
-
-
-def similar_model(name: str) -> str:
-    """Return "; did you mean ...?" with the most similar name of a timm model, or "" if none is similar."""
-    return did_you_mean(name, {*timm.list_models(), *timm.list_pretrained()})
-
-
-def is_own(name: str) -> bool:
-    """Return whether a timm model is registered by this package."""
-    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("vil.")
 
 
 def no_weights(name: str) -> Weights:

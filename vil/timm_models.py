@@ -1,0 +1,70 @@
+"""timm's models by name: created with errors in one line, and their arguments by what they mean."""
+
+import re
+import sys
+from inspect import isclass, signature
+from typing import Any
+
+import timm
+from torch import nn
+
+from vil.messages import did_you_mean, one_line
+
+OTHER_WEIGHTS = (
+    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args"),
+    *("pretrained_strict", "checkpoint_path", "cache_dir"),
+)
+"""Arguments that fetch weights or describe fetched weights."""
+FEATURES = ("features_only", "out_indices", "feature_cls")
+"""Arguments that make a model return features instead of logits."""
+NOT_OF_A_MODEL = (
+    *(*OTHER_WEIGHTS, *FEATURES),
+    *("feature_cfg", "scriptable", "exportable", "no_jit", "device", "dtype"),
+)
+"""Arguments that do not identify a model; neither model.args nor a weights file may contain them."""
+
+
+def create(name: str, **arguments: Any) -> nn.Module:
+    """Create a timm model; same arguments as ``timm.create_model``. Models without ``img_size`` do not get it.
+
+    Raises:
+        ValueError: If timm or the model refuses; the message gives the reason in one line.
+    """
+    try:
+        return timm.create_model(name, **arguments)
+    except Exception as error:  # models raise various errors
+        if "img_size" not in arguments or "'img_size'" not in str(error):
+            told = f"cannot create model {name}: {one_line(error)}{_meant(name, str(error))}"
+            raise ValueError(told) from error
+    return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
+
+
+def _meant(name: str, told: str) -> str:
+    """Return a suggestion if the error of ``timm.create_model`` is about a misspelt model or argument, else ""."""
+    if not timm.is_model(name):
+        return similar_model(name)
+    wrong = re.search(r"unexpected keyword argument '(\w+)'(?!.*Did you mean)", told)
+    if wrong is None:
+        return ""
+    module = sys.modules[timm.model_entrypoint(name).__module__]
+    classes = [c for c in vars(module).values() if isclass(c) and issubclass(c, nn.Module)]
+    return did_you_mean(wrong[1], {key for c in classes for key in signature(c).parameters})
+
+
+def is_known(name: str) -> bool:
+    """Return whether timm has a model with this name and tag."""
+    try:
+        timm.get_pretrained_cfg(name)
+    except RuntimeError:  # timm knows the model but not the tag
+        return False
+    return timm.is_model(name)
+
+
+def similar_model(name: str) -> str:
+    """Return "; did you mean ...?" with the most similar name of a timm model, or "" if none is similar."""
+    return did_you_mean(name, {*timm.list_models(), *timm.list_pretrained()})
+
+
+def is_own(name: str) -> bool:
+    """Return whether a timm model is registered by this package."""
+    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith("vil.")
