@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -116,66 +115,34 @@ def test_killed_run_that_continues_has_each_step_once(
     assert "warning" not in capsys.readouterr().out
 
 
-class FakeWandB:
-    """Stand-in for wandb: a server that survives runs and fails at a chosen call."""
-
-    def __init__(self, fails: str = "") -> None:
-        """Start the server; `fails` names the call that raises."""
-        self.fails = fails
-        self.begun: list[dict[str, Any]] = []
-        self.history: dict[int, dict[str, float]] = {}
-        self.finished: list[int] = []
-        self.shown: dict[str, float] = {}
-
-    def init(self, **arguments: Any) -> SimpleNamespace:
-        """Begin or resume a run."""
-        self.refuse("init")
-        self.begun.append(arguments)
-        return SimpleNamespace(
-            starting_step=max(self.history, default=-1) + 1,
-            summary=dict(self.shown),
-            log=self.log,
-            finish=self.finish,
-        )
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Take values of the last step or a later one, as wandb does."""
-        self.refuse("log")
-        assert step >= max(self.history, default=0)
-        self.history.setdefault(step, {}).update(values)
-        self.shown |= values
-
-    def finish(self, exit_code: int) -> None:
-        """End a run."""
-        self.refuse("finish")
-        self.finished.append(exit_code)
-
-    def refuse(self, call: str) -> None:
-        """Raise if this is the call that fails."""
-        if call == self.fails:
-            raise ConnectionError(f"{call}: no network\nand more")
-
-
 @pytest.fixture
-def install(monkeypatch) -> Callable[[FakeWandB], FakeWandB]:
-    """Return a function that installs a FakeWandB as the package."""
+def failing_wandb(monkeypatch) -> Callable[[str], None]:
+    """Return a function that installs a stand-in for wandb, of which one call raises."""
 
-    def install(fake: FakeWandB) -> FakeWandB:
+    def install(fails: str) -> None:
+        def call(name: str) -> None:
+            if name == fails:
+                raise ConnectionError(f"{name}: no network\nand more")
+
         module = ModuleType("wandb")
         module.__spec__ = ModuleSpec("wandb", None, origin="here")
-        module.init = fake.init
         module.Settings = lambda **settings: settings
+        run = SimpleNamespace(
+            starting_step=0,
+            log=lambda values, step: call("log"),
+            finish=lambda exit_code: call("finish"),
+        )
+        module.init = lambda **arguments: call("init") or run
         monkeypatch.setitem(sys.modules, "wandb", module)
-        return fake
 
     return install
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 def test_tracker_that_fails_is_told_once_and_stops_nothing(
-    each_step, call, train, install, capsys, tmp_path
+    each_step, call, train, failing_wandb, capsys, tmp_path
 ) -> None:
-    install(FakeWandB(fails=call))
+    failing_wandb(call)
     assert train(each_step, "--run.output", str(tmp_path / "run"), "--run.tracker", "wandb") == 0
     told = capsys.readouterr().out
     assert told.count("warning") == 1

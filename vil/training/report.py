@@ -1,12 +1,10 @@
-"""Output and logs of a run: banner, progress, steps.csv, log.csv, curve.png, skipped.txt, trackers, summary."""
+"""Output and logs of a run: banner, progress, steps.csv, log.csv, curve.png, skipped.txt, summary."""
 
-import dataclasses
 import math
 import os
 import shlex
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -23,14 +21,14 @@ from vil.profile import count_macs, count_parameters
 from vil.timm_models import is_own
 from vil.training.checkpoint import Run
 from vil.training.distributed import versions
-from vil.training.engine import StepResult
 from vil.training.errors import is_dead_loader, log
 from vil.training.files import csv_text, sync, write_atomically, write_text
-from vil.training.loader import Step, TrainData, ValData
+from vil.training.loader import TrainData, ValData
 from vil.training.passes import describe
 from vil.training.pulse import Pulse
 from vil.training.recipes import to_yaml
 from vil.training.settings import TrainConfig
+from vil.training.trackers import Tracker
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
 _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv
@@ -61,11 +59,8 @@ class Report:
         self.train_data, self.val_data = train_data, val_data
         self.length, self.epochs = train_data.steps_per_epoch, run.config.schedule.epochs
         self.is_main = run.setup.world.is_main
-        self.unread: list[tuple[Step, StepResult]] = []
-        """Steps, without images, whose loss is still on the device; reading it waits for the device."""
-        self.failed_saves = 0
-        self.tracking = Tracking(run.config, folder)
-        self.drawn = self.saved = time.monotonic()
+        self.tracker = Tracker(run.config, folder)
+        self.drawn = time.monotonic()
         self.paced: tuple[float, int] | None = None
         """When this start had done its first step, which compiles, and how many steps the run had then."""
         self.mean: list[float] = []
@@ -97,7 +92,7 @@ class Report:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.bar.close()
         self.stack.close()
-        self.tracking.finish(failed=kind is not None)
+        self.tracker.finish(failed=kind is not None)
 
     def begin_epoch(self) -> None:
         """Start the clock of an epoch; time before and after resuming is added."""
@@ -112,10 +107,8 @@ class Report:
         yield
         self.waited += time.monotonic() - start
 
-    def took(self, step: Step, result: StepResult) -> None:
-        """Count a step; its loss is read later."""
-        self.unread.append((step._replace(micro_batches=[]), result))
-        self.state.step += 1
+    def took(self) -> None:
+        """Show that a step was done."""
         if self.paced is None:
             self.paced = time.monotonic(), self.state.step
             self.bar.unpause()
@@ -146,35 +139,24 @@ class Report:
         regular = self.done % min(self.config.run.log_interval, self.length) == 0
         return regular or (is_alone and self.pulse.is_due)
 
-    @property
-    def save_is_due(self) -> bool:
-        """Whether a checkpoint is due by the clock of rank 0."""
-        return self.is_main and time.monotonic() - self.saved >= 60 * self.config.run.save_minutes
-
-    def saving(self) -> None:
-        """Record that a checkpoint is about to be written."""
-        self.saved = time.monotonic()
-        self.state.seconds = self.seconds if self.done else 0.0
-
-    def losses(self, losses: list[float], norms: list[float]) -> None:
-        """Record the unread steps, given losses over all images and gradient norms before clipping."""
+    def losses(self, steps: list[int], losses: list[float], norms: list[float]) -> None:
+        """Record steps by number, given losses over all images and gradient norms before clipping."""
         start, step, waited = self.lap
         self.lap = now, _, _ = time.monotonic(), self.state.step, self.waited
         speed = (self.state.step - step) * self.config.data.batch_size / (now - start)
         wait = 100 * (self.waited - waited) / (now - start)
         epoch, lr = len(self.state.history) + 1, self.run.setup.lr
         rows = [
-            (step.number + 1, epoch, loss, norm, lr, speed, wait)
-            for (step, _), loss, norm in zip(self.unread, losses, norms, strict=True)
+            (step + 1, epoch, loss, norm, lr, speed, wait)
+            for step, loss, norm in zip(steps, losses, norms, strict=True)
         ]
-        self.unread.clear()
         good = [row[2:4] for row in rows if all(map(math.isfinite, row[2:4]))]
         means = [sum(values) / len(good) for values in zip(*good, strict=True)]
         self.mean = means or [math.nan, math.nan]
         if self.is_main:
             self._try(self._append_steps, rows)
             for row in rows:
-                self.tracking.add("step", row[0], dict(zip(_COLUMNS[1:], row[1:], strict=True)))
+                self.tracker.add("step", row[0], dict(zip(_COLUMNS[1:], row[1:], strict=True)))
 
     def progress(self) -> None:
         """Print the progress of the epoch if it is due."""
@@ -198,7 +180,6 @@ class Report:
             self.pulse.told()
         elif self.done < self.length:
             self.pulse.say(f"{title} step {self.done}/{self.length}  {status}")
-        self.tracking.show()
 
     def epoch(self) -> None:
         """Print a finished epoch, and write the log and the curve."""
@@ -214,8 +195,7 @@ class Report:
         self._try(self._write_log)
         if time.monotonic() - self.drawn > _CURVE_EVERY:
             self._draw()
-        self.tracking.add("epoch", self.state.step, row)
-        self.tracking.show()
+        self.tracker.add("epoch", self.state.step, row)
 
     def skipped(self) -> None:
         """List skipped images and steps in skipped.txt."""
@@ -277,15 +257,14 @@ class Report:
         """Bring the files in line with the checkpoint, and send the last finished epoch to the tracker again."""
         history = self.state.history
         done = max(len(history) - 1, 0) * self.length
-        self.tracking.start(done)
+        self.tracker.start(done)
         for row in self._cut_steps():
             if row["step"] > done:
-                self.tracking.add("step", int(row.pop("step")), row)
+                self.tracker.add("step", int(row.pop("step")), row)
         if history:
             self._write_log()
-            self.tracking.add("epoch", len(history) * self.length, history[-1])
+            self.tracker.add("epoch", len(history) * self.length, history[-1])
         self._write_skipped()
-        self.tracking.show()
 
     def _cut_steps(self) -> list[dict[str, float]]:
         """Truncate steps.csv to complete rows of steps in the checkpoint, and return these rows."""
@@ -420,115 +399,3 @@ def draw_curve(path: Path, history: list[dict[str, float]], best: int) -> None:
     figure.axes[0].yaxis.set_minor_locator(NullLocator())
     figure.axes[1].set(ylabel="top-1 (%)")
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
-
-
-class TensorBoard:
-    """TensorBoard tracker, with event files in <run>/tensorboard."""
-
-    def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
-        """Start, or resume after ``done`` steps; later steps will be logged again."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        # TensorBoard drops its entries of this step and later steps.
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
-        self.writer.add_text("config", f"```yaml\n{to_yaml(config)}```", done + 1)
-
-    def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
-        """Log values by step and flush them to disk."""
-        for step, values in rows:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def finish(self, failed: bool) -> None:
-        """Close the event file."""
-        self.writer.close()
-
-
-class WandB:
-    """Weights & Biases tracker, with files in <run>/wandb and the run ID in <run>/wandb/id.txt.
-
-    The server accepts each step only once. After resuming, steps that the server has are kept and missing
-    steps are added. Offline (WANDB_MODE=offline), `wandb sync` does this later.
-    """
-
-    def __init__(self, config: TrainConfig, folder: Path, done: int) -> None:
-        """Start or resume the tracked run."""
-        import wandb
-
-        name = folder / "wandb" / "id.txt"
-        if not name.exists():
-            name.parent.mkdir(exist_ok=True)
-            write_text(name, uuid.uuid4().hex)
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "vision-longhorn"),
-            name=folder.name,
-            id=name.read_text(),
-            resume="allow",
-            dir=str(folder),
-            config=dataclasses.asdict(config),
-            allow_val_change=True,  # for options that may change on resume
-            settings=wandb.Settings(console="off"),  # does not disturb the progress bar
-        )
-        self.epochs = self.run.summary.get("epoch/epoch", 0)  # logged on the server
-
-    def log(self, rows: list[tuple[int, dict[str, float]]]) -> None:
-        """Log values that the server lacks; they go to a separate wandb process that survives this one.
-
-        If the server has the last step of an epoch but not the epoch itself, log the epoch at the next step.
-        """
-        for step, values in rows:
-            new_epoch = values.get("epoch/epoch", 0) > self.epochs
-            if step >= self.run.starting_step or new_epoch:
-                self.run.log(values, step=max(step, self.run.starting_step))
-
-    def finish(self, failed: bool) -> None:
-        """Wait for the upload."""
-        self.run.finish(exit_code=int(failed))
-
-
-class Tracking:
-    """Send logs to the run's tracker, if any, until the tracker fails.
-
-    The tracker receives the rows of steps.csv as step/..., the rows of log.csv as epoch/..., and the settings.
-    """
-
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
-        """Initialise without importing or writing anything yet."""
-        self.config, self.folder = config, folder
-        self.tracker: TensorBoard | WandB | None = None
-        self.coming: list[tuple[int, dict[str, float]]] = []
-
-    def start(self, done: int) -> None:
-        """Start the tracker, or resume it after ``done`` steps."""
-        kind = {"tensorboard": TensorBoard, "wandb": WandB}.get(self.config.run.tracker)
-        if kind is not None:
-            self.tracker = self._call(kind, self.config, self.folder, done)
-
-    def add(self, group: str, step: int, values: dict[str, float]) -> None:
-        """Queue values of a step, named group/name; steps must not decrease."""
-        self.coming.append((step, {f"{group}/{name}": value for name, value in values.items()}))
-
-    def show(self) -> None:
-        """Send the queued values to the tracker."""
-        rows, self.coming = self.coming, []
-        if self.tracker is not None and rows:
-            self._call(self.tracker.log, rows)
-
-    def finish(self, failed: bool) -> None:
-        """Send the remaining values and close the tracker."""
-        self.show()
-        if self.tracker is not None:
-            self._call(self.tracker.finish, failed)
-
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the tracker; drop it if the call fails."""
-        try:
-            return function(*arguments)
-        except Exception as error:  # packages, servers and disks raise many types
-            self.tracker = None
-            why = f"{type(error).__name__}: {one_line(error)}"
-            log.warning(
-                f"run.tracker {self.config.run.tracker} failed; training continues untracked: {why}"
-            )
-            return None

@@ -1,6 +1,7 @@
 """The main training loop."""
 
 import math
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import torch
 
 from vil.training.checkpoint import Run, continued, kept_checkpoints, load_newest, restore, save
 from vil.training.distributed import connect
-from vil.training.engine import Score, evaluate, train_step
+from vil.training.engine import Score, StepResult, evaluate, train_step
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError, log
 from vil.training.files import lock_folder
-from vil.training.loader import TrainData, ValData, open_splits
+from vil.training.loader import Step, TrainData, ValData, open_splits
 from vil.training.model import build
 from vil.training.pulse import Pulse
 from vil.training.report import Report
@@ -64,7 +65,8 @@ def train(config: TrainConfig) -> None:
         state = run.state
         del saved, weights
 
-        report = Report(folder, run, train_data, val_data, pulse)
+        report, saver = Report(folder, run, train_data, val_data, pulse), Saver(folder, run)
+        unread: list[tuple[Step, StepResult]] = []  # reading a loss waits for the device
         with Signals(world) as signals, report:
             steps = train_data.steps(state.step)
             for epoch in range(len(state.history), config.schedule.epochs):
@@ -75,46 +77,52 @@ def train(config: TrainConfig) -> None:
                         step = next(steps)
                     setup.set_step(state.step)
                     result = train_step(setup, step, config)  # does not wait for the device
-                    report.took(step, result)
-                    number, due = signals.agree(report.save_is_due)
+                    unread.append((step._replace(micro_batches=[]), result))
+                    state.step += 1
+                    report.took()
+                    number, due = signals.agree(saver.is_due)
                     if number or due or report.is_due:
-                        read_losses(run, report, train_data)
+                        read_losses(run, report, train_data, unread)
                     if number or due:
-                        write(folder, run, report, must=bool(number))
+                        saver.write(report.seconds if report.done else 0.0, must=bool(number))
                     if number:
                         world.gather(None)  # launchers kill all ranks when one exits
                         raise StoppedError(number)
                     report.progress()
-                read_losses(run, report, train_data)
+                read_losses(run, report, train_data, unread)
                 setup.share_statistics()
                 scores = evaluate(setup.scoring_passes, val_data, pulse=pulse)
-                end_epoch(folder, run, report, scores)
+                end_epoch(run, report, saver, scores)
             report.summary()
 
 
-def read_losses(run: Run, report: Report, data: TrainData) -> None:
-    """Read the unread losses and record skipped images and steps; every rank must call this.
+def read_losses(
+    run: Run, report: Report, data: TrainData, unread: list[tuple[Step, StepResult]]
+) -> None:
+    """Read losses, clear their list, and record skipped images and steps; every rank must call this.
 
     Raises NonFiniteLossError or DataError if more than optim.max_bad_steps or data.max_bad_images were skipped.
     """
-    if not report.unread:
+    if not unread:
         return
     state, world, config = run.state, run.setup.world, run.config
-    losses, norms = torch.stack([torch.stack(result) for _, result in report.unread]).T.tolist()
-    bad = {index: why for step, _ in report.unread for index, why in step.bad_images.items()}
+    losses, norms = torch.stack([torch.stack(result) for _, result in unread]).T.tolist()
+    bad = {index: why for step, _ in unread for index, why in step.bad_images.items()}
+    numbers = [step.number for step, _ in unread]
+    unread.clear()
     told = world.gather((losses, bad))
     means = [sum(values) / world.size for values in zip(*(own for own, _ in told), strict=True)]
     skipped = len(state.bad_images) + len(state.bad_steps)
     for _, images in told:
         state.bad_images |= images
     state.bad_images = dict(sorted(state.bad_images.items()))
-    for (step, _), loss, norm in zip(report.unread, means, norms, strict=True):
+    for number, loss, norm in zip(numbers, means, norms, strict=True):
         if math.isfinite(loss) and math.isfinite(norm):
             state.loss_sum += loss
             state.loss_count += 1
         else:
-            state.bad_steps[step.number] = loss
-    report.losses(means, norms)
+            state.bad_steps[number] = loss
+    report.losses(numbers, means, norms)
     if len(state.bad_images) + len(state.bad_steps) == skipped:
         return
     report.skipped()
@@ -139,12 +147,12 @@ def read_losses(run: Run, report: Report, data: TrainData) -> None:
         )
 
 
-def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> None:
+def end_epoch(run: Run, report: Report, saver: "Saver", scores: list[Score]) -> None:
     """Record and save a finished epoch, then report it; raise NonFiniteLossError for a bad validation loss."""
     state, world = run.state, run.setup.world
     raw, *averaged = scores
     if not math.isfinite(raw.loss):
-        kept = world.broadcast(kept_checkpoints(folder) if world.is_main else None)
+        kept = world.broadcast(kept_checkpoints(report.folder) if world.is_main else None)
         raise NonFiniteLossError(
             f"the validation loss is {raw.loss} after epoch {len(state.history) + 1}; {kept}",
             everywhere=True,
@@ -167,20 +175,38 @@ def end_epoch(folder: Path, run: Run, report: Report, scores: list[Score]) -> No
     }
     state.end_epoch(row)
     # Save before anything that can hang. If the run is killed before logging, it writes the log on resume.
-    write(folder, run, report, must=len(state.history) == run.config.schedule.epochs)
+    saver.write(0.0, must=len(state.history) == run.config.schedule.epochs)
     report.epoch()
 
 
-def write(folder: Path, run: Run, report: Report, must: bool) -> None:
-    """Write a checkpoint on rank 0; raise OutputError if ``must`` is set or at the fifth failure in a row."""
-    report.saving()
-    if not run.setup.world.is_main:
-        return
-    try:
-        save(folder, run)
-        report.failed_saves = 0
-    except OutputError as error:
-        report.failed_saves += 1
-        if must or report.failed_saves == _MOST_FAILED_SAVES:
-            raise
-        log.warning(f"{error}; training continues without this checkpoint")
+class Saver:
+    """Writes checkpoints on rank 0."""
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        """Start the clock of the next checkpoint."""
+        self.folder, self.run = folder, run
+        self.is_main, self.saved, self.failed = run.setup.world.is_main, time.monotonic(), 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due by the clock of rank 0."""
+        passed = time.monotonic() - self.saved
+        return self.is_main and passed >= 60 * self.run.config.run.save_minutes
+
+    def write(self, seconds: float, must: bool) -> None:
+        """Write a checkpoint, given the time spent on the current epoch.
+
+        Raises:
+            OutputError: If writing fails and ``must`` is set, or for the fifth time in a row.
+        """
+        self.saved, self.run.state.seconds = time.monotonic(), seconds
+        if not self.is_main:
+            return
+        try:
+            save(self.folder, self.run)
+            self.failed = 0
+        except OutputError as error:
+            self.failed += 1
+            if must or self.failed == _MOST_FAILED_SAVES:
+                raise
+            log.warning(f"{error}; training continues without this checkpoint")
