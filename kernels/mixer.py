@@ -11,6 +11,7 @@ Letters as in ``args.py``; E channels of the scan, K taps, P columns of the smal
 
 import contextlib
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vil.kernels import grid as grids
+from vil.kernels import reference
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
@@ -285,6 +287,31 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 _NOTHING = contextlib.nullcontext()
 
+# ------------------------------------------------------------------------------------ function transforms
+
+
+def plain(xz: Tensor, params: MixerParams, recurrence: str, layout: TokenLayout | None) -> Tensor:
+    """Return the output by ``reference.py``, in operations that PyTorch can transform."""
+    plan = mixer_plan(xz, params, recurrence, layout, backend=reference)
+    return forward(plan, xz, params, layout, False)[0]
+
+
+def plain_gradients(
+    grad: Tensor, inputs: Sequence[Tensor | None], recurrence: str, layout: TokenLayout | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``plain`` for xz and the parameters, which PyTorch can transform again."""
+
+    def output(xz: Tensor, *params: Tensor | None) -> Tensor:
+        return plain(xz, MixerParams(*params), recurrence, layout)
+
+    return reference.gradients(output, inputs, grad)
+
+
+def transforms(grad: Tensor) -> bool:
+    """Return whether gradients are to be differentiated again, or come in batches (``is_grads_batched``)."""
+    return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 # ---------------------------------------------------------------------------------------- eager calls
 #
 # A registered operator is visible to compilers, exporters and transforms, but calling it costs more than all the
@@ -350,9 +377,9 @@ class _Mixer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, x_dbl, y_pre_gate, states = ctx.saved_tensors
         xz, params = inputs[0], MixerParams(*inputs[1:])
-        # Use the operator for second derivatives, batched gradients and calls that is_eager rejects.
-        batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched
-        if torch.is_grad_enabled() or batched or not is_eager(grad, params):
+        if transforms(grad):
+            grads = plain_gradients(grad, inputs, ctx.plan.key.recurrence, ctx.layout)
+        elif not is_eager(grad, params):
             nothing = grad.new_empty(0)
             saved = (nothing if t is None else t for t in (x_dbl, y_pre_gate, states))
             grads = torch.ops.vil.mixer_backward(
