@@ -13,8 +13,8 @@ import threads  # noqa: F401  before torch
 
 import sys
 
-from vil.training.errors import run_script
 from vil.training.evaluation import EvalConfig, evaluate_as
+from vil.training.program import run_script
 from vil.training.recipes import parse
 
 

@@ -10,8 +10,8 @@ import threads  # noqa: F401  before torch
 
 import sys
 
-from vil.training.errors import run_script
 from vil.training.make_shards import MakeOptions, VerifyOptions, make_shards, verify_shards
+from vil.training.program import run_script
 from vil.training.recipes import parse
 
 

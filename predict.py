@@ -10,8 +10,8 @@ import threads  # noqa: F401  before torch
 
 import sys
 
-from vil.training.errors import run_script
 from vil.training.prediction import PredictConfig, predict_as
+from vil.training.program import run_script
 from vil.training.recipes import parse
 
 

@@ -11,7 +11,7 @@ import threads  # noqa: F401  before torch
 
 import sys
 
-from vil.training.errors import run_script
+from vil.training.program import run_script
 from vil.training.recipes import parse
 from vil.training.release import ReleaseConfig, release
 

@@ -16,7 +16,7 @@ import threads  # noqa: F401  before torch
 import sys
 from pathlib import Path
 
-from vil.training.errors import run_script
+from vil.training.program import run_script
 from vil.training.recipes import load_config
 from vil.training.train import train
 

@@ -25,7 +25,8 @@ from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNet
 from downstream.generated import make_scenes
 from downstream.run import Options, Task, run, world_size
 from downstream.scenes import CLASSES, IGNORED, Augment, Scenes, by_windows, whole
-from vil.training.errors import ConfigError, run_script
+from vil.training.errors import ConfigError
+from vil.training.program import run_script
 from vil.training.recipes import parse
 from vil.training.sampler import seed_everything
 from vil.training.settings import Count, CountFromZero

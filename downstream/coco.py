@@ -19,7 +19,7 @@ from downstream.cascade import cascade_mask_rcnn
 from downstream.generated import make_objects
 from downstream.objects import Jitter, Objects, as_it_is, percentages, with_certain_masks
 from downstream.run import Options, Task, run
-from vil.training.errors import run_script
+from vil.training.program import run_script
 from vil.training.recipes import parse
 from vil.training.sampler import seed_everything
 from vil.training.settings import Count

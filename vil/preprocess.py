@@ -71,7 +71,7 @@ def create_transform(model: nn.Module, **timm_arguments: Any) -> Callable[[_AnyI
         training accepts, or the array is none of these.
     """
     data = resolve_model_data_config(model) | timm_arguments
-    transform = taking_tensors(create_timm_transform(**data))
+    transform = accepting_tensors(create_timm_transform(**data))
     options, mode = image_options(model.pretrained_cfg), image_mode(data["input_size"][0])
 
     def prepare(image: _AnyImage) -> Tensor:
@@ -256,7 +256,7 @@ def image_options(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def taking_tensors(recipe: transforms.Compose) -> transforms.Compose:
+def accepting_tensors(recipe: transforms.Compose) -> transforms.Compose:
     """Make a recipe of timm take tensors of ``decode``, too: its first step resizes these by torchvision."""
     recipe.transforms[0] = _Resize(recipe.transforms[0])
     return recipe

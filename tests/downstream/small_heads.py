@@ -9,7 +9,7 @@ import sys
 import torch
 
 from downstream import cascade
-from vil.training.errors import run_script
+from vil.training.program import run_script
 
 SIZES = {"CHANNELS": 16, "_HIDDEN": 32, "_SAMPLES": 16}
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 import eval as eval_script
 import train_imagenet
-from vil.training.errors import run_script
+from vil.training.program import run_script
 from vil.training.recipes import to_yaml
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import (

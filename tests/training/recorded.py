@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_imagenet
 from vil.training import passes
-from vil.training.errors import run_script
+from vil.training.program import run_script
 
 
 class Graph:

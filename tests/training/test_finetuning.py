@@ -14,10 +14,10 @@ from PIL import Image
 import eval as eval_script
 import train_imagenet
 from vil.training.distributed import World
-from vil.training.errors import run_script
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import FolderSource
 from vil.training.model import build
+from vil.training.program import run_script
 from vil.training.recipes import read_recipe
 from vil.training.settings import suitable_batch
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 import predict as predict_script
 from vil.training.contact_sheet import write_sheet
-from vil.training.errors import run_script
+from vil.training.program import run_script
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import TrainConfig
 

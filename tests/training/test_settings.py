@@ -14,9 +14,10 @@ from pydantic.fields import FieldInfo
 
 import train_imagenet
 from vil.timm_models import NOT_OF_A_MODEL
-from vil.training.errors import ConfigError, run_script
+from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
 from vil.training.make_shards import MakeOptions, VerifyOptions
+from vil.training.program import run_script
 from vil.training.recipes import from_dict, read_recipe
 from vil.training.settings import TrainConfig
 

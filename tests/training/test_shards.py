@@ -23,10 +23,11 @@ import make_shards as script
 from vil.training import files
 from vil.training import make_shards as writer
 from vil.training import shards as shards_of
-from vil.training.errors import DataError, OutputError, run_script
+from vil.training.errors import DataError, OutputError
 from vil.training.files import LOCK_NAME
 from vil.training.images import FolderSource
 from vil.training.make_shards import MakeOptions, VerifyOptions, make_shards, verify_shards
+from vil.training.program import run_script
 from vil.training.settings import DataConfig
 from vil.training.shards import ShardSource, index_path, load_index, stamp_of, write_index
 

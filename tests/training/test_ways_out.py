@@ -60,9 +60,9 @@ def before(owner: Any, name: str) -> Place:
     return place
 
 
-def kill_a_loader() -> None:
-    """Kill one of the data-loading workers, as the kernel's OOM killer does."""
-    for child in multiprocessing.active_children()[:1]:
+def kill_loaders() -> None:
+    """Kill the data-loading workers, as the kernel's OOM killer does; there may be some of an earlier test."""
+    for child in multiprocessing.active_children():
         os.kill(child.pid, signal.SIGKILL)
 
 
@@ -84,7 +84,7 @@ WAYS = {
     ),
     "a fault in the loader": Way(before(loader, "decode_for"), TypeError("a fault"), None, ""),
     "no memory to load": Way(before(loader, "decode_for"), MemoryError(), 2, "too little memory"),
-    "a dead loader process": Way(begins, kill_a_loader, 6, "worker failed", WORKERS),
+    "a dead loader process": Way(begins, kill_loaders, 6, "worker failed", WORKERS),
     "a loader process that dies as it hands over": Way(
         before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "worker died", WORKERS
     ),
@@ -258,7 +258,8 @@ def test_disk_that_hangs_ends_the_run(chosen, train, capsys, monkeypatch, tmp_pa
 
 def test_exit_code_survives_a_full_disk_under_standard_output() -> None:
     program = (
-        "import sys; from vil.training.errors import StoppedError, log, run_script\n"
+        "import sys; from vil.training.errors import StoppedError, log\n"
+        "from vil.training.program import run_script\n"
         "def script(): log.info('a'); raise StoppedError(1)\n"
         "sys.exit(run_script(script))"
     )
@@ -271,7 +272,8 @@ def test_exit_code_survives_a_full_disk_under_standard_output() -> None:
 @pytest.mark.parametrize("encoding", ["ascii:strict", "gbk:strict"])
 def test_letters_that_the_output_cannot_encode_are_escaped(encoding) -> None:
     program = (
-        "import sys; from vil.training.errors import DataError, log, run_script\n"
+        "import sys; from vil.training.errors import DataError, log\n"
+        "from vil.training.program import run_script\n"
         "def script(): log.info('class \\u732b\\U0001f408'); raise DataError('no \\U0001f415')\n"
         "sys.exit(run_script(script))"
     )

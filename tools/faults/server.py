@@ -16,7 +16,7 @@ import timm
 import torch
 
 import vil  # noqa: F401  registers the models with timm
-from vil.training.errors import run_script
+from vil.training.program import run_script
 from vil.training.recipes import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Errors with one-line messages, their exit codes, and ``run_script``, which wraps every program.
+"""Errors with one-line messages and exit codes, and which errors of libraries they stand for.
 
 - 0: every epoch ran, or the evaluation was written
 - 2: invalid argument or option, or too little memory for it
@@ -12,18 +12,12 @@
 torchrun itself always exits with 1. It restarts the processes after any exit code, up to --max-restarts times.
 """
 
-import io
 import logging
-import multiprocessing
-import os
 import signal
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
-from vil.messages import first_line, printable
+from vil.messages import first_line
 
 log = logging.getLogger("vil.training")
 SIGNALS = (
@@ -92,66 +86,13 @@ class StoppedError(UserError):
         self.exit_code = 128 + number
 
 
-def run_script(body: Callable[[], None]) -> int:
-    """Run the body of a program, print its errors as one line on stderr, and return the exit code.
-
-    Log messages go to stdout, from rank 0 only. A closed terminal does not stop the run, and neither does a
-    full disk behind redirected output. Characters that stdout and stderr cannot encode are escaped.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # else logging would drop the whole line
-            stream.reconfigure(errors="backslashreplace")
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Formatter())
-    logging.raiseExceptions = False
-    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
-    log.addHandler(handler)
-    try:
-        try:
-            body()
-        finally:
-            end_loaders()
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
-    except (UserError, RuntimeError, MemoryError, OSError, ValueError) as error:
-        explained = _explained(error)
-        if explained is None:
-            raise
-        rank = os.environ.get("RANK", "0")
-        if not explained.everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
-            which = "" if rank == "0" else f"process {rank}: "
-            what = "" if isinstance(explained, StoppedError) else "error: "
-            _say(f"{which}{what}{message_of(explained)}")
-        return explained.exit_code
-    finally:
-        log.removeHandler(handler)
-        _give_up_output()
-    return 0
-
-
 def is_dead_loader(error: Exception) -> bool:
     """Return whether an error reports a dead data-loading worker; PyTorch raises it at any point of training."""
     # "Caught" marks an exception that was raised inside a live worker.
     return "DataLoader" in str(error) and "Caught " not in str(error)
 
 
-def message_of(error: Exception) -> str:
-    """Return the error as one line: its last line, since errors from workers carry a whole traceback."""
-    line = (str(error).strip().splitlines() or [""])[-1]
-    line = line.removeprefix(f"{type(error).__module__}.").removeprefix(f"{type(error).__name__}: ")
-    return printable(line)
-
-
-class _Formatter(logging.Formatter):
-    """Print messages unchanged, with the prefix "warning: " for warnings."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        return f"warning: {line}" if record.levelno >= logging.WARNING else line
-
-
-def _explained(error: Exception) -> UserError | None:
+def explained(error: Exception) -> UserError | None:
     """Return the error as a UserError, or None if it needs a traceback."""
     if isinstance(error, UserError):
         return error
@@ -177,31 +118,3 @@ def _explained(error: Exception) -> UserError | None:
             f"data.num_workers; if /dev/shm is full, enlarge it, as with docker run --shm-size 8g"
         )
     return None
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)  # noqa: T201  the final line of a program
-
-
-def end_loaders() -> None:
-    """Kill remaining data-loading workers: they ignore SIGTERM, and waiting for a hung disk could take forever."""
-    children = [child for child in multiprocessing.active_children() if child.daemon]
-    if not children:
-        return
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's raises when workers die
-    for child in children:
-        child.kill()
-        child.join()
-    signal.signal(signal.SIGCHLD, handler)
-
-
-def _give_up_output() -> None:
-    """Discard output that cannot be written; otherwise Python would change the exit code."""
-    for file in (sys.stdout, sys.stderr):
-        try:
-            file.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, file.fileno())
-            os.close(nowhere)

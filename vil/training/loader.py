@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data import Subset as Chosen
 from torchvision.transforms.functional import get_image_size
 
 from vil.messages import printable
 from vil.training.distributed import World, versions
-from vil.training.errors import SIGNALS, DataError, end_loaders, log
+from vil.training.errors import SIGNALS, DataError, log
 from vil.training.images import (
     DigitSource,
     FolderSource,
@@ -32,6 +31,7 @@ from vil.training.images import (
     is_folder,
     read_patiently,
 )
+from vil.training.program import end_loaders
 from vil.training.pulse import Pulse
 from vil.training.recipes import flat
 from vil.training.sampler import (
@@ -273,7 +273,7 @@ class ValData:
     def _load(self, images: Dataset) -> DataLoader:
         share = range(self.world.rank, self.num_images, self.world.size)
         return DataLoader(
-            Chosen(images, share),
+            torch.utils.data.Subset(images, share),
             batch_size=self.batch_size,
             **loader_arguments(self.config.data.num_workers, self.world),
         )

@@ -12,7 +12,7 @@ from timm.data import Mixup, create_transform
 from timm.data.random_erasing import RandomErasing
 from torchvision import transforms
 
-from vil.preprocess import taking_tensors
+from vil.preprocess import accepting_tensors
 from vil.training.errors import ConfigError
 from vil.training.sampler import key, seed_everything
 from vil.training.settings import AugmentConfig, TrainConfig
@@ -48,14 +48,14 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
         raise ConfigError(f"augment.aa {augment.aa!r} is not a policy of timm: {error}") from error
     recipe.transforms[-1] = to_planes
     if not augment.degrees and not augment.translate and augment.zoom == (1.0, 1.0):
-        return taking_tensors(recipe)
+        return accepting_tensors(recipe)
     affine = transforms.RandomAffine(
         augment.degrees,
         translate=(augment.translate, augment.translate),
         scale=augment.zoom,
         interpolation=transforms.InterpolationMode.BILINEAR,
     )
-    return taking_tensors(transforms.Compose([affine, recipe]))
+    return accepting_tensors(transforms.Compose([affine, recipe]))
 
 
 def val_transform(config: TrainConfig) -> Transform:
@@ -70,7 +70,7 @@ def val_transform(config: TrainConfig) -> Transform:
         use_prefetcher=True,
     )
     recipe.transforms[-1] = to_planes
-    return taking_tensors(recipe)
+    return accepting_tensors(recipe)
 
 
 def to_planes(image: Image.Image) -> torch.Tensor:

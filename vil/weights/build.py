@@ -66,7 +66,7 @@ def load(
             raise ValueError(
                 f"model is already built, so it takes no arguments, got {', '.join(timm_arguments)}"
             )
-        built, line = model, _put_inside(model, read_weights(source, ema))
+        built, line = model, _load_inside(model, read_weights(source, ema))
     else:
         built, line = model_with(read_weights(source, ema), model, **timm_arguments)
     warns = "; new " in line or _UNNAMED in line
@@ -121,7 +121,7 @@ def model_with(
         pretrained_model_args=weights.model_args,
         **arguments,
     )
-    missing, left_out = _put_in(model, weights, keep_head)
+    missing, left_out = _load(model, weights, keep_head)
     line = _load_report(model, weights, missing, left_out)
     if any(key.startswith(tuple(_heads(model.pretrained_cfg))) for key in missing):
         model.pretrained_cfg.pop("label_names", None)  # they belong to the old head
@@ -182,13 +182,13 @@ def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
     return str(arguments.get("recurrence", RECURRENCES[name.partition(".")[0]]))
 
 
-def _put_inside(module: nn.Module, weights: Weights) -> str:
+def _load_inside(module: nn.Module, weights: Weights) -> str:
     """Load the weights into the backbone inside a module; return the line of ``_load_report``."""
     backbone = only_backbone(module)
     if weights.architecture is not None:
         _check_recurrence(weights, type(module).__name__, backbone.blocks[0].mixer.recurrence)
     removed = _removed(backbone)
-    return _load_report(backbone, weights, *_put_in(backbone, weights, True, removed))
+    return _load_report(backbone, weights, *_load(backbone, weights, True, removed))
 
 
 def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
     return tuple(f"{name}." for name in names)
 
 
-def _put_in(
+def _load(
     model: nn.Module, weights: Weights, keep_head: bool, removed: tuple[str, ...] = ()
 ) -> tuple[list[str], list[str]]:
     """Load the weights, adapted as timm does.
