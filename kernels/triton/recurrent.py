@@ -249,7 +249,7 @@ def _group_backward(
         r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
         x, step, dy = xs[t], steps[t], dys[t]
         row = kq + r * (2 * M + 4)
-        if MAMBA and t < GROUP - 1:  # Longhorn's registers are limited
+        if MAMBA and FAST and t < GROUP - 1:  # registers are short for Longhorn, and on AMD
             k = keys[t * M : t * M + M]
         else:
             k = load_broadcast_row(row, M, BLOCK_D)
