@@ -288,7 +288,8 @@ def kernels(rows: Rows) -> str:
     """Return microseconds of every kernel of a block at 224 px, batch 128.
 
     In brackets, in percent: the time that its bytes need at the speed of a copy (benchmarks.traffic), issue slots used,
-    and time in which a warp waits for global loads (both from Nsight Compute).
+    time in which a warp waits for global loads, and time in which the data path of shared memory and the L1 cache is busy
+    (the last three from Nsight Compute).
     """
     names, columns, cells = _by(rows, "kernel", ("model", "pass"))
     body = []
@@ -296,7 +297,10 @@ def kernels(rows: Rows) -> str:
         line = [name]
         for column in columns:
             row = cells.get((name, column), {})
-            shares = [row.get(key, "-") for key in ("bytes", "issue_slots", "waits_for_loads")]
+            shares = [
+                row.get(key, "-")
+                for key in ("bytes", "issue_slots", "waits_for_loads", "data_path")
+            ]
             line.append(f"{row['us']:.0f}" if row else "")
             if set(shares) != {"-"}:
                 line[-1] += f" ({', '.join(map(str, shares))})"

@@ -48,6 +48,7 @@ SMALL = ((64, 224, 224), (4, 1024, 1024))
 ISSUED = "smsp__issue_active.avg.pct_of_peak_sustained_active"
 WAITED = "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 LATENCY = "smsp__average_warp_latency_per_inst_issued.ratio"
+MOVED = "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed"
 RECURRENCES = {"diagonal": "longhorn", "exact": "longhorn_exact", "Mamba": "mamba"}
 OFFICIAL = {"longhorn_cuda": "diagonal", "mamba-ssm": "Mamba"}
 TOLERANCE = 0.02  # of the norm of an output in bfloat16, between two implementations
@@ -118,21 +119,27 @@ def _step(name: str, pass_name: str, depth: int) -> Step:
 
 
 def _used(name: str) -> dict[str, Row]:
-    """Return percentages of issue slots and of waiting by kernel, by Nsight Compute; empty without it."""
+    """Return percentages of issue slots, waiting and the data path by kernel, by Nsight Compute; empty without it."""
     if not GPU or shutil.which("ncu") is None:
         return {}
     done = subprocess.run(
         ["ncu", "--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off",
-         "--kernel-name", "regex:_kernel$", "--metrics", ",".join((ISSUED, WAITED, LATENCY)),
+         "--kernel-name", "regex:_kernel$", "--metrics", ",".join((ISSUED, WAITED, LATENCY, MOVED)),
          sys.executable, "-m", "benchmarks.gpu_kernels", "step", name],
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     units, *table = csv.DictReader(line for line in done.stdout.splitlines() if line[:1] == '"')
     found = {}
     for row in table:
-        issued, waited, latency = (float(row[key]) for key in (ISSUED, WAITED, LATENCY))
+        issued, waited, latency, moved = (
+            float(row[key]) for key in (ISSUED, WAITED, LATENCY, MOVED)
+        )
         waits = round(100 * waited / latency)
-        found[row["Kernel Name"]] = {"issue_slots": round(issued), "waits_for_loads": waits}
+        found[row["Kernel Name"]] = {
+            "issue_slots": round(issued),
+            "waits_for_loads": waits,
+            "data_path": round(moved),
+        }
     return found
 
 

@@ -8,7 +8,7 @@ Three routes lead here:
     dual tensors        torch.autograd.forward_ad has no such key. The model and the functions of ``ops.py``
                         check for dual tensors. An operator that gets one by another route raises.
     second derivatives  A backward pass whose result is differentiated again, or comes in batches, is the reference's
-                        (``mixer.transforms``).
+                        (``mixer.is_transformed``).
 """
 
 from typing import Any

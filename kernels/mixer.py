@@ -307,7 +307,7 @@ def plain_gradients(
     return reference.gradients(output, inputs, grad)
 
 
-def transforms(grad: Tensor) -> bool:
+def is_transformed(grad: Tensor) -> bool:
     """Return whether gradients are to be differentiated again, or come in batches (``is_grads_batched``)."""
     return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
@@ -377,7 +377,7 @@ class _Mixer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, x_dbl, y_pre_gate, states = ctx.saved_tensors
         xz, params = inputs[0], MixerParams(*inputs[1:])
-        if transforms(grad):
+        if is_transformed(grad):
             grads = plain_gradients(grad, inputs, ctx.plan.key.recurrence, ctx.layout)
         elif not is_eager(grad, params):
             nothing = grad.new_empty(0)

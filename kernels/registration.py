@@ -204,7 +204,7 @@ def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None
     *inputs, y_pre_gate, states = ctx.saved_tensors
     grad = inputs[0].new_zeros(inputs[0].shape[1:]) if grad is None else grad
     grad_final = torch.zeros_like(ctx.of_final) if grad_final is None else grad_final
-    if mixer.transforms(grad):
+    if mixer.is_transformed(grad):
 
         def outputs(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
             out, final, *_ = reference.scan(ScanArgs(*tensors), ctx.recurrence, ctx.reverse)
@@ -252,7 +252,7 @@ def _conv_setup(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-    if mixer.transforms(grad):
+    if mixer.is_transformed(grad):
         return reference.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors)
     return torch.ops.vil.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors)
 
@@ -328,7 +328,7 @@ def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
         return (None,) * 15
     saved = ctx.saved_tensors  # read once: checkpointing counts accesses
     inputs, layout = saved[:11], saved[11:]
-    if mixer.transforms(grad):
+    if mixer.is_transformed(grad):
         places = _layout_from((ctx.grid, *layout))
         return (*mixer.plain_gradients(grad, inputs[:8], ctx.recurrence, places), *(None,) * 7)
     grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid, *layout)

@@ -66,9 +66,11 @@ IMPORTS = {name: {n for n in imported(path) if n in FILES} for name, path in FIL
 
 
 def room_of(name: str) -> str:
-    """Return the innermost room that a file is in; the package's ``__init__`` has names of the rooms in it."""
-    if name in SCRIPTS or name == "vil":
-        return "scripts" if name in SCRIPTS else "vil.weights"
+    """Return the innermost room that a file is in."""
+    if name in SCRIPTS:
+        return "scripts"
+    if name == "vil":  # its __init__ names what all rooms but the trainer's offer
+        return "vil.weights"
     return max((r for r in ROOMS if f"{name}.".startswith(f"{r}.")), key=len)
 
 

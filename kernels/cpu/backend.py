@@ -53,9 +53,9 @@ def _libc_function(name: str) -> Callable[..., int] | None:
         return None
 
 
-# glibc returns freed memory to the system, and each layer faults it in again, until a program has freed one large block:
-# from then on it keeps blocks of that size, at most 32 MiB. Without this block, which nothing writes to, vil_tiny took
-# 33 to 50 ms per image instead of 33 (224 px, batch 8, one thread), depending on what lay in memory before.
+# A process that has freed a large block keeps freed memory of that size, at most 32 MiB; glibc adapts its threshold.
+# Before, it may return the memory of each layer to the system, and the next layer faults it in again, which can take
+# half of the time of inference once more. Nothing writes to this block, so it takes no memory.
 torch.empty((32 << 20) - (1 << 14), dtype=torch.uint8, device="cpu")
 
 

@@ -105,15 +105,22 @@ def _hooked() -> bool:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Record launches in the returned list without running them, which leaves results arbitrary."""
+def _noted_by(note: Callable[[Launch], object]) -> Iterator[None]:
+    """Call a function with each launch of a ``with`` block, instead of launching."""
     global _record
-    launches: list[Launch] = []
-    previous, _record = _record, launches.append
+    previous, _record = _record, note
     try:
-        yield launches
+        yield
     finally:
         _record = previous
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Record launches in the returned list without running them, which leaves results arbitrary."""
+    launches: list[Launch] = []
+    with _noted_by(launches.append):
+        yield launches
 
 
 @contextlib.contextmanager
@@ -123,7 +130,6 @@ def compiling() -> Iterator[None]:
     Later launches find them in memory, those of other processes in Triton's cache. Without this, a kernel is compiled
     at its first launch, and all that follow wait.
     """
-    global _record
     launches: dict[Any, Launch] = {}
 
     def note(launch: Launch) -> None:
@@ -131,16 +137,13 @@ def compiling() -> Iterator[None]:
         arguments = dict(zip(launch.arguments, values, strict=True))  # tensors would fill memory
         launches[(launch.kernel, *arguments.items())] = Launch(launch.kernel, arguments)
 
-    previous, _record = _record, note
-    try:
+    with _noted_by(note):
         yield
-    finally:
-        _record = previous
     compile_together(launches.values())
 
 
-def compile_together(launches: Iterable[Launch]) -> int:
-    """Compile the kernels of launches at the same time; return how many there are.
+def compile_together(launches: Iterable[Launch]) -> None:
+    """Compile the kernels of launches at the same time.
 
     Dtypes may stand for tensors that are aligned to 16 bytes. A kernel that does not compile raises no error here: its
     launch does. If compiling takes long, lines on standard error say how far it is.
@@ -158,4 +161,3 @@ def compile_together(launches: Iterable[Launch]) -> int:
         while waiting := wait(waiting, _TELL_S).not_done:
             done = count - len(waiting)
             sys.stderr.write(f"compiled {done} of {count} kernels\n")
-    return count

@@ -20,9 +20,8 @@ from vil.messages import first_line
 from vil.training.errors import ConfigError
 from vil.training.settings import RunConfig
 
-_WARM_UPS = (
-    3  # passes before a recording: they load libraries and choose algorithms, which it cannot
-)
+# Passes before a recording: they load libraries and choose algorithms, which it cannot.
+_WARM_UPS = 3
 
 
 def uses_graphs(run: RunConfig, device: torch.device) -> bool:
