@@ -58,11 +58,12 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
         name, asked_by = _override, "use_backend"
     else:
         name, asked_by = os.environ.get(ENVIRONMENT_VARIABLE, "auto"), ENVIRONMENT_VARIABLE
-        _checked(name, ENVIRONMENT_VARIABLE)
     if name == "auto":
         name = automatic_backend(device.type, dtype == torch.float64)
-    elif name != "reference":
-        _check_serves(name, device, asked_by)
+    else:
+        _checked(name, asked_by)
+        if name != "reference":
+            _check_serves(name, device, asked_by)
     return _module(name)
 
 

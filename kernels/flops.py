@@ -13,8 +13,6 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from vil.kernels import registration  # noqa: F401  (defines them)
-from vil.kernels.args import ScanArgs
-from vil.kernels.mixer import MixerParams
 
 _MACS_PER_STATE = {"longhorn": 4, "longhorn_exact": 3, "mamba": 4}
 
@@ -26,26 +24,27 @@ def _scan_macs(x: Shape, states: int, skip: bool, gate: bool, recurrence: str) -
     return scans + (math.prod(x[1:]) if gate else 0)
 
 
-def _mixer_macs(xz: Shape, params: MixerParams, recurrence: str) -> tuple[int, int]:
+def _mixer_macs(
+    xz: Shape, conv_weight: Shape, x_proj_weight: Shape, dt_weight: Shape, recurrence: str
+) -> tuple[int, int]:
     """Return the multiply-adds that the backward pass recomputes, and the remaining ones."""
     B, L, _ = xz
-    _, columns, inner = params.x_proj_weight
-    rank = params.dt_weight[-1]
+    _, columns, inner = x_proj_weight
+    rank = dt_weight[-1]
     tokens = 2 * B * L * inner
     scan = _scan_macs((2, B, L, inner), (columns - rank) // 2, True, True, recurrence)
-    return tokens * (params.conv_weight[-1] + rank) + scan, tokens * columns
+    return tokens * (conv_weight[-1] + rank) + scan, tokens * columns
 
 
 @register_flop_formula(torch.ops.vil.scan)
-def _scan(*shapes, **_) -> int:
-    args = ScanArgs(*shapes[:9])
-    has_D, has_z = args.D is not None, args.z is not None
-    return 2 * _scan_macs(args.x, args.q[-1], has_D, has_z, shapes[9])
+def _scan(x, dt, A, q, k, D, bias, z, initial_state, recurrence, *args, **kwargs) -> int:
+    return 2 * _scan_macs(x, q[-1], D is not None, z is not None, recurrence)
 
 
 @register_flop_formula(torch.ops.vil.scan_backward)
-def _scan_backward(grad, grad_final, *shapes, **_) -> int:
-    return 3 * _scan(*shapes[:9], shapes[11])
+def _scan_backward(grad, grad_final, *args, **kwargs) -> int:
+    *tensors, y_pre_gate, states, recurrence, reverse = args
+    return 3 * _scan(*tensors, recurrence)
 
 
 @register_flop_formula(torch.ops.vil.causal_conv1d_bidirectional)
@@ -59,13 +58,18 @@ def _conv_backward(grad, x, weight, *args, **kwargs) -> int:
 
 
 @register_flop_formula(torch.ops.vil.mixer)
-def _mixer(xz, *shapes, **_) -> int:
-    return 2 * sum(_mixer_macs(xz, MixerParams(*shapes[:7]), shapes[7]))
+def _mixer(
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, *args, **kwargs
+) -> int:
+    return 2 * sum(_mixer_macs(xz, conv_weight, x_proj_weight, dt_weight, recurrence))
 
 
 @register_flop_formula(torch.ops.vil.mixer_backward)
-def _mixer_backward(grad, xz, *shapes, **_) -> int:
-    again, once = _mixer_macs(xz, MixerParams(*shapes[:7]), shapes[10])
+def _mixer_backward(
+    grad, xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, *args, **kwargs
+) -> int:
+    x_dbl, y_pre_gate, states, recurrence, *layout = args
+    again, once = _mixer_macs(xz, conv_weight, x_proj_weight, dt_weight, recurrence)
     return 6 * again + 4 * once
 
 

@@ -29,8 +29,8 @@ _library = torch.library.Library("vil", "FRAGMENT")
 
 def scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result of ``vil::scan``."""
-    arguments = autocast.cast("scan", arguments)
-    args, (recurrence, reverse, _) = ScanArgs(*arguments[:9]), arguments[9:]
+    *tensors, recurrence, reverse, _ = autocast.cast("scan", arguments)
+    args = ScanArgs(*tensors)
     check_scan(args, recurrence)
     out, final, *_ = reference.scan(args, recurrence, reverse)
     return out, *(out.new_empty(0) if t is None else t for t in (final, None, None))
@@ -45,8 +45,10 @@ def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
 
 def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the outputs of ``vil::mixer``; those for the backward pass are empty."""
-    arguments = autocast.cast("mixer", arguments)
-    xz, params, (recurrence, _, *layout) = arguments[0], MixerParams(*arguments[1:8]), arguments[8:]
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, _, *layout = (
+        autocast.cast("mixer", arguments)
+    )
+    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
     layout = TokenLayout(*layout) if layout and layout[0] is not None else None
     out = plain(xz, params, recurrence, layout)
     return out, *(out.new_empty(0) for _ in range(3))

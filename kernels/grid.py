@@ -315,6 +315,13 @@ def _class_token(
     return read, v
 
 
+def kappa_scale(recurrence: str, tokens_per_ref: float) -> float:
+    """Return the factor of |k|^2 in a step size; see ``DtScale``."""
+    if recurrence == "mamba":
+        return 1.0
+    return max(tokens_per_ref, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
+
+
 class DtScale:
     """Parameters that divide every step size by ``tokens_per_ref`` (area, m), and the inverse for their gradients.
 
@@ -344,7 +351,6 @@ class DtScale:
         tokens_per_ref: float,
     ) -> None:
         self.x_proj_weight, self.A, self.tokens_per_ref = x_proj_weight, A, tokens_per_ref
-        self.kappa_scale = self.kappa_scale_of(recurrence, tokens_per_ref)
         if tokens_per_ref == 1.0:
             return
         rank = dt_weight.shape[-1]
@@ -356,13 +362,6 @@ class DtScale:
         else:
             self.rows[rank:] = tokens_per_ref**-0.5  # keys and queries
         self.x_proj_weight = x_proj_weight * self.rows[:, None]
-
-    @staticmethod
-    def kappa_scale_of(recurrence: str, tokens_per_ref: float) -> float:
-        """Return the factor of |k|^2 in a step size."""
-        if recurrence == "mamba":
-            return 1.0
-        return max(tokens_per_ref, 1.0) ** (0.5 if recurrence == "longhorn_exact" else 1.0)
 
     def undo_x_proj(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the given x_proj_weight, from the gradient of the scaled one."""

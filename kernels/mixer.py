@@ -24,8 +24,8 @@ from vil.kernels import reference
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
-from vil.kernels.grid import DtScale, GridSpec, TokenLayout
-from vil.kernels.plan import ConvKey, ScanKey, plans
+from vil.kernels.grid import DtScale, GridSpec, TokenLayout, kappa_scale
+from vil.kernels.plan import MOST_KEPT, ConvKey, ScanKey, kept_plans
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
 """The small projections, (2, B L, P), and, if the backend keeps them, the sum of both directions and states."""
@@ -55,71 +55,59 @@ def small_columns(rank: int, states: int) -> int:
     return math.ceil((2 * states + rank) / 8) * 8
 
 
-class MixerKey(NamedTuple):
-    """Everything that a ``MixerPlan`` depends on."""
-
-    backend: ModuleType
-    recurrence: str
-    shape: tuple[int, ...]
-    """Shape of xz, (B, L, 2 E)."""
-    strides: tuple[int, ...]
-    aligned: bool
-    dtype: torch.dtype
-    device: torch.device
-    params: tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
-    grid: tuple[int, ...] | None
-    """Grid of the layout; None without a layout."""
-    positions: int
-    """Positions in the order; 0 without one."""
-    taps: int
-    """Resampled taps; 0 without resampling."""
-
-
 class MixerPlan:
     """Mixer prepared for arguments of given shapes, strides, dtypes and grid.
 
     Args:
-        key: Description of the arguments.
+        backend: Backend module.
+        xz: Input, (B, L, 2 E); the plan keeps no tensor.
+        params: Parameters of the mixer.
+        recurrence: One of ``RECURRENCES``.
+        layout: Layout of the tokens; None to convolve them in sequence order.
+        aligned: Whether the input begins at a multiple of two elements.
+
+    Raises:
+        ValueError, NotImplementedError: If an argument is invalid, or the backend does not support it.
     """
 
-    def __init__(self, key: MixerKey) -> None:
-        params = (None if p is None else _Described(*p) for p in key.params)
-        check_mixer(_Described(key.shape, key.dtype, key.device), *params, key.recurrence, key.grid)
-        (B, L, width), half = key.shape, key.strides
-        (_, columns, E), _, _ = key.params[2]
-        R = key.params[3][0][2]
-        M = (columns - R) // 2
-        self.key, self.sizes = key, (B, L, R, M)
-        self.tokens_per_ref = 1.0 if key.grid is None else GridSpec(*key.grid).tokens_per_ref
-        taps, positions = key.taps or key.params[0][0][2], key.positions or None
-        self.writes_halves = key.backend.writes_halves
+    def __init__(
+        self,
+        backend: ModuleType,
+        xz: Tensor,
+        params: MixerParams,
+        recurrence: str,
+        layout: TokenLayout | None,
+        aligned: bool,
+    ) -> None:
+        check_mixer(xz, *params, recurrence, None if layout is None else layout.grid)
+        B, L, width = xz.shape
+        _, E, taps = params.conv_weight.shape
+        R = params.dt_weight.shape[2]
+        M = (params.x_proj_weight.shape[1] - R) // 2
+        self.recurrence, self.sizes, self.columns = recurrence, (B, L, R, M), small_columns(R, M)
+        self.tokens_per_ref, positions = 1.0, None
+        if layout is not None:
+            self.tokens_per_ref = GridSpec(*layout.grid).tokens_per_ref
+            taps, positions = layout.kernel_resample.shape[1] or taps, len(layout.order) or None
+        self.kappa_scale = kappa_scale(recurrence, self.tokens_per_ref)
+        self.writes_halves = backend.writes_halves
         one = (L * width, width, 1) if self.writes_halves else None
-        of_x = (taps, positions, key.aligned, key.dtype, key.device)
-        self.conv = key.backend.conv_plan(ConvKey((B, L, E), half, *of_x, dx=one))
-        self.columns = small_columns(R, M)
+        dtype, device, half = xz.dtype, xz.device, xz.stride()
+        self.conv = backend.conv_plan(
+            ConvKey((B, L, E), half, taps, positions, aligned, dtype, device, dx=one)
+        )
         x_dbl = (B * L * self.columns, L * self.columns, self.columns, 1)
-        kappa_scale = DtScale.kappa_scale_of(key.recurrence, self.tokens_per_ref)
         strides = (self.conv.out_strides, x_dbl, x_dbl, x_dbl, half)
-        described = ScanKey(
-            key.recurrence, False, kappa_scale, (2, B, L, E), M, R, strides, False, key.dtype, key.device, one
+        self.scan = backend.scan_plan(
+            ScanKey(
+                recurrence, False, self.kappa_scale, (2, B, L, E), M, R, strides, False, dtype, device, one
+            )
         )  # fmt: skip
-        self.scan = key.backend.scan_plan(described)
-        self.arena = getattr(key.backend, "arena", contextlib.nullcontext)
+        self.arena = getattr(backend, "arena", _NOTHING)
 
 
-class _Described(NamedTuple):
-    """Stand-in for a tensor, with the attributes that the checks read."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
-_plan_of = plans(MixerPlan)
+_NOTHING = contextlib.nullcontext()
+_plans: dict[tuple, MixerPlan] = kept_plans()
 
 
 def mixer_plan(
@@ -129,32 +117,27 @@ def mixer_plan(
     layout: TokenLayout | None = None,
     backend: ModuleType | None = None,
 ) -> MixerPlan:
-    """Return the plan for the arguments. Arguments without a cached plan are checked first.
+    """Return the plan for the arguments; same arguments and errors as ``MixerPlan``.
 
-    Args:
-        xz: Input, (B, L, 2 E).
-        params: Parameters of the mixer.
-        recurrence: One of ``RECURRENCES``.
-        layout: Layout of the tokens; None to convolve them in sequence order.
-        backend: Backend module; if None, chosen by device and dtype.
-
-    Raises:
-        ValueError, NotImplementedError: If an argument is invalid, or the backend does not support it.
+    Without ``backend``, device and dtype choose it.
     """
-    chosen, aligned = backend, True
+    aligned = True
     if backend is None:
-        chosen = backend_for(xz.device, xz.dtype)
+        backend = backend_for(xz.device, xz.dtype)
         aligned = xz.data_ptr() % (2 * xz.element_size()) == 0
-    key = MixerKey(
-        chosen, recurrence, tuple(xz.shape), xz.stride(), aligned, xz.dtype, xz.device,
-        tuple(None if p is None else (p.shape, p.dtype, p.device) for p in params),
-        *((None, 0, 0) if layout is None else _sizes(layout)),
-    )  # fmt: skip
-    return _plan_of(key)
-
-
-def _sizes(layout: TokenLayout) -> tuple[tuple[int, ...], int, int]:
-    return tuple(layout.grid), layout.order.shape[0], layout.kernel_resample.shape[1]
+    key = (
+        *(backend, recurrence, xz.shape, xz.stride(), aligned, xz.dtype, xz.device),
+        *[None if p is None else (p.shape, p.dtype, p.device) for p in params],
+    )
+    if layout is not None:
+        key += (*layout.grid, layout.order.shape, layout.kernel_resample.shape)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = MixerPlan(backend, xz, params, recurrence, layout, aligned)
+        if len(_plans) >= MOST_KEPT:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
 
 
 # -------------------------------------------------------------------------- forward and backward pass
@@ -166,25 +149,33 @@ def scan_args(
     params: MixerParams,
     layout: TokenLayout | None,
     x_dbl: Tensor | None = None,
-) -> tuple[ScanArgs, Tensor]:
-    """Return the arguments of the scan, with low-rank step sizes, and the small projections, unless given."""
+) -> tuple[ScanArgs, Tensor, DtScale]:
+    """Return the arguments of the scan, with low-rank step sizes.
+
+    Also returns the small projections, unless given, and the parameters that depend on the grid.
+    """
+    B, L, R, M = plan.sizes
     x, z = xz.chunk(2, dim=-1)
     convolved = grids.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
-    steps = _steps(plan, params)
+    steps = DtScale(
+        params.x_proj_weight, params.dt_weight, params.A, plan.recurrence, plan.tokens_per_ref
+    )
     if x_dbl is None:
         made = _small_weight(plan, steps.x_proj_weight, convolved.dtype)
         x_dbl = torch.bmm(convolved.flatten(1, 2), made.mT)
-    dt_low, q, k = _parts(plan, x_dbl)
+    parts = x_dbl.view(2, B, L, plan.columns)
+    dt_low, q, k = parts.narrow(3, 2 * M, R), parts.narrow(3, M, M), parts.narrow(3, 0, M)
     D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
-    return ScanArgs(convolved, dt_low, steps.A, q, k, D, bias, z, dt_weight=dt_weight), x_dbl
+    args = ScanArgs(convolved, dt_low, steps.A, q, k, D, bias, z, dt_weight=dt_weight)
+    return args, x_dbl, steps
 
 
 def forward(
     plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the output, (B, L, E), and the tensors of ``Saved``; without ``save``, the last two are None."""
-    with _as_given(xz), plan.arena():
-        args, x_dbl = scan_args(plan, xz, params, layout)
+    with _as_given(xz), plan.arena:
+        args, x_dbl, _ = scan_args(plan, xz, params, layout)
         out, _, y_pre_gate, states = plan.scan.forward(args, save)
     return out, x_dbl, y_pre_gate, states
 
@@ -208,13 +199,13 @@ def backward(
         saved: Tensors that ``forward`` returned after the output. The scan runs again if it saved nothing.
     """
     conv_weight, conv_bias, x_proj_weight, dt_weight = params[:4]
-    steps, dxz, dx, dz = _steps(plan, params), None, None, None
+    dxz = dx = dz = None
     if plan.writes_halves:
         dxz = torch.empty(xz.shape, dtype=xz.dtype, device=xz.device)
         dx, dz = dxz.chunk(2, dim=-1)
-    with _as_given(xz), plan.arena():
+    with _as_given(xz), plan.arena:
         x_dbl = None if saved is None else saved[0]
-        args, x_dbl = scan_args(plan, xz, params, layout, x_dbl)
+        args, x_dbl, steps = scan_args(plan, xz, params, layout, x_dbl)
         kept = None if saved is None or saved[2] is None else saved[1:]
         grads = plan.scan.backward(args, grad, None, kept, dz)
         x, tokens, ddt = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2), grads.dt.flatten(1, 2)
@@ -242,18 +233,6 @@ def backward(
         steps.undo_A(grads.A),
         grads.D,
     )
-
-
-def _steps(plan: MixerPlan, params: MixerParams) -> DtScale:
-    recurrence, tokens_per_ref = plan.key.recurrence, plan.tokens_per_ref
-    return DtScale(params.x_proj_weight, params.dt_weight, params.A, recurrence, tokens_per_ref)
-
-
-def _parts(plan: MixerPlan, x_dbl: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return low-rank step sizes, (2, B, L, R), queries and keys, (2, B, L, M)."""
-    B, L, R, M = plan.sizes
-    parts = x_dbl.view(2, B, L, plan.columns)
-    return parts.narrow(3, 2 * M, R), parts.narrow(3, M, M), parts.narrow(3, 0, M)
 
 
 def _small_weight(plan: MixerPlan, x_proj_weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -284,8 +263,6 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(x.device.type, enabled=False)
     return _NOTHING
 
-
-_NOTHING = contextlib.nullcontext()
 
 # ------------------------------------------------------------------------------------ function transforms
 
@@ -342,20 +319,15 @@ def run(
     if torch.is_autocast_enabled(xz.device.type) and xz.dtype != torch.float64:
         xz = xz.to(torch.get_autocast_dtype(xz.device.type))
     plan = mixer_plan(xz, params, recurrence, layout)
+    record = _NOTHING
     if torch.autograd.profiler._is_profiler_enabled:
-        with torch.profiler.record_function("vil::mixer"):
-            return _run(plan, xz, params, layout, save)
-    return _run(plan, xz, params, layout, save)
-
-
-def _run(
-    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None, save: bool
-) -> Tensor:
-    if torch.is_grad_enabled():
-        for tensor in (xz, *params):
-            if tensor is not None and tensor.requires_grad:
-                return _Mixer.apply(plan, layout, save, xz, *params)
-    return forward(plan, xz, params, layout, False)[0]
+        record = torch.profiler.record_function("vil::mixer")
+    with record:
+        if torch.is_grad_enabled():
+            for tensor in (xz, *params):
+                if tensor is not None and tensor.requires_grad:
+                    return _Mixer.apply(plan, layout, save, xz, *params)
+        return forward(plan, xz, params, layout, False)[0]
 
 
 class _Mixer(torch.autograd.Function):
@@ -378,12 +350,12 @@ class _Mixer(torch.autograd.Function):
         *inputs, x_dbl, y_pre_gate, states = ctx.saved_tensors
         xz, params = inputs[0], MixerParams(*inputs[1:])
         if is_transformed(grad):
-            grads = plain_gradients(grad, inputs, ctx.plan.key.recurrence, ctx.layout)
+            grads = plain_gradients(grad, inputs, ctx.plan.recurrence, ctx.layout)
         elif not is_eager(grad, params):
             nothing = grad.new_empty(0)
             saved = (nothing if t is None else t for t in (x_dbl, y_pre_gate, states))
             grads = torch.ops.vil.mixer_backward(
-                grad, *inputs, *saved, ctx.plan.key.recurrence, *(ctx.layout or (None,) * 5)
+                grad, *inputs, *saved, ctx.plan.recurrence, *(ctx.layout or (None,) * 5)
             )
             grads = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
         else:

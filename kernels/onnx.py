@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import grid as grids
 from vil.kernels import reference
-from vil.kernels.grid import DtScale, GridSpec, TokenLayout, layout_of
+from vil.kernels.grid import DtScale, GridSpec, TokenLayout, kappa_scale, layout_of
 
 CHUNK = 4  # fastest of 2, 4, 8 and 16 in ONNX Runtime, and keeps sums of products small
 
@@ -60,7 +60,8 @@ def mixer(
     if recurrence == "mamba":
         y = _mamba(x, _softplus(v), q, k, steps.A.detach().to(compute))
     else:
-        step = 1 / (torch.exp(-v) + (1 + steps.kappa_scale * k.square().sum(-1, keepdim=True)))
+        scale = kappa_scale(recurrence, tokens_per_ref)
+        step = 1 / (torch.exp(-v) + (1 + scale * k.square().sum(-1, keepdim=True)))
         read = {"longhorn": _longhorn, "longhorn_exact": _longhorn_exact}[recurrence]
         y = read(x, step, q, k)
     y = y + D[:, None] * x

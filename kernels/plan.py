@@ -6,7 +6,7 @@ threads can use it at the same time. Letters as in ``args.py``; K taps.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,13 @@ def plans(make: Callable[..., _T]) -> Callable[..., _T]:
     cached = functools.lru_cache(MOST_KEPT)(make)
     _caches.append(cached.cache_clear)
     return cached
+
+
+def kept_plans() -> dict[Any, Any]:
+    """Return an empty dictionary of plans, which ``forget_plans`` clears."""
+    made: dict[Any, Any] = {}
+    _caches.append(made.clear)
+    return made
 
 
 def forget_plans() -> None:

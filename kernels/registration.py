@@ -64,7 +64,7 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _empty_gradients(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+def _empty_gradients(inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return uninitialised gradients for ``inputs``, empty for None."""
     return tuple(inputs[0].new_empty(0) if t is None else _empty(t) for t in inputs)
 
@@ -87,7 +87,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 
 def _unpack_grads(
-    grads: tuple[Tensor, ...], inputs: tuple[Tensor | None, ...]
+    grads: tuple[Tensor, ...], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Undo ``_pack_grads`` for the gradients of ``inputs``."""
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
@@ -147,7 +147,8 @@ def _as_kept(y_pre_gate: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor]
 
 @_operator("scan", f"({_SCANNED}, str recurrence, bool reverse, bool save) -> {_tensors(4)}")
 def _scan(*inputs) -> tuple[Tensor, ...]:
-    args, (recurrence, reverse, save) = ScanArgs(*inputs[:9]), inputs[9:]
+    *tensors, recurrence, reverse, save = inputs
+    args = ScanArgs(*tensors)
     check_scan(args, recurrence)
     x = args.x
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
@@ -160,7 +161,8 @@ def _scan(*inputs) -> tuple[Tensor, ...]:
 
 @_scan.register_fake
 def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    args, (recurrence, _, save) = ScanArgs(*inputs[:9]), inputs[9:]
+    *tensors, recurrence, _, save = inputs
+    args = ScanArgs(*tensors)
     check_scan(args, recurrence)
     N, B, _, D = args.x.shape
     shape = (0,) if args.z is not None else (N, B, D, args.k.shape[3])
@@ -178,17 +180,19 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     f"bool reverse) -> {_tensors(9)}",
 )
 def _scan_backward(grad: Tensor, grad_final: Tensor, *inputs) -> tuple[Tensor, ...]:
-    args, (y_pre_gate, states, recurrence, reverse) = ScanArgs(*inputs[:9]), inputs[9:]
+    *tensors, y_pre_gate, states, recurrence, reverse = inputs
+    args = ScanArgs(*tensors)
     x = args.x
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
     of_final = grad_final if args.z is None else None
     grads = plan.backward(args, grad, of_final, _as_kept(y_pre_gate, states))
-    return _pack_grads(grads[:9], x)
+    return _pack_grads(grads[: len(tensors)], x)
 
 
 @_scan_backward.register_fake
 def _(grad: Tensor, grad_final: Tensor, *inputs) -> tuple[Tensor, ...]:
-    return _empty_gradients(inputs[:9])
+    *tensors, _, _, _, _ = inputs
+    return _empty_gradients(tensors)
 
 
 def _scan_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -214,7 +218,7 @@ def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None
     grads = torch.ops.vil.scan_backward(
         grad, grad_final, *inputs, y_pre_gate, states, ctx.recurrence, ctx.reverse
     )
-    return (*_unpack_grads(grads, tuple(inputs)), None, None, None)
+    return (*_unpack_grads(grads, inputs), None, None, None)
 
 
 _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
@@ -263,11 +267,13 @@ _conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
 
 
 @_operator("mixer", f"({_MIXED}, str recurrence, bool save, {_GRID}) -> {_tensors(4)}")
-def _mixer(*inputs) -> tuple[Tensor, ...]:
-    xz, params, (recurrence, save, *layout) = inputs[0], MixerParams(*inputs[1:8]), inputs[8:]
+def _mixer(
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, save, *layout
+) -> tuple[Tensor, ...]:
+    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
     layout = _layout_from(layout)
     plan = mixer_plan(xz, params, recurrence, layout)
-    x, k = _scanned(xz, params.x_proj_weight, params.dt_weight)
+    x, k = _scanned(xz, x_proj_weight, dt_weight)
     out, x_dbl, *saved = mixer.forward(plan, xz, params, layout, save and _are_kept(xz.device))
     saved = _as_saved(*saved, x, k, recurrence, save)
     return out, x_dbl if save else xz.new_empty(0), *saved
@@ -286,11 +292,12 @@ def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tens
 
 
 @_mixer.register_fake
-def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_mixer(*inputs[:9], *inputs[10:11])
+def _(
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, save, *layout
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
+    check_mixer(xz, *params, recurrence, layout[0] if layout else None)
     check_not_onnx()
-    xz, _, _, x_proj_weight, dt_weight = inputs[:5]
-    recurrence, save = inputs[8:10]
     x, k = _scanned(xz, x_proj_weight, dt_weight)
     _, B, L, E = x.shape
     columns = mixer.small_columns(dt_weight.shape[2], k.shape[3])
@@ -304,8 +311,8 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     f"{_GRID.replace('=None', '')}) -> {_tensors(8)}",
 )
 def _mixer_backward(grad: Tensor, xz: Tensor, *inputs) -> tuple[Tensor, ...]:
-    params, (x_dbl, y_pre_gate, states, recurrence, *layout) = MixerParams(*inputs[:7]), inputs[7:]
-    layout = _layout_from(layout)
+    *params, x_dbl, y_pre_gate, states, recurrence, grid, order, taps, reads, shares = inputs
+    params, layout = MixerParams(*params), _layout_from((grid, order, taps, reads, shares))
     plan = mixer_plan(xz, params, recurrence, layout)
     kept = _as_kept(y_pre_gate, states) or (None, None)
     saved = (x_dbl, *kept) if x_dbl.numel() else None
@@ -313,26 +320,30 @@ def _mixer_backward(grad: Tensor, xz: Tensor, *inputs) -> tuple[Tensor, ...]:
 
 
 @_mixer_backward.register_fake
-def _(grad: Tensor, *inputs) -> tuple[Tensor, ...]:
-    return _empty_gradients(inputs[:8])
+def _(grad: Tensor, xz: Tensor, *inputs) -> tuple[Tensor, ...]:
+    params = inputs[: len(MixerParams._fields)]
+    return _empty_gradients((xz, *params))
 
 
 def _mixer_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    ctx.recurrence, _, ctx.grid, *layout = inputs[8:]
-    ctx.save_for_backward(*inputs[:8], *output[1:], *layout)
+    *tensors, ctx.recurrence, _, ctx.grid, order, taps, reads, shares = inputs
+    ctx.save_for_backward(*tensors, *output[1:], order, taps, reads, shares)
     ctx.set_materialize_grads(False)
 
 
 def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     if grad is None:
         return (None,) * 15
-    saved = ctx.saved_tensors  # read once: checkpointing counts accesses
-    inputs, layout = saved[:11], saved[11:]
+    # Read once: checkpointing counts accesses.
+    *inputs, x_dbl, y_pre_gate, states, order, taps, reads, shares = ctx.saved_tensors
+    layout = (ctx.grid, order, taps, reads, shares)
     if mixer.is_transformed(grad):
-        places = _layout_from((ctx.grid, *layout))
-        return (*mixer.plain_gradients(grad, inputs[:8], ctx.recurrence, places), *(None,) * 7)
-    grads = torch.ops.vil.mixer_backward(grad, *inputs, ctx.recurrence, ctx.grid, *layout)
-    return (*_unpack_grads(grads, inputs[:8]), *(None,) * 7)
+        grads = mixer.plain_gradients(grad, inputs, ctx.recurrence, _layout_from(layout))
+    else:
+        saved = (x_dbl, y_pre_gate, states)
+        grads = torch.ops.vil.mixer_backward(grad, *inputs, *saved, ctx.recurrence, *layout)
+        grads = _unpack_grads(grads, inputs)
+    return (*grads, *(None,) * 7)
 
 
 _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)

@@ -47,12 +47,8 @@ class _Arena:
             _memory.capacity = needed
 
 
-_arena = _Arena()
-
-
-def arena() -> _Arena:
-    """Let ``empty`` and ``bmm`` use this thread's memory within a block; the next block reuses it."""
-    return _arena
+arena = _Arena()
+"""Context in which ``empty`` and ``bmm`` use this thread's memory; the next block reuses it."""
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -144,10 +144,10 @@ def _scan(backbone: VisionLonghorn, images: Tensor, block: int) -> _Scan:
     with torch.autocast(xz.device.type, enabled=False):
         params = mixer._params(A)
         plan = mixer_plan(xz, params, mixer.recurrence, layout, backend=reference)
-        args, _ = scan_args(plan, xz, params, layout)
+        args, *_ = scan_args(plan, xz, params, layout)
         dt = reference.dt_proj(args.dt, args.dt_weight)
     args = args._replace(dt=dt, dt_weight=None).to(compute_dtype(args.x))
-    return _Scan(args, mixer.recurrence, plan.scan.key.kappa_scale, layout.grid)
+    return _Scan(args, mixer.recurrence, plan.kappa_scale, layout.grid)
 
 
 @torch.no_grad()

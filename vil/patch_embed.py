@@ -8,6 +8,7 @@ from timm.layers import PatchEmbed, register_notrace_function, to_2tuple
 from timm.layers.trace_utils import _assert
 from torch import Tensor
 
+from vil.kernels.checks import is_exporting
 from vil.tokens import is_undecided, resize_images
 
 torch.fx.wrap("resize_images")  # FX cannot follow its branches
@@ -37,7 +38,7 @@ def _of_whole_patches(
 @register_notrace_function
 def _lacking(size: int, patch: int, stride: int) -> int:
     """Return by how many pixels a side must be padded so that whole patches cover all of it."""
-    if not torch.jit.is_scripting() and is_undecided(size, patch):
+    if not torch.jit.is_scripting() and is_exporting() and is_undecided(size, patch):
         # A branch would specialise the exported program to one of the two cases.
         return torch.sym_max(patch - size, (patch - size) % stride)
     return max(patch - size, (patch - size) % stride)

@@ -34,7 +34,7 @@ def inside_pixels(size: int, trained: int, patch: int, stride: int, below: float
     """
     patches, limit = (size - patch) // stride + 1, math.ceil(below * trained)
     usual = (trained - 1) * stride + patch
-    if not torch.jit.is_scripting() and is_undecided(patches, limit):
+    if not torch.jit.is_scripting() and is_exporting() and is_undecided(patches, limit):
         # A branch would specialise the exported program to one of the two cases.
         larger = torch.sym_min(torch.sym_max(patches - limit + 1, 0), 1)
         return usual + larger * (size - usual)
@@ -43,13 +43,11 @@ def inside_pixels(size: int, trained: int, patch: int, stride: int, below: float
 
 @torch.jit.unused
 def is_undecided(size: int, limit: int) -> bool:
-    """Return whether torch.export runs, and its program is for sizes below the limit and for others.
+    """Return whether a program of torch.export is for sizes below the limit and for others.
 
     For constants a branch is needed: PyTorch 2.11 cannot export ``torch.sym_max`` of them.
     """
-    return is_exporting() and not (
-        statically_known_true(size < limit) or statically_known_true(size >= limit)
-    )
+    return not (statically_known_true(size < limit) or statically_known_true(size >= limit))
 
 
 def _equal(size: list[int], other: list[int]) -> bool:

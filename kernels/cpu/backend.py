@@ -10,6 +10,7 @@ Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), 
 
 import array
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import math
@@ -27,7 +28,7 @@ from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
 from vil.kernels.plan import ConvKey, ScanKey, plans
 from vil.kernels.reference import dt_proj
-from vil.kernels.workspace import arena  # noqa: F401  (read by ``mixer.MixerPlan``)
+from vil.kernels.workspace import arena  # noqa: F401  (``mixer.MixerPlan`` reads it)
 
 _TYPES = {
     torch.float64: types.float64,
@@ -43,14 +44,6 @@ _RECURRENCES = {
 _UPDATES_PER_THREAD = 500_000
 # Partial sums for dq and dk, over groups of channels: more groups are more parallel and take more memory.
 _MOST_GROUPS = 8
-
-
-def _libc_function(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library or another loaded library, or None."""
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError, TypeError):
-        return None
 
 
 # A process that has freed a large block keeps freed memory of that size, at most 32 MiB; glibc adapts its threshold.
@@ -83,8 +76,9 @@ if hasattr(os, "register_at_fork"):
 @functools.cache
 def _openmp() -> Callable[[object, object, int, int], None] | None:
     """Return GOMP_parallel, which runs a function on the threads of torch's OpenMP, or None."""
-    parallel = _libc_function("GOMP_parallel")
-    if parallel is None:
+    try:
+        parallel = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
         return None
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
@@ -96,6 +90,9 @@ def _compiled(kernel: Callable[..., None], dtype: torch.dtype) -> tuple[CFunc, C
     """Return a kernel compiled for a dtype, and a function that calls it without holding the GIL."""
     function = loops.compiled(kernel, _TYPES[dtype])
     return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _Loop:
@@ -144,26 +141,21 @@ class _Loop:
         table[3] = scratch.data_ptr()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         table[loops.HEADER + loops.SCALARS :: 4] = array.array("q", addresses)
-        address = table.buffer_info()[0]
+        (function, call), address = self.compiled, table.buffer_info()[0]
+        record = _NOTHING
         if torch.autograd.profiler._is_profiler_enabled:
-            with torch.profiler.record_function(f"loops::{self.name}"):
-                _call(*self.compiled, address, threads)
-        else:
-            _call(*self.compiled, address, threads)
-
-
-def _call(function: CFunc, call: Callable, address: int, threads: int) -> None:
-    """Run a compiled kernel on several threads, which take tasks until none is left."""
-    openmp = None if _forked else _openmp()
-    if threads == 1:
-        call(address)
-    elif openmp is not None:
-        openmp(function.address, address, threads, 0)
-    else:
-        helpers = [_pool().submit(call, address) for _ in range(threads - 1)]
-        call(address)
-        # Cancel helpers that have not started; wait for the rest, which write to memory of this call.
-        concurrent.futures.wait([helper for helper in helpers if not helper.cancel()])
+            record = torch.profiler.record_function(f"loops::{self.name}")
+        with record:
+            openmp = None if _forked or threads == 1 else _openmp()
+            if threads == 1:
+                call(address)
+            elif openmp is not None:
+                openmp(function.address, address, threads, 0)
+            else:
+                helpers = [_pool().submit(call, address) for _ in range(threads - 1)]
+                call(address)
+                # Cancel helpers that have not started; wait for the rest, which write to memory of this call.
+                concurrent.futures.wait([helper for helper in helpers if not helper.cancel()])
 
 
 # ---------------------------------------------------------------------------------------- tensors
@@ -201,7 +193,7 @@ def _view(*shape: int, strides: Sequence[int] | None = None) -> tuple[int, int, 
 
 
 class _Form:
-    """Form in which the loops take an argument of four axes: the tensor itself or a copy.
+    """Form in which the loops take an argument of four axes: the tensor itself, or a copy by ``_rows``.
 
     Args:
         shape: Shape of the argument.
@@ -223,10 +215,6 @@ class _Form:
         self.copies = not (given == wanted and shape[-1] == columns and adjacent)
         self.wanted, self.columns = wanted, columns
         self.view = _view(*shape[:3], columns, strides=None if self.copies else strides)
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the argument in the form that the loops take."""
-        return _rows(tensor, self.wanted, self.columns) if self.copies else tensor
 
 
 def _sum(partial: Tensor, axis: int) -> Tensor:
@@ -274,18 +262,20 @@ class ScanPlan:
         rows, keys = (N, B, L, D), (N, B, L, M)
         if key.rank is not None:
             dt = (B * L * D, L * D, D, 1)
-        self.x, self.dt = (_Form(rows, s, key.dtype, self.stored, P) for s in (x, dt))
-        self.q, self.k = (_Form(keys, s, key.dtype, self.dtype, M) for s in (q, k))
-        z = None if z is None else _Form((1, *rows[1:]), (0, *z), key.dtype, self.stored, P)
-        self.z, none = z, (0, 0, 0)
+        forms = [_Form(rows, s, key.dtype, self.stored, P) for s in (x, dt)]
+        forms += [_Form(keys, s, key.dtype, self.dtype, M) for s in (q, k)]
+        if z is not None:
+            forms.append(_Form((1, *rows[1:]), (0, *z), key.dtype, self.stored, P))
+        self.copied = [(i, form) for i, form in enumerate(forms) if form.copies]
+        none = (0, 0, 0)
         self.zeros = torch.zeros(N * P, dtype=self.dtype, device="cpu")
         self.kappa_scale = torch.full((1,), key.kappa_scale, dtype=self.dtype, device="cpu")
         per_channel = _view(N, 1, 1, P)
         state, states = _view(1, B, M, P), _view(N, B, M, P)
         inputs = (
-            *(self.x.view, self.dt.view, _view(N, 1, M, P), self.q.view, self.k.view),
+            *(forms[0].view, forms[1].view, _view(N, 1, M, P), forms[2].view, forms[3].view),
             *(per_channel, per_channel, none, state if key.started else none),
-            none if z is None else z.view,
+            none if z is None else forms[4].view,
         )
         out, both, sums = _view(1, B, L, P), _view(N, B, L, P), _view(N, B, 1, P)
         # Write the gradient for z directly to dz, if the loops can.
@@ -311,19 +301,17 @@ class ScanPlan:
 
     def _inputs(self, args: ScanArgs) -> tuple[Tensor | None, ...]:
         """Return the first tensors of both kernels."""
-        P = self.shape[3]
-        A, z, state = args.A, args.z, args.initial_state
-        dt = dt_proj(args.dt, args.dt_weight, workspace.bmm)
+        P, A, state = self.shape[3], args.A, args.initial_state
+        given = [args.x, dt_proj(args.dt, args.dt_weight, workspace.bmm), args.q, args.k, args.z]
+        for i, form in self.copied:
+            given[i] = _rows(given[i], form.wanted, form.columns)
+        x, dt, q, k, z = given
         # The loops compute powers of 2.
         A = None if A is None else _rows(A.mT, self.dtype, P) * math.log2(math.e)
-        skip, bias = (
-            self.zeros if t is None else _rows(t, self.dtype, P) for t in (args.D, args.bias)
-        )
-        return (
-            self.x(args.x), self.dt(dt), A, self.q(args.q), self.k(args.k), skip, bias,
-            self.kappa_scale, self.zeros if state is None else self._states(state),
-            None if z is None else self.z(z),
-        )  # fmt: skip
+        skip = self.zeros if args.D is None else _rows(args.D, self.dtype, P)
+        bias = self.zeros if args.bias is None else _rows(args.bias, self.dtype, P)
+        state = self.zeros if state is None else self._states(state)
+        return x, dt, A, q, k, skip, bias, self.kappa_scale, state, z
 
     def _states(self, state: Tensor) -> Tensor:
         """Return a state (N, B, D, M) as (N, B, M, padded D)."""
@@ -433,8 +421,8 @@ class ConvPlan:
         )  # fmt: skip
 
     def _inputs(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        taps, offset = (_rows(t, self.dtype, self.padded) for t in (weight.mT, bias))
-        return self.x(x), taps, offset
+        x = _rows(x, self.stored, self.padded) if self.x.copies else x
+        return x, _rows(weight.mT, self.dtype, self.padded), _rows(bias, self.dtype, self.padded)
 
     def _in_pairs(self, order: Tensor | None) -> Tensor:
         """Return an order (P,), or sequence order if None, as int64 with an even number of positions."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from vil.kernels import grid as grids
 from vil.kernels import ops, reference
 from vil.kernels.args import ScanArgs
-from vil.kernels.grid import DtScale, GridSpec, layout_of
+from vil.kernels.grid import DtScale, GridSpec, kappa_scale, layout_of
 from vil.kernels.plan import MOST_KEPT
 
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def scanned(recurrence: str, tokens_per_ref: float, repeats: int, scale: float) 
     x, dt = x.expand(1, 1, repeats, D), dt.expand(1, 1, repeats, D)
     state = (start / q_factor)[None]
     args = ScanArgs(x, dt, steps.A, k, k, D=None, bias=None, z=None, initial_state=state)
-    _, state, *_ = reference.scan(args, recurrence, kappa_scale=steps.kappa_scale)
+    _, state, *_ = reference.scan(args, recurrence, False, kappa_scale(recurrence, tokens_per_ref))
     return state[0] * q_factor
 
 

@@ -18,7 +18,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lent_twice() -> list[Tensor]:
-    with workspace.arena():
+    with workspace.arena:
         return [workspace.empty(SHAPE, torch.float32) for _ in range(2)]
 
 
@@ -36,7 +36,7 @@ def test_what_the_first_call_needed_is_there_for_the_next() -> None:
 
 
 def test_an_error_ends_a_call() -> None:
-    with pytest.raises(RuntimeError), workspace.arena():
+    with pytest.raises(RuntimeError), workspace.arena:
         workspace.bmm(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
     assert workspace._memory.taken is None
 
