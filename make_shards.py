@@ -1,7 +1,6 @@
-"""Pack a folder of images into webdataset shards, or verify such shards.
+"""Pack a folder of images into webdataset shards.
 
     python make_shards.py /data/imagenet /data/shards
-    python make_shards.py verify /data/shards
 
 To finish an interrupted command, repeat it. Exit codes: see vil/training/errors.py.
 """
@@ -10,17 +9,14 @@ import threads  # noqa: F401  before torch
 
 import sys
 
-from vil.training.make_shards import MakeOptions, VerifyOptions, make_shards, verify_shards
+from vil.training.make_shards import MakeOptions, make_shards
 from vil.training.program import run_script
 from vil.training.recipes import parse
 
 
 def main() -> None:
-    """Pack or verify shards, as the command line says."""
-    if sys.argv[1:2] == ["verify"]:
-        verify_shards(parse(VerifyOptions, sys.argv[2:]))
-    else:
-        make_shards(parse(MakeOptions, sys.argv[1:]))
+    """Pack as the command line says."""
+    make_shards(parse(MakeOptions, sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import io
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -30,9 +29,6 @@ _FORMATS = (
     *("GIF", "TIFF", "PPM", "JPEG2000", "TGA"),
 )
 _MODES = {1: "L", 3: "RGB"}
-_PNG = b"\x89PNG\r\n\x1a\n"
-_COMPRESSED = (b"zTXt", b"iTXt", b"iCCP")  # chunks of texts and of a colour profile
-_LONGEST_TEXT = 48 << 20  # of a PNG file, in bytes; Pillow reads 64 MB in all
 # Pillow expands these pixels to 8 bits, but not the level that is transparent.
 _TO_EIGHT_BITS: dict[str, Callable[[int], int]] = {
     "L;2": lambda level: level * 85,
@@ -125,7 +121,7 @@ def decode(
             without a defined range.
     """
     try:
-        image = open_image(io.BytesIO(_with_plain_texts(content)))
+        image = open_image(io.BytesIO(content))
         check_size(image.width * image.height, max_pixels)
         if decoder == "torchvision" and _decode_jpeg is not None:
             if _is_plain_jpeg(image, mode, exif_rotation):
@@ -169,11 +165,7 @@ def check_header(path: Path, max_pixels: int, resized_to: float | None = None) -
     """
     try:
         with path.open("rb") as file:
-            try:
-                shorter, longer = sorted(open_image(file).size)
-            except ValueError:  # perhaps for a text, which is read with all of the file
-                file = io.BytesIO(_with_plain_texts(path.read_bytes()))
-                shorter, longer = sorted(open_image(file).size)
+            shorter, longer = sorted(open_image(file).size)
     except Exception as error:  # decoders raise many types for broken files
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -311,42 +303,6 @@ def _readers() -> list[tuple[Callable[[BinaryIO, str], Image.Image], Callable | 
     """Return a class or function that opens files of a format, and one that recognises them, for each format."""
     Image.init()
     return [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]  # AVIF is optional
-
-
-def _with_plain_texts(content: bytes) -> bytes:
-    """Return an image file; in PNG files, long texts are no longer compressed, and long colour profiles are left out.
-
-    Pillow refuses files with compressed texts or profiles of more than 1 MB, and its limit is one for all threads.
-    """
-    if not content.startswith(_PNG) or not any(kind in content for kind in _COMPRESSED):
-        return content
-    parts, start = [_PNG], len(_PNG)
-    while start < len(content):
-        length = int.from_bytes(content[start : start + 4], "big")
-        chunk, start = content[start : start + length + 12], start + length + 12
-        is_long = length > 1000  # 1 MB, compressed as far as it can be
-        parts.append(_plain_text(chunk) if is_long else chunk)
-    return b"".join(parts)
-
-
-def _plain_text(chunk: bytes) -> bytes:
-    """Return a chunk of a PNG file, without compression if it has a text, and nothing if it has a profile."""
-    kind, data = chunk[4:8], chunk[8:-4]
-    keyword, _, rest = data.partition(b"\0")
-    if kind == b"iCCP":
-        return b""
-    elif kind == b"zTXt":
-        kind, head, text = b"tEXt", keyword + b"\0", rest[1:]
-    elif kind == b"iTXt" and rest[:1] == b"\1":
-        language, translated, text = (*rest[2:].split(b"\0", 2), b"", b"")[:3]
-        head = b"\0".join((keyword, b"\0\0" + language, translated, b""))
-    else:
-        return chunk
-    try:
-        data = kind + head + zlib.decompressobj().decompress(text, _LONGEST_TEXT)
-    except zlib.error:
-        return chunk  # Pillow decides what is damaged
-    return (len(data) - 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
 
 
 def _of_eight_bits(image: Image.Image, form: str | None) -> Image.Image:

@@ -6,7 +6,6 @@ the reference in float64 on the CPU. A case that ends its process does not keep 
 Exit status: 0 if all agree; 1 if any differs or fails, or there is no backend to compare.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -15,7 +14,7 @@ import multiprocessing
 import platform
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -25,13 +24,12 @@ import vil
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend
 from vil.kernels.grid import GridSpec, layout_of
+from vil.messages import first_line
 
 SMALL = (2, 33, 40, 16)  # B, L, D, M: channel and token counts that fill no block
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny
 WIDTH = 4  # taps of the convolution
 GRID = (5, 6, 3, 4, 8, 8, 8, 8, 1)  # 5 x 6 patches, trained at 3 x 4, with a class token
-
-START_METHOD = "spawn"  # of child processes: CUDA does not work in a forked one
 
 # Largest allowed error relative to the largest value. Rounding the result once gives eps / 2.
 TOLERANCES = {
@@ -177,53 +175,43 @@ def compile_kernels(device: str) -> None:
                 outcomes(case, _moved(rounded(case, dtype), device))
 
 
-def _send_errors(
-    sender: Connection, backend: str, device: str, dtype: torch.dtype, first: int
-) -> None:
-    """Send the error of each case from index ``first`` on; None if the backend does not support it."""
+def _error(backend: str, device: str, dtype: torch.dtype, number: int) -> float:
+    """Return the error of a case, given by its place among the cases of a dtype."""
     with ops.use_backend(backend):
-        for case in itertools.islice(cases(dtype), first, None):
-            try:
-                error = largest_error(case, dtype, device)
-            except NotImplementedError:  # as for users
-                error = None
-            sender.send(error)
+        return largest_error(next(itertools.islice(cases(dtype), number, None)), dtype, device)
 
 
 def _errors(
     backend: str, device: str, dtype: torch.dtype
 ) -> Iterator[tuple[Case, float | None, str]]:
-    """Yield each case, its error as in ``_send_errors``, and how it ended its process, if it did.
+    """Yield each case, its error, None if the backend does not support it, and what ended its process, if it did.
 
-    Child processes run the cases: after an illegal access, every later CUDA call of a process fails.
+    Another process runs the cases: after an illegal access, every later CUDA call of a process fails.
     """
-    context = multiprocessing.get_context(START_METHOD)
-    rest = list(cases(dtype))
-    first = 0
-    while first < len(rest):
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=_send_errors, args=(sender, backend, device, dtype, first))
-        child.start()
-        sender.close()
-        with contextlib.suppress(EOFError):
-            while first < len(rest):
-                yield rest[first], receiver.recv(), ""
-                first += 1
-        child.join()
-        if first < len(rest):
-            yield rest[first], math.inf, f", ended its process with code {child.exitcode}"
-            first += 1
+    pool = _process()
+    for number, case in enumerate(cases(dtype)):
+        try:
+            yield case, pool.submit(_error, backend, device, dtype, number).result(), ""
+        except NotImplementedError:  # as for users
+            yield case, None, ""
+        except Exception as error:  # also of a process that a signal ended
+            yield case, math.inf, f", {type(error).__name__}: {first_line(error)}"
+            pool.shutdown(wait=False)
+            pool = _process()
+    pool.shutdown()
+
+
+def _process() -> ProcessPoolExecutor:
+    # CUDA does not work in a forked process.
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def check(backend: str, device: str) -> tuple[int, int]:
     """Compare a backend with the reference, print a line per case, and return (passed, failed)."""
     counts = [0, 0]
-    if backend == "triton":  # in a child process, which a compiler may end; then, cases compile
-        child = multiprocessing.get_context(START_METHOD).Process(
-            target=compile_kernels, args=(device,)
-        )
-        child.start()
-        child.join()
+    if backend == "triton":  # in another process, which a compiler may end; then, cases compile
+        with _process() as pool:
+            pool.submit(compile_kernels, device).exception()
     for dtype in dtypes_on(device):
         for case, error, end in _errors(backend, device, dtype):
             if error is None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import io
 import os
 import re
 import stat
@@ -101,26 +100,6 @@ def test_folder_has_one_writer_and_nothing_of_dead_ones(tmp_path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == {".mine", ".vision-longhorn.lock"}
         assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", child) == 1
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", child) == 0
-
-
-def test_checkpoint_that_does_not_read_back_does_not_replace_the_old_one(
-    saved, run, monkeypatch
-) -> None:
-    original = torch.save
-
-    def write_rotten(content: dict, file: BinaryIO) -> None:
-        written = io.BytesIO()
-        original(content, written)
-        rotten = bytearray(written.getvalue())
-        rotten[len(rotten) // 2] ^= 1
-        file.write(rotten)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", write_rotten)
-        with pytest.raises(OutputError, match=r"last\.pt.*\.tmp is (damaged|truncated)"):
-            save(saved.parent, train(run, 60.0))
-    assert load_checkpoint(saved)["metric"] == 50.0
-    assert not list(saved.parent.glob(".*.tmp"))
 
 
 def test_the_checkpoint_before_and_the_best_are_kept(saved, run) -> None:
@@ -305,11 +284,6 @@ def test_damaged_ones_are_put_aside_only_for_a_whole_one(saved, run, caplog) -> 
         "previous.damaged.pt",
     ]
     assert (folder / "last.damaged.pt").read_bytes() == cut["last.pt"]
-    (folder / "best.pt").unlink()
-    with pytest.raises(
-        OutputError, match=r"are damaged: last\.damaged\.pt, previous\.damaged\.pt; if"
-    ):
-        load_newest(folder)
 
 
 def test_what_a_killed_save_left_undone_is_done(saved) -> None:

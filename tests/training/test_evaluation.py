@@ -210,10 +210,10 @@ def test_weights_that_are_not_finite_are_refused(checkpoint, evaluate, capsys) -
     assert not (checkpoint.parent / "new").exists()
 
 
-def test_sizes_that_work_are_named(checkpoint, evaluate, capsys) -> None:
+def test_a_size_that_patches_do_not_cover_is_refused(checkpoint, evaluate, capsys) -> None:
     assert evaluate(str(checkpoint), "--img-size", "20") == 2
-    told = "error: --img-size must be 8 px or a multiple of 8 px more, such as 16 or 24, got 20\n"
-    assert capsys.readouterr().err == told
+    told = "img_size must be covered by whole patches of 8 px with stride 8 px, got (20, 20)"
+    assert told in capsys.readouterr().err
 
 
 def test_other_data_has_its_own_result(

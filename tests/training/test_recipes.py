@@ -16,7 +16,7 @@ from downstream.run import Options
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
-from vil.training.make_shards import MakeOptions, VerifyOptions
+from vil.training.make_shards import MakeOptions
 from vil.training.model import TrainSetup, build, build_model, build_optimizer
 from vil.training.prediction import PredictConfig
 from vil.training.recipes import flat, from_dict, load_config, parse, read_recipe, to_yaml
@@ -297,7 +297,6 @@ PROGRAMS = {
     PredictConfig: ("local-dir:{0}/release", "{0}/1.jpg", "{0}/2.jpg", "--output={0}/a.csv"),
     ReleaseConfig: ("{0}/best.pt", "{0}/release"),
     MakeOptions: ("{0}/photos", "{0}/shards"),
-    VerifyOptions: ("{0}/shards",),
     Options: ("--output={0}/run", "--data={0}/ade", "--weights={0}/best.pt", "--img-size=8",
               "--steps=1", "--batch-size=1", "--precision=32-true", "--val-steps=1"),
 }  # fmt: skip
@@ -322,8 +321,8 @@ def test_paths_name_home_and_variables(kind, monkeypatch, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"\w+ must be UTF-8, got .*udce9.*; rename the file"):
         read(os.fsdecode(b"caf\xe9"))
     (tmp_path / "$NOWHERE").mkdir()
-    if kind is VerifyOptions:
-        assert parse(kind, ["$NOWHERE"]).shards == "$NOWHERE"
+    if kind is MakeOptions:
+        assert parse(kind, ["$NOWHERE", "made"]).images == "$NOWHERE"
 
 
 def test_recipes_name_home_and_variables(monkeypatch, tmp_path) -> None:

@@ -16,7 +16,7 @@ import train_imagenet
 from vil.timm_models import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
-from vil.training.make_shards import MakeOptions, VerifyOptions
+from vil.training.make_shards import MakeOptions
 from vil.training.program import run_script
 from vil.training.recipes import from_dict, read_recipe
 from vil.training.settings import TrainConfig
@@ -30,7 +30,7 @@ FORMS = {
 }
 OPTIONS = {
     f"{kind.__name__}.{key}": form
-    for kind in (EvalConfig, MakeOptions, VerifyOptions)
+    for kind in (EvalConfig, MakeOptions)
     for key, form in get_type_hints(kind, include_extras=True).items()
 }
 

@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import logging
 import multiprocessing
 import os
 import re
@@ -26,10 +25,10 @@ from vil.training import shards as shards_of
 from vil.training.errors import DataError, OutputError
 from vil.training.files import LOCK_NAME
 from vil.training.images import FolderSource
-from vil.training.make_shards import MakeOptions, VerifyOptions, make_shards, verify_shards
+from vil.training.make_shards import MakeOptions, make_shards
 from vil.training.program import run_script
 from vil.training.settings import DataConfig
-from vil.training.shards import ShardSource, index_path, load_index, stamp_of, write_index
+from vil.training.shards import ShardSource, index_path, load_index
 
 NUM_CLASSES = 4
 TIMES = re.compile(rb'"[mc]time_ns":\d+,|"crc32":"\w+",')
@@ -213,7 +212,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 @pytest.mark.ci
-def test_script_makes_and_verifies(tmp_path, image_folder, monkeypatch, capsys) -> None:
+def test_script_makes_and_finds_them_made(tmp_path, image_folder, monkeypatch, capsys) -> None:
     folder = tmp_path / "made"
     assert run(monkeypatch, image_folder, folder, "--shard-images", "5") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -221,44 +220,6 @@ def test_script_makes_and_verifies(tmp_path, image_folder, monkeypatch, capsys) 
     assert lines[-1] == "written     10 shards; 0 already existed"
     assert run(monkeypatch, image_folder, folder, "--shard-images", "5") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "written     0 shards; 10 already existed"
-    assert run(monkeypatch, "verify", folder) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "all intact: 44 images in 10 shards"
-    flip_bit(folder / "train-000003.tar", offset_of(open_shards(folder), 16))
-    name = open_shards(folder).name(16).split(": ")[1]
-    assert run(monkeypatch, "verify", folder) == 3
-    output = capsys.readouterr()
-    assert output.out.splitlines()[-1] == f"train-000003.tar: 1 bad images: {name}"
-    assert output.err.startswith("error: 1 of 10 shards in")
-
-
-# What is verified
-
-
-def test_all_damage_is_found(made, caplog) -> None:
-    source = open_shards(made)
-    names = [source.name(index).split(": ")[1] for index in range(source.num_images)]
-    flip_bit(made / "train-000000.tar", offset_of(source, 0))
-    flip_bit(made / "train-000000.tar", offset_of(source, 4) + 9)
-    os.truncate(made / "train-000001.tar", offset_of(source, 8) + 9)
-    (made / "train-000002.tar").unlink()
-    index_path(made / "train-000003.tar").write_text("{")
-    index_path(made / "train-000004.tar").unlink()
-    with tarfile.open(made / "validation-000000.tar") as tar:
-        label = tar.next().offset_data
-    flip_bit(made / "validation-000000.tar", label)
-    other = made / "validation-000001.tar"
-    write_index(other, load_index(other)[1:], stamp_of(other))
-    caplog.set_level(logging.INFO, "vil.training")
-    with pytest.raises(DataError, match=r"7 of 10 shards in .* are damaged; delete them"):
-        verify_shards(VerifyOptions(shards=str(made), num_workers=2))
-    assert [line.split(": ", 1)[1] for line in caplog.messages] == [
-        f"2 bad images: {names[0]}, {names[4]}",
-        f"2 bad images: {names[8]}, {names[9]}",
-        "cannot be read: No such file or directory",
-        f"index {index_path(made / 'train-000003.tar')} is not the index of a shard; delete it",
-        "no train-000004.tar.idx.json: not finished, or not written by make_shards.py",
-        *["it does not hold the 5 images, keys and labels of its index"] * 2,
-    ]
 
 
 # What is read

@@ -1,13 +1,12 @@
-"""Let each file call of a training run fail, one run per call, and report how each run ends.
+"""Let file calls of a resumed training run fail, one run per call, and report how each run ends.
 
-    python -m tools.faults.disk_sweep [--every N] [--jobs N] [--only NAME ...]
+    python -m tools.faults.disk_sweep [--every N] [--most N]
 
 A preloaded library (disk_faults.c) sits between Python and the C library. It counts the calls on files in the data
 folder and the run folder, by kind. It lets the n-th call fail, once or from then on, as a disk would: no space left,
 no locks, an I/O error, or half of the bytes. Each n of each kind is a run of train_imagenet.py on the CPU with a tiny
-model. If it does not end as an undisturbed run does, a second run without the fault follows. The whole sweep takes
-hours on one core. With --every 1000, one call of each function on each file, it takes 15 minutes. A run ends in one of
-these ways:
+model, which resumes in the middle of its second epoch. If it does not end as an undisturbed run does, a second run
+without the fault follows. A run ends in one of these ways:
 
 - went on: exit 0, bit-identical to an undisturbed run;
 - warned: exit 0 and a warning about a file that was not written. Repeating the command writes it, except for rows of
@@ -23,7 +22,6 @@ import argparse
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -34,9 +32,8 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -47,7 +44,7 @@ from tools.faults import disk_faults, runs
 from tools.faults.disk_faults import HALF, Call, DiskFault
 from tools.faults.runs import CONTEXT, differing, outcome
 from tools.faults.server import train
-from vil.training import report, shards
+from vil.training import report
 from vil.training import train as loop
 from vil.training.files import write_atomically, write_text
 
@@ -78,27 +75,6 @@ _ALWAYS = (errno.EACCES, errno.EINVAL)  # permissions and a disk's features do n
 _NAMES = re.compile("|".join((*runs.CLASSES, "[0-9]+")))
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """A run to inject faults into."""
-
-    name: str
-    dataset: str = "folder"
-    workers: int = 0
-    resumes: bool = False
-    """Whether it resumes from checkpoints in the middle of the second epoch."""
-    coarse: int = 1
-    """How many similar calls to try one of."""
-
-
-SCENARIOS = (
-    Scenario("images in folders"),
-    Scenario("shards without indexes", dataset="wds"),
-    Scenario("going on", resumes=True),
-    Scenario("a loader process", workers=1, coarse=10),
-)
-
-
 class Verdict(NamedTuple):
     """How a run ended."""
 
@@ -121,23 +97,21 @@ class Attempt:
 
 
 class Sweep:
-    """Runs of one scenario."""
+    """Runs that resume from one and the same folder."""
 
-    def __init__(self, root: Path, scenario: Scenario) -> None:
-        """Make the data in a new folder, and run without faults.
+    def __init__(self, root: Path) -> None:
+        """Make the data in a folder, and run without faults.
 
         Raises:
             RuntimeError: If a run without faults fails.
         """
-        self.root, self.scenario = root, scenario
-        self.numbers = count()  # of the runs, which several threads may start
+        self.root = root
         self.original = self.root / "original"
-        runs.make_images(self.root, train=4, val=1, shards=2)
+        runs.make_images(self.root, train=4, val=1)
         self.original.mkdir()
-        (self.root / self.scenario.dataset).rename(self.original / "data")
+        (self.root / "folder").rename(self.original / "data")
         (self.original / "data" / "notes.txt").write_text("mine\n")
-        if self.scenario.resumes:
-            self._stop_in_second_epoch()
+        self._stop_in_second_epoch()
         place = self._place()
         alone = self._attempt(place, None)
         if alone.code != 0:
@@ -204,7 +178,7 @@ class Sweep:
         told = "; ".join(errors or warnings)
         if again.code != 0:
             return Verdict("lost", f"{told}; then exit {again.code}: {again.printed[-300:]}")
-        if self.scenario.resumes and not again.lines("resumed  "):
+        if not again.lines("resumed  "):
             return Verdict("lost", f"{told}; then anew from the beginning")
         changed = self._changed(place)
         # Rows with a warning and the weights of a finished epoch are not written later.
@@ -224,22 +198,20 @@ class Sweep:
         changed += [name for name in data if data[name] != self.data.get(name)]
         changed += [name for name in had if name not in data]
         notes = place / "run" / "notes.txt"
-        if self.scenario.resumes and (not notes.exists() or notes.read_text() != "mine\n"):
+        if not notes.exists() or notes.read_text() != "mine\n":
             changed.append("notes.txt")
         return ", ".join(changed)
 
     def _place(self) -> Path:
         """Copy the initial folders of a run and return the path of the copy."""
-        return Path(shutil.copytree(self.original, self.root / str(next(self.numbers))))
+        return Path(shutil.copytree(self.original, self.root / "run"))
 
     def _write_recipe(self, place: Path) -> Path:
         """Write the recipe: 2 epochs of 2 steps, with a checkpoint before and after each step."""
-        splits = {"train_split": "train-{0..1}.tar", "val_split": "val-{0..1}.tar"}
-        data = {"dataset": self.scenario.dataset, "path": str(place / "data"), "batch_size": 8}
-        data |= {"aug_repeats": 1, "num_workers": self.scenario.workers}
+        data = {"dataset": "folder", "path": str(place / "data"), "batch_size": 8}
         sections = {
             "model": runs.TINY | {"embed_dim": 8, "depth": 1},
-            "data": data | (splits if self.scenario.dataset == "wds" else {}),
+            "data": data | {"aug_repeats": 1, "num_workers": 0},
             "optim": {"lr_base": 1e-3, "lr_base_size": 8},
             "schedule": {"epochs": 2, "warmup_epochs": 1, "warmup_lr": 1e-4},
             "run": runs.CPU | {"log_interval": 1, "save_minutes": 0.0},
@@ -255,8 +227,6 @@ class Sweep:
         arguments = ["--config", str(recipe), "--run.output", str(place / "run")]
         process = CONTEXT.Process(target=_train, args=(arguments, place, fault, die))
         process.start()
-        # An exit code can be read once; a thread that starts another process would read this one.
-        multiprocessing.process._children.discard(process)
         process.join(PATIENCE)
         code = process.exitcode
         if code is None:
@@ -293,8 +263,6 @@ def thin(sites: list[str], every: int) -> list[int]:
 def _train(arguments: list[str], place: Path, fault: DiskFault | None, die: int) -> None:
     """Run train_imagenet.py on failing disks, in this process."""
     time.sleep = lambda seconds: None  # code that waits for a disk to come back must not wait
-    # One thread opens the shards, so that the order of the calls is the same in every run.
-    shards.ThreadPoolExecutor = lambda _: ThreadPoolExecutor(1)
     report.draw_curve = _write_a_picture
     if die >= 0:
         _die_at_step(die)
@@ -329,39 +297,28 @@ def _contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def sweep_one(sweep: Sweep, args: argparse.Namespace, pool: ThreadPoolExecutor) -> Counter[str]:
-    """Inject the faults of a scenario that the arguments ask for, print losses, and count the endings."""
-    faults = list(sweep.faults(args.every * sweep.scenario.coarse))
-    if len(faults) > args.most:
-        faults = random.Random(0).sample(faults, args.most)
-    print(f"{sweep.scenario.name}: {len(faults)} faults", flush=True)
-    ends: Counter[str] = Counter()
-    for fault, verdict in zip(faults, pool.map(sweep.inject, faults), strict=True):
-        ends[verdict.end] += 1
-        if verdict.end in ("lost", "not reached"):
-            print(f"{verdict.end}: {sweep.scenario.name}, {fault}, {verdict.why}", flush=True)
-    return ends
-
-
 def main() -> int:
     """Print losses and the number of runs per ending; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="of calls alike every N-th only")
     parser.add_argument("--most", type=int, default=sys.maxsize, help="runs, drawn among all")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--only", nargs="+", help=f"of {', '.join(s.name for s in SCENARIOS)}")
     args = parser.parse_args()
     if disk_faults.COMPILER is None:
         parser.error("a C compiler named cc is needed")
     ends: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.jobs) as pool:
+    with tempfile.TemporaryDirectory() as name:
         root = Path(name).resolve()
         preloaded = {"LD_PRELOAD": str(disk_faults.compile_library(root))}
         with mock.patch.dict(os.environ, preloaded), runs.fork_server():
-            for scenario in SCENARIOS:
-                if not args.only or scenario.name in args.only:
-                    folder = root / scenario.name.replace(" ", "_")
-                    ends += sweep_one(Sweep(folder, scenario), args, pool)
+            sweep = Sweep(root)
+            faults = list(sweep.faults(args.every))
+            if len(faults) > args.most:
+                faults = random.Random(0).sample(faults, args.most)
+            for fault in faults:
+                verdict = sweep.inject(fault)
+                ends[verdict.end] += 1
+                if verdict.end in ("lost", "not reached"):
+                    print(f"{verdict.end}: {fault}, {verdict.why}", flush=True)
     print(f"{ends.total()} runs: {', '.join(f'{n} {end}' for end, n in ends.most_common())}")
     return 1 if ends["lost"] else 0
 

@@ -41,7 +41,7 @@ from vil.training.model import TrainSetup
 from vil.training.recipes import flat, from_dict
 from vil.training.resolve import model_arguments
 from vil.training.settings import TrainConfig, marked
-from vil.weights.archive import check_finite, check_plain, check_sums, load_archive
+from vil.weights.archive import check_finite, check_plain, load_archive
 
 LAST, PREVIOUS, BEST = CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")
 
@@ -154,8 +154,6 @@ class Run:
 def save(folder: Path, run: Run) -> None:
     """Write last.pt, keep its predecessor as previous.pt, and update best.pt after a best epoch.
 
-    The new file is read back before it replaces the old one.
-
     Raises:
         OutputError: If the checkpoint could not be written; earlier checkpoints are intact.
         NonFiniteLossError: If a weight is NaN or infinite; such weights are not saved.
@@ -168,7 +166,7 @@ def save(folder: Path, run: Run) -> None:
     last, content = folder / LAST, run.content()
     if is_there(last):
         link_atomically(last, folder / PREVIOUS)
-    write_atomically(last, lambda file: torch.save(content, file), prove=_check_sums)
+    write_atomically(last, lambda file: torch.save(content, file))
     if run.state.best_is_last:
         link_atomically(last, folder / BEST)
 
@@ -209,13 +207,10 @@ def load_newest(folder: Path) -> dict[str, Any] | None:
             )
         return saved
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    aside = [name for name in names if name.endswith(".damaged.pt")]
-    if damaged or aside:
+    if damaged:
         raise OutputError(
-            f"all checkpoints in {folder} are damaged: "
-            f"{'; '.join(map(str, damaged.values())) or ', '.join(aside)}; if a disk error was the "
-            f"cause, rename one back to last.pt and run again; to start over, choose another "
-            f"--run.output"
+            f"all checkpoints in {folder} are damaged: {'; '.join(map(str, damaged.values()))}; to start over, "
+            f"choose another --run.output"
         )
     if names:
         raise OutputError(
@@ -248,7 +243,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise OutputError(f"checkpoint {path} does not exist") from error
     except (OSError, MemoryError) as error:
-        raise OutputError(f"checkpoint {path} cannot be read: {_said(error)}") from error
+        told = getattr(error, "strerror", None) or one_line(error)
+        raise OutputError(f"checkpoint {path} cannot be read: {told}") from error
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
         told = f"checkpoint {path} was not written by train_imagenet.py: {one_line(error)}"
         raise DamagedError(told) from error
@@ -331,15 +327,3 @@ def _with(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
         section, key = name.split(".")
         config = config.changed(section, **{key: value})
     return config
-
-
-def _check_sums(path: Path) -> None:
-    """Verify the checksums of a new file."""
-    try:
-        check_sums(path)
-    except (OSError, MemoryError, ValueError) as error:
-        raise OutputError(f"checkpoint {path} cannot be read back: {_said(error)}") from error
-
-
-def _said(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or one_line(error)

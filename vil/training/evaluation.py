@@ -443,30 +443,10 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
         if size and _resizes(model):  # then keep the weights' own grid and positions
             model, line = model_with(weights, options.model)
     except ValueError as error:
-        if size:
-            _check_size(weights, options)
         raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
     if "; new " in line:
         raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
     return model, line
-
-
-def _check_size(weights: Weights, options: EvalConfig) -> None:
-    """Raise ConfigError with valid sizes if whole patches do not cover images of --img-size."""
-    size = options.img_size
-    try:
-        model, _ = model_with(weights, options.model)
-    except ValueError:
-        return  # the size is not the reason
-    if not isinstance(model, VisionLonghorn):
-        return
-    patch, stride = max(model.patch_embed.patch_size), max(model.patch_embed.stride)
-    if size < patch or (size - patch) % stride:
-        lower = patch + max(size - patch, 0) // stride * stride
-        raise ConfigError(
-            f"--img-size must be {patch} px or a multiple of {stride} px more, such as {lower} or "
-            f"{lower + stride}, got {size}"
-        )
 
 
 def _resizes(model: nn.Module) -> bool:

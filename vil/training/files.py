@@ -22,21 +22,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
-def write_atomically(
-    path: Path,
-    write: Callable[[BinaryIO], object],
-    prove: Callable[[Path], object] = lambda path: None,
-) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file atomically: a crash at any moment leaves either the old or the new file intact.
 
     Args:
         path: Destination; replaced if it exists.
         write: Function that writes the content to an open binary file.
-        prove: Function that checks the new file before it replaces the old one, and raises OutputError
-            if the file is wrong.
 
     Raises:
-        OutputError: If the content cannot be written or verified; the old file is intact.
+        OutputError: If the content cannot be written; the old file is intact.
     """
     temporary = _temporary(path)
     try:
@@ -44,7 +38,6 @@ def write_atomically(
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        prove(temporary)
         os.replace(temporary, path)
         sync(path.parent)
     except (OSError, RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Pack image folders into webdataset shards, and verify shards.
+"""Pack image folders into webdataset shards.
 
 Images are copied byte for byte. Equal images and options give bit-identical shards, so repeating the
 command after a crash finishes the work.
@@ -9,11 +9,10 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, TypeVar
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import tyro
@@ -29,8 +28,6 @@ from vil.training.pulse import Pulse
 from vil.training.settings import Count, CountFromZero, DataConfig, Section, Threads
 from vil.training.shards import (
     INFO_NAME,
-    Sample,
-    index_path,
     load_index,
     read_index,
     read_info,
@@ -41,16 +38,11 @@ from vil.training.shards import (
 
 _IN_ORDER = ("validation", "val", "test")  # splits that are not shuffled
 _JPEG = ("jpg", "jpeg", "jpe", "jfif")
-_MOST_NAMES = 20  # bad images named in a message
-
-_Job = TypeVar("_Job")
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(Section):
-    """Pack a folder of images into webdataset shards. Repeat the command to finish an interrupted run.
-    `make_shards.py verify SHARD_FOLDER` verifies shards."""
+    """Pack a folder of images into webdataset shards. Repeat the command to finish an interrupted run."""
 
     images: Annotated[Positional[str], tyro.conf.arg(metavar="IMAGE_FOLDER")]
     """Folder with images at <split>/<class>/<image>."""
@@ -65,16 +57,6 @@ class MakeOptions(Section):
     shuffled."""
     num_workers: Threads | None = None
     """Number of threads that copy; None uses one per core."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Section):
-    """Read every image of a folder of shards and verify its checksum."""
-
-    shards: Annotated[Positional[str], tyro.conf.arg(metavar="SHARD_FOLDER")]
-    """Folder written by make_shards.py."""
-    num_workers: Threads | None = None
-    """Number of threads that read; None uses one per core."""
 
 
 class _Image(NamedTuple):
@@ -131,41 +113,11 @@ def make_shards(options: MakeOptions) -> None:
         _announce(folder, plans)
         jobs = [(folder / name, images) for plan in plans for name, images in plan.shards.items()]
         missing = [job for job in jobs if not _is_whole(job[0])]
-        _work(_write_shard, missing, options.num_workers, "written")
+        _write_shards(missing, options.num_workers)
     for plan in plans:
         count = sum(map(len, plan.shards.values()))
         log.info(f"{plan.name:12}{count:,} images in {len(plan.shards):,} shards")
     log.info(f"{'written':12}{len(missing):,} shards; {len(jobs) - len(missing):,} already existed")
-
-
-def verify_shards(options: VerifyOptions) -> None:
-    """Read all shards named in a folder's _info.json and log which are damaged.
-
-    Raises:
-        DataError: If a shard is damaged, or the folder contains no shards or some of another program.
-    """
-    folder = Path(options.shards)
-    splits = read_info(folder)
-    if not splits:
-        raise DataError(f"SHARD_FOLDER {folder} has no {INFO_NAME}, or it lists no splits")
-    for name, split in splits.items():
-        if not split.keys() >= {"made_from", "shard_lengths"}:
-            raise DataError(f"split {name} in {folder} was not written by make_shards.py")
-    jobs = [
-        (folder / name, length)
-        for split in splits.values()
-        for name, length in zip(split["filenames"], split["shard_lengths"], strict=True)
-    ]
-    faults = _work(_find_faults, jobs, options.num_workers, "verified")
-    damaged = [(path, fault) for (path, _), fault in zip(jobs, faults, strict=True) if fault]
-    for path, fault in damaged:
-        log.info(f"{path.name}: {fault}")
-    if damaged:
-        raise DataError(
-            f"{len(damaged)} of {len(jobs)} shards in {folder} are damaged; delete them and their "
-            f"indexes, then make_shards.py writes them again"
-        )
-    log.info(f"all intact: {sum(length for _, length in jobs):,} images in {len(jobs):,} shards")
 
 
 def _plan(split: str, options: MakeOptions) -> _Plan:
@@ -268,9 +220,8 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _write_shard(job: tuple[Path, list[_Image]]) -> None:
+def _write_shard(path: Path, images: list[_Image]) -> None:
     """Write a shard and its index."""
-    path, images = job
     checksums: list[int] = []
 
     def write(file: BinaryIO) -> None:
@@ -303,44 +254,15 @@ def _read(image: _Image) -> bytes:
     return content
 
 
-def _find_faults(job: tuple[Path, int]) -> str:
-    """Return a one-line description of the faults of a shard, empty if there are none."""
-    path, length = job
+def _write_shards(jobs: list[tuple[Path, list[_Image]]], num_workers: int | None) -> None:
+    """Write shards in threads: the work is I/O-bound, and threads die with the process."""
+    pool, pulse = ThreadPoolExecutor(num_workers or os.cpu_count()), Pulse()
     try:
-        index = read_index(path)
-        if index is None:
-            return f"no {index_path(path).name}: not finished, or not written by make_shards.py"
-        samples = [Sample(*row) for row in index["samples"]]
-        with path.open("rb") as file:
-            bad = [
-                s.key
-                for s in samples
-                if zlib.crc32(os.pread(file.fileno(), s.size, s.offset)) != s.crc32
-            ]
-        if bad:
-            more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
-            return f"{len(bad)} bad images: {', '.join(bad[:_MOST_NAMES])}{more}"
-        if len(samples) != length or scan(path) != [s._replace(crc32=None) for s in samples]:
-            return f"it does not hold the {length} images, keys and labels of its index"
-    except DataError as error:
-        return str(error)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return ""
-
-
-def _work(
-    function: Callable[[_Job], _Result], jobs: list[_Job], num_workers: int | None, done: str
-) -> list[_Result]:
-    """Apply a function to all shards in threads: the work is I/O-bound, and threads die with the process."""
-    pool, pulse, results = ThreadPoolExecutor(num_workers or os.cpu_count()), Pulse(), []
-    try:
-        futures = [pool.submit(function, job) for job in jobs]
-        bar = tqdm(futures, done, unit=" shards", disable=None)
-        for future in bar:
-            results.append(future.result())
+        futures = [pool.submit(_write_shard, *job) for job in jobs]
+        bar = tqdm(futures, "written", unit=" shards", disable=None)
+        for done, future in enumerate(bar, 1):
+            future.result()
             if bar.disable:
-                pulse.beat(f"{done} {len(results):,} of {len(jobs):,} shards")
-        return results
+                pulse.beat(f"written {done:,} of {len(jobs):,} shards")
     finally:
         pool.shutdown(cancel_futures=True)

@@ -37,12 +37,6 @@ def load_archive(path: Path, foreign: bool = False) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def check_sums(path: Path) -> None:
-    """Compare a file with its checksums, which torch.load ignores; same errors as ``load_archive``."""
-    with _reading(path) as file:
-        _check_members(file)
-
-
 def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
     """Raise ValueError unless all tensors are dense and have all of their numbers.
 
