@@ -56,17 +56,20 @@ _GRID = (
 )
 
 
+_CONTIGUOUS = torch.contiguous_format
+
+
 def _tensors(count: int) -> str:
     return f"({', '.join(['Tensor'] * count)})"
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 def _empty_gradients(inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return uninitialised gradients for ``inputs``, empty for None."""
-    return tuple(inputs[0].new_empty(0) if t is None else _empty(t) for t in inputs)
+    like = inputs[0]
+    return tuple(
+        like.new_empty(0) if t is None else torch.empty_like(t, memory_format=_CONTIGUOUS)
+        for t in inputs
+    )
 
 
 def _pack_grads(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:

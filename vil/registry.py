@@ -1,6 +1,5 @@
 """The registered models: ``timm.create_model`` finds these names once ``vil`` is imported."""
 
-from functools import partial
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -84,14 +83,6 @@ def dense_indices(depth: int) -> tuple[int, ...]:
     return tuple(sorted({-(-depth * quarter // 4) - 1 for quarter in (1, 2, 3, 4)}))
 
 
-def _check_feature_cls(feature_cls: Any) -> None:
-    bare = feature_cls.func if isinstance(feature_cls, partial) else feature_cls
-    if bare not in ("getter", FeatureGetterNet):
-        raise ValueError(
-            f'feature_cls must be "getter" to return the maps of a pyramid, got {feature_cls!r}'
-        )
-
-
 def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> VisionLonghorn:
     """Build a registered model; same arguments as ``timm.create_model``.
 
@@ -103,7 +94,11 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
         kwargs.get("features_only") or kwargs.get("num_classes") == 0
     ):
         model_cls, indices = VisionLonghornPyramid, tuple(range(len(STRIDES)))
-        _check_feature_cls(kwargs.get("feature_cls", "getter"))
+        feature_cls = kwargs.get("feature_cls", "getter")
+        if getattr(feature_cls, "func", feature_cls) not in ("getter", FeatureGetterNet):
+            raise ValueError(
+                f'feature_cls must be "getter" to return the maps of a pyramid, got {feature_cls!r}'
+            )
     elif variant.endswith(_PYRAMID):
         kwargs.setdefault("dynamic_img_pad", True)
         for name in ("pyramid_blocks", "output_stride"):

@@ -1,15 +1,8 @@
-"""Tokens of images of any size: resized images, position embeddings, the class token, feature maps.
-
-Images near the trained size, or below it, are resized to the trained size inside the model. The reason is the class
-token, which reads six patches near the middle of the image through its convolution. On another grid it would read
-values that are interpolated between patches. At 5/4 of the trained side this costs a tenth to a quarter of the
-accuracy, and below the trained side most of it. Resizing the image costs next to nothing and keeps the accuracy
-(``experiments/sizes.py`` measures it).
+"""Tokens of images of any size: position embeddings, the class token, feature maps.
 
 Letters: B batch, H W grid of patches, N = H W patches, L = N + prefix tokens, C channels.
 """
 
-import math
 import operator
 from typing import Any
 
@@ -22,63 +15,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from vil.kernels.checks import is_exporting
 
 
-def inside_pixels(size: int, trained: int, patch: int, stride: int, below: float) -> int:
-    """Return the length in pixels of an image side inside the model, after any resizing.
-
-    Args:
-        size: Length of the side in pixels, covered by whole patches.
-        trained: Patches of the trained grid along the side.
-        patch: Length of a patch in pixels.
-        stride: Distance of neighbouring patches in pixels.
-        below: Sides of fewer than ``below`` times the trained patches are resized; 0 resizes none.
-    """
-    patches, limit = (size - patch) // stride + 1, math.ceil(below * trained)
-    usual = (trained - 1) * stride + patch
-    if not torch.jit.is_scripting() and is_exporting() and is_undecided(patches, limit):
-        # A branch would specialise the exported program to one of the two cases.
-        larger = torch.sym_min(torch.sym_max(patches - limit + 1, 0), 1)
-        return usual + larger * (size - usual)
-    return usual if patches < limit else size
-
-
-@torch.jit.unused
-def is_undecided(size: int, limit: int) -> bool:
-    """Return whether a program of torch.export is for sizes below the limit and for others.
-
-    For constants a branch is needed: PyTorch 2.11 cannot export ``torch.sym_max`` of them.
-    """
-    return not (statically_known_true(size < limit) or statically_known_true(size >= limit))
-
-
-def _equal(size: list[int], other: list[int]) -> bool:
+def are_equal(size: list[int], other: list[int]) -> bool:
     """Return whether sizes (height, width) are equal; for dynamic sizes of an export, whether they always are."""
     if not torch.jit.is_scripting() and is_exporting():
         return all(statically_known_true(size[i] == other[i]) for i in (0, 1))
     return size[0] == other[0] and size[1] == other[1]
-
-
-@register_notrace_function
-def resize_images(
-    images: Tensor,
-    ref_feat_shape: tuple[int, int],
-    patch_size: tuple[int, int],
-    stride: tuple[int, int],
-    below: float,
-) -> Tensor:
-    """Resize images (B, C, height, width) along the sides that are near the trained length or below it.
-
-    Each side is treated separately, because distances of tokens are also measured by row and by column. The other
-    arguments are those of ``inside_pixels`` as pairs (height, width); ``ref_feat_shape`` is its ``trained``.
-    Images that need no resizing are returned as the same tensor.
-    """
-    own = [images.shape[-2], images.shape[-1]]
-    size = [
-        inside_pixels(own[0], ref_feat_shape[0], patch_size[0], stride[0], below),
-        inside_pixels(own[1], ref_feat_shape[1], patch_size[1], stride[1], below),
-    ]
-    if _equal(size, own):
-        return images
-    return F.interpolate(images, size, mode="bicubic", antialias=True)
 
 
 @register_notrace_function
@@ -96,7 +37,7 @@ def resize_tokens(x: Tensor, grid: list[int], feat_shape: list[int], num_prefix:
     Returns:
         (B, num_prefix + h w, C), the same tensor if the grids are equal.
     """
-    if _equal(grid, feat_shape):
+    if are_equal(grid, feat_shape):
         return x
     patches = x[:, num_prefix:].mT.unflatten(2, [grid[0], grid[1]])
     own = F.interpolate(patches, [feat_shape[0], feat_shape[1]], mode="bilinear", antialias=True)
@@ -114,7 +55,7 @@ def resample_pos_embed(
     the example. If the sizes are constants of the program and equal, the same tensor is returned instead.
     """
     if not torch.jit.is_scripting():
-        if _equal(grid, own_grid):  # timm asks a flag that other threads set when they export
+        if are_equal(grid, own_grid):  # timm asks a flag that other threads set when they export
             return pos_embed
         if not is_exporting() and torch.compiler.is_compiling() and torch.is_grad_enabled():
             # PyTorch (2.15) cannot compile the gradient of this resampling to a symbolic size;

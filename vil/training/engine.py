@@ -172,17 +172,12 @@ def _score(
     """Add a batch to the sums of each model, and to ``judged``; see ``evaluate``."""
     for model, total in zip(models, sums, strict=True):
         logits = model(images).float()
-        loss, hits = _judge(logits, targets)
+        hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+        loss = functional.cross_entropy(logits, targets, reduction="sum").double()
         total[:3] += torch.stack([loss, hits[:, 0].sum(), hits.sum()])
         total[3] += len(targets)
         if judged is not None and model is models[0]:
             judged.append(torch.stack([targets, logits.argmax(1)]))
-
-
-def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of a batch, float64, and whether each top-5 output hits, bool (B, 5)."""
-    hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-    return functional.cross_entropy(logits, targets, reduction="sum").double(), hits
 
 
 @torch.no_grad()

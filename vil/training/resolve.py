@@ -105,8 +105,8 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
     for key, default in _PREPROCESSING.items():
         if getattr(data, key) is None:
             value = described.get(key, default)
-            if isinstance(value, tuple | list):
-                value = _per_channel(tuple(value), model.in_chans)
+            if isinstance(value, tuple | list) and len(value) != model.in_chans:
+                value = (sum(value) / len(value),) * model.in_chans  # as in timm
             data = replace(data, **{key: value})
     data = replace(data, decoder=data.decoder or "torchvision", val_hash=data.val_hash or "path")
     config = from_dict(asdict(replace(config, model=model, data=data)), "")
@@ -172,10 +172,3 @@ def model_arguments(model: ModelConfig) -> dict[str, Any]:
     """Return the arguments for timm's model entry point."""
     given = {key: getattr(model, key) for key in MODEL_ARGUMENTS if getattr(model, key) is not None}
     return given | parse_args(model.args)
-
-
-def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return one value per channel; grey gets the mean of the colour channels, as in timm."""
-    if len(values) == channels:
-        return values
-    return (sum(values) / len(values),) * channels

@@ -299,12 +299,13 @@ def _load_report(
     for key, value in model.state_dict().items():
         if key in levels or key == "ref_feat_bits":  # no weight
             continue
+        given = source.get(key, value)  # the model's filter may have renamed it
         if key in missing:
             new.append(f"{key} {tuple(value.shape)}")
-        elif key not in source or _same(source[key], value):  # or renamed by the model's filter
+        elif given.shape == value.shape and torch.equal(given.to(value), value):
             taken += 1
         else:
-            resampled.append(f"{key} {tuple(source[key].shape)} -> {tuple(value.shape)}")
+            resampled.append(f"{key} {tuple(given.shape)} -> {tuple(value.shape)}")
     new += [f"pyramid, {len(levels)} tensors"] if levels else []
     kind = ", averaged" if weights.averaged else ""
     epoch = "" if weights.epoch is None else f", epoch {weights.epoch}"
@@ -320,10 +321,6 @@ def _load_report(
         if mixer is not None and mixer.recurrence != "mamba":
             line += f"{_UNNAMED}{mixer.recurrence}"
     return line
-
-
-def _same(source: Tensor, value: Tensor) -> bool:
-    return source.shape == value.shape and torch.equal(source.to(value), value)
 
 
 def _heads(cfg: dict[str, Any]) -> list[str]:
