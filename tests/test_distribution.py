@@ -20,12 +20,18 @@ ROOT = Path(__file__).parent.parent
 LEFT_OUT = ("numba", "llvmlite", "triton", "vision_longhorn", "__editable__")
 USE = """
 import pathlib, timm, torch, vil
-from vil.kernels import backends
+from vil.kernels import ops
 assert pathlib.Path(vil.__file__).is_relative_to({environment!r}), vil.__file__
 model = timm.create_model("vil_tiny", img_size=32, num_classes=10).eval()
 assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-assert backends.automatic_backend("cpu", False) == "reference"
+try:
+    with ops.use_backend("cpu"):
+        model(torch.randn(2, 3, 32, 32))
+except RuntimeError as error:
+    assert 'use_backend = "cpu" needs numba: numba is not installed' in str(error), error
+    print("refused")
 """
+SLOW = "scans run through plain PyTorch, which is slow (numba is not installed)"
 
 pytestmark = pytest.mark.ci
 
@@ -111,8 +117,11 @@ def test_a_wheel_works_unpacked_or_not_beside_other_projects(built: Path, tmp_pa
         }  # PyInstaller's collect_submodules finds the same
 
 
-def test_it_works_without_numba_and_triton(python: Path, tmp_path: Path) -> None:
-    run(python, "-c", USE.format(environment=str(python.parents[1])), cwd=tmp_path)
+def test_it_works_without_numba_and_triton_and_says_once(python: Path, tmp_path: Path) -> None:
+    command = [str(python), "-c", USE.format(environment=str(python.parents[1]))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+    assert done.stderr.count(SLOW) == 1
 
 
 def test_selfcheck_says_what_is_missing(python: Path, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ Everything runs as on a GPU, in eager mode with the Triton backend, but launches
 arbitrary.
 """
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import timm
 import torch
@@ -30,53 +28,37 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mixer, "is_eager", lambda *_: True)
-    with ops.use_backend("triton"), recording() as launches:
-        yield
-    assert launches
+def results(model: nn.Module, x: Tensor, kind: str) -> list[Tensor]:
+    if kind == "kept":
+        patches = model.patch_embed(x)
+        return [model.forward_patches(patches, torch.rand(len(x), 16).argsort(1)[:, :5])]
+    return [model(x)] if kind != "pyramid" else model.forward_intermediates(x)[1]
 
 
-def keeping(model: nn.Module, x: Tensor) -> Tensor:
-    patches = model.patch_embed(x)
-    return model.forward_patches(patches, torch.rand(len(x), 16).argsort(1)[:, :5])
-
-
-SIZES = {"trained": (32, 32), "1.5 times": (48, 48), "2 times": (64, 64), "sides differ": (48, 24)}
-CASES: dict[str, tuple[dict, tuple[int, int], Callable[[nn.Module, Tensor], Tensor]]] = {
-    **{name: ({}, size, nn.Module.__call__) for name, size in SIZES.items()},
-    "padded": ({"dynamic_img_pad": True}, (45, 61), nn.Module.__call__),
-    "overlapping": ({"patch_stride": 4}, (48, 48), nn.Module.__call__),
-    "grid_aware='dt'": ({"grid_aware": "dt"}, (48, 48), nn.Module.__call__),
-    "dropped": ({"patch_drop_rate": 0.5}, (32, 32), nn.Module.__call__),
-    "kept": ({}, (32, 32), keeping),
+CASES = {  # options and sizes
+    "plain": ({}, [(32, 32), (48, 48), (64, 64), (48, 24)]),
+    "without class token": ({"class_token": False, "global_pool": "avg"}, [(32, 32), (48, 24)]),
+    "padded": ({"dynamic_img_pad": True}, [(45, 61)]),
+    "overlapping": ({"patch_stride": 4}, [(48, 48)]),
+    "grid_aware='dt'": ({"grid_aware": "dt"}, [(48, 48)]),
+    "dropped": ({"patch_drop_rate": 0.5}, [(32, 32)]),
+    "kept": ({}, [(32, 32)]),
+    "pyramid": ({}, [(32, 32), (48, 48), (64, 64), (48, 24)]),
 }
-
-
-def train(model: nn.Module, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    with NoReads():
-        call(model, x).sum().backward()
-    assert x.grad is not None
-    with NoReads(), torch.no_grad():
-        call(model.eval(), x)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny"])
-@pytest.mark.parametrize("class_token", [True, False], ids=["class token", "none"])
-@pytest.mark.parametrize("case", CASES)
-def test_backbone(case: str, class_token: bool, name: str) -> None:
-    options, size, call = CASES[case]
-    pool = {"class_token": class_token, "global_pool": "token" if class_token else "avg"}
-    model = timm.create_model(name, **SMALL, **pool, **options).train()
-    train(model, torch.randn(2, 3, *size, requires_grad=True), call)
-
-
-def test_pyramid() -> None:
-    def call(model: nn.Module, x: Tensor) -> Tensor:
-        return sum(made.sum() for made in model.forward_intermediates(x, intermediates_only=True))
-
-    model = timm.create_model("vil_tiny_exact_pyramid", **SMALL).train()
-    for size in SIZES.values():
-        train(model.train(), torch.randn(2, 3, *size, requires_grad=True), call)
+@pytest.mark.parametrize("kind", CASES)
+def test_nothing_is_read(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixer, "is_eager", lambda *_: True)
+    options, sizes = CASES[kind]
+    model = timm.create_model(name + "_pyramid" * (kind == "pyramid"), **SMALL, **options)
+    with ops.use_backend("triton"), recording() as launches:
+        for size in sizes:
+            x = torch.randn(2, 3, *size, requires_grad=True)
+            with NoReads():
+                sum(made.sum() for made in results(model.train(), x, kind)).backward()
+            with NoReads(), torch.no_grad():
+                results(model.eval(), x, kind)
+    assert launches

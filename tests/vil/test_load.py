@@ -28,6 +28,7 @@ from vil.training.resolve import fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}
+NO_HEAD = {key: value for key, value in SMALL.items() if key != "num_classes"}  # a file gives it
 CLASSES = ("ash", "birch", "cedar", "dogwood")
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -117,23 +118,33 @@ def test_checkpoint_gives_the_model_bit_for_bit(
     assert data["mean"] == (0.1, 0.2, 0.3)
 
 
-@pytest.mark.parametrize("prefix", ["model.", "timm_model.", "module.student.backbone."])
-def test_modules_around_the_model_are_removed_from_names(
+@pytest.mark.parametrize("key", ["model", "state_dict", None])
+@pytest.mark.parametrize(
+    ("prefix", "told_of"),
+    [
+        *((prefix, "") for prefix in ("", "module.", "_orig_mod.module.", "module._orig_mod.")),
+        ("model.", "model."),  # of Lightning
+        ("timm_model.", "timm_model."),  # of transformers
+        ("module.student.backbone.", "student.backbone."),
+    ],
+)
+def test_state_dicts_of_other_programs(
     prefix: str,
+    told_of: str,
+    key: str | None,
     run: tuple[Path, nn.Module, nn.Module],
     told: Callable[[], tuple[str, int]],
     tmp_path: Path,
 ) -> None:
-    """Lightning's checkpoints, transformers' Trainer, and several levels."""
-    path = tmp_path / "wrapped.ckpt"
-    state_dict = {prefix + name: value for name, value in run[1].state_dict().items()}
-    torch.save({"state_dict": state_dict, "epoch": 3}, path)
-    sizes = {key: value for key, value in SMALL.items() if key != "num_classes"}
-    assert torch.equal(logits(vil.load(path, "vil_tiny", **sizes)), logits(run[1]))
-    without = prefix.removeprefix("module.")  # DDP's is removed without a word
-    expected = f"weights from {path} (names without {without}): 25 tensors taken"
+    """The names of modules around the model are removed, those of wrappers without a word."""
+    path = tmp_path / "other.pth"
+    state = {prefix + name: value for name, value in run[1].state_dict().items()}
+    torch.save(state if key is None else {key: state, "epoch": 3}, path)
+    assert torch.equal(logits(vil.load(path, "vil_tiny", **NO_HEAD)), logits(run[1]))
+    without = f" (names without {told_of})" if told_of else ""
     form = "; the source does not say whether it has the diagonal or the exact form, taken for longhorn"
-    assert told() == (expected + form, logging.WARNING)
+    line = f"weights from {path}{without}: 25 tensors taken{form}"
+    assert told() == (line, logging.WARNING)
 
 
 FOREIGN = {
@@ -155,8 +166,7 @@ def test_entries_of_others_are_left_out(
     torch.save(
         {"state_dict": wrapped | {k: torch.ones(v) for k, v in others.items()}}, tmp_path / "a"
     )
-    sizes = {key: value for key, value in SMALL.items() if key != "num_classes"}
-    assert torch.equal(logits(vil.load(tmp_path / "a", "vil_tiny", **sizes)), logits(run[1]))
+    assert torch.equal(logits(vil.load(tmp_path / "a", "vil_tiny", **NO_HEAD)), logits(run[1]))
     line = told()[0]
     assert "25 tensors taken" in line
     assert f"left out: {next(iter(others))}" in line
@@ -184,12 +194,9 @@ def test_a_classifier_of_others_is_left_out_and_several_models_are_refused(
 
 def test_the_other_form_is_refused_or_told_of(tmp_path: Path, told: Callable) -> None:
     """Both forms have the same names and shapes. PyTorch's files record the form, even below other modules."""
-    exact = timm.create_model("vil_tiny_exact", **SMALL)
-    wrapped = nn.Module()
-    wrapped.model = exact
-    for number, state_dict in enumerate((exact.state_dict(), wrapped.state_dict())):
-        path = tmp_path / f"{number}.pt"
-        torch.save({"state_dict": state_dict}, path)
+    exact, path = timm.create_model("vil_tiny_exact", **SMALL), tmp_path / "exact.pt"
+    for module in (exact, nn.ModuleDict({"model": exact})):
+        torch.save({"state_dict": module.state_dict()}, path)
         with pytest.raises(ValueError, match="the state dict has weights of 'longhorn_exact'"):
             vil.load(path, "vil_tiny", **SMALL)
         vil.load(path, "vil_tiny_exact", **SMALL)
@@ -219,8 +226,7 @@ def test_released_folder_gives_the_model_bit_for_bit(
         assert loaded.pretrained_cfg["label_names"] == list(CLASSES)
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes(file.read_bytes())
-    sizes = {key: value for key, value in SMALL.items() if key != "num_classes"}
-    assert torch.equal(logits(vil.load(alone, "vil_tiny", **sizes)), expected)
+    assert torch.equal(logits(vil.load(alone, "vil_tiny", **NO_HEAD)), expected)
 
 
 @pytest.mark.ci
@@ -260,37 +266,18 @@ def test_name_of_a_timm_model_stands_for_its_weights(
     )
 
 
-@pytest.mark.parametrize("key", ["model", "state_dict", None])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "module._orig_mod."])
-def test_state_dict_of_another_program(key: str | None, prefix: str, tmp_path: Path) -> None:
-    model = small()
-    state = {prefix + name: value for name, value in model.state_dict().items()}
-    path = tmp_path / "other.pth"
-    torch.save(state if key is None else {key: state, "epoch": 3}, path)
-    sizes = {name: value for name, value in SMALL.items() if name != "num_classes"}
-    loaded = vil.load(path, "vil_tiny", **sizes)  # the head gives the number of classes
-    assert torch.equal(logits(loaded), logits(model))
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["model", "bare", "prefixed", "safetensors"])
-def test_official_vision_mamba(
-    kind: str, tmp_path: Path, told: Callable[[], tuple[str, int]]
-) -> None:
+def test_official_vision_mamba(tmp_path: Path, told: Callable[[], tuple[str, int]]) -> None:
     state = official_state_dict()
-    path = tmp_path / ("vim.safetensors" if kind == "safetensors" else "vim.pth")
-    if kind == "safetensors":
-        save_file(state, path)
-    elif kind == "prefixed":
-        torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, path)
-    else:
-        torch.save({"model": state} if kind == "model" else state, path)
+    paths = tmp_path / "vim.pth", tmp_path / "vim.safetensors"
+    torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, paths[0])
+    save_file(state, paths[1])
     sizes = {name: value for name, value in SIZES.items() if name != "num_classes"}
-    loaded = vil.load(path, "vim_tiny", **sizes)
     images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
-    expected = official_logits(state, images)
-    assert (logits(loaded, images) - expected).abs().max() < 1e-5
-    assert told() == (f"weights from {path}: 27 tensors taken", logging.INFO)
+    for path in paths:
+        loaded = vil.load(path, "vim_tiny", **sizes)
+        assert (logits(loaded, images) - official_logits(state, images)).abs().max() < 1e-5
+        assert told() == (f"weights from {path}: 27 tensors taken", logging.INFO)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -354,39 +341,23 @@ def test_other_size_resamples_like_set_input_size(
     model = small(img_size=source_size, patch_stride=stride)
     model.set_input_size(source_size)
     sizes = {key: value for key, value in SMALL.items() if key != "img_size"}
-    sizes["patch_stride"] = stride
-    if kind in ("checkpoint", "bare"):
-        source = tmp_path / "weights.pt"
-        about = {
-            "arch": "vil_tiny",
-            "model_args": sizes | {"img_size": source_size},
-            "pretrained_cfg": {},
-            "epoch": 1,
-            "config": {},
-            "run": {},
-        }
-        torch.save(
-            model.state_dict() if kind == "bare" else about | {"model": model.state_dict()}, source
-        )
-    else:
-        source = tmp_path / "folder"
+    sizes["patch_stride"], source = stride, tmp_path / "weights"
+    about = {"arch": "vil_tiny", "model_args": sizes | {"img_size": source_size}}
+    about |= {"pretrained_cfg": {}, "epoch": 1, "config": {}, "run": {}}
+    if kind == "released":
         save_for_hf(model, source, safe_serialization=True)
-    name = "vil_tiny" if kind == "bare" else None
-    loaded = vil.load(source, name, img_size=size, **(sizes if kind == "bare" else {}))
+    else:
+        state = model.state_dict()
+        torch.save(state if kind == "bare" else about | {"model": state}, source)
+    name, given = ("vil_tiny", sizes) if kind == "bare" else (None, {})
+    loaded = vil.load(source, name, img_size=size, **given)
     model.set_input_size(size)
     assert loaded.patch_embed.grid_size == model.patch_embed.grid_size
     assert torch.equal(loaded.pos_embed, model.pos_embed)
-    pixels = loaded.patch_embed.img_size
-    images = torch.randn(1, 3, *pixels)
+    images = torch.randn(1, 3, *loaded.patch_embed.img_size)
     assert torch.equal(logits(loaded, images), logits(model, images))
-    features = vil.load(
-        source,
-        name,
-        img_size=size,
-        features_only=True,
-        out_indices=1,
-        **(sizes if kind == "bare" else {}),
-    )
+    given |= {"features_only": True, "out_indices": 1}
+    features = vil.load(source, name, img_size=size, **given)
     assert torch.equal(features.model.pos_embed, model.pos_embed)
 
 

@@ -30,10 +30,6 @@ def images(height: int = 64, width: int = 96, count: int = 2) -> Tensor:
     return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def shapes(maps: list[Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(m.shape[-2:]) for m in maps]
-
-
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
 @pytest.mark.parametrize("kind", ["vil_{}", "vil_{}_exact", "vim_{}"])
 def test_every_model_has_a_pyramid_of_its_own_kind(size: str, kind: str) -> None:
@@ -58,7 +54,7 @@ def test_every_model_has_a_pyramid_of_its_own_kind(size: str, kind: str) -> None
 def test_maps_are_as_large_as_a_convolutional_networks(size: tuple, patch: dict) -> None:
     maps = features(**patch)(images(*size))
     expected = [tuple(-(-side // stride) for side in size) for stride in (4, 8, 16, 32)]
-    assert shapes(maps) == expected
+    assert [tuple(m.shape[-2:]) for m in maps] == expected
     assert all(m.isfinite().all() for m in maps)
 
 
@@ -103,68 +99,62 @@ def test_features_have_no_parameter_without_a_gradient(recurrence: str, indices:
         torch.testing.assert_close(made, same)
 
 
-class TestWeightsOfThePlainModel:
-    def test_load_strictly_and_leave_the_levels_new(self, caplog: pytest.LogCaptureFixture) -> None:
-        plain, pyramid = model("vil_tiny"), model()
-        before = {key: value.clone() for key, value in pyramid.state_dict().items()}
-        nn.init.normal_(plain.blocks[2].mixer.D)
-        with caplog.at_level(logging.WARNING, "vil"):
-            result = pyramid.load_state_dict(plain.state_dict())
-        assert result == ([], [])
-        assert "the weights have no pyramid levels" in caplog.text
-        for key, value in pyramid.state_dict().items():
-            source = before if key.startswith("pyramid.") else plain.state_dict()
-            assert torch.equal(value, source[key]), key
-
-    def test_anything_else_that_is_missing_is_an_error(self) -> None:
-        state_dict = model("vil_tiny").state_dict()
-        del state_dict["blocks.1.mixer.D"]
-        with pytest.raises(
-            RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks.1.mixer.D"'
-        ):
-            model().load_state_dict(state_dict)
-        own = model().state_dict()
-        del own["pyramid.0.norm.weight"]
-        with pytest.raises(RuntimeError, match=r'"pyramid.0.norm.weight"'):
-            model().load_state_dict(own)
-
-    @pytest.mark.parametrize("how", ["checkpoint_path", "overlay", "vil.load"])
-    def test_through_every_door(self, how: str, tmp_path: Path) -> None:
-        classes = 0 if how == "checkpoint_path" else 5  # timm is strict with checkpoint_path
-        plain, path = model("vil_tiny", num_classes=classes), tmp_path / "plain.safetensors"
-        save_file(plain.state_dict(), path)
-        if how == "checkpoint_path":
-            net = model(checkpoint_path=str(path))
-        elif how == "overlay":
-            cfg = {"file": str(path), "num_classes": 5}
-            net = features(pretrained=True, pretrained_cfg_overlay=cfg).model
-        else:
-            net = vil.load(path, "vil_tiny_pyramid", features_only=True, **SMALL).eval().model
-        for key, value in net.state_dict().items():
-            if not key.startswith(("pyramid.", "head.", "norm.")):
-                assert torch.equal(value, plain.state_dict()[key]), key
-        expected = plain.forward_intermediates(images(), 1, intermediates_only=True)[0]
-        made = net.forward_intermediates(images(), intermediates_only=True)[3]
-        assert torch.equal(made, net.pyramid[3](expected))
+def test_weights_of_the_plain_model_load_strictly_and_leave_the_levels_new(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, pyramid = model("vil_tiny"), model()
+    before = {key: value.clone() for key, value in pyramid.state_dict().items()}
+    nn.init.normal_(plain.blocks[2].mixer.D)
+    with caplog.at_level(logging.WARNING, "vil"):
+        assert pyramid.load_state_dict(plain.state_dict()) == ([], [])
+    assert "the weights have no pyramid levels" in caplog.text
+    for key, value in pyramid.state_dict().items():
+        source = before if key.startswith("pyramid.") else plain.state_dict()
+        assert torch.equal(value, source[key]), key
 
 
-class TestWeightsIntoAModuleThatAnotherPackageBuilt:
-    def inside(self, **arguments: object) -> nn.Module:
-        return nn.Sequential(features(**arguments), nn.Identity())
+@pytest.mark.parametrize(
+    ("of", "missing"),
+    [("vil_tiny", "blocks.1.mixer.D"), ("vil_tiny_pyramid", "pyramid.0.norm.weight")],
+)
+def test_anything_else_that_is_missing_is_an_error(of: str, missing: str) -> None:
+    state_dict = model(of).state_dict()
+    del state_dict[missing]
+    with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{missing}"'):
+        model().load_state_dict(state_dict)
 
-    def test_plain_weights(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        plain, outer = model("vil_tiny", img_size=64, num_classes=5), self.inside()
-        torch.save(plain.state_dict(), tmp_path / "plain.pt")
+
+@pytest.mark.parametrize("how", ["checkpoint_path", "overlay", "vil.load", "into another's"])
+def test_weights_of_the_plain_model_through_every_door(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    classes = 0 if how == "checkpoint_path" else 5  # timm is strict with checkpoint_path
+    size = 64 if how == "into another's" else 224
+    plain, path = model("vil_tiny", num_classes=classes, img_size=size), tmp_path / "a.safetensors"
+    save_file(plain.state_dict(), path)
+    if how == "checkpoint_path":
+        net = model(checkpoint_path=str(path))
+    elif how == "overlay":
+        cfg = {"file": str(path), "num_classes": 5}
+        net = features(pretrained=True, pretrained_cfg_overlay=cfg).model
+    elif how == "vil.load":
+        net = vil.load(path, "vil_tiny_pyramid", features_only=True, **SMALL).eval().model
+    else:  # a module that another package built
+        outer = nn.Sequential(features(), nn.Identity())
         with caplog.at_level(logging.INFO, "vil"):
-            assert vil.load(tmp_path / "plain.pt", outer) is outer
-        line = caplog.messages[-1]
-        assert "resampled pos_embed (1, 17, 32) -> (1, 197, 32)" in line
-        assert "new pyramid, 16 tensors" in line
-        assert "left out norm.weight, head.weight, head.bias" in line
-        assert outer[0].model.ref_feat_shape == (4, 4)
-        for key, value in outer[0].model.state_dict().items():
-            if key.startswith("blocks."):
-                assert torch.equal(value, plain.state_dict()[key]), key
+            assert vil.load(path, outer) is outer
+        net = outer[0].model
+        told = "resampled pos_embed (1, 17, 32) -> (1, 197, 32)", "new pyramid, 16 tensors"
+        for part in (*told, "left out head.bias, head.weight, norm.weight"):
+            assert part in caplog.messages[-1]
+        assert net.ref_feat_shape == (4, 4)
+        plain.set_input_size(224)
+    for key, value in net.state_dict().items():
+        if not key.startswith(("pyramid.", "head.", "norm.")):
+            assert torch.equal(value, plain.state_dict()[key]), key
+    expected = plain.forward_intermediates(images(), 1, intermediates_only=True)[0]
+    made = net.forward_intermediates(images(), intermediates_only=True)[3]
+    assert torch.equal(made, net.pyramid[3](expected))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 import vil  # noqa: F401  (registers the models)
 from vil import selfcheck
 from vil.kernels import ops
+from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
 
 pytestmark = [
@@ -78,9 +79,11 @@ def test_a_long_sequence_is_cut_and_gives_the_same(
         return result
 
     monkeypatch.setattr(tuning, "num_splits", counted)
+    forget_plans()
     cut = outcomes(given, recurrence)
     assert max(counts) > 1
     monkeypatch.setattr(tuning, "num_splits", lambda kernel, warps, chunks, *_: (1, chunks))
+    forget_plans()
     for result, expected in zip(cut, outcomes(given, recurrence), strict=True):
         error = (result - expected).float().abs().max() / expected.float().abs().max()
         assert error < 0.02  # rounded to bfloat16, products in TF32

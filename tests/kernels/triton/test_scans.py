@@ -47,7 +47,10 @@ SHAPES = [
     *((EXACT, shape) for shape in IN_CHUNKS),
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("nan_where_nothing_is_written"),
+]
 each = pytest.mark.parametrize("recurrence", RECURRENCES)
 
 
@@ -55,15 +58,6 @@ each = pytest.mark.parametrize("recurrence", RECURRENCES)
 def plans_of_this_test() -> Iterator[None]:
     yield
     forget_plans()
-
-
-@pytest.fixture(autouse=True)
-def nan_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty, new_empty = torch.empty, Tensor.new_empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
-    monkeypatch.setattr(
-        Tensor, "new_empty", lambda self, *a, **k: new_empty(self, *a, **k).fill_(float("nan"))
-    )
 
 
 def in_splits(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
