@@ -10,7 +10,7 @@ from torch import Tensor
 from vil.kernels import registration  # noqa: F401  (defines them)
 
 # Operator -> positions of its activations
-_ACTIVATIONS = {"scan": (0, 1, 3, 4, 7), "causal_conv1d_bidirectional": (0,), "mixer": (0,)}
+_ACTIVATIONS = {"scan": (0, 1, 3, 4, 7), "mixer": (0,)}
 _DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 _library = torch.library.Library("vil", "FRAGMENT")

@@ -95,14 +95,6 @@ def check_recurrence(recurrence: str, A: Tensor | None) -> None:
         )
 
 
-def _check_taps(
-    weight: Tensor, name: str, channels: int, dtypes: tuple[torch.dtype, ...], like: Tensor
-) -> None:
-    if weight.ndim != 3 or weight.shape[-1] < 1:
-        raise ValueError(f"{name} must have shape (2, D, K), got {tuple(weight.shape)}")
-    _check(weight, name, "2, D, K", (2, channels, weight.shape[2]), dtypes, like)
-
-
 def check_scan(args: ScanArgs, recurrence: str) -> None:
     """Raise ValueError for invalid arguments of a scan; messages for one direction omit its axis."""
     check_recurrence(recurrence, args.A)
@@ -132,16 +124,6 @@ def check_scan(args: ScanArgs, recurrence: str) -> None:
         _check(initial_state, "initial_state", f"{lead}B, D, M", shape, (compute_dtype(x),), x)
 
 
-def check_conv(x: Tensor, weight: Tensor, bias: Tensor) -> None:
-    """Raise ValueError for invalid arguments of ``causal_conv1d_bidirectional``."""
-    _check_activation(x, "x", "B, L, D")
-    if x.shape[1] < 1:
-        raise ValueError(f"x must have shape (B, L, D) with L >= 1, got {tuple(x.shape)}")
-    dtypes = _parameter_dtypes(x)
-    _check_taps(weight, "weight", x.shape[2], dtypes, x)
-    _check(bias, "bias", "2, D", (2, x.shape[2]), dtypes, x)
-
-
 def check_mixer(
     xz: Tensor,
     conv_weight: Tensor,
@@ -160,10 +142,11 @@ def check_mixer(
     if xz.shape[1] < 1 or xz.shape[2] % 2:
         raise ValueError(f"xz must have shape (B, L, 2E) with L >= 1, got {tuple(xz.shape)}")
     inner, dtypes = xz.shape[2] // 2, _parameter_dtypes(xz)
-    for name, weight in (("x_proj_weight", x_proj_weight), ("dt_weight", dt_weight)):
-        if weight.ndim != 3:
+    weights = {"conv_weight": conv_weight, "x_proj_weight": x_proj_weight, "dt_weight": dt_weight}
+    for name, weight in weights.items():
+        if weight.ndim != 3 or weight.shape[2] < 1:
             raise ValueError(f"{name} must have 3 axes, got shape {tuple(weight.shape)}")
-    rank = dt_weight.shape[2]
+    rank, taps = dt_weight.shape[2], conv_weight.shape[2]
     columns = x_proj_weight.shape[1]
     if columns <= rank or (columns - rank) % 2:
         raise ValueError(
@@ -171,7 +154,7 @@ def check_mixer(
             f"{rank}, got {tuple(x_proj_weight.shape)}"
         )
     states = (columns - rank) // 2
-    _check_taps(conv_weight, "conv_weight", inner, dtypes, xz)
+    _check(conv_weight, "conv_weight", "2, E, K", (2, inner, taps), dtypes, xz)
     _check(conv_bias, "conv_bias", "2, E", (2, inner), dtypes, xz)
     _check(x_proj_weight, "x_proj_weight", "2, R + 2 M, E", (2, columns, inner), dtypes, xz)
     _check(dt_weight, "dt_weight", "2, E, R", (2, inner, rank), dtypes, xz)

@@ -47,16 +47,6 @@ def _scan_backward(grad, grad_final, *args, **kwargs) -> int:
     return 3 * _scan(*tensors, recurrence)
 
 
-@register_flop_formula(torch.ops.vil.causal_conv1d_bidirectional)
-def _conv(x, weight, *args, **kwargs) -> int:
-    return 2 * 2 * math.prod(x) * weight[-1]
-
-
-@register_flop_formula(torch.ops.vil.causal_conv1d_bidirectional_backward)
-def _conv_backward(grad, x, weight, *args, **kwargs) -> int:
-    return 3 * _conv(x, weight)
-
-
 @register_flop_formula(torch.ops.vil.mixer)
 def _mixer(
     xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, *args, **kwargs

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vil.kernels import autocast, reference
 from vil.kernels.args import ScanArgs
-from vil.kernels.checks import check_conv, check_scan
+from vil.kernels.checks import check_scan
 from vil.kernels.grid import TokenLayout
 from vil.kernels.mixer import MixerParams, plain
 
@@ -36,13 +36,6 @@ def scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, *(out.new_empty(0) if t is None else t for t in (final, None, None))
 
 
-def causal_conv1d_bidirectional(*arguments: Any) -> Tensor:
-    """Return the result of ``vil::causal_conv1d_bidirectional``."""
-    arguments = autocast.cast("causal_conv1d_bidirectional", arguments)
-    check_conv(*arguments)
-    return reference.causal_conv1d_bidirectional(*arguments)
-
-
 def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the outputs of ``vil::mixer``; those for the backward pass are empty."""
     xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, _, *layout = (
@@ -54,10 +47,5 @@ def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, *(out.new_empty(0) for _ in range(3))
 
 
-_FORWARD = {
-    "scan": scan,
-    "causal_conv1d_bidirectional": causal_conv1d_bidirectional,
-    "mixer": mixer,
-}
-for _name, _kernel in _FORWARD.items():
-    _library.impl(_name, _kernel, _FUNCTORCH)
+_library.impl("scan", scan, _FUNCTORCH)
+_library.impl("mixer", mixer, _FUNCTORCH)

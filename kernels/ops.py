@@ -4,7 +4,7 @@ Each is a torch.library operator (``registration.py``) with rules for automatic 
 precision and for counting FLOPs. Each raises NotImplementedError if the backend does not support the
 arguments: Triton takes up to 64 states, 128 for longhorn_exact. It raises RuntimeError if a backend
 that you chose by name cannot be used.
-Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
+Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ __all__ = [
     "BACKENDS",
     "RECURRENCES",
     "bidirectional_scan",
-    "causal_conv1d_bidirectional",
     "longhorn_scan",
     "mamba_scan",
     "use_backend",
@@ -156,24 +155,6 @@ def bidirectional_scan(
     """
     tensors = (x, dt, A, q, k, D, bias, z)
     return _operator("scan")(*tensors, None, recurrence, False, _has_gradients(tensors))[0]
-
-
-def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Convolve every channel causally (index 0) and anti-causally (index 1), then apply SiLU.
-
-    Args:
-        x: (B, L, D), float64, float32, bfloat16 or float16, any strides.
-        weight: (2, D, K), dtype of x or float32. Tap K - 1 meets the token itself. Tap 0 meets the
-            token K - 1 places before (index 0) or after (index 1) it.
-        bias: (2, D), dtype of x or float32.
-
-    Returns:
-        (2, B, L, D) in the dtype of x.
-
-    Raises:
-        ValueError: If a shape, dtype or device disagrees.
-    """
-    return _operator("causal_conv1d_bidirectional")(x, weight, bias)
 
 
 def _scan_one_direction(

@@ -16,7 +16,6 @@ from vil.kernels import mixer, reference
 from vil.kernels.args import ScanArgs, compute_dtype, kept_dtype
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import (
-    check_conv,
     check_mixer,
     check_no_tangents,
     check_not_onnx,
@@ -25,7 +24,7 @@ from vil.kernels.checks import (
 )
 from vil.kernels.grid import TokenLayout, layout_of, layout_sizes
 from vil.kernels.mixer import MixerParams, mixer_plan
-from vil.kernels.plan import MOST_KEPT, conv_key, scan_key
+from vil.kernels.plan import MOST_KEPT, scan_key
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], CustomOpDef]:
@@ -226,45 +225,6 @@ def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None
 
 _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 
-
-@_operator("causal_conv1d_bidirectional", "(Tensor x, Tensor weight, Tensor bias) -> Tensor")
-def _conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    check_conv(x, weight, bias)
-    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
-    return plan.forward(x, weight, bias, None).contiguous()
-
-
-@_conv.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    check_conv(x, weight, bias)
-    return x.new_empty((2, *x.shape))
-
-
-@_operator(
-    "causal_conv1d_bidirectional_backward",
-    f"(Tensor grad, Tensor x, Tensor weight, Tensor bias) -> {_tensors(3)}",
-)
-def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
-    return _pack_grads(plan.backward(grad, x, weight, bias, None), x)
-
-
-@_conv_backward.register_fake
-def _(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return _empty_gradients(inputs)
-
-
-def _conv_setup(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _conv_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-    if mixer.is_transformed(grad):
-        return reference.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors)
-    return torch.ops.vil.causal_conv1d_bidirectional_backward(grad, *ctx.saved_tensors)
-
-
-_conv.register_autograd(_conv_autograd, setup_context=_conv_setup)
 
 # ------------------------------------------------------------------------------------ whole mixer
 

@@ -15,15 +15,16 @@ import platform
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import vil
 from vil.kernels import ops
-from vil.kernels.backends import automatic_backend
+from vil.kernels.backends import automatic_backend, backend_for
 from vil.kernels.grid import GridSpec, layout_of
+from vil.kernels.plan import conv_key
 from vil.messages import first_line
 
 SMALL = (2, 33, 40, 16)  # B, L, D, M: channel and token counts that fill no block
@@ -42,7 +43,7 @@ TOLERANCES = {
 
 # Positions of weights, skips and states in the tensors of each operation; 16-bit dtypes keep them float32.
 _PARAMETERS = {
-    "causal_conv1d_bidirectional": {1, 2},
+    "convolution": {1, 2},
     "bidirectional_scan": {2, 5, 6},
     "scan": {2, 5, 6, 7},
     "mixer": {1, 2, 3, 4, 5, 7},
@@ -82,7 +83,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape in (MODEL,) if low else (SMALL, MODEL):
         B, L, D, M = shape
         conv = (randn(B, L, D), randn(2, D, WIDTH), randn(2, D))
-        yield Case("causal_conv1d_bidirectional", conv, ())
+        yield Case("convolution", conv, ())
         if not low:  # each intermediate step of the mixer rounds
             grid = GridSpec(*GRID)
             weights = (randn(2, 2 + 2 * M, D), randn(2, D, 2), randn(2, D), None, randn(2, D))
@@ -116,7 +117,12 @@ def dtypes_on(device: str) -> list[torch.dtype]:
 
 def outcomes(case: Case, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """Return the outputs of an operation and the gradients of a fixed weighted sum of the outputs."""
-    operator = {"scan": _scan, "mixer": _mixer}.get(case.name) or getattr(ops, case.name)
+    operator = {
+        "convolution": _Convolution.apply,
+        "bidirectional_scan": ops.bidirectional_scan,
+        "scan": _scan,
+        "mixer": _mixer,
+    }[case.name]
     inputs = tuple(None if t is None else t.detach().requires_grad_() for t in tensors)
     outputs = operator(*inputs, *case.options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -132,6 +138,20 @@ def outcomes(case: Case, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ..
 
 def _moved(tensors: tuple[Tensor | None, ...], device: str) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else t.to(device) for t in tensors)
+
+
+class _Convolution(torch.autograd.Function):
+    """The convolution of a mixer alone, on the trained grid."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.plan = backend_for(x.device, x.dtype).conv_plan(conv_key(x, weight, None))
+        return ctx.plan.forward(x, weight, bias, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return ctx.plan.backward(grad, *ctx.saved_tensors, None)
 
 
 def _scan(*arguments: object) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from vil.block import BidirectionalMixer
 from vil.kernels.grid import layout_of
 from vil.kernels.ops import (
     bidirectional_scan,
-    causal_conv1d_bidirectional,
     longhorn_scan,
     mamba_scan,
 )
@@ -49,11 +48,6 @@ def _both_ways(scan: Callable[..., Tensor]) -> Function:
     return function
 
 
-def _conv(conv: Callable[..., Tensor]) -> Function:
-    weight, bias = randn(2, D, 3), randn(2, D)
-    return lambda x: conv(x, weight, bias)
-
-
 def _mixer(grid: list[int] | None = None) -> Function:
     torch.manual_seed(0)
     mixer = BidirectionalMixer(D, d_state=M, dt_rank=1, dtype=torch.float64)
@@ -74,7 +68,6 @@ CASES: dict[str, Function] = {
     "longhorn_scan": _longhorn(longhorn_scan),
     "mamba_scan": _mamba(mamba_scan),
     "bidirectional_scan": _both_ways(bidirectional_scan),
-    "causal_conv1d_bidirectional": _conv(causal_conv1d_bidirectional),
     "mixer": _mixer(),
     "mixer on a grid": _mixer([2, 2, 1, 1, 1, 1, 1, 1, 0]),
     "vil_tiny": _model("vil_tiny"),

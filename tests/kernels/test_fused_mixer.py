@@ -236,7 +236,7 @@ def test_later_calls_change_no_result_and_nothing_saved() -> None:
     ("position", "value", "message"),
     [
         (0, torch.randn(B, L, 4 * C + 1), r"xz must have shape \(B, L, 2E\)"),
-        (1, torch.randn(2, 3, K), r"conv_weight must have shape \(2, D, K\) = \(2, 8, 4\)"),
+        (1, torch.randn(2, 3, K), r"conv_weight must have shape \(2, E, K\) = \(2, 8, 4\)"),
         (3, torch.randn(2, 8, 2 * C), r"x_proj_weight must have shape \(2, R \+ 2 M, E\)"),
         (4, torch.randn(2, 2 * C), r"dt_weight must have 3 axes, got shape \(2, 8\)"),
         (6, torch.randn(2, 2 * C, M), 'A must be given for recurrence "mamba"'),

@@ -13,7 +13,7 @@ from vil.kernels.grid import GridSpec, layout_of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value; reading another token, or the gap beside it, is off by far more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.2}
-OPERATORS = ["scan", "scan both ways", "causal_conv1d_bidirectional", "mixer"]
+OPERATORS = ["scan", "scan both ways", "mixer"]
 
 
 def drawn(
@@ -36,18 +36,16 @@ def drawn(
         values = -parameter(channels, states).double().exp()
         return laid_out(values.to(dtype), rng) if recurrence == "mamba" else None
 
-    if operator == "causal_conv1d_bidirectional":
-        x, taps = normal(B, tokens, channels), rng.randint(1, 5)
-        return [x, parameter(channels, taps), parameter(channels)]
     if operator == "mixer":
         H, W = rng.randint(1, 4), rng.randint(1, max(tokens // 4, 1))
         class_token, rank = rng.randint(0, 1), rng.randint(1, 3)
         grid = rng.choice([None, GridSpec(H, W, 2, 2, 4, 4, 4, 4, class_token)])
         layout = () if grid is None else layout_of(grid, 4, torch.device(DEVICE))
         weights = parameter(rank + 2 * states, channels), parameter(channels, rank)
+        taps = 4 if layout else rng.randint(1, 5)
         return [
             *(normal(B, tokens if grid is None else grid.length, 2 * channels),),
-            *(parameter(channels, 4), parameter(channels), *weights, parameter(channels)),
+            *(parameter(channels, taps), parameter(channels), *weights, parameter(channels)),
             *(rates(), parameter(channels), recurrence, True, *layout),
         ]
     rows, keys = (*lead, B, tokens, channels), (*lead, B, tokens, states)
