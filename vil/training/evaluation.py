@@ -67,8 +67,6 @@ class EvalDataConfig(Section):
     val_fraction: ShareBelowOne | None = None
     """Evaluate on the images that training with this fraction holds out; 0 uses val_split. None is 0 for another path
     or val_split than the checkpoint's."""
-    val_hash: Literal["path", "name"] | None = None
-    """What of an image's file val_fraction hashes, as in training."""
     validation_batch_size: Count | None = None
     """Images per process and step."""
     max_pixels: Count | None = None
@@ -149,9 +147,9 @@ def load_subject(options: EvalConfig) -> Subject:
         config = config.changed("data", **image_options(weights.pretrained_cfg))
     else:
         config = from_dict(weights.config, f"{name}: ")
-    fraction, own_split = config.data.val_fraction, _split(config)
+    fraction = config.data.val_fraction
     config = _with_options(config, options)
-    if weights.config is None or _split(config) != own_split:
+    if weights.config is None or config.data.val_fraction != fraction:
         config = fill_split(config.changed("data", val_exceptions=None), None)
     named = any(getattr(options.data, key) is not None for key in _PLACE)
     own = weights.config is not None and not named
@@ -163,11 +161,6 @@ def load_subject(options: EvalConfig) -> Subject:
     model, line = _model(weights, config, options)
     config = config.changed("model", num_classes=model.num_classes)
     return Subject(model, config, line, weights.epoch, weights.label_names, own, fraction)
-
-
-def _split(config: TrainConfig) -> tuple[float, bool]:
-    """Return what, apart from the images, determines which of them are held out."""
-    return config.data.val_fraction, config.data.val_hash == "name"
 
 
 def evaluate_as(options: EvalConfig) -> None:
@@ -458,7 +451,7 @@ def _resizes(model: nn.Module) -> bool:
 
 def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfig:
     """Return the settings for a model that this package did not train."""
-    data = DataConfig(validation_batch_size=_BATCH_SIZE, val_hash="path", decoder="pillow")
+    data = DataConfig(validation_batch_size=_BATCH_SIZE, decoder="pillow")
     return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
 
 

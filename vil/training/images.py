@@ -392,7 +392,7 @@ def exceptions_to_hash(data: DataConfig) -> tuple[str, ...]:
     """
     paths, classes, labels = list_images(Path(data.path), tell=False)
     images: list[list[tuple[float, str]]] = [[] for _ in classes]
-    for label, name in zip(labels, _hashed_names(paths, classes, labels, data), strict=True):
+    for label, name in zip(labels, _hashed_names(paths, classes, labels), strict=True):
         images[label].append((_hashed(name), name))
     return tuple(name for own in images for name in _moved(sorted(own), data.val_fraction))
 
@@ -412,14 +412,14 @@ def _moved(images: list[tuple[float, str]], fraction: float) -> list[str]:
 def _divided(
     folder: Path, data: DataConfig, training: bool
 ) -> tuple[list[str], tuple[str, ...], list[int]]:
-    """Divide a folder's images by ``data.val_hash``, and list one side like ``list_images``.
+    """Divide a folder's images by a hash of class and name, and list one side like ``list_images``.
 
     Raises:
         DataError: If no image of a class is left to train on; or as in ``list_images``.
     """
     paths, classes, labels = list_images(folder, tell=training)
     fraction, exceptions = data.val_fraction, {*(data.val_exceptions or ())}
-    names = _hashed_names(paths, classes, labels, data)
+    names = _hashed_names(paths, classes, labels)
     held_out = [(_hashed(name) < fraction) != (name in exceptions) for name in names]
     left = {label for label, out in zip(labels, held_out, strict=True) if not out}
     if len(left) < len(classes):
@@ -431,14 +431,10 @@ def _divided(
     return [paths[place] for place in taken], classes, [labels[place] for place in taken]
 
 
-def _hashed_names(
-    paths: list[str], classes: tuple[str, ...], labels: list[int], data: DataConfig
-) -> list[str]:
-    """Return what of each image ``data.val_hash`` hashes."""
-    names = [path.rpartition("/")[2] for path in paths]
-    if data.val_hash == "name":
-        return names
-    return [f"{classes[label]}/{name}" for label, name in zip(labels, names, strict=True)]
+def _hashed_names(paths: list[str], classes: tuple[str, ...], labels: list[int]) -> list[str]:
+    """Return class and name of each image."""
+    pairs = zip(paths, labels, strict=True)
+    return [f"{classes[label]}/{path.rpartition('/')[2]}" for path, label in pairs]
 
 
 def _hashed(name: str) -> float:

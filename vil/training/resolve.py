@@ -108,7 +108,7 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
             if isinstance(value, tuple | list) and len(value) != model.in_chans:
                 value = (sum(value) / len(value),) * model.in_chans  # as in timm
             data = replace(data, **{key: value})
-    data = replace(data, decoder=data.decoder or "torchvision", val_hash=data.val_hash or "path")
+    data = replace(data, decoder=data.decoder or "torchvision")
     config = from_dict(asdict(replace(config, model=model, data=data)), "")
     for problem in config.other_channels():
         raise ConfigError(problem, everywhere=True)
@@ -122,14 +122,14 @@ def fill_split(config: TrainConfig, weights: Weights | None) -> TrainConfig:
     DataError as in ``vil.training.images.list_images``.
     """
     data = config.data
-    if not data.val_fraction or data.val_exceptions is not None or data.val_hash == "name":
+    if not data.val_fraction or data.val_exceptions is not None:
         return config
     if data.path is None or not is_folder(Path(data.path)):
         return config  # open_splits says so
     exceptions = exceptions_to_hash(data)
     if weights is not None and weights.config is not None:
         before = from_dict(weights.config, f"{weights.origin}: ").data
-        if before.val_fraction == data.val_fraction and before.val_hash != "name":
+        if before.val_fraction == data.val_fraction:
             known = {*(weights.label_names or ())}
             new = [name for name in exceptions if name.partition("/")[0] not in known]
             exceptions = (*(before.val_exceptions or ()), *new)

@@ -123,9 +123,6 @@ class DataConfig(Section):
     """Above 0, validate on this fraction of the images of each class in path/<class>/*, at least one, chosen by a hash,
     and train on the others (folder). The run's choice stays the same when images are added. 0 uses the sub-folders of
     the splits."""
-    val_hash: Literal["path", "name"] | None = None
-    """What of an image's file data.val_fraction hashes: <class>/<name> (path), or the name alone (name), so that copies
-    in several classes are together; then classes may differ in their shares. None is path."""
     val_exceptions: Annotated[tuple[Text, ...] | None, Suppress] = None
     """Images, as <class>/<name>, that are on the other side than their hash says, so that all classes have about the same
     share. A run sets this when it starts."""
