@@ -1,7 +1,5 @@
 """The cascade: the targets of each stage, the boxes it passes on, and the result of all three."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,18 +11,14 @@ from torchvision.ops import box_iou
 from downstream import cascade
 from downstream.cascade import BOX_WEIGHTS, OVERLAPS, Cascade, cascade_mask_rcnn
 from downstream.features import make_features
-from tests.downstream.small_heads import SIZES
 from vil.training.sampler import seed_everything
 
 SIZE, CLASSES = (64, 64), 4
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in SIZES.items():
-        monkeypatch.setattr(cascade, name, value)
+def seed() -> None:
     seed_everything(0)
-    return
 
 
 def target(*boxes: tuple[int, int, int, int]) -> dict[str, Tensor]:
@@ -61,31 +55,50 @@ def test_each_stage_asks_for_more_overlap() -> None:
         assert code[0, 0].item() == pytest.approx(-0.25 * weights[0])
 
 
-def test_each_stage_gets_the_boxes_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = Cascade(CLASSES).train()
-    seen = []
-    for stage in heads.stages:
-        torch.nn.init.normal_(stage.box_predictor.codes.weight, std=0.1)
+def predicting(scores: list[list[float]], codes: list[Tensor]) -> Cascade:
+    """Return heads whose stages predict the same logits and the same code for every box."""
+    heads = Cascade(CLASSES)
+    for stage, logits, code in zip(heads.stages, scores, codes, strict=True):
+        for layer, value in (
+            (stage.box_predictor.scores, logits),
+            (stage.box_predictor.codes, code),
+        ):
+            torch.nn.init.zeros_(layer.weight)
+            layer.bias.data = torch.as_tensor(value)
+    return heads
 
-        def predict(maps: dict, proposals: list, sizes: list, *part: float, stage=stage) -> tuple:
-            scores, codes = type(stage).predict(stage, maps, proposals, sizes, *part)
-            seen.append((proposals, codes))
-            return scores, codes
 
-        monkeypatch.setattr(stage, "predict", predict)
-    proposals = [torch.tensor([[4.0, 4, 40, 40], [10, 20, 60, 50]])]
-    for detect in (False, True):
-        seen.clear()
-        if detect:
-            heads.detect(maps(), proposals, [SIZE])
-        else:
-            heads.losses(maps(), list(proposals), [SIZE], [target((4, 4, 40, 40))])
-        for number in (1, 2):
-            before, codes = seen[number - 1]
-            made = heads.stages[number - 1].box_coder.decode(codes, before)[:, 0].clamp(0, 64)
-            assert not torch.equal(made, before[0])
-            torch.testing.assert_close(seen[number][0][0], made.detach())
-            assert not seen[number][0][0].requires_grad
+def moved(box: list[float], to: list[list[float]]) -> list[Tensor]:
+    """Return the codes with which the stages move a box to one place after another."""
+    places, codes = [torch.tensor([each]) for each in (box, *to)], []
+    for stage, before, after in zip(Cascade(CLASSES).stages, places, places[1:], strict=False):
+        codes += stage.box_coder.encode([after], [before])
+    return [code[0] for code in codes]
+
+
+def test_each_stage_moves_the_boxes_of_the_one_before_and_scores_are_their_mean() -> None:
+    proposal, last = [4.0, 4, 40, 40], [10.0, 12, 50, 44]
+    codes = moved(proposal, [[6.0, 8, 30, 40], [12.0, 8, 44, 60], last])
+    likely = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1]])
+    heads = predicting(likely.log().tolist(), codes).eval()
+    (found,), losses = heads(maps(), [torch.tensor([proposal])], [SIZE])
+    assert found["labels"].tolist() == [1, 2, 3]
+    torch.testing.assert_close(found["scores"], torch.tensor([0.3, 0.2, 0.2]))
+    torch.testing.assert_close(found["boxes"], torch.tensor([last] * 3))
+    assert found["masks"].shape == (3, 1, 28, 28)
+    assert losses == {}
+
+
+def test_each_stage_learns_from_the_boxes_of_the_one_before() -> None:
+    """The first stage moves a box of half the object onto it, so for the second it is no background."""
+    whole, half = [0.0, 0, 40, 40], [0.0, 0, 40, 22]
+    objects, proposals = [target((0, 0, 40, 40))], [torch.tensor([half])]
+    for codes, right in ((moved(half, [whole] * 3), True), ([torch.zeros(4)] * 3, False)):
+        heads = predicting([[0.0, 30, 0, 0]] * 3, codes).train()  # sure of the object's class
+        losses = heads.losses(maps(), proposals, [SIZE], objects)
+        assert (losses["loss_classes_1"].item() < 1e-5) is right
+        losses["loss_boxes_1"].backward()
+        assert heads.stages[0].box_predictor.codes.bias.grad is None  # boxes carry no gradient
 
 
 def test_a_box_outside_of_the_image_leaves_its_proposal() -> None:
@@ -93,38 +106,6 @@ def test_a_box_outside_of_the_image_leaves_its_proposal() -> None:
     proposals = [torch.tensor([[4.0, 4, 40, 40], [10, 20, 60, 50]])]
     codes = torch.tensor([[100.0, 0, 0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(stage.decode(codes, proposals, [SIZE])[0], proposals[0])
-
-
-def test_right_predictions_give_the_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = Cascade(CLASSES).eval()
-    objects = target((4, 6, 40, 44), (20, 30, 60, 62))
-    proposals = objects["boxes"] + torch.tensor([[3.0, -2, 4, 1], [-4, 2, 1, -3]])
-
-    def predict(stage: torch.nn.Module, _: dict, proposals: list, *__: object) -> tuple:
-        codes = torch.cat(stage.box_coder.encode([objects["boxes"]], proposals))
-        scores = torch.full((2, CLASSES), -20.0)
-        scores[[0, 1], objects["labels"]] = 20
-        return scores, codes / 2 if stage is heads.stages[0] else codes
-
-    monkeypatch.setattr(cascade.Stage, "predict", predict)
-    (found,), losses = heads(maps(), [proposals], [SIZE])
-    order = found["labels"].argsort()
-    torch.testing.assert_close(found["boxes"][order], objects["boxes"])
-    assert found["labels"][order].tolist() == [1, 2]
-    assert (found["scores"] > 0.99).all()
-    assert found["masks"].shape == (2, 1, 28, 28)
-    assert losses == {}
-
-
-def test_scores_are_the_mean_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = Cascade(CLASSES).eval()
-    likely = [torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.tensor([[0.7, 0.1, 0.1, 0.1]])]
-    likely.append(torch.tensor([[0.1, 0.6, 0.2, 0.1]]))
-    for stage, each in zip(heads.stages, likely, strict=True):
-        monkeypatch.setattr(stage, "predict", lambda *_, each=each: (each.log(), torch.zeros(1, 4)))
-    _, (scores,), (labels,) = heads.detect(maps(), [torch.tensor([[4.0, 4, 40, 40]])], [SIZE])
-    assert labels.tolist() == [1, 2, 3]
-    torch.testing.assert_close(scores, torch.tensor([0.3, 0.2, 0.2]))
 
 
 def test_the_maps_get_a_third_of_the_gradient_of_each_stage() -> None:
@@ -176,9 +157,9 @@ def test_strides_are_those_of_the_maps_where_images_are_smaller() -> None:
         assert pool.scales == [1 / 4, 1 / 8, 1 / 16, 1 / 32]
 
 
-def test_boxes_and_masks_are_of_the_images_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_and_masks_are_of_the_images_as_given() -> None:
     model = network().eval()
-    monkeypatch.setattr(cascade.Stage, "predict", fixed_scores)
+    model.roi_heads.stages = predicting([[0.0, 3, 0, 0]] * 3, [torch.zeros(4)] * 3).stages
     images = [torch.rand(3, 30, 100), torch.rand(3, 90, 40)]
     for image, found in zip(images, model(images), strict=True):
         height, width = image.shape[1:]
@@ -189,21 +170,13 @@ def test_boxes_and_masks_are_of_the_images_as_given(monkeypatch: pytest.MonkeyPa
         assert found["boxes"][:, 2].max() > width / 2
 
 
-def fixed_scores(stage: torch.nn.Module, maps: dict, proposals: list, *_: object) -> tuple:
-    count = sum(len(each) for each in proposals)
-    return torch.tensor([[0.0, 3, 0, 0]]).expand(count, -1), torch.zeros(count, 4)
-
-
-def test_anchors_and_boxes_are_float32_in_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = network().train(), []
-    forward = model.roi_heads.forward
-    monkeypatch.setattr(
-        model.roi_heads, "forward", lambda *args: seen.append(args) or forward(*args)
-    )
+def test_losses_and_boxes_are_float32_in_mixed_precision() -> None:
+    """Boxes in bfloat16 would be rounded to pixels; a map of large values in it, to 4 px."""
+    heads = network().train()
     with torch.autocast("cpu", torch.bfloat16):
-        losses = model([torch.rand(3, 64, 64)], [target((4, 6, 40, 44))])
-        codes = model.roi_heads.stages[0].predict(*seen[0][:3])[1]
-    features, proposals = seen[0][:2]
-    assert {each.dtype for each in features.values()} == {proposals[0].dtype, codes.dtype}
-    assert codes.dtype == torch.float32
-    assert all(loss.isfinite() for loss in losses.values())
+        losses = heads([torch.rand(3, 64, 64)], [target((4, 6, 40, 44))])
+        features = heads.backbone(torch.rand(1, 3, 64, 64))
+        (found,) = heads.eval()([torch.rand(3, 64, 64)])
+    assert {each.dtype for each in features.values()} == {torch.float32}
+    assert found["boxes"].dtype == found["scores"].dtype == torch.float32
+    assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())

@@ -30,31 +30,23 @@ def groups_by_name(network: Network, decay: float) -> dict[str, dict]:
     return dict(found)
 
 
-def test_every_layer_has_its_learning_rate() -> None:
+@pytest.mark.parametrize("decay", [0.5, 1.0])
+def test_layers_have_their_learning_rates_and_weights_alone_decay(decay: float) -> None:
     network = Network(make_features("vil_tiny_pyramid", **SMALL))
-    groups = groups_by_name(network, 0.5)
+    groups = groups_by_name(network, decay)
     assert set(groups) == {name for name, _ in network.named_parameters()}
-    for name, group in groups.items():
-        parts = name.split(".")
+    kept = ("pos_embed", "cls_token", "conv_bias", "dt_bias", "mixer.D")
+    for name, parameter in network.named_parameters():
+        parts, group = name.split("."), groups[name]
         if name.startswith("backbone.model.blocks."):
-            assert group["lr"] == 2 * 0.5 ** (4 - int(parts[3])), name
+            assert group["lr"] == 2 * decay ** (4 - int(parts[3])), name
         elif parts[-1] in ("pos_embed", "cls_token") or "patch_embed" in name:
-            assert group["lr"] == 2 * 0.5**5, name
+            assert group["lr"] == 2 * decay**5, name
         else:
             assert name.startswith(("head.", "backbone.model.pyramid.")), name
             assert group["lr"] == 2, name
-
-
-@pytest.mark.parametrize("decay", [0.5, 1.0])
-def test_weights_decay_and_biases_and_embeddings_do_not(decay: float) -> None:
-    network = Network(make_features("vil_tiny_pyramid", **SMALL))
-    groups = groups_by_name(network, decay)
-    shapes = {name: parameter.ndim for name, parameter in network.named_parameters()}
-    kept = ("pos_embed", "cls_token", "conv_bias", "dt_bias", "mixer.D")
-    for name, group in groups.items():
-        none = name.endswith(kept) or shapes[name] <= 1
+        none = name.endswith(kept) or parameter.ndim <= 1
         assert group["weight_decay"] == (0 if none else 0.1), name
-        assert decay < 1 or group["lr"] == 2
 
 
 def test_other_backbones_of_timm_serve() -> None:

@@ -36,30 +36,29 @@ def test_an_image_without_labels_is_refused(tmp_path: Path) -> None:
         Scenes(tmp_path, "testing", partial(whole, size=64))
 
 
-@pytest.mark.parametrize(("value", "size"), [(151, None), (3, (5, 5))])
-def test_labels_that_are_none_are_refused(tmp_path: Path, value: int, size: tuple | None) -> None:
-    make_scenes(tmp_path, 2, 32)
-    path = tmp_path / "annotations" / "training" / "ADE_00000000.png"
-    with Image.open(path) as image:
-        own = image.size
-    Image.new("L", size or own, value).save(path)
-    with pytest.raises(DataError, match=path.stem):
-        Scenes(tmp_path, "training", partial(whole, size=32))[0]
-
-
-@pytest.mark.parametrize(
-    "name", ["images/training/ADE_00000001.jpg", "annotations/training/ADE_00000001.png"]
-)
-def test_a_file_cut_off_is_named(tmp_path: Path, name: str) -> None:
-    path = make_scenes(tmp_path, 2, 64) / name
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=f"cannot read {path}"):
+@pytest.mark.parametrize("fault", ["class", "size", "image", "labels"])
+def test_a_file_that_is_wrong_or_cut_off_is_named(tmp_path: Path, fault: str) -> None:
+    make_scenes(tmp_path, 2, 64)
+    image = tmp_path / "images/training/ADE_00000001.jpg"
+    labels = tmp_path / "annotations/training/ADE_00000001.png"
+    with Image.open(labels) as own:
+        size = own.size
+    if fault in ("class", "size"):
+        Image.new("L", size if fault == "class" else (5, 5), 151 if fault == "class" else 3).save(
+            labels
+        )
+        told = labels.stem
+    else:
+        path = image if fault == "image" else labels
+        path.write_bytes(path.read_bytes()[:100])
+        told = f"cannot read {path}"
+    with pytest.raises(DataError, match=told):
         Scenes(tmp_path, "training", partial(whole, size=64))[1]
 
 
-def test_image_and_labels_move_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_and_labels_move_together() -> None:
     augment = Augment(32)
-    monkeypatch.setattr(augment, "distort", lambda image: image)
+    augment.distort = lambda image: image
     labels = torch.arange(4, dtype=torch.uint8).reshape(2, 2)
     labels = labels.repeat_interleave(40, 0).repeat_interleave(30, 1)
     image = (labels * 60).expand(3, -1, -1)
@@ -104,11 +103,6 @@ def test_the_shorter_side_is_resized_unless_the_longer_gets_too_long(
     assert resized(torch.zeros(3, height, width, dtype=torch.uint8), 512).shape[1:] == expected
 
 
-def test_one_window_is_a_direct_call() -> None:
-    images = torch.rand(2, 3, 30, 32)
-    assert torch.equal(by_windows(lambda x: x[:, :2] * 3, images, 32, 21), images[:, :2] * 3)
-
-
 def test_windows_are_averaged_where_they_overlap() -> None:
     seen = []
 
@@ -123,6 +117,7 @@ def test_windows_are_averaged_where_they_overlap() -> None:
     ]
 
 
-def test_windows_of_a_local_function_are_the_whole() -> None:
-    images = torch.rand(1, 3, 70, 95)
+@pytest.mark.parametrize("size", [(70, 95), (30, 32)])
+def test_windows_of_a_local_function_are_the_whole(size: tuple[int, int]) -> None:
+    images = torch.rand(2, 3, *size)
     torch.testing.assert_close(by_windows(torch.sin, images, 32, 21), images.sin())

@@ -24,8 +24,6 @@ for _needed in ("segmentation_models_pytorch", "torchmetrics", "pycocotools", "m
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 TINY = ("--model-kwargs", "embed_dim=32", "depth=1", "--img-size", "32", "--batch-size", "4")
 METRICS = {"segment": ["miou"], "detect": ["ap", "ap50"]}
-
-
 Run = Callable[..., None]
 
 
@@ -121,10 +119,8 @@ def test_training_without_labels_makes_better_tokens(
 
 
 def test_training_without_labels_says_what_does_not_fit(run: Run, tmp_path: Path) -> None:
-    for words in (
-        ("--backbone", "test_vit", "--model-kwargs"),
-        ("--model-kwargs", "patch_stride=8"),
-    ):
+    other = ("--backbone", "test_vit", "--model-kwargs")
+    for words in (other, ("--model-kwargs", "patch_stride=8")):
         with pytest.raises(ValueError, match="--backbone must be a model of this package with"):
             run("masked", tmp_path, *words)
     with pytest.raises(ValueError, match=r"--hide must hide 1 to 3 patches, got 0\.1"):
@@ -139,15 +135,13 @@ def picture(path: Path, pixels: np.ndarray) -> None:
 @pytest.fixture
 def masks(tmp_path: Path) -> Path:
     """Return a folder of images and masks of three classes, in two sizes."""
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "masks_of_mine"
+    rng, folder = np.random.default_rng(0), tmp_path / "masks_of_mine"
     for split in ("train", "val"):
         for number, size in enumerate([(40, 50), (64, 48)] * 2):
             mask = rng.integers(0, 3, size, np.uint8)
             mask[:5] = 255
-            picture(
-                folder / f"images/{split}/{number}.jpg", rng.integers(0, 256, (*size, 3), np.uint8)
-            )
+            pixels = rng.integers(0, 256, (*size, 3), np.uint8)
+            picture(folder / f"images/{split}/{number}.jpg", pixels)
             picture(folder / f"masks/{split}/{number}.png", mask)
     (folder / "classes.txt").write_text("nothing\nsomething\nanother\n")
     return folder
@@ -156,23 +150,20 @@ def masks(tmp_path: Path) -> Path:
 @pytest.fixture
 def coco(tmp_path: Path) -> Path:
     """Return a folder of images and boxes of two categories with ids that are not consecutive."""
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "coco_of_mine"
+    rng, folder = np.random.default_rng(0), tmp_path / "coco_of_mine"
     (folder / "annotations").mkdir(parents=True)
+    size, box = {"width": 50, "height": 40}, {"bbox": [5, 6, 20, 30.5], "iscrowd": 0, "area": 610}
+    content = {
+        "images": [{"id": 10 + n, "file_name": f"{n}.jpg", **size} for n in range(4)],
+        "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
+        "annotations": [  # the last image has none
+            {"id": n, "image_id": 10 + n, "category_id": (3, 7, 7)[n], **box} for n in range(3)
+        ],
+    }
     for split in ("train", "val"):
         for number in range(4):
             pixels = rng.integers(0, 256, (40, 50, 3), np.uint8)
             picture(folder / f"{split}2017/{number}.jpg", pixels)
-        box = {"bbox": [5, 6, 20, 30.5], "iscrowd": 0, "area": 610}
-        content = {
-            "images": [
-                {"id": 10 + n, "file_name": f"{n}.jpg", "width": 50, "height": 40} for n in range(4)
-            ],
-            "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}],
-            "annotations": [  # the last image has none
-                {"id": n, "image_id": 10 + n, "category_id": (3, 7, 7)[n], **box} for n in range(3)
-            ],
-        }
         (folder / f"annotations/instances_{split}2017.json").write_text(json.dumps(content))
     return folder
 
@@ -185,10 +176,6 @@ def test_an_example_learns_a_folder(
     folder, output = request.getfixturevalue(data), tmp_path / "output"
     run(name, output, "--data", str(folder), "--epochs", "2")
     assert check(name, output, epochs=2)[-1]["step"] == 2
-
-
-def too_high_a_class(folder: Path) -> None:
-    picture(folder / "masks/val/2.png", np.full((40, 50), 3, np.uint8))
 
 
 @pytest.fixture
@@ -231,7 +218,7 @@ def test_an_example_says_what_does_not_fit(run: Run, masks: Path, tmp_path: Path
     data = ("--data", str(masks), "--epochs", "1")
     with pytest.raises(ValueError, match="--batch-size must be at most the 4 training images"):
         run("segment", tmp_path / "output", *data, "--batch-size", "5")
-    too_high_a_class(masks)
+    picture(masks / "masks/val/2.png", np.full((40, 50), 3, np.uint8))
     with pytest.raises(ValueError, match=r"masks/val/2\.png must have mode L or P, .*, \[3\]"):
         run("segment", tmp_path / "output", *data)
     picture(masks / "masks/val/2.png", np.zeros((41, 50), np.uint8))

@@ -9,8 +9,6 @@ from torch import Tensor
 from experiments import recall, recall_task, recurrences
 from experiments.recurrences import Mixer
 
-# ------------------------------------------------------------------------------------------- data
-
 
 def test_every_key_is_asked_for_once_after_all_pairs() -> None:
     length, pairs, vocabulary = 40, 10, 32
@@ -37,8 +35,6 @@ def test_data_depend_on_the_seed_alone() -> None:
     assert torch.equal(one.tokens, same.tokens)
     assert not torch.equal(one.tokens, other.tokens)
 
-
-# ------------------------------------------------------------------------------------ recurrences
 
 L, N, E = 40, 3, 4  # more tokens than a chunk
 
@@ -70,17 +66,15 @@ def check(parallel: Tensor, sequential: Tensor, inputs: tuple[Tensor, ...]) -> N
         torch.testing.assert_close(one, other)
 
 
-def test_linear_attention_is_a_sum() -> None:
-    x, q, k = inputs = drawn(E), drawn(N), drawn(N)
-    one = torch.ones(2, L, 1, 1)
-    check(recurrences.linear_attention(*inputs), loop(*inputs, one, one[..., 0], False), inputs)
-
-
-def test_delta_rule_writes_what_is_not_known_yet() -> None:
-    x, q, k, logit = inputs = drawn(E), drawn(N), drawn(N), drawn(1)
+def test_parallel_forms_are_their_loops() -> None:
+    """Linear attention is a sum; the delta rule writes what is not known yet."""
+    inputs, one = (drawn(E), drawn(N), drawn(N)), torch.ones(2, L, 1, 1)
+    made = recurrences.linear_attention(*inputs)
+    check(made, loop(*inputs, one, one[..., 0], False), inputs)
+    x, q, k, logit = inputs = *inputs, drawn(1)
     step, key = torch.sigmoid(logit), torch.nn.functional.normalize(k, dim=-1)
-    parallel = recurrences.delta_rule(x, q, key, step)
-    check(parallel, loop(x, q, key, torch.ones(2, L, 1, 1), step, True), inputs)
+    made = recurrences.delta_rule(x, q, key, step)
+    check(made, loop(x, q, key, one, step, True), inputs)
 
 
 @pytest.mark.parametrize("name", recurrences.RECURRENCES)
@@ -91,9 +85,6 @@ def test_mixers_are_causal(name: str) -> None:
     changed = mixer(torch.cat([x[:, :20], torch.randn(2, L - 20, 8)], dim=1))
     torch.testing.assert_close(y[:, :20], changed[:, :20])
     assert not torch.allclose(y[:, 20:], changed[:, 20:])
-
-
-# -------------------------------------------------------------------------------- runs and results
 
 
 def test_a_small_run_trains_and_tests() -> None:
@@ -110,6 +101,5 @@ def test_the_published_settings_fit_their_sequences() -> None:
     for name, setting in recall.SETTINGS.items():
         small = dataclasses.replace(setting, train_count=3, batch_size=2)
         batches = recall.training_batches(small, 0, torch.device("cpu"))
-        assert [len(batch.tokens) for batch in batches] == [2] * len(small.pairs) + [1] * len(
-            small.pairs
-        ), name
+        sizes = [2] * len(small.pairs) + [1] * len(small.pairs)
+        assert [len(batch.tokens) for batch in batches] == sizes, name

@@ -25,9 +25,6 @@ def sequence(model: vil.VisionLonghorn) -> Tensor:
     return entered[0][..., 0]
 
 
-# ----------------------------------------------------------------------------------------- at random
-
-
 def test_patches_that_are_dropped_are_gone_and_the_others_in_order() -> None:
     tokens = sequence(small(patch_drop_rate=0.7).train())
     assert tokens.shape == (64, 5)  # int(16 * 0.3) patches, and the class token in the middle
@@ -65,9 +62,6 @@ def test_what_needs_every_patch_is_refused() -> None:
         model.forward_patches(model.patch_embed(images()), torch.zeros(2, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"patch_drop_rate must be 0 for a pyramid.*0\.5"):
         small("vil_tiny_pyramid", patch_drop_rate=0.5, num_classes=0)
-
-
-# ----------------------------------------------------------------------------------------- by numbers
 
 
 @pytest.mark.parametrize("name", MODELS)

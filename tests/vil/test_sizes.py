@@ -18,9 +18,6 @@ MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
 SIZES = [(64, 64), (48, 48), (40, 72), (24, 32), (16, 16), (8, 8)]
 
 
-# ------------------------------------------------------------------------------------ what is computed
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_at_the_trained_grid_nothing_changes(name: str) -> None:
     ways = [small(name, grid_aware=way) for way in (True, "dt", False)]
@@ -28,9 +25,6 @@ def test_at_the_trained_grid_nothing_changes(name: str) -> None:
     for size in SIZES:
         for one, other in itertools.combinations([model(images(*size)) for model in ways], 2):
             assert not torch.allclose(one, other, atol=1e-3), size
-
-
-# ----------------------------------------------------------------------------------- which grid it is
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,9 +78,6 @@ def test_fine_tuning_goes_on_from_what_was_loaded() -> None:
     again = small(img_size=64)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.eval()(images(64, 64)), model.eval()(images(64, 64)))
-
-
-# ------------------------------------------------------------------------------------------ programs
 
 
 @pytest.mark.ci
