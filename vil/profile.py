@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from vil.registry import RECURRENCES
+import vil.registry  # noqa: F401  (registers the models)
 from vil.timm_models import create, is_own
 
 _ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # they add the same levels as the vil_* pyramids
@@ -81,27 +81,22 @@ def table_of_models(names: Sequence[str] = (), img_size: int | None = None) -> s
     Pyramids are counted with ``features_only=True``, without a head.
 
     Args:
-        names: timm's names of the models. Default: this package's models by channels, equal pyramids once.
+        names: timm's names of the models. Default: this package's models, equal pyramids once.
         img_size: Height and width in pixels; None uses the configured size of each model.
 
     Raises:
         ValueError: timm has no such model, or the model cannot be created for this size.
     """
-    rows = []
+    rows = ["| model | parameters | GMACs |", "|---|---|---|"]
     own = filter(is_own, timm.list_models(("vil_*", "vim_*"), exclude_filters=list(_ALIKE)))
     for name in names or own:
         options = {"features_only": True} if name.endswith("_pyramid") else {}
         options |= {"img_size": img_size} if img_size else {}
         model = create(name, device="meta", **options)
-        backbone = model.model if options.get("features_only") else model
-        channels, *size = backbone.default_cfg["input_size"]
+        channels, *size = timm.get_pretrained_cfg(name).input_size
         macs = count_macs(model, (channels, *([img_size] * 2 if img_size else size)))
-        width, recurrence = backbone.num_features, RECURRENCES.get(name.partition(".")[0], "")
-        cells = f"{recurrence} | {width} | {count_parameters(model):,} | {macs / 1e9:.2f}"
-        rows.append((width, f"| `{name}` | {cells} |"))
-    rows = rows if names else sorted(rows, key=lambda row: row[0])
-    head = ["| model | recurrence | channels | parameters | GMACs |", "|---|---|---|---|---|"]
-    return "\n".join(head + [row for _, row in rows])
+        rows.append(f"| `{name}` | {count_parameters(model):,} | {macs / 1e9:.2f} |")
+    return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
