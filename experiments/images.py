@@ -33,7 +33,7 @@ from vil.training.engine import Score, evaluate, train_step
 from vil.training.loader import TrainData, ValData, open_splits
 from vil.training.model import TrainSetup, build
 from vil.training.recipes import load_config
-from vil.training.resolve import fill_from_data, fill_from_weights
+from vil.training.resolve import fill_from_data, fill_from_weights, read_pretrained
 from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
 
@@ -135,13 +135,13 @@ def base(model: str) -> str:
 
 
 def configure(data: Images, model: str, lr: float, seed: int) -> TrainConfig:
-    """Return a run's configuration, except for the length of its schedule."""
+    """Return the settings of a run's command line."""
     recipe = ROOT / data.recipe
     arguments = ["--config", str(recipe), *data.arguments, *(MODELS | data.models)[base(model)]]
     arguments += ["--optim.lr-base", str(lr), "--run.seed", str(seed)]
     if AVERAGED in model:
         arguments += ["--model.args", "class_token=False", "global_pool=avg"]
-    return fill_from_weights(load_config(arguments, recipe), None)
+    return load_config(arguments, recipe)
 
 
 def scaled(config: TrainConfig, steps: int, steps_per_epoch: int) -> TrainConfig:
@@ -192,6 +192,8 @@ def trained(data: Images, model: str, lr: float, seed: int) -> tuple[TrainSetup,
         parameters, steps, and CPU ms of a step. If scored every epoch, "curve" is top-1 over CPU seconds.
     """
     config = configure(data, model, lr, seed)
+    weights = read_pretrained(config.model)
+    config = fill_from_weights(config, weights)
     with connect(config.run) as world:
         images, held_out = open_splits(config, world)
         length = TrainData(config, images, world).steps_per_epoch
@@ -199,7 +201,7 @@ def trained(data: Images, model: str, lr: float, seed: int) -> tuple[TrainSetup,
         config = fill_from_data(config, images, held_out)
         train_data = TrainData(config, images, world)
         seed_everything(seed)
-        setup = build(config, world, train_data.steps_per_epoch, None, images.classes)
+        setup = build(config, world, train_data.steps_per_epoch, weights, images.classes)
         val_data = ValData(config, held_out, world)
         losses, scores = train(setup, train_data, val_data, config, data.every_epoch)
     seconds, score = scores[-1]
