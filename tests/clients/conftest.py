@@ -26,13 +26,7 @@ def images() -> Callable[..., Tensor]:
 @pytest.fixture
 def assert_trains() -> Iterator[Callable[[nn.Module, Tensor], None]]:
     def check(model: nn.Module, loss: Tensor, unused: tuple[str, ...] = ()) -> None:
-        """Check that one SGD step changes every parameter of the backbone except ``unused``.
-
-        Args:
-            model: Contains one of our models.
-            loss: Loss of its output.
-            unused: Prefixes of the parameters that this client does not use.
-        """
+        """Check that one SGD step changes every parameter of the backbone, except those that begin with ``unused``."""
         backbone = backbone_in(model)
         named = dict(backbone.named_parameters())
         before = {name: p.detach().clone() for name, p in named.items()}

@@ -62,14 +62,6 @@ def tensor_by_tensor(source: nn.Module, target: nn.Module, folder: Path) -> None
 
 
 @way
-def distributed_checkpoint(source: nn.Module, target: nn.Module, folder: Path) -> None:
-    dcp.save({"model": source.state_dict()}, checkpoint_id=folder)
-    state = {"model": target.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    target.load_state_dict(state["model"])
-
-
-@way
 def distributed_state_dict(source: nn.Module, target: nn.Module, folder: Path) -> None:
     dcp.save(get_model_state_dict(source), checkpoint_id=folder)
     state = get_model_state_dict(target)
@@ -94,13 +86,6 @@ def accelerate_checkpoint(source: nn.Module, target: nn.Module, folder: Path) ->
 def moving_average(source: nn.Module, target: nn.Module, folder: Path) -> nn.Module:
     average = ModelEmaV3(target, decay=0.0)
     average.update(source)
-    return average.module
-
-
-@way
-def averaged_model(source: nn.Module, target: nn.Module, folder: Path) -> nn.Module:
-    average = AveragedModel(target, use_buffers=True)
-    average.update_parameters(source)
     return average.module
 
 

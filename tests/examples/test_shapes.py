@@ -17,13 +17,10 @@ def shapes(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_image_follows_from_seed_and_number(shapes) -> None:
-    image, found = shapes.Shapes(3, 10, 64)[7]
-    again, found_again = shapes.Shapes(3, 20, 64)[7]
-    assert image.shape == (3, 64, 64)
-    assert image.dtype == torch.uint8
+    (image, found), (again, found_again) = (shapes.Shapes(3, n, 64)[7] for n in (10, 20))
+    assert (image.shape, image.dtype) == ((3, 64, 64), torch.uint8)
     assert torch.equal(image, again)
-    for key in ("mask", "boxes", "labels"):
-        assert torch.equal(found[key], found_again[key])
+    assert all(torch.equal(found[key], found_again[key]) for key in ("mask", "boxes", "labels"))
 
 
 def test_boxes_masks_and_labels_agree(shapes) -> None:

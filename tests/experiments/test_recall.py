@@ -14,16 +14,13 @@ def test_every_key_is_asked_for_once_after_all_pairs() -> None:
     length, pairs, vocabulary = 40, 10, 32
     data = recall_task.sample(torch.Generator().manual_seed(0), 200, length, pairs, vocabulary)
     keys, values = data.tokens[:, 0 : 2 * pairs : 2], data.tokens[:, 1 : 2 * pairs : 2]
-    assert keys.min() == 1
-    assert keys.max() == vocabulary // 2 - 1
-    assert values.min() == vocabulary // 2
-    assert values.max() == vocabulary - 1
+    assert (keys.min(), keys.max()) == (1, vocabulary // 2 - 1)
+    assert (values.min(), values.max()) == (vocabulary // 2, vocabulary - 1)
     for drawn in (keys, values, data.queries):
         assert all(len(set(row.tolist())) == pairs for row in drawn)
     assert torch.equal(data.tokens.gather(1, data.queries), keys)
     assert torch.equal(data.answers, values)
-    assert data.queries.min() == 2 * pairs
-    assert data.queries.max() == length - 2
+    assert (data.queries.min(), data.queries.max()) == (2 * pairs, length - 2)
     assert not (data.queries % 2).any()
     filler = torch.ones(200, length).scatter(1, data.queries, 0)[:, 2 * pairs :]
     assert not (data.tokens[:, 2 * pairs :] * filler).any()

@@ -169,45 +169,6 @@ def test_registration_of_the_triton_backend(recurrence: Recurrence, save: bool) 
         torch.library.opcheck(torch.ops.vil.mixer, (*given, recurrence, save))
 
 
-@pytest.mark.ci
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-def test_compiles_whole_and_exports(recurrence: Recurrence) -> None:
-    mixer = mixer_of(recurrence, torch.float32)
-    x = torch.randn(B, L, C, device=DEVICE)
-    expected = mixer(x)
-    expected.sum().backward()
-    gradient = mixer.dt_weight.grad.clone()
-    mixer.zero_grad()
-    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
-    out = compiled(x)
-    out.sum().backward()
-    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(mixer.dt_weight.grad, gradient, rtol=1e-6, atol=1e-6)
-    exported = torch.export.export(mixer.eval(), (x,)).module()
-    torch.testing.assert_close(exported(x), expected, rtol=1e-6, atol=1e-6)
-
-
-WIDTHS = [(192, 12, 16), (192, 1, 16), (192, 6, 5), (384, 24, 16), (768, 48, 16)]  # C, R, M
-
-
-@pytest.mark.parametrize(("width", "rank", "states"), WIDTHS)
-@pytest.mark.parametrize("tokens", [(3, 7), (1, 4)], ids=str)
-def test_small_projections_of_any_width_and_rank(
-    tokens: tuple[int, int], width: int, rank: int, states: int
-) -> None:
-    torch.manual_seed(0)
-    mixer = BidirectionalMixer(width, "longhorn_exact", d_state=states, dt_rank=rank, device=DEVICE)
-    x = torch.randn(*tokens, width, device=DEVICE)
-    gradients = []
-    for backend, dtype in (("reference", torch.float64), ("auto", torch.float32)):
-        with ops.use_backend(backend):
-            out = mixer.to(dtype)(x.to(dtype))
-            gradients.append(torch.autograd.grad(out.square().sum(), [*mixer.parameters()]))
-    for truth, found in zip(*gradients, strict=True):
-        assert (found - truth).abs().max() <= 1e-5 * truth.abs().max()
-
-
 def test_saves_the_projections_and_not_the_convolution() -> None:
     given = arguments("longhorn", torch.float32)
     saved = []
@@ -250,9 +211,6 @@ def test_names_the_wrong_argument(position: int, value: object, message: str) ->
     given[position] = value
     with pytest.raises(ValueError, match=message):
         torch.ops.vil.mixer(*given)
-
-
-# ----------------------------------------------------------------------------- the way of eager calls
 
 
 @pytest.mark.pairs

@@ -1,7 +1,6 @@
 """The operators: gradients, registration, argument checks, choice of backend, FLOP counts."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,27 +13,16 @@ from vil.kernels.args import ScanArgs
 B, L, D, M = 2, 5, 3, 4
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def randn(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def scan_arguments(
-    recurrence: str, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor | None, ...]:
+def scan_arguments(recurrence: str) -> tuple[Tensor | None, ...]:
     """Return x, dt, A, q, k, D, bias and initial_state."""
-    A = -randn(D, M).exp().to(dtype) if recurrence == "mamba" else None
+    A = -randn(D, M).exp() if recurrence == "mamba" else None
     x, dt, q, k = randn(B, L, D), randn(B, L, D) + 0.1, randn(B, L, M), randn(B, L, M) - 0.1
-    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    activations = [tensor.to(dtype) for tensor in (x, dt, q, k)]
-    return (
-        *activations[:2],
-        A,
-        *activations[2:],
-        randn(D, dtype=dtype),
-        randn(D, dtype=dtype) + 0.1,
-        randn(B, D, M, dtype=state_dtype),
-    )
+    return x, dt, A, q, k, randn(D), randn(D) + 0.1, randn(B, D, M)
 
 
 def bidirectional_arguments(recurrence: str) -> tuple[Tensor | None, ...]:
@@ -188,19 +176,19 @@ def test_flop_counts_are_the_documented_multiply_adds() -> None:
     assert flops(ops.bidirectional_scan, *arguments, "longhorn_exact") == (both, 3 * both)
 
 
-def name_of(module: ModuleType) -> str:
+def chosen(device: str, dtype: torch.dtype) -> str:
+    module = backends.backend_for(torch.device(device), dtype)
     return module.__name__.removeprefix("vil.kernels.")
 
 
 def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
     monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "reference")
-    assert name_of(backends.backend_for(cpu, torch.float32)) == "reference"
+    assert chosen("cpu", torch.float32) == "reference"
     monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, "fast")
     with pytest.raises(ValueError, match=r'VIL_BACKEND must be one of .* got "fast"'):
-        backends.backend_for(cpu, torch.float32)
+        chosen("cpu", torch.float32)
     with ops.use_backend("reference"):  # overrides the environment
-        assert name_of(backends.backend_for(cpu, torch.float32)) == "reference"
+        assert chosen("cpu", torch.float32) == "reference"
     with pytest.raises(ValueError, match="use_backend"), ops.use_backend("fast"):
         pass
 
@@ -209,9 +197,9 @@ def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> 
 def test_explicit_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with ops.use_backend("triton"), pytest.raises(RuntimeError, match="got tensors on cpu"):
-        backends.backend_for(torch.device("cpu"), torch.float32)
+        chosen("cpu", torch.float32)
     with ops.use_backend("cpu"), pytest.raises(RuntimeError, match="got tensors on cuda"):
-        backends.backend_for(torch.device("cuda"), torch.float32)
+        chosen("cuda", torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -230,8 +218,7 @@ def test_autocast_casts_activations_and_not_parameters(dtype: torch.dtype) -> No
 def test_automatic_choice(caplog: pytest.LogCaptureFixture) -> None:
     backends.automatic_backend.cache_clear()
     with ops.use_backend("auto"):
-        cuda = torch.device("cuda")
-        assert name_of(backends.backend_for(cuda, torch.bfloat16)) == "triton.backend"
+        assert chosen("cuda", torch.bfloat16) == "triton.backend"
         assert not caplog.records
-        assert name_of(backends.backend_for(cuda, torch.float64)) == "reference"
+        assert chosen("cuda", torch.float64) == "reference"
     assert "float64 on a GPU" in caplog.text

@@ -1,6 +1,5 @@
 """The models: sizes, initial values, decay groups, and timm's interface beyond timm's own tests."""
 
-import copy
 import itertools
 import math
 import random
@@ -22,18 +21,17 @@ from vil.profile import count_macs, count_parameters
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}
 TINY_MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny"]
 
-PARAMETERS = {
-    "vil_tiny": 6_853_096,
-    "vil_small": 25_206_760,
-    "vil_base": 96_418_792,
-    "vil_tiny_exact": 6_853_096,
-    "vil_small_exact": 25_206_760,
-    "vil_base_exact": 96_418_792,
-    "vim_tiny": 7_148_008,
-    "vim_small": 25_796_584,
-    "vim_base": 97_598_440,
+SIZES = {  # parameters, and GMACs at 224 px
+    "vil_tiny": (6_853_096, 1.53),
+    "vil_small": (25_206_760, 5.33),
+    "vil_base": (96_418_792, 19.7),
+    "vil_tiny_exact": (6_853_096, 1.47),
+    "vil_small_exact": (25_206_760, 5.21),
+    "vil_base_exact": (96_418_792, 19.5),
+    "vim_tiny": (7_148_008, 1.53),
+    "vim_small": (25_796_584, 5.33),
+    "vim_base": (97_598_440, 19.7),
 }
-GMACS = {"vil_tiny": 1.53, "vil_small": 5.33, "vil_base": 19.7, "vim_tiny": 1.53, "vim_small": 5.33}
 
 
 def small(name: str = "vil_tiny", **kwargs) -> torch.nn.Module:
@@ -41,18 +39,11 @@ def small(name: str = "vil_tiny", **kwargs) -> torch.nn.Module:
     return timm.create_model(name, **(SMALL | kwargs)).eval()
 
 
-# ------------------------------------------------------------------------------------------ sizes
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_counts(name: str) -> None:
-    assert count_parameters(timm.create_model(name, device="meta")) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", GMACS)
-def test_multiply_adds(name: str) -> None:
-    macs = count_macs(timm.create_model(name, device="meta"), (3, 224, 224))
-    assert float(f"{macs / 1e9:.3g}") == GMACS[name]
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_and_multiply_adds(name: str) -> None:
+    model = timm.create_model(name, device="meta")
+    macs = count_macs(model, (3, 224, 224))
+    assert (count_parameters(model), float(f"{macs / 1e9:.3g}")) == SIZES[name]
 
 
 @pytest.mark.parametrize("name", [*TINY_MODELS, "vil_tiny_pyramid"])
@@ -71,9 +62,6 @@ def test_an_empty_batch_may_be_the_first_of_a_thread(name: str) -> None:
             logits, gradient, final, last = thread.submit(run, height, train).result()
         assert (logits, gradient) == ((0, 5), (0, 3, height, 32))
         assert (final, last[:2]) == ((0, 1 + height // 2, 32), (0, 32))
-
-
-# --------------------------------------------------------------------------- initial values, decay
 
 
 def test_dropped_blocks_keep_the_mean() -> None:
@@ -119,9 +107,6 @@ def test_initial_values() -> None:
     assert not state["head.bias"].any()
     assert not state["patch_embed.proj.bias"].any()
     assert (state["norm.weight"] == 1).all()
-
-
-# ----------------------------------------------------------------------------- tokens and features
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -192,22 +177,6 @@ def test_residual_stream_is_float32_under_autocast() -> None:
         logits = model(images())
     assert all(tap.dtype == torch.float32 for tap in taps)
     assert (logits.float() - model(images())).abs().max() < 0.05
-
-
-# ------------------------------------------------------------------------- saving, exporting, dtype
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_compiles_without_graph_breaks(name: str) -> None:
-    model = small(name, depth=2).train()
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-    expected, logits = model(images()), compiled(images())
-    assert torch.allclose(logits, expected, atol=1e-6)
-    expected.square().sum().backward()
-    logits.square().sum().backward()
-    for p, p_compiled in zip(model.parameters(), compiled.parameters(), strict=True):
-        assert torch.allclose(p.grad, p_compiled.grad, atol=1e-5)
 
 
 @pytest.mark.ci
@@ -317,9 +286,6 @@ def test_exports_at_its_own_size_to_onnx(name: str, depth: int, tmp_path: Path) 
     for batch in (x, x[:1], torch.cat((x, x[:1]))):
         (logits,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
         assert torch.allclose(torch.from_numpy(logits), model(batch), atol=1e-5)
-
-
-# --------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

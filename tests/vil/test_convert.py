@@ -103,21 +103,19 @@ def official_logits(state: dict[str, Tensor], images: Tensor, stride: int = 16) 
     )
 
 
-@pytest.mark.parametrize("route", ["load_state_dict", "checkpoint_path", "pretrained_cfg_overlay"])
-def test_official_checkpoint_gives_the_official_logits(route: str, tmp_path) -> None:
-    state = official_state_dict()
-    path = tmp_path / "official.pth"
+@pytest.mark.parametrize("route", ["load_state_dict", "checkpoint_path", "overlay"])
+def test_official_checkpoint_gives_the_official_logits(route: str, tmp_path: Path) -> None:
+    state, path = official_state_dict(), tmp_path / "official.pth"
     torch.save({"model": state}, path)
+    overlay = {"file": path, "num_classes": 7, "input_size": (3, 48, 48)}
+    arguments = {
+        "load_state_dict": {},
+        "checkpoint_path": {"checkpoint_path": path},
+        "overlay": {"pretrained": True, "pretrained_cfg_overlay": overlay},
+    }
+    model = timm.create_model("vim_tiny", **arguments[route], **SIZES)
     if route == "load_state_dict":
-        model = timm.create_model("vim_tiny", **SIZES)
         model.load_state_dict(state)
-    elif route == "checkpoint_path":
-        model = timm.create_model("vim_tiny", checkpoint_path=path, **SIZES)
-    else:
-        overlay = {"file": path, "num_classes": 7, "input_size": (3, 48, 48)}
-        model = timm.create_model(
-            "vim_tiny", pretrained=True, pretrained_cfg_overlay=overlay, **SIZES
-        )
     images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits, expected = model.eval()(images), official_logits(state, images)

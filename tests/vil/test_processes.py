@@ -1,9 +1,7 @@
-"""Threads and forks give bit-identical results; two ranks have the gradients of one process."""
+"""Threads give bit-identical results; two ranks have the gradients of one process."""
 
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import vil  # noqa: F401  (registers the models)
 
 MODELS = ["vil_tiny", "vil_tiny_exact", "vim_tiny", "vil_tiny_pyramid"]
-LAST_RESORT = 900  # seconds, in case a process hangs
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_classes": 5}
 
 
@@ -34,20 +31,6 @@ def results(model: nn.Module) -> tuple[Tensor, Tensor]:
     return logits.detach(), torch.autograd.grad(logits.square().sum(), images)[0]
 
 
-def in_another(model: nn.Module) -> tuple[list[float], ...]:
-    torch.set_num_threads(1)
-    return tuple(found.flatten().tolist() for found in results(model))
-
-
-def in_forks_and_before(names: list[str]) -> list[tuple[tuple[list[float], ...], ...]]:
-    found = []
-    for model in map(small, names):
-        expected = in_another(model)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-            found.append((pool.submit(partial(in_another, model)).result(LAST_RESORT), expected))
-    return found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_several_threads_at_once(name: str) -> None:
     model = small(name)
@@ -55,16 +38,6 @@ def test_several_threads_at_once(name: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: results(model), range(12)):
             assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.ci
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
-def test_forked_process_that_uses_one_thread() -> None:
-    """Fork from a new process: after autograd has started threads, forks cannot differentiate."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        found = pool.submit(in_forks_and_before, MODELS).result(LAST_RESORT)
-    for name, (in_fork, expected) in zip(MODELS, found, strict=True):
-        assert in_fork == expected, name
 
 
 def gradients_of_two(rank: int, store: Path) -> None:

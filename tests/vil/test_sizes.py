@@ -82,16 +82,19 @@ def test_fine_tuning_goes_on_from_what_was_loaded() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", MODELS)
-def test_compiled_and_exported_at_another_grid(name: str, tmp_path: Path) -> None:
-    model, x = small(name), images(48, 64)
-    expected = model(x)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(x), expected, atol=1e-6)
-    program = torch.export.export(model, (x,))
-    torch.export.save(program, tmp_path / "model.pt2")
-    assert torch.allclose(
-        torch.export.load(tmp_path / "model.pt2").module()(x), expected, atol=1e-6
-    )
+@pytest.mark.parametrize("size", [(32, 32), (48, 64)], ids=["the trained grid", "another"])
+def test_compiled_and_exported(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    model, x, results = small(name), images(*size), []
+    for call in (model, torch.compile(model.train(), fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        logits = call(x)
+        logits.square().sum().backward()
+        results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+    torch.export.save(torch.export.export(model.eval(), (x,)), tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    assert torch.allclose(program(x), results[0][0], atol=1e-6)
 
 
 def onnx(

@@ -43,22 +43,21 @@ for name in sys.argv[1:]:
 """
 
 
-def specializations(cache: Path) -> list[tuple[str, dict[str, list]]]:
-    """Return, for each model and size, its name and the kernels that each mode launches."""
+def run(code: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as in a process of a user, with a cache for compiled kernels."""
     script = cache.with_suffix(".py")
-    script.write_text(COUNT)
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, str(script), *MODELS]
-    out = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=600
-    ).stdout
-    return [json.loads(line) for line in out.splitlines()]
+    script.write_text(code)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.ci
 def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -> None:
-    rows = specializations(tmp_path / "cache")
+    out = run(COUNT, tmp_path / "cache", *MODELS).stdout
+    rows = [json.loads(line) for line in out.splitlines()]  # of each model and size
     for name, training in MODELS.items():
         of_it = [kernels for model, kernels in rows if model == name]
         *trained, twice, thrice = of_it
@@ -105,11 +104,7 @@ for one in launches:
 
 
 def test_kernels_are_compiled_together(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-"], input=TOGETHER, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(TOGETHER, tmp_path / "cache")
     kernels = done.stdout.splitlines()
     assert kernels == ["conv_forward_kernel 90", "conv_backward_kernel 90"]
     assert done.stderr.splitlines()[0] == "compiled 0 of 2 kernels"

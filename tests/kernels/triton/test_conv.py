@@ -90,15 +90,6 @@ def test_half_precision(dtype: torch.dtype, parameter_dtype: torch.dtype | None)
     assert_matches_reference(*conv_inputs(2, 17, 16, 4, dtype, parameter_dtype or dtype))
 
 
-def test_any_strides() -> None:
-    grad, x, weight, bias = conv_inputs(2, 17, 6, 4)
-    grad = grad[:, :, :1].expand_as(grad)
-    x = x.transpose(1, 2).contiguous().transpose(1, 2)
-    weight = weight.transpose(0, 1).contiguous().transpose(0, 1)
-    bias = bias.t().contiguous().t()
-    assert_matches_reference(grad, x, weight, bias)
-
-
 def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program loops over tiles; the number of programs need not divide the number of tiles."""
     monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
