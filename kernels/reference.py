@@ -250,6 +250,14 @@ def _convolve_in_order(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor) -
     return out.index_copy(2, token, y)[:, :, :-1]
 
 
+# Keys of torch.func, which PyTorch excludes below a dispatch mode such as FlopCounterMode.
+_TRANSFORMS = (
+    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
+    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode,
+    torch._C.DispatchKey.FuncTorchGradWrapper,
+)
+
+
 def gradients(
     function: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Sequence[Tensor | None],
@@ -264,11 +272,17 @@ def gradients(
             filled[i] = tensor
         return function(*filled)
 
-    # Use torch.func: torch.autograd.grad is disabled inside the implementation of a custom operator.
-    _, pull_back = torch.func.vjp(of_given, *(inputs[i] for i in given))
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _TRANSFORMS:
+        excluded = excluded.remove(key)
     grads: list[Tensor | None] = [None] * len(inputs)
-    for i, g in zip(given, pull_back(grad), strict=True):
-        grads[i] = g.clone()  # g may be the incoming gradient, which an operator must not return
+    # Use torch.func: torch.autograd.grad is disabled inside the implementation of a custom operator.
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        _, pull_back = torch.func.vjp(of_given, *(inputs[i] for i in given))
+        for i, g in zip(given, pull_back(grad), strict=True):
+            grads[i] = (
+                g.clone()
+            )  # g may be the incoming gradient, which an operator must not return
     return tuple(grads)
 
 

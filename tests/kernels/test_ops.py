@@ -167,13 +167,14 @@ def flops(function: Callable[..., object], *arguments: object) -> tuple[int, int
     return forward, counter.get_total_flops() - forward
 
 
-def test_flop_counts_are_the_documented_multiply_adds() -> None:
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_flop_counts_are_the_documented_multiply_adds(backend: str) -> None:
     x, beta, _, q, k, skip, bias, _ = scan_arguments("longhorn")
-    scan = 2 * B * L * D * (4 * M + 1)
-    assert flops(ops.longhorn_scan, x, beta, q, k, skip, bias) == (scan, 3 * scan)
-    both = 2 * B * L * D * (2 * (3 * M + 1) + 1)
+    scan, both = 2 * B * L * D * (4 * M + 1), 2 * B * L * D * (2 * (3 * M + 1) + 1)
     arguments = bidirectional_arguments("longhorn_exact")
-    assert flops(ops.bidirectional_scan, *arguments, "longhorn_exact") == (both, 3 * both)
+    with ops.use_backend(backend):
+        assert flops(ops.longhorn_scan, x, beta, q, k, skip, bias) == (scan, 3 * scan)
+        assert flops(ops.bidirectional_scan, *arguments, "longhorn_exact") == (both, 3 * both)
 
 
 def chosen(device: str, dtype: torch.dtype) -> str:
