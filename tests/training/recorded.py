@@ -1,10 +1,9 @@
 """CUDA graphs on a CPU: a stand-in for torch.cuda's, which records the operators of a block and repeats them.
 
 As in a CUDA graph, values that Python computed stay as they were, and each operator writes to its tensors of the
-recording. Run as a script, it is train_imagenet.py with these graphs.
+recording.
 """
 
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train_imagenet
 from vil.training import passes
-from vil.training.program import run_script
 
 
 class Graph:
@@ -76,9 +73,3 @@ def record_on_cpu(patch: pytest.MonkeyPatch) -> None:
         "stream": lambda _: nullcontext(),
     }.items():
         patch.setattr(torch.cuda, name, value)
-
-
-if __name__ == "__main__":
-    with pytest.MonkeyPatch.context() as patch:
-        record_on_cpu(patch)
-        sys.exit(run_script(train_imagenet.main))

@@ -1,8 +1,10 @@
-"""Helpers for tests of whole runs: read the files of a run, and stop a run."""
+"""Helpers for tests of whole runs: read the files of a run, and act at a step of a run."""
 
 import csv
-import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from vil.training.model import TrainSetup
 from vil.training.settings import TrainConfig
 
 TIMES = ("images_per_s", "seconds")
+terminate = partial(signal.raise_signal, signal.SIGTERM)
 
 
 def train_data(config: TrainConfig, world: World = World()) -> TrainData:  # noqa: B008
@@ -60,13 +63,21 @@ def assert_same(left: object, right: object) -> None:
         assert left == right
 
 
-def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
-    """Send a signal to the run when it has done ``step`` steps."""
+@contextmanager
+def at_step(step: int, act: Callable[[], object]) -> Iterator[None]:
+    """Within the block, call ``act`` when a run has done ``step`` steps and begins the next one."""
     original = loop.train_step
 
     def train_step(training: TrainSetup, images: Step, config: TrainConfig) -> StepResult:
         if images.number == step:
-            os.kill(os.getpid(), number)
+            act()
         return original(training, images, config)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        yield
+
+
+def die() -> None:
+    """End a run without a checkpoint, like SIGKILL."""
+    raise KeyboardInterrupt

@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import Tensor
 
-from vil.training import train as loop
+from tests.training.run_files import at_step, die
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import ModelConfig, TrainConfig
 
@@ -74,13 +74,11 @@ def test_run_starts_from_the_weights(
     expected = load(checkpoint)["state_dict_ema" if ema else "state_dict"]
     assert differing(last["state_dict"], expected) == set()
     assert differing(last["state_dict_ema"], expected) == set()
-    assert last["config"]["model"]["embed_dim"] == 16
-    assert last["config"]["model"]["name"] == "vil_tiny"
-    data = last["config"]["data"]
-    assert tuple(data["mean"]) == (0.1, 0.2, 0.3)
+    model, data = last["config"]["model"], last["config"]["data"]
+    assert (model["name"], model["embed_dim"]) == ("vil_tiny", 16)
     assert (data["crop_pct"], data["interpolation"]) == (0.8, "bicubic")
     assert data["crop_mode"] == "squash"
-    assert last["pretrained_cfg"]["mean"] == (0.1, 0.2, 0.3)
+    assert tuple(data["mean"]) == last["pretrained_cfg"]["mean"] == (0.1, 0.2, 0.3)
 
 
 def other_names(image_folder: Path, names: dict[str, str]) -> None:
@@ -128,21 +126,12 @@ def test_other_classes_get_a_new_head_and_nothing_else(
 
 
 def test_killed_run_of_the_same_command_continues_bit_for_bit(
-    open_config, checkpoint, train, monkeypatch, tmp_path
+    open_config, checkpoint, train, tmp_path
 ) -> None:
     command = ("--model.pretrained", str(checkpoint), "--run.output")
     assert train(open_config, *command, str(tmp_path / "whole")) == 0
-
-    original = loop.train_step
-
-    def stop(training: Any, step: Any, config: TrainConfig) -> Any:
-        if step.number == 6:
-            raise KeyboardInterrupt
-        return original(training, step, config)
-
-    monkeypatch.setattr(loop, "train_step", stop)
-    assert train(open_config, *command, str(tmp_path / "halves")) == 130
-    monkeypatch.setattr(loop, "train_step", original)
+    with at_step(6, die):
+        assert train(open_config, *command, str(tmp_path / "halves")) == 130
     checkpoint.rename(checkpoint.with_suffix(".gone"))
     assert train(open_config, *command, str(tmp_path / "halves")) == 0
     whole, halves = (load(tmp_path / name / "last.pt") for name in ("whole", "halves"))
