@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,12 @@ def test_rows_are_what_eval_counts(
             own = [each for each in rows if Path(each["path"]).parent.name == name]
             hits = sum(each["class_1"] == name for each in own)
             assert (len(own), 100 * hits / len(own)) == (row["num_images"], row["top1"])
+        wrong = {row["path"]: row["class_1"] for row in rows}
+        wrong = {path: name for path, name in wrong.items() if name != Path(path).parent.name}
+        assert {one["image"]: one["predicted"] for one in found["wrong"]} == wrong
+        pairs = Counter((Path(path).parent.name, name) for path, name in wrong.items())
+        told = found["confusion"]
+        assert {(a, b): n for a, others in told.items() for b, n in others.items()} == pairs
         for row in rows:
             shares = [float(row[f"probability_{n}"]) for n in range(1, 5)]
             assert sorted(shares, reverse=True) == shares
