@@ -37,8 +37,6 @@ def test_all_sources_of_the_same_weights_score_the_same(
     checkpoint, released, image_folder, evaluate, tmp_path
 ) -> None:
     saved = torch.load(checkpoint, weights_only=True)
-    alone = tmp_path / "alone.safetensors"
-    alone.write_bytes((released / "model.safetensors").read_bytes())
     row = saved["run"]["history"][-1]
     for number, source in enumerate(
         (checkpoint, released, f"local-dir:{released}", released / "model.safetensors")
