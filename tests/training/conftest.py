@@ -14,6 +14,7 @@ import eval as eval_script
 import train_imagenet
 from vil.training.program import run_script
 from vil.training.recipes import to_yaml
+from vil.training.release import ReleaseConfig, release
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import (
     DataConfig,
@@ -129,6 +130,22 @@ def train(request, tmp_path, monkeypatch, program) -> Callable[..., int]:
         return program(train_imagenet.main, "--config", recipe, *arguments)
 
     return run
+
+
+@pytest.fixture
+def checkpoint(config, train, tmp_path) -> Path:
+    """Return the last checkpoint of a run of one epoch, whose preprocessing is not the default."""
+    options = {"crop_pct": 0.8, "crop_mode": "squash", "mean": (0.1, 0.2, 0.3)}
+    short = config.changed("schedule", epochs=1, warmup_epochs=0).changed("data", **options)
+    assert train(short, "--run.output", str(tmp_path / "run")) == 0
+    return tmp_path / "run" / "last.pt"
+
+
+@pytest.fixture
+def released(checkpoint, tmp_path) -> Path:
+    """Return the folder of a release of the checkpoint."""
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
+    return tmp_path / "small"
 
 
 @pytest.fixture

@@ -19,20 +19,6 @@ from vil.training.release import ReleaseConfig, release
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def checkpoint(config, train, tmp_path) -> Path:
-    """Return the last checkpoint of a short run."""
-    arguments = ("--schedule.epochs", "1", "--data.crop-pct", "0.8")
-    assert train(config, "--run.output", str(tmp_path / "run"), *arguments) == 0
-    return tmp_path / "run" / "last.pt"
-
-
-@pytest.fixture
-def released(checkpoint, tmp_path) -> Path:
-    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
-    return tmp_path / "small"
-
-
 def test_all_sources_of_the_same_weights_score_the_same(
     checkpoint, released, image_folder, evaluate, tmp_path
 ) -> None:
@@ -211,12 +197,6 @@ def test_weights_that_are_not_finite_are_refused(checkpoint, evaluate, capsys) -
     with pytest.raises(OutputError, match=r"norm\.weight is not finite"):
         release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(checkpoint.parent / "new")))
     assert not (checkpoint.parent / "new").exists()
-
-
-def test_a_size_that_patches_do_not_cover_is_refused(checkpoint, evaluate, capsys) -> None:
-    assert evaluate(str(checkpoint), "--img-size", "20") == 2
-    told = "img_size must be covered by whole patches of 8 px with stride 8 px, got (20, 20)"
-    assert told in capsys.readouterr().err
 
 
 def test_other_data_has_its_own_result(
