@@ -1,6 +1,8 @@
 """Helpers for tests of whole runs: read the files of a run, and act at a step of a run."""
 
 import csv
+import dataclasses
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from vil.training.loader import Step, TrainData, ValData, open_source
 from vil.training.model import TrainSetup
 from vil.training.settings import TrainConfig
 
-TIMES = ("images_per_s", "seconds")
+TIMES = ("images_per_s", "data_wait", "seconds")
 terminate = partial(signal.raise_signal, signal.SIGTERM)
 
 
@@ -37,13 +39,13 @@ def load(path: Path) -> dict[str, Any]:
     del checkpoint["run"]["seconds"]
     for row in checkpoint["run"]["history"]:
         for key in TIMES:
-            del row[key]
+            row.pop(key, None)
     return checkpoint
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    """Read a log without its times."""
-    with (folder / "log.csv").open() as file:
+def rows(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
+    """Read a log of a run without its times."""
+    with (folder / name).open() as file:
         return [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
 
 
@@ -66,12 +68,35 @@ def assert_same(left: object, right: object) -> None:
 @contextmanager
 def at_step(step: int, act: Callable[[], object]) -> Iterator[None]:
     """Within the block, call ``act`` when a run has done ``step`` steps and begins the next one."""
+
+    def acting(training: TrainSetup, number: int) -> TrainSetup:
+        if number == step:
+            act()
+        return training
+
+    with _before_steps(acting):
+        yield
+
+
+@contextmanager
+def poisoned(steps: set[int]) -> Iterator[None]:
+    """Within the block, the loss of these steps is NaN."""
+
+    def poison(training: TrainSetup, number: int) -> TrainSetup:
+        loss = training.training_pass
+        spoilt = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * math.nan)
+        return spoilt if number in steps else training
+
+    with _before_steps(poison):
+        yield
+
+
+@contextmanager
+def _before_steps(prepare: Callable[[TrainSetup, int], TrainSetup]) -> Iterator[None]:
     original = loop.train_step
 
-    def train_step(training: TrainSetup, images: Step, config: TrainConfig) -> StepResult:
-        if images.number == step:
-            act()
-        return original(training, images, config)
+    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
+        return original(prepare(training, step.number), step, config)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", train_step)

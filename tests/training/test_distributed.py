@@ -1,6 +1,5 @@
 """Several ranks on one machine, over gloo, compared with a single process."""
 
-import csv
 import dataclasses
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.run_files import rows
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError
 from vil.training.recipes import to_yaml
@@ -42,12 +42,12 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(config: TrainConfig, folder: Path, world_size: int) -> list[subprocess.Popen]:
-    """Start the training script in several processes, as a launcher would."""
+def start(config: TrainConfig, folder: Path) -> list[subprocess.Popen]:
+    """Start the training script in two processes, as a launcher would."""
     recipe = folder.with_suffix(".yaml")
     recipe.write_text(to_yaml(config))
     command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(folder)]
-    return start_script(command, [Path.cwd()] * world_size)
+    return start_script(command, [Path.cwd()] * 2)
 
 
 def start_script(command: list[str], places: list[Path]) -> list[subprocess.Popen]:
@@ -67,34 +67,38 @@ def start_script(command: list[str], places: list[Path]) -> list[subprocess.Pope
     ]
 
 
+def ends(processes: list[subprocess.Popen], codes: list[int]) -> list[tuple[str, str]]:
+    """Check the exit codes of processes, and return what each has printed; kill processes that hang."""
+    try:
+        printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == codes, printed
+    return printed
+
+
 def wait_for(path: Path, processes: list[subprocess.Popen]) -> None:
     """Wait until a run has written a file, or has ended."""
     while not path.exists() and all(process.poll() is None for process in processes):
         time.sleep(0.1)
 
 
-def log(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
-    """Read a run's log."""
-    with (folder / name).open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.ci
 def test_two_processes_equal_one(one_step_epochs, train, tmp_path) -> None:
     divided = one_step_epochs.changed("run", grad_accum_steps=2)
-    processes = start(divided, tmp_path / "two", 2)
+    processes = start(divided, tmp_path / "two")
     assert train(one_step_epochs, "--run.output", str(tmp_path / "one")) == 0
-    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    printed = ends(processes, [0, 0])
     assert "= 2 processes x 2 x 8" in printed[0][0]
     assert printed[1] == ("", "")  # only rank 0 logs
-    one, two = log(tmp_path / "one"), log(tmp_path / "two")
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert len(one) == len(two) == 20
     for left, right in zip(one, two, strict=True):
         for key in ("train_loss", "val_loss", "ema_loss"):
             assert float(left[key]) == pytest.approx(float(right[key]), abs=1e-6)
         assert left["top1"] == right["top1"]
-    one, two = log(tmp_path / "one", "steps.csv"), log(tmp_path / "two", "steps.csv")
+    one, two = rows(tmp_path / "one", "steps.csv"), rows(tmp_path / "two", "steps.csv")
     assert [row["step"] for row in one] == [str(step) for step in range(1, 21)]
     for left, right in zip(one, two, strict=True):
         for key in ("step", "epoch", "lr"):
@@ -109,10 +113,8 @@ def test_batch_norm_of_two_processes_scores_as_saved(config, evaluate, tmp_path)
     model = ModelConfig(name="test_resnet", num_classes=4, img_size=32, in_chans=3)
     config = dataclasses.replace(config, model=model).changed("optim", lr_base=1e-2)
     folder = tmp_path / "run"
-    processes = start(config, folder, 2)
-    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    row = log(folder)[-1]
+    ends(start(config, folder), [0, 0])
+    row = rows(folder)[-1]
     for prefix, arguments in (("", ()), ("ema_", ("--ema",))):
         result = tmp_path / "result.json"
         assert evaluate(str(folder / "last.pt"), "--json", str(result), *arguments) == 0
@@ -122,17 +124,15 @@ def test_batch_norm_of_two_processes_scores_as_saved(config, evaluate, tmp_path)
         assert loss == pytest.approx(found["loss"], rel=1e-5)
     # A run that was stopped somewhere goes on with the same statistics.
     stopped = config.changed("run", save_minutes=0.0)
-    processes = start(stopped, tmp_path / "stopped", 2)
+    processes = start(stopped, tmp_path / "stopped")
     wait_for(tmp_path / "stopped" / "previous.pt", processes)
     processes[0].send_signal(signal.SIGTERM)
     printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
     assert {process.returncode for process in processes} in ({143}, {0}), printed
-    processes = start(stopped, tmp_path / "stopped", 2)
-    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    ends(start(stopped, tmp_path / "stopped"), [0, 0])
     keys = ("train_loss", "val_loss", "top1", "ema_loss", "ema_top1")
-    expected = [[row[key] for key in keys] for row in log(folder)]
-    assert [[row[key] for key in keys] for row in log(tmp_path / "stopped")] == expected
+    expected = [[row[key] for key in keys] for row in rows(folder)]
+    assert [[row[key] for key in keys] for row in rows(tmp_path / "stopped")] == expected
 
 
 @pytest.fixture
@@ -144,26 +144,16 @@ def places(image_folder, tmp_path) -> list[Path]:
     return nodes
 
 
-def ends(processes: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
-    """Return the exit codes and error output of processes; kill processes that hang."""
-    try:
-        told = [process.communicate(timeout=LAST_RESORT)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], told
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("readable", "expected", "message"),
+    ("readable", "codes", "message"),
     [
         (True, [3, 3], "number of training images is 31 instead of 32; fingerprint of the"),
         (False, [6, 3], "ash/0.jpg cannot be read"),  # only its own rank can report it
     ],
 )
 def test_copy_of_the_data_that_differs_ends_the_training_of_all(
-    readable, expected, message, config, places, tmp_path
+    readable, codes, message, config, places, tmp_path
 ) -> None:
     image = places[1] / "images" / "train" / "ash" / "0.jpg"
     image.unlink()
@@ -173,10 +163,9 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(config))
     command = ["train_imagenet.py", "--config", str(recipe), "--run.output", str(run)]
-    codes, told = ends(start_script(command, places))
-    assert codes == expected, told
-    assert message in told[1]
-    assert not readable or told[1] == f"process 1: {told[0]}"
+    (_, first), (_, second) = ends(start_script(command, places), codes)
+    assert message in second
+    assert not readable or second == f"process 1: {first}"
     assert not (run / "last.pt").exists()
 
 
@@ -190,20 +179,18 @@ def test_copies_of_the_weights_that_differ_end_the_evaluation_of_all(
     for place in places:
         torch.save(checkpoint, place / "best.pt")
         checkpoint["state_dict"]["head.bias"][0] += 1
-    codes, told = ends(start_script(["eval.py", "best.pt", "--data.path", "images"], places))
-    assert codes == [3, 3], told
-    assert "Differences (1): weights is " in told[0]
+    processes = start_script(["eval.py", "best.pt", "--data.path", "images"], places)
+    assert "Differences (1): weights is " in ends(processes, [3, 3])[0][1]
     assert not list(tmp_path.glob("*/*-eval.json"))
 
 
 @pytest.mark.ci
 def test_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_path) -> None:
     endless = config.changed("schedule", epochs=10_000).changed("run", save_minutes=0.0)
-    processes = start(endless, tmp_path / "run", 2)
+    processes = start(endless, tmp_path / "run")
     wait_for(tmp_path / "run" / "previous.pt", processes)
     processes[1].send_signal(signal.SIGTERM)
-    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
-    assert [process.returncode for process in processes] == [143, 143], printed
+    printed = ends(processes, [143, 143])
     told = "stopped by SIGTERM; the run is saved, and the same command resumes it\n"
     assert printed[0][1] == told
     checkpoint = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
@@ -214,22 +201,18 @@ def test_signal_to_one_process_stops_all_of_them_at_the_same_step(config, tmp_pa
 @pytest.mark.ci
 def test_lost_process_ends_the_others_with_one_line(config, tmp_path) -> None:
     endless = config.changed("schedule", epochs=10_000)
-    processes = start(endless, tmp_path / "run", 2)
+    processes = start(endless, tmp_path / "run")
     wait_for(tmp_path / "run" / "last.pt", processes)
     processes[1].kill()
-    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
-    assert [process.returncode for process in processes] == [6, -signal.SIGKILL], printed
+    printed = ends(processes, [6, -signal.SIGKILL])
     assert printed[0][1] == "error: another process of the run died; see its own error message\n"
 
 
 @pytest.mark.nightly
 def test_compiled_model_trains_in_two_processes(config, tmp_path) -> None:
-    processes = start(
-        config.changed("run", torchcompile=True, amp=True, grad_accum_steps=2), tmp_path / "run", 2
-    )
-    printed = [process.communicate(timeout=LAST_RESORT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    losses = [float(row["train_loss"]) for row in log(tmp_path / "run")]
+    compiled = config.changed("run", torchcompile=True, amp=True, grad_accum_steps=2)
+    ends(start(compiled, tmp_path / "run"), [0, 0])
+    losses = [float(row["train_loss"]) for row in rows(tmp_path / "run")]
     assert len(losses) == 3
     assert all(0 < loss < 2 for loss in losses)
 

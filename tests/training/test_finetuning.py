@@ -1,6 +1,5 @@
 """Fine-tuning: the recipe alone, learning rates by layer and batch, and batch sizes by the data."""
 
-import csv
 import json
 import math
 import shutil
@@ -11,6 +10,7 @@ import yaml
 from PIL import Image
 
 import train_imagenet
+from tests.training.run_files import rows
 from vil.training.distributed import World
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import FolderSource
@@ -29,8 +29,7 @@ def photos(tmp_path) -> Path:
             folder = tmp_path / "photos" / split / name
             folder.mkdir(parents=True)
             for number in range(count):
-                noise = Image.effect_noise((24, 20), 64)
-                noise.convert("RGB").save(folder / f"{number}.jpg")
+                Image.effect_noise((24, 20), 64).save(folder / f"{number}.jpg")
     return tmp_path / "photos"
 
 
@@ -51,8 +50,7 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
     assert (model["embed_dim"], model["depth"], model["patch_size"]) == (16, 2, 8)
     assert (data["mean"], data["batch_size"]) == ([0.1, 0.2, 0.3], 8)
     assert found["schedule"]["warmup_epochs"] == 0
-    with (tmp_path / "output" / "finetune" / "steps.csv").open() as file:
-        rates = [float(row["lr"]) for row in csv.DictReader(file)]
+    rates = [float(row["lr"]) for row in rows(tmp_path / "output" / "finetune", "steps.csv")]
     recipe = read_recipe(CONFIGS / "finetune.yaml")
     peak, least = recipe.optim.lr_base * (8 / 64) ** 0.5, recipe.schedule.min_lr
     ways = [step / len(rates) for step in range(len(rates))]
@@ -74,8 +72,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     assert program(train_imagenet.main, *command, "--data.val-fraction", 0.15) == 0
     told = caplog.text + capsys.readouterr().out  # another test's logger may write to either
     assert "folder in photos/train: 9 images to train on, 3 held out, 3 classes" in told
-    with (tmp_path / "output" / "scratch" / "log.csv").open() as file:
-        (row,) = csv.DictReader(file)
+    (row,) = rows(tmp_path / "output" / "scratch")
     weights = "output/scratch/last.pt"
     assert evaluate(weights) == 0
     result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
@@ -83,9 +80,9 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-6)
     (tmp_path / "link").symlink_to(tmp_path / "photos")
     shutil.copytree("photos/train", "moved")
-    same = ["photos/train", f"{tmp_path}/photos/val/../train", "link/train"]
     for path, *options, number in (
-        *((path, 3) for path in same),
+        (f"{tmp_path}/photos/val/../train", 3),
+        ("link/train", 3),
         ("moved", "--data.val-fraction", "0.15", 3),
         ("moved", "--data.val-fraction", "0", 12),
         ("photos/train", "--data.dataset", "folder", 3),

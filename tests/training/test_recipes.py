@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 import vil  # noqa: F401  registers the models
-from downstream.run import Options
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
@@ -19,7 +18,6 @@ from vil.training.make_shards import MakeOptions
 from vil.training.model import TrainSetup, build, build_model, build_optimizer
 from vil.training.prediction import PredictConfig
 from vil.training.recipes import flat, from_dict, load_config, parse, read_recipe, to_yaml
-from vil.training.release import ReleaseConfig
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import OptimConfig, TrainConfig
 from vil.training.transforms import Normalize, to_planes, train_transform, val_transform
@@ -50,11 +48,8 @@ def recipe(name: str) -> TrainConfig:
 def built(config: TrainConfig, steps_per_epoch: int = 4) -> TrainSetup:
     """Build a small version of what a recipe trains on ImageNet."""
     classes = config.model.num_classes or 1000
-    return build(
-        filled(config.changed("model", num_classes=classes, depth=3, embed_dim=32)),
-        World(),
-        steps_per_epoch,
-    )
+    small = config.changed("model", num_classes=classes, depth=3, embed_dim=32)
+    return build(filled(small), World(), steps_per_epoch)
 
 
 def filled(config: TrainConfig) -> TrainConfig:
@@ -118,9 +113,6 @@ def test_transforms_are_the_published_ones() -> None:
     big = Image.effect_noise((448, 300), 64).convert("RGB")
     resized = big.resize((382, 256), Image.Resampling.BICUBIC).crop((79, 16, 303, 240))
     assert torch.equal(val_transform(config)(big), to_planes(resized))
-    resized = big.resize((669, 448), Image.Resampling.BICUBIC).crop((222, 112, 446, 336))
-    closer = val_transform(config.changed("data", crop_pct=0.5))  # 0.875 is timm's own default
-    assert torch.equal(closer(big), to_planes(resized))
 
 
 def published_rate(epoch: int) -> float:
@@ -194,8 +186,6 @@ def test_command_line_wins_over_recipe() -> None:
     ("text", "message"),
     [
         ("optim:\n  lr_bas: 1\n", r"recipe\.yaml: optim\.lr_bas is not an option"),
-        ("optimiser:\n  lr: 1\n", r"recipe\.yaml: optimiser is not an option"),
-        ("optim: 1\n", "optim must be an object, got 1"),
         ("- lr\n", "it must be an object, got 'lr'"),
         ("optim: {lr: [\n", "is not YAML"),
         ("optim:\n  lr_base: 1.0\n  lr_base: 2.0\n", "lr_base occurs 2 times.*line 2, column 3"),
@@ -223,11 +213,8 @@ def test_recipe_survives_yaml_and_dict(path, tmp_path) -> None:
 PROGRAMS = {
     EvalConfig: ("{0}/best.pt", "--json={0}/a.json", "--data.path={0}/photos"),
     PredictConfig: ("local-dir:{0}/release", "{0}/1.jpg", "{0}/2.jpg", "--output={0}/a.csv"),
-    ReleaseConfig: ("{0}/best.pt", "{0}/release"),
     MakeOptions: ("{0}/photos", "{0}/shards"),
-    Options: ("--output={0}/run", "--data={0}/ade", "--weights={0}/best.pt", "--img-size=8",
-              "--steps=1", "--batch-size=1", "--precision=32-true", "--val-steps=1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)

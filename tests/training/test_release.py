@@ -1,6 +1,5 @@
 """A released folder gives timm and transformers the same model and the same preprocessing."""
 
-import csv
 import io
 import json
 import resource
@@ -19,6 +18,7 @@ from timm.models import save_for_hf
 
 import vil
 from tests.strategies import encoded
+from tests.training.run_files import rows
 from vil.profile import count_parameters
 from vil.training.errors import OutputError
 from vil.training.evaluation import EvalConfig, load_subject
@@ -107,11 +107,8 @@ def test_arrays_and_arguments_of_timm_are_taken(released, tmp_path) -> None:
 def test_timm_loads_what_was_released(checkpoint, ema, tmp_path) -> None:
     folder, hub = tmp_path / "small", tmp_path / "hub"
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), ema=ema))
-    assert {path.name for path in folder.iterdir()} == {
-        "model.safetensors",
-        "config.json",
-        "README.md",
-    }
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"model.safetensors", "config.json", "README.md"}
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # all follow umask
     saved = torch.load(checkpoint, weights_only=True)["state_dict_ema" if ema else "state_dict"]
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
@@ -182,8 +179,7 @@ def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     assert "vision-longhorn" in described["tags"]
     config = json.loads((folder / "config.json").read_text())
     assert config["pretrained_cfg"]["license"] == "cc-by-4.0"
-    with (checkpoint.parent / "log.csv").open() as file:
-        (row,) = csv.DictReader(file)
+    (row,) = rows(checkpoint.parent)
     keys = ("ema_top1", "ema_top5", "ema_loss") if ema else ("top1", "top5", "val_loss")
     assert "| {:.2f} | {:.2f} | {:.4f} |".format(*(float(row[key]) for key in keys)) in text
     recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])

@@ -34,6 +34,7 @@ def test_repeats_draw_each_image_three_times_in_a_row() -> None:
     assert [draw.position for draw in draws] == list(range(768))
     assert set(Counter(indices).values()) == {3}
     assert indices[0::3] == indices[1::3] == indices[2::3]
+    assert indices != [draw.index for draw in stream(range(12, 24))]  # of the next epoch
 
 
 def test_steps_hold_the_images_that_deit_gives_them() -> None:
