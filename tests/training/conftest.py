@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import eval as eval_script
 import train_imagenet
 from vil.training.program import run_script
 from vil.training.recipes import to_yaml
+from vil.training.release import ReleaseConfig, release
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import (
     DataConfig,
@@ -100,7 +102,18 @@ def rendered() -> None:
 
 
 @pytest.fixture
-def train(request, tmp_path, monkeypatch) -> Callable[..., int]:
+def program(monkeypatch) -> Callable[..., int]:
+    """Return a function that runs the main function of a script, and gives its exit code."""
+
+    def run(main: Callable[[], None], *words: object) -> int:
+        monkeypatch.setattr(sys, "argv", [main.__module__, *map(str, words)])
+        return run_script(main)
+
+    return run
+
+
+@pytest.fixture
+def train(request, tmp_path, monkeypatch, program) -> Callable[..., int]:
     """Return a function that runs train_imagenet.py on a configuration and gives its exit code.
 
     Curves are always drawn. They are rendered to pixels only if a test requests ``rendered``, because
@@ -114,19 +127,28 @@ def train(request, tmp_path, monkeypatch) -> Callable[..., int]:
     def run(config: TrainConfig, *arguments: str) -> int:
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(to_yaml(config))
-        command = ["train_imagenet.py", "--config", str(recipe), *arguments]
-        monkeypatch.setattr(sys, "argv", command)
-        return run_script(train_imagenet.main)
+        return program(train_imagenet.main, "--config", recipe, *arguments)
 
     return run
 
 
 @pytest.fixture
-def evaluate(monkeypatch) -> Callable[..., int]:
+def checkpoint(config, train, tmp_path) -> Path:
+    """Return the last checkpoint of a run of one epoch, whose preprocessing is not the default."""
+    options = {"crop_pct": 0.8, "crop_mode": "squash", "mean": (0.1, 0.2, 0.3)}
+    short = config.changed("schedule", epochs=1, warmup_epochs=0).changed("data", **options)
+    assert train(short, "--run.output", str(tmp_path / "run")) == 0
+    return tmp_path / "run" / "last.pt"
+
+
+@pytest.fixture
+def released(checkpoint, tmp_path) -> Path:
+    """Return the folder of a release of the checkpoint."""
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "small")))
+    return tmp_path / "small"
+
+
+@pytest.fixture
+def evaluate(program) -> Callable[..., int]:
     """Return a function that runs eval.py and gives its exit code."""
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["eval.py", *arguments])
-        return run_script(eval_script.main)
-
-    return run
+    return partial(program, eval_script.main)

@@ -1,8 +1,12 @@
-"""Helpers for tests of whole runs: read the files of a run, and stop a run."""
+"""Helpers for tests of whole runs: read the files of a run, and act at a step of a run."""
 
 import csv
-import os
+import dataclasses
+import math
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ from vil.training.loader import Step, TrainData, ValData, open_source
 from vil.training.model import TrainSetup
 from vil.training.settings import TrainConfig
 
-TIMES = ("images_per_s", "seconds")
+TIMES = ("images_per_s", "data_wait", "seconds")
+terminate = partial(signal.raise_signal, signal.SIGTERM)
 
 
 def train_data(config: TrainConfig, world: World = World()) -> TrainData:  # noqa: B008
@@ -34,13 +39,13 @@ def load(path: Path) -> dict[str, Any]:
     del checkpoint["run"]["seconds"]
     for row in checkpoint["run"]["history"]:
         for key in TIMES:
-            del row[key]
+            row.pop(key, None)
     return checkpoint
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    """Read a log without its times."""
-    with (folder / "log.csv").open() as file:
+def rows(folder: Path, name: str = "log.csv") -> list[dict[str, str]]:
+    """Read a log of a run without its times."""
+    with (folder / name).open() as file:
         return [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
 
 
@@ -60,13 +65,44 @@ def assert_same(left: object, right: object) -> None:
         assert left == right
 
 
-def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
-    """Send a signal to the run when it has done ``step`` steps."""
+@contextmanager
+def at_step(step: int, act: Callable[[], object]) -> Iterator[None]:
+    """Within the block, call ``act`` when a run has done ``step`` steps and begins the next one."""
+
+    def acting(training: TrainSetup, number: int) -> TrainSetup:
+        if number == step:
+            act()
+        return training
+
+    with _before_steps(acting):
+        yield
+
+
+@contextmanager
+def poisoned(steps: set[int]) -> Iterator[None]:
+    """Within the block, the loss of these steps is NaN."""
+
+    def poison(training: TrainSetup, number: int) -> TrainSetup:
+        loss = training.training_pass
+        spoilt = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * math.nan)
+        return spoilt if number in steps else training
+
+    with _before_steps(poison):
+        yield
+
+
+@contextmanager
+def _before_steps(prepare: Callable[[TrainSetup, int], TrainSetup]) -> Iterator[None]:
     original = loop.train_step
 
-    def train_step(training: TrainSetup, images: Step, config: TrainConfig) -> StepResult:
-        if images.number == step:
-            os.kill(os.getpid(), number)
-        return original(training, images, config)
+    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
+        return original(prepare(training, step.number), step, config)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", train_step)
+        yield
+
+
+def die() -> None:
+    """End a run without a checkpoint, like SIGKILL."""
+    raise KeyboardInterrupt

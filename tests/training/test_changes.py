@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.run_files import assert_same, load, rows, signal_at
+from tests.training.run_files import assert_same, at_step, load, rows, terminate
 from vil.training.recipes import read_recipe
 from vil.training.settings import TrainConfig
 
@@ -17,8 +17,7 @@ ALLOW = "--run.allow-changes"
 @pytest.fixture
 def stopped(config, train, tmp_path) -> Path:
     """Return the folder of a run of three epochs, stopped in the second epoch, after six steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        signal_at(patch, 5, 15)
+    with at_step(5, terminate):
         assert train(config, "--run.output", str(tmp_path / "run")) == 143
     return tmp_path / "run"
 
@@ -95,8 +94,7 @@ def test_changed_run_that_is_stopped_ends_with_the_same_bits(config, train, tmp_
     folders = [tmp_path / name for name in ("whole", "parts")]
 
     def stop_at(step: int, chosen: TrainConfig, folder: Path, *more: str) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            signal_at(patch, step, 15)
+        with at_step(step, terminate):
             assert train(chosen, "--run.output", str(folder), *more) == 143
 
     for folder in folders:

@@ -35,6 +35,10 @@ def run(config) -> Run:
     return Run(config, config, setup, source, source)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def train(run: Run, top1: float) -> Run:
     """Advance the state of a run by one epoch."""
     run.state.step += 4
@@ -118,14 +122,6 @@ def test_the_checkpoint_before_and_the_best_are_kept(saved, run) -> None:
     assert steps == [13, 12]
 
 
-def test_epochs_before_the_average_are_not_best_by_it(run) -> None:
-    run.state.best_key = "ema_top1"
-    for top1, averaged in ((90.0, None), (95.0, None), (50.0, 0.0), (60.0, 0.0)):
-        row = {"epoch": len(run.state.history) + 1, "top1": top1}
-        run.state.end_epoch(row | {"ema_top1": -1.0 if averaged is None else averaged})
-    assert run.state.best_epoch == 3
-
-
 def test_of_epochs_with_one_top1_the_best_has_the_lowest_loss(run) -> None:
     for top1, loss in ((80.0, 0.288), (80.0, 0.3), (80.0, 0.223), (79.0, 0.1), (80.0, 0.223)):
         run.state.end_epoch({"top1": top1, "val_loss": loss, "ema_top1": top1, "ema_loss": 1.0})
@@ -206,13 +202,8 @@ def test_content_of_another_form_is_one_line_and_no_traceback(saved, run) -> Non
             go_on(saved, run)
         assert "\n" not in str(caught.value), path
         assert len(str(caught.value)) < 1000, path
-    for key in (
-        "arch",
-        "model_args",
-        "config",
-        "pretrained_cfg",
-    ):  # as eval.py and release.py read it
-        torch.save(content | {key: 5}, saved)
+    for key in ("arch", "model_args", "config", "pretrained_cfg"):
+        torch.save(content | {key: 5}, saved)  # as eval.py and release.py read it
         with pytest.raises(UserError):
             load_subject(EvalConfig(checkpoint=str(saved)))
 
@@ -243,27 +234,18 @@ def test_limits_may_be_infinite() -> None:
 
 
 @pytest.mark.parametrize("ema", [False, True])
-def test_weights_that_are_not_finite_are_not_saved(ema, run, tmp_path) -> None:
-    for kept in ("none", "last.pt"):
-        model = run.setup.ema.module if ema else run.setup.model
-        with torch.no_grad():
-            model.head.bias[2] = torch.nan
-        message = (
-            f"after step 0: head.bias is not finite; checkpoints from before .* in .*: {kept}$"
-        )
-        with pytest.raises(NonFiniteLossError, match=message):
-            save(tmp_path, run)
-        with torch.no_grad():
-            model.head.bias[2] = 0.0
-        if kept == "none":
-            save(tmp_path, run)
+def test_weights_that_are_not_finite_are_not_saved(ema, saved, run, tmp_path) -> None:
+    model = run.setup.ema.module if ema else run.setup.model
+    model.head.bias.data[2] = torch.nan
+    for folder, kept in ((tmp_path, "none"), (saved.parent, "last.pt, previous.pt, best.pt")):
+        before = contents(saved.parent)
+        told = f"after step 4: head.bias is not finite; checkpoints from before .* in .*: {kept}$"
+        with pytest.raises(NonFiniteLossError, match=told):
+            save(folder, run)
+        assert contents(saved.parent) == before
 
 
 # Which checkpoint a run resumes from
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_damaged_ones_are_put_aside_only_for_a_whole_one(saved, run, caplog) -> None:
@@ -292,37 +274,30 @@ def test_what_a_killed_save_left_undone_is_done(saved) -> None:
     assert saved.with_name("best.pt").read_bytes() == saved.read_bytes()
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("reads", [0, 5, 40])
-def test_checkpoint_that_cannot_be_read_is_not_damaged(number, reads, saved, monkeypatch) -> None:
+def test_checkpoint_that_cannot_be_read_is_not_damaged(reads, saved, monkeypatch) -> None:
     """Reading may fail at any place, also at the end, where zipfile reports that it is no zip file."""
     before, left = contents(saved.parent), iter(range(reads))
     original = archive._Reader._remembering
 
     def remembering(self: archive._Reader, read: Any, *arguments: object) -> object:
         def fail(*_: object) -> None:
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         return original(self, fail if next(left, None) is None else read, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(archive._Reader, "_remembering", remembering)
-        told = rf"last\.pt cannot be read: {os.strerror(number)}"
-        with pytest.raises(OutputError, match=told):
+        with pytest.raises(OutputError, match=r"last\.pt cannot be read: Input/output error"):
             load_newest(saved.parent)
     assert contents(saved.parent) == before
 
 
-@pytest.mark.parametrize("kind", ["folder", "dangling link"])
-def test_name_of_a_checkpoint_that_leads_to_none_stops_the_run(kind, saved) -> None:
+def test_name_of_a_checkpoint_that_leads_to_none_stops_the_run(saved) -> None:
     """The disk may not be mounted, for example: a run must not start again from scratch there."""
     saved.unlink()
-    if kind == "folder":
-        saved.mkdir()
-    else:
-        saved.symlink_to("/nowhere/last.pt")
-    message = "cannot be read: Is a directory" if kind == "folder" else "does not exist"
-    with pytest.raises(OutputError, match=rf"last\.pt {message}"):
+    saved.symlink_to("/nowhere/last.pt")
+    with pytest.raises(OutputError, match=r"last\.pt does not exist"):
         load_newest(saved.parent)
 
 

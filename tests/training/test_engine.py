@@ -2,28 +2,17 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.training.run_files import val_data
 from vil.training.distributed import World
-from vil.training.engine import Score, _average_unless, evaluate, train_step
-from vil.training.loader import Step, ValData, open_source
+from vil.training.engine import _average_unless, evaluate, train_step
+from vil.training.loader import Step
 from vil.training.model import TrainSetup, build
 from vil.training.passes import ScoringPass
 from vil.training.settings import ModelConfig
-
-
-class CountedData(ValData):
-    """Validation data that count how often they are read."""
-
-    passes = 0
-
-    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Count a pass and read the images."""
-        self.passes += 1
-        return super().batches()
 
 
 @pytest.fixture
@@ -37,18 +26,16 @@ def training(config) -> TrainSetup:
 
 
 @pytest.mark.parametrize("amp", [False, True])
-def test_models_scored_together_score_as_alone_and_images_are_read_once(
-    training, config, amp
-) -> None:
+def test_models_scored_together_score_as_alone(training, config, amp) -> None:
     chosen = config.changed("data", validation_batch_size=5)  # 12 images: 5, 5, 2
-    data = CountedData(chosen, open_source(chosen.data, chosen.model, False), World())
+    data = val_data(chosen)
     run = dataclasses.replace(config.run, amp=amp)
     models = [training.model, training.ema.module, training.model]
     scorers = [ScoringPass(model, run, torch.device("cpu")) for model in models]
     together = evaluate(scorers, data)
-    assert data.passes == 1
     alone = [evaluate([scorer], data)[0] for scorer in scorers]
-    assert [untimed(score) for score in together] == [untimed(score) for score in alone]
+    untimed = [[s._replace(images_per_s=0.0) for s in scores] for scores in (together, alone)]
+    assert untimed[0] == untimed[1]
     assert together[0].loss != together[1].loss
     assert not any(module.training for model in models for module in model.modules())
 
@@ -70,8 +57,8 @@ def test_a_step_clips_the_gradient_and_then_moves_the_average(training, config) 
         torch.testing.assert_close(average, moved)
 
 
-@pytest.mark.parametrize("opt", ["adamw", "sgd"])  # only adamw decides on the device
-@pytest.mark.parametrize("name", ["vil_tiny", "test_resnet"])  # only the latter has BatchNorm
+# Only adamw decides on the device, and only the ResNet has BatchNorm.
+@pytest.mark.parametrize(("name", "opt"), [("vil_tiny", "sgd"), ("test_resnet", "adamw")])
 def test_a_step_whose_loss_is_not_finite_changes_nothing(config, name, opt) -> None:
     if name != "vil_tiny":
         model = ModelConfig(name=name, num_classes=4, img_size=16, in_chans=3)
@@ -110,8 +97,3 @@ def test_an_optimizer_of_three_moments_steps(config, betas) -> None:
     assert not torch.equal(training.model.head.bias, before)
     own = betas if len(betas) == 3 else (0.98, 0.92, 0.99)
     assert training.optimizer.param_groups[0]["betas"] == own
-
-
-def untimed(score: Score) -> Score:
-    """Return a score without its speed."""
-    return score._replace(images_per_s=0.0)

@@ -1,23 +1,20 @@
 """Fine-tuning: the recipe alone, learning rates by layer and batch, and batch sizes by the data."""
 
-import csv
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from PIL import Image
 
-import eval as eval_script
 import train_imagenet
+from tests.training.run_files import rows
 from vil.training.distributed import World
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import FolderSource
 from vil.training.model import build
-from vil.training.program import run_script
 from vil.training.recipes import read_recipe
 from vil.training.settings import suitable_batch
 
@@ -32,30 +29,20 @@ def photos(tmp_path) -> Path:
             folder = tmp_path / "photos" / split / name
             folder.mkdir(parents=True)
             for number in range(count):
-                noise = Image.effect_noise((24, 20), 64)
-                noise.convert("RGB").save(folder / f"{number}.jpg")
+                Image.effect_noise((24, 20), 64).save(folder / f"{number}.jpg")
     return tmp_path / "photos"
 
 
 def test_recipe_needs_images_and_weights_and_nothing_else(
-    config, train, photos, tmp_path, monkeypatch, capsys
+    config, train, program, photos, tmp_path, monkeypatch, capsys
 ) -> None:
-    short = [
-        "--schedule.epochs",
-        "1",
-        "--schedule.warmup-epochs",
-        "0",
-        "--data.mean",
-        "0.1",
-        "0.2",
-        "0.3",
-    ]
+    short = ("--schedule.epochs", "1", "--schedule.warmup-epochs", "0")
+    short += ("--data.mean", "0.1", "0.2", "0.3")
     assert train(config, *short, "--run.output", str(tmp_path / "before")) == 0
     monkeypatch.chdir(tmp_path)
-    command = ["train_imagenet.py", "--config", str(CONFIGS / "finetune.yaml")]
-    command += ["--data.path", "photos", "--model.pretrained", "before/last.pt"]
-    monkeypatch.setattr(sys, "argv", [*command, "--schedule.epochs", "2"])
-    assert run_script(train_imagenet.main) == 0
+    command = ["--config", CONFIGS / "finetune.yaml", "--data.path", "photos"]
+    command += ["--model.pretrained", "before/last.pt", "--schedule.epochs", 2]
+    assert program(train_imagenet.main, *command) == 0
     assert "new head.weight (3, 16), head.bias (3,)" in capsys.readouterr().out
     found = yaml.safe_load((tmp_path / "output" / "finetune" / "config.yaml").read_text())
     model, data = found["model"], found["data"]
@@ -63,8 +50,7 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
     assert (model["embed_dim"], model["depth"], model["patch_size"]) == (16, 2, 8)
     assert (data["mean"], data["batch_size"]) == ([0.1, 0.2, 0.3], 8)
     assert found["schedule"]["warmup_epochs"] == 0
-    with (tmp_path / "output" / "finetune" / "steps.csv").open() as file:
-        rates = [float(row["lr"]) for row in csv.DictReader(file)]
+    rates = [float(row["lr"]) for row in rows(tmp_path / "output" / "finetune", "steps.csv")]
     recipe = read_recipe(CONFIGS / "finetune.yaml")
     peak, least = recipe.optim.lr_base * (8 / 64) ** 0.5, recipe.schedule.min_lr
     ways = [step / len(rates) for step in range(len(rates))]
@@ -73,33 +59,30 @@ def test_recipe_needs_images_and_weights_and_nothing_else(
 
 
 def test_flat_folder_from_scratch_to_an_evaluation(
-    photos, tmp_path, monkeypatch, capsys, caplog
+    photos, program, evaluate, tmp_path, monkeypatch, capsys, caplog
 ) -> None:
     """Training splits a flat folder of photos, and eval.py uses the same held-out part."""
     monkeypatch.chdir(tmp_path)
-    command = ["train_imagenet.py", "--config", str(CONFIGS / "scratch.yaml")]
-    command += ["--data.path", "photos/train", "--data.num-workers", "0", "--run.device", "cpu"]
-    command += ["--model.img-size", "16", "--model.embed-dim", "16", "--model.depth", "1"]
-    monkeypatch.setattr(sys, "argv", [*command, "--schedule.epochs", "1"])
-    assert run_script(train_imagenet.main) == 3
+    command = ["--config", CONFIGS / "scratch.yaml", "--data.path", "photos/train"]
+    command += ["--data.num-workers", 0, "--run.device", "cpu", "--schedule.epochs", 1]
+    command += ["--model.img-size", 16, "--model.embed-dim", 16, "--model.depth", 1]
+    assert program(train_imagenet.main, *command) == 3
     told = "images at photos/train/train/<class>/<image>, or at photos/train/<class>/<image> with"
     assert f"{told} --data.val-fraction 0.1" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--data.val-fraction", "0.15"])
-    assert run_script(train_imagenet.main) == 0
+    assert program(train_imagenet.main, *command, "--data.val-fraction", 0.15) == 0
     told = caplog.text + capsys.readouterr().out  # another test's logger may write to either
     assert "folder in photos/train: 9 images to train on, 3 held out, 3 classes" in told
-    with (tmp_path / "output" / "scratch" / "log.csv").open() as file:
-        (row,) = csv.DictReader(file)
-    monkeypatch.setattr(sys, "argv", ["eval.py", "output/scratch/last.pt"])
-    assert run_script(eval_script.main) == 0
+    (row,) = rows(tmp_path / "output" / "scratch")
+    weights = "output/scratch/last.pt"
+    assert evaluate(weights) == 0
     result = json.loads((tmp_path / "output" / "scratch" / "last-eval.json").read_text())
     assert (result["num_images"], result["split"]) == (3, "0.15 of the images")
     assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-6)
     (tmp_path / "link").symlink_to(tmp_path / "photos")
     shutil.copytree("photos/train", "moved")
-    same = ["photos/train", f"{tmp_path}/photos/val/../train", "link/train"]
     for path, *options, number in (
-        *((path, 3) for path in same),
+        (f"{tmp_path}/photos/val/../train", 3),
+        ("link/train", 3),
         ("moved", "--data.val-fraction", "0.15", 3),
         ("moved", "--data.val-fraction", "0", 12),
         ("photos/train", "--data.dataset", "folder", 3),
@@ -108,9 +91,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     ):
         capsys.readouterr()
         caplog.clear()
-        command = ["eval.py", "output/scratch/last.pt", "--json", "result.json", "--data.path"]
-        monkeypatch.setattr(sys, "argv", [*command, path, *options])
-        assert run_script(eval_script.main) == 0
+        assert evaluate(weights, "--json", "result.json", "--data.path", path, *options) == 0
         told = caplog.text + capsys.readouterr().out
         result = json.loads((tmp_path / "result.json").read_text())
         assert result["num_images"] == number
@@ -119,23 +100,19 @@ def test_flat_folder_from_scratch_to_an_evaluation(
         assert ("all 12 images of moved are scored. The run held out 0.15" in told) == unasked
         assert ("--data.val-fraction 0.15 scores the held-out ones" in told) == unasked
     # Images that are added change the side of none, so that no image is scored that was trained on.
-    trained = load_subject(EvalConfig(checkpoint="output/scratch/last.pt")).config.data
+    trained = load_subject(EvalConfig(checkpoint=weights)).config.data
     before = FolderSource(trained, training=True).paths.tolist()
     for name in ("cat", "dog", "emu"):
         for number in range(100, 120):
             shutil.copy(f"photos/train/{name}/0.jpg", f"photos/train/{name}/{number}.jpg")
-    again = ["eval.py", "output/scratch/last.pt", "--per-class", "--json", "added.json"]
     for options in ([], ["--data.path", "photos/train", "--data.val-fraction", "0.15"]):
-        monkeypatch.setattr(sys, "argv", [*again, *options])
-        assert run_script(eval_script.main) == 0
+        assert evaluate(weights, "--json", "added.json", *options) == 0
         result = json.loads((tmp_path / "added.json").read_text())
         assert 3 < result["num_images"] < 40
         source = FolderSource(trained, training=False)
         assert result["num_images"] == source.num_images
         assert not {*source.paths.tolist()} & {*before}
-    command = ["eval.py", "output/scratch/last.pt", "--data.path", "photos"]
-    monkeypatch.setattr(sys, "argv", command)
-    assert run_script(eval_script.main) == 0
+    assert evaluate(weights, "--data.path", "photos") == 0
     result = json.loads((tmp_path / "output" / "scratch" / "last-photos-eval.json").read_text())
     assert (result["num_images"], result["split"]) == (3, "validation")  # photos/val, whole
 

@@ -11,16 +11,12 @@ import vil
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import ModelConfig
 
-MODELS = {  # further options, name of the head, name of the stem
-    "resnet18": (["--model.args", "drop_rate=0.1", "channels=(8, 16, 32, 64)"], "fc", "conv1"),
-    "convnext_atto": (["--model.args", "depths=(1, 1, 1, 1)"], "head.fc", "stem.0"),
-    "mobilenetv3_small_050": (["--model.drop-path-rate", "0.1"], "classifier", "conv_stem"),
-    "deit_tiny_patch16_224": (
-        ["--model.depth", "2", "--model.args", "num_heads=2", "global_pool=avg"],
-        "head",
-        "patch_embed.proj",
-    ),
-    "vil_tiny": (["--model.depth", "2", "--model.args", "d_state=4"], "head", "patch_embed.proj"),
+MODELS = {  # with further options
+    "resnet18": ["--model.args", "drop_rate=0.1", "channels=(8, 16, 32, 64)"],
+    "convnext_atto": ["--model.args", "depths=(1, 1, 1, 1)"],
+    "mobilenetv3_small_050": ["--model.drop-path-rate", "0.1"],
+    "deit_tiny_patch16_224": ["--model.depth", "2", "--model.args", "num_heads=2"],
+    "vil_tiny": ["--model.depth", "2", "--model.args", "d_state=4"],
 }
 
 
@@ -29,10 +25,9 @@ MODELS = {  # further options, name of the head, name of the stem
 def test_model_of_timm_trains_and_comes_back(
     name, config, train, evaluate, image_folder, tmp_path
 ) -> None:
-    options, head, stem = MODELS[name]
     config = dataclasses.replace(config, model=ModelConfig(name=name, img_size=32))
     folder = tmp_path / "run"
-    arguments = ("--run.output", str(folder), "--schedule.epochs", "2", *options)
+    arguments = ("--run.output", str(folder), "--schedule.epochs", "2", *MODELS[name])
     assert train(config, *arguments) == 0
     last = folder / "last.pt"
     saved = torch.load(last, weights_only=True)
@@ -52,12 +47,5 @@ def test_model_of_timm_trains_and_comes_back(
         assert logits.shape == (2, 4)
         assert torch.equal(vil.load(tmp_path / "small").eval()(images), logits)
         assert torch.equal(again(images), logits)
-
-    tuned = vil.load(last, num_classes=7, in_chans=1)
-    parameters = dict(tuned.named_parameters())
-    assert parameters[f"{head}.weight"].shape[0] == 7
-    assert parameters[f"{stem}.weight"].shape[1] == 1
-    same = [k for k in parameters if not k.startswith((f"{head}.", f"{stem}.weight"))]
-    assert all(torch.equal(parameters[key], saved["state_dict"][key]) for key in same)
     features = vil.load(last, features_only=True, out_indices=(0, 1)).eval()
     assert [tap.ndim for tap in features(images)] == [4, 4]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from vil.training import loader
 from vil.training.distributed import World
 from vil.training.errors import DataError
 from vil.training.images import fingerprint
@@ -17,10 +16,6 @@ from vil.training.recipes import flat
 from vil.training.settings import TrainConfig
 
 OWN = {"data.path", "run.device", "run.num_threads", "run.output"}
-
-
-def rename_image(root: Path) -> None:
-    (root / "train" / "cedar" / "3.jpg").rename(root / "train" / "cedar" / "other.jpg")
 
 
 def rename_class(root: Path) -> None:
@@ -44,18 +39,11 @@ def flip_bit(root: Path) -> None:
     path.write_bytes(content)
 
 
-def remove_class(root: Path) -> None:
-    for split in ("train", "val"):
-        shutil.rmtree(root / split / "birch")
-
-
 TOLD: dict[Callable[[Path], None], str] = {
-    rename_image: "fingerprint of the training images",
     rename_class: " class ",
     add_image: "number of validation images is 13 instead of 12",
     swap_classes: "fingerprint of the training images",
     flip_bit: "fingerprint of the training images",
-    remove_class: "number of training images is 24 instead of 32",
 }
 
 
@@ -111,8 +99,6 @@ def test_copies_of_the_data_that_differ_end_all_processes(
     same = shutil.copytree(image_folder, tmp_path / "same")
     assert error_of([whole, seen_in(config, place(same))]) == ""
     for edit, expected in TOLD.items():
-        if dataset == "wds" and edit is rename_image:
-            continue  # names in shards have no effect
         copy = shutil.copytree(image_folder, tmp_path / edit.__name__)
         edit(copy)
         told = error_of([whole, whole, seen_in(config, place(copy))])
@@ -131,9 +117,7 @@ def another(value: Any) -> Any:
     return (7, 8) if isinstance(value, tuple) else f"{value}x"
 
 
-def test_each_setting_and_version_that_differs_is_named_with_both_values(
-    config, monkeypatch
-) -> None:
+def test_each_setting_and_version_that_differs_is_named_with_both_values(config) -> None:
     seen = described(config, {})
     for name, value in flat(config).items():
         section, key = name.split(".")
@@ -143,8 +127,6 @@ def test_each_setting_and_version_that_differs_is_named_with_both_values(
             assert told == "", name
         else:
             assert f"Differences (1): setting {name} is {another(value)} instead of {value}" in told
-    installed = loader.versions()
-    for name in ("vil", "torch", "timm"):
-        monkeypatch.setattr(loader, "versions", lambda name=name: installed | {name: "0.0.7"})
-        told = error_of([seen, described(config, {})])
-        assert told.endswith(f"version of {name} is 0.0.7 instead of {installed[name]}")
+    for name in ("version of vil", "version of torch", "version of timm"):
+        told = error_of([seen, seen | {name: "0.0.7"}])
+        assert told.endswith(f"{name} is 0.0.7 instead of {seen[name]}")

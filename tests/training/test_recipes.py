@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 import vil  # noqa: F401  registers the models
-from downstream.run import Options
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
@@ -20,81 +18,22 @@ from vil.training.make_shards import MakeOptions
 from vil.training.model import TrainSetup, build, build_model, build_optimizer
 from vil.training.prediction import PredictConfig
 from vil.training.recipes import flat, from_dict, load_config, parse, read_recipe, to_yaml
-from vil.training.release import ReleaseConfig
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import OptimConfig, TrainConfig
 from vil.training.transforms import Normalize, to_planes, train_transform, val_transform
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-IMAGENET_RECIPES = ("vil_tiny", "vil_small", "vim_tiny", "vim_small")
-FINER_RECIPES = tuple(f"{name}_finer" for name in IMAGENET_RECIPES)
 CPU = torch.device("cpu")
-
-SHARED = {
-    "model.num_classes": None,  # the data gives ImageNet's 1,000
-    "model.img_size": 224,
-    "data.dataset": "folder",
-    "data.aug_repeats": 3,
-    "data.mean": (0.485, 0.456, 0.406),
-    "data.std": (0.229, 0.224, 0.225),
-    "data.interpolation": "bicubic",
-    "data.crop_pct": 0.875,
-    "data.crop_mode": "center",
-    "augment.degrees": 0.0,
-    "augment.translate": 0.0,
-    "augment.zoom": (1.0, 1.0),
-    "augment.scale": (0.08, 1.0),
-    "augment.ratio": (3 / 4, 4 / 3),
-    "augment.hflip": 0.5,
-    "augment.aa": "rand-m9-mstd0.5-inc1",
-    "augment.reprob": 0.25,
-    "augment.remode": "pixel",
-    "augment.recount": 1,
-    "augment.mixup": 0.8,
-    "augment.cutmix": 1.0,
-    "augment.mixup_prob": 1.0,
-    "augment.mixup_switch_prob": 0.5,
-    "augment.mixup_mode": "batch",
-    "augment.smoothing": 0.1,
-    "optim.opt": "adamw",
-    "optim.lr_base_size": 512,
-    "optim.opt_betas": (0.9, 0.999),
-    "optim.opt_eps": 1e-8,
-    "optim.clip_grad": None,
-    "optim.model_ema_decay": 0.99996,
-    "schedule.sched": "cosine",
-    "schedule.warmup_epochs": 5,
-    "schedule.min_lr": 1e-5,
-    "run.seed": 0,
-    "run.amp": False,
-}
-FROM_SCRATCH = {
-    "model.patch_stride": None,
-    "model.pretrained": None,
-    "schedule.epochs": 300,
-    "schedule.warmup_lr": 1e-6,
-}
-BY_SIZE = {
-    "tiny": {
-        "data.batch_size": 1024,
-        "augment.mix_size": 128,
-        "optim.lr_base": 5e-4,
-        "optim.weight_decay": 0.1,
-        "model.drop_path_rate": 0.0,
-    },
-    "small": {
-        "data.batch_size": 512,
-        "augment.mix_size": 64,
-        "optim.lr_base": 1e-3,
-        "optim.weight_decay": 0.05,
-        "model.drop_path_rate": 0.05,
-    },
+# How the published recipes differ from that of ViL-Tiny
+SMALL = {
+    "model.drop_path_rate": 0.05,
+    "data.batch_size": 512,
+    "augment.mix_size": 64,
+    "optim.lr_base": 1e-3,
+    "optim.weight_decay": 0.05,
 }
 FINER = {
     "model.patch_stride": 8,
-    "model.drop_path_rate": 0.0,
-    "data.batch_size": 1024,
-    "augment.mix_size": 128,
     "optim.lr_base": 5e-6,
     "optim.weight_decay": 1e-8,
     "schedule.epochs": 30,
@@ -102,14 +41,15 @@ FINER = {
 }
 
 
+def recipe(name: str) -> TrainConfig:
+    return read_recipe(CONFIGS / f"{name}.yaml")
+
+
 def built(config: TrainConfig, steps_per_epoch: int = 4) -> TrainSetup:
     """Build a small version of what a recipe trains on ImageNet."""
     classes = config.model.num_classes or 1000
-    return build(
-        filled(config.changed("model", num_classes=classes, depth=3, embed_dim=32)),
-        World(),
-        steps_per_epoch,
-    )
+    small = config.changed("model", num_classes=classes, depth=3, embed_dim=32)
+    return build(filled(small), World(), steps_per_epoch)
 
 
 def filled(config: TrainConfig) -> TrainConfig:
@@ -117,26 +57,20 @@ def filled(config: TrainConfig) -> TrainConfig:
     return fill_from_weights(config, None)
 
 
-@pytest.mark.parametrize("name", IMAGENET_RECIPES)
-def test_recipe_has_published_values(name) -> None:
-    resolved = flat(filled(read_recipe(CONFIGS / f"{name}.yaml")))
-    expected = SHARED | FROM_SCRATCH | BY_SIZE[name.split("_")[1]] | {"model.name": name}
-    assert {key: resolved[key] for key in expected} == expected
+@pytest.mark.parametrize(("size", "differences"), [("tiny", {}), ("small", SMALL)])
+@pytest.mark.parametrize("kind", ["vil", "vim"])
+def test_recipes_differ_where_the_published_ones_do(kind, size, differences) -> None:
+    name, tiny = f"{kind}_{size}", flat(recipe("vil_tiny"))
+    assert flat(recipe(name)) == tiny | differences | {"model.name": name}
+    start = {"model.name": name, "model.pretrained": f"output/{name}/last.pt"}
+    assert flat(recipe(f"{name}_finer")) == tiny | FINER | start
 
 
-@pytest.mark.parametrize("name", FINER_RECIPES)
-def test_finer_recipe_has_published_values(name) -> None:
-    base = name.removesuffix("_finer")
-    resolved = flat(filled(read_recipe(CONFIGS / f"{name}.yaml")))
-    expected = SHARED | FINER | {"model.name": base}
-    expected |= {"model.pretrained": f"output/{base}/last.pt"}
-    assert {key: resolved[key] for key in expected} == expected
-
-
-@pytest.mark.parametrize("name", IMAGENET_RECIPES)
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_small"])
 def test_recipe_reaches_what_trains(name) -> None:
-    training = built(read_recipe(CONFIGS / f"{name}.yaml"))
-    small = name.endswith("small")
+    """The other tests of ViL-Tiny show its transforms and its learning rates."""
+    config = recipe(name)
+    training, small = built(config), name.endswith("small")
     group = training.optimizer.param_groups[-1]
     assert isinstance(training.optimizer, torch.optim.AdamW)
     assert (group["initial_lr"], group["weight_decay"]) == (1e-3, 0.05 if small else 0.1)
@@ -150,20 +84,19 @@ def test_recipe_reaches_what_trains(name) -> None:
     assert training.training_pass.criterion.label_smoothing == 0.0  # mixup has smoothed already
     rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in training.model.blocks]
     assert rates == pytest.approx([0.0, 0.025, 0.05] if small else [0.0] * 3)
+    assert (config.data.batch_size, config.data.aug_repeats) == (512 if small else 1024, 3)
+    assert (config.optim.clip_grad, config.run.amp) == (None, False)
 
 
-@pytest.mark.parametrize("name", ["vil_tiny", "vil_small"])
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 8), (2, 4), (8, 1), (4, 2)])
-def test_rate_does_not_depend_on_how_a_batch_is_divided(name, world_size, accumulation) -> None:
-    config = read_recipe(CONFIGS / f"{name}.yaml")
-    config = config.changed("run", grad_accum_steps=accumulation)
-    published = {"vil_tiny": 5e-4 * 8 * 128 / 512, "vil_small": 1e-3 * 8 * 64 / 512}[name]
-    assert config.peak_lr == published == 1e-3
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 8), (2, 4), (8, 1)])
+def test_rate_does_not_depend_on_how_a_batch_is_divided(world_size, accumulation) -> None:
+    config = recipe("vil_tiny").changed("run", grad_accum_steps=accumulation)
+    assert config.peak_lr == 5e-4 * 8 * 128 / 512
     assert config.micro_batch(world_size) * world_size * accumulation == config.data.batch_size
 
 
 def test_transforms_are_the_published_ones() -> None:
-    config = filled(read_recipe(CONFIGS / "vil_tiny.yaml"))
+    config = filled(recipe("vil_tiny"))
     resize, flip, policy, to_tensor = train_transform(config).transforms
     crop = resize.step
     assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
@@ -180,20 +113,6 @@ def test_transforms_are_the_published_ones() -> None:
     big = Image.effect_noise((448, 300), 64).convert("RGB")
     resized = big.resize((382, 256), Image.Resampling.BICUBIC).crop((79, 16, 303, 240))
     assert torch.equal(val_transform(config)(big), to_planes(resized))
-    resized = big.resize((669, 448), Image.Resampling.BICUBIC).crop((222, 112, 446, 336))
-    closer = val_transform(config.changed("data", crop_pct=0.5))  # 0.875 is timm's own default
-    assert torch.equal(closer(big), to_planes(resized))
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipe_states_every_value_once_and_in_range(path) -> None:
-    sections = yaml.safe_load(path.read_text())
-    config = read_recipe(path)
-    for section, fields in sections.items():
-        for key, value in fields.items():
-            stated = tuple(value) if isinstance(value, list) else value
-            resolved = getattr(getattr(config, section), key)
-            assert resolved == (float(stated) if isinstance(resolved, float) else stated)
 
 
 def published_rate(epoch: int) -> float:
@@ -206,7 +125,7 @@ def published_rate(epoch: int) -> float:
 
 
 def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
-    training = built(read_recipe(CONFIGS / "vil_tiny.yaml"), steps_per_epoch=7)
+    training = built(recipe("vil_tiny"), steps_per_epoch=7)
     for epoch in range(300):
         training.set_step(7 * epoch + epoch % 7)
         assert training.lr == pytest.approx(published_rate(epoch), rel=1e-9)
@@ -218,7 +137,7 @@ def test_learning_rate_of_every_epoch_is_the_published_one() -> None:
 @pytest.mark.parametrize("sched", ["cosine", "constant"])
 @pytest.mark.parametrize("warmup_epochs", [0, 2, 6])
 def test_rate_by_step_rises_from_zero_and_the_cosine_ends(sched: str, warmup_epochs: int) -> None:
-    config = read_recipe(CONFIGS / "vil_tiny.yaml")
+    config = recipe("vil_tiny")
     by_step = {"by": "step", "sched": sched, "epochs": 6, "warmup_epochs": warmup_epochs}
     training = built(config.changed("schedule", **by_step), steps_per_epoch=5)
     peak, least, warmup, total = 1e-3, 1e-5, 5 * warmup_epochs, 30
@@ -236,7 +155,7 @@ def test_rate_by_step_rises_from_zero_and_the_cosine_ends(sched: str, warmup_epo
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
 def test_weight_decay_falls_on_the_published_parameters(name) -> None:
-    config = filled(read_recipe(CONFIGS / "vil_tiny.yaml")).model
+    config = filled(recipe("vil_tiny")).model
     sizes = {"num_classes": 1000, "depth": 1, "embed_dim": 32}
     model = build_model(dataclasses.replace(config, name=name, **sizes))
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=1e-3)
@@ -267,8 +186,6 @@ def test_command_line_wins_over_recipe() -> None:
     ("text", "message"),
     [
         ("optim:\n  lr_bas: 1\n", r"recipe\.yaml: optim\.lr_bas is not an option"),
-        ("optimiser:\n  lr: 1\n", r"recipe\.yaml: optimiser is not an option"),
-        ("optim: 1\n", "optim must be an object, got 1"),
         ("- lr\n", "it must be an object, got 'lr'"),
         ("optim: {lr: [\n", "is not YAML"),
         ("optim:\n  lr_base: 1.0\n  lr_base: 2.0\n", "lr_base occurs 2 times.*line 2, column 3"),
@@ -279,14 +196,15 @@ def test_command_line_wins_over_recipe() -> None:
     ],
 )
 def test_wrong_recipe_is_refused(tmp_path, text, message) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(text)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        read_recipe(recipe)
+        read_recipe(path)
 
 
-def test_resolved_config_survives_yaml_and_dict(tmp_path) -> None:
-    config = read_recipe(CONFIGS / "digits.yaml")
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipe_survives_yaml_and_dict(path, tmp_path) -> None:
+    config = read_recipe(path)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_recipe(tmp_path / "config.yaml") == config
     assert from_dict(dataclasses.asdict(config), "here") == config
@@ -295,11 +213,8 @@ def test_resolved_config_survives_yaml_and_dict(tmp_path) -> None:
 PROGRAMS = {
     EvalConfig: ("{0}/best.pt", "--json={0}/a.json", "--data.path={0}/photos"),
     PredictConfig: ("local-dir:{0}/release", "{0}/1.jpg", "{0}/2.jpg", "--output={0}/a.csv"),
-    ReleaseConfig: ("{0}/best.pt", "{0}/release"),
     MakeOptions: ("{0}/photos", "{0}/shards"),
-    Options: ("--output={0}/run", "--data={0}/ade", "--weights={0}/best.pt", "--img-size=8",
-              "--steps=1", "--batch-size=1", "--precision=32-true", "--val-steps=1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
@@ -327,10 +242,10 @@ def test_paths_name_home_and_variables(kind, monkeypatch, tmp_path) -> None:
 
 def test_recipes_name_home_and_variables(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("run: {output: ~/run}\ndata: {path: $HOME/photos}\nmodel: {name: vil_tiny}")
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {output: ~/run}\ndata: {path: $HOME/photos}\nmodel: {name: vil_tiny}")
     config = load_config(["--config=~/mine.yaml"], CONFIGS / "digits.yaml")
     assert (config.run.output, config.data.path) == (f"{tmp_path}/run", f"{tmp_path}/photos")
-    recipe.write_text("run: {output: $NOWHERE/run}")
+    path.write_text("run: {output: $NOWHERE/run}")
     with pytest.raises(ConfigError, match=r"mine.yaml: run.output names an unknown user or variab"):
         load_config(["--config=~/mine.yaml"], CONFIGS / "digits.yaml")

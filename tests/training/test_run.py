@@ -1,26 +1,16 @@
 """The two scripts from end to end: files of a run, resuming, faults, exit codes."""
 
-import dataclasses
-import math
 import re
 import signal
-import subprocess
-import sys
 import tarfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.run_files import assert_same, load, rows, signal_at
-from vil.training import train as loop
-from vil.training.engine import StepResult
-from vil.training.engine import train_step as train_step_of_engine
-from vil.training.loader import Step
-from vil.training.model import TrainSetup
+from tests.training.run_files import assert_same, at_step, die, load, poisoned, rows
 from vil.training.recipes import read_recipe
-from vil.training.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,38 +36,24 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
     printed = capsys.readouterr().out
     assert "32 images to train on, 12 held out, 4 classes" in printed
     assert "3 of 4 batches of 8, peak lr 0.001" in printed
+    assert "device   cpu, float32\n" in printed
     assert "epoch 1/3 step 3/4" in printed
     assert f"python eval.py {folder / 'best.pt'}" in printed
 
 
+@pytest.mark.parametrize(("minutes", "step"), [("9999", 4), ("0", 6)])
 def test_checkpoints_within_an_epoch_come_by_the_clock(
-    config, train, monkeypatch, tmp_path
+    config, minutes, step, train, tmp_path
 ) -> None:
-    original, saved = loop.save, []
-
-    def save(*arguments: object, **options: object) -> object:
-        saved.append(1)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(loop, "save", save)
-    assert train(config, "--run.output", str(tmp_path / "run")) == 0
-    assert len(saved) == 1 + 3  # at the start, and after each epoch
-    assert train(config, "--run.output", str(tmp_path / "often"), "--run.save-minutes", "0") == 0
-    assert len(saved) == 4 + 1 + 3 + 12  # and after each step
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-LOADING = (("folder", 0), ("folder", 2), ("wds", 2))
+    with at_step(6, die):
+        arguments = ("--run.output", str(tmp_path / "run"), "--run.save-minutes", minutes)
+        assert train(config, *arguments) == 130
+    assert load(tmp_path / "run" / "last.pt")["run"]["step"] == step
 
 
 @pytest.mark.parametrize(
     ("kind", "num_workers", "number"),
-    [
-        # Each signal and each way to load runs once; the slow tests run every pair of them.
-        pytest.param(*way, number, marks=[] if SIGNALS.index(number) == i else pytest.mark.ci)
-        for i, way in enumerate(LOADING)
-        for number in SIGNALS
-    ],
+    [("folder", 0, signal.SIGTERM), ("folder", 2, signal.SIGUSR1), ("wds", 2, signal.SIGINT)],
 )
 def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
     config, shard_config, kind, num_workers, number, train, capsys, tmp_path
@@ -85,8 +61,7 @@ def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
     chosen = (config if kind == "folder" else shard_config).changed("data", num_workers=num_workers)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(chosen, "--run.output", str(whole)) == 0
-    with pytest.MonkeyPatch.context() as patch:
-        signal_at(patch, 5, number)
+    with at_step(5, partial(signal.raise_signal, number)):
         assert train(chosen, "--run.output", str(parts)) == 128 + number
     assert capsys.readouterr().err.startswith(f"stopped by {number.name}")
     assert load(parts / "last.pt")["run"]["step"] == 6  # the second step of the second epoch
@@ -97,19 +72,6 @@ def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
         assert_same(load(parts / name), load(whole / name))
 
 
-@pytest.mark.parametrize("accumulation", ["2", "4"])
-def test_accumulated_run_equals_the_plain_one_up_to_rounding(
-    config, accumulation, train, tmp_path
-) -> None:
-    chosen = config.changed("augment", mix_size=2).changed("model", drop_path_rate=0.0)
-    arguments = ("--run.grad-accum-steps", accumulation)
-    for name, more in (("plain", ()), ("accumulated", arguments)):
-        assert train(chosen, "--run.output", str(tmp_path / name), *more) == 0
-    plain, accumulated = (rows(tmp_path / name) for name in ("plain", "accumulated"))
-    for one, other in zip(plain, accumulated, strict=True):
-        assert float(one["train_loss"]) == pytest.approx(float(other["train_loss"]), rel=1e-5)
-
-
 def test_resume_with_other_images_is_refused(config, image_folder, train, capsys, tmp_path) -> None:
     train(config, "--run.output", str(tmp_path / "run"))
     (image_folder / "train" / "ash" / "0.jpg").unlink()
@@ -117,13 +79,11 @@ def test_resume_with_other_images_is_refused(config, image_folder, train, capsys
     assert "training images differ from those that the run in" in capsys.readouterr().err
 
 
-def test_non_finite_steps_change_nothing_and_are_named(
-    config, train, monkeypatch, tmp_path
-) -> None:
+def test_non_finite_steps_change_nothing_and_are_named(config, train, tmp_path) -> None:
     chosen = config.changed("optim", model_ema_decay=None)
-    monkeypatch.setattr(loop, "train_step", poisoned({4, 6}))
     folder = tmp_path / "run"
-    assert train(chosen, "--run.output", str(folder)) == 0
+    with poisoned({4, 6}):
+        assert train(chosen, "--run.output", str(folder)) == 0
     last = load(folder / "last.pt")
     assert list(last["run"]["bad_steps"]) == [4, 6]
     assert last["optimizer"]["state"][0]["step"] == 12 - 2
@@ -135,26 +95,10 @@ def test_non_finite_steps_change_nothing_and_are_named(
     assert named.count(".jpg") == 2 * 8
 
 
-def poisoned(steps: set[int]) -> Callable[..., StepResult]:
-    """Return train_step with a loss that is NaN at the given steps."""
-    original = train_step_of_engine
-
-    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
-        if step.number in steps:
-            loss = training.training_pass
-            training = dataclasses.replace(training, training_pass=lambda *_: loss(*_) * math.nan)
-        return original(training, step, config)
-
-    return train_step
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_too_many_non_finite_steps_end_the_run(
-    config, optimizer, train, capsys, monkeypatch, tmp_path
-) -> None:
-    chosen = config.changed("optim", max_bad_steps=2, opt=optimizer)
-    monkeypatch.setattr(loop, "train_step", poisoned(set(range(5, 100))))
-    assert train(chosen, "--run.output", str(tmp_path / "run")) == 4
+def test_too_many_non_finite_steps_end_the_run(config, train, capsys, tmp_path) -> None:
+    chosen = config.changed("optim", max_bad_steps=2)
+    with poisoned(set(range(5, 100))):
+        assert train(chosen, "--run.output", str(tmp_path / "run")) == 4
     message = capsys.readouterr().err
     assert re.fullmatch(
         r"error: 3 steps were skipped .* more than optim\.max_bad_steps 2; the last was step 4 of "
@@ -228,25 +172,3 @@ def test_failed_saves_are_told_and_the_last_must_succeed(
     assert train(config, "--run.output", str(tmp_path / "full")) == 5
     assert "No space left on device" in capsys.readouterr().err
     assert not list((tmp_path / "full").glob("*.tmp"))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("command", "code", "message"),
-    [
-        (["train_imagenet.py", "--config", "none.yaml"], 2, "error: --config none.yaml: No such"),
-        # It imports PyTorch, for seconds, before it finds the error.
-        pytest.param(
-            *(["eval.py", "none.pt"], 2, "error: none.pt is not a file, a folder, hf-hub:NAME"),
-            marks=pytest.mark.ci,
-        ),
-    ],
-    ids=["train", "eval"],
-)
-def test_command_line_error_is_one_line(command, code, message, tmp_path) -> None:
-    script = [sys.executable, str(ROOT / command[0]), *command[1:]]
-    process = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert process.returncode == code
-    assert process.stderr.startswith(message)
-    assert process.stderr.count("\n") == 1
-    assert process.stdout == ""

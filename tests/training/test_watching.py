@@ -1,24 +1,19 @@
 """steps.csv and trackers have every step once and in order, also if a run or a tracker fails."""
 
 import csv
-import math
+import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from functools import partial
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from vil.training import train as loop
-from vil.training.engine import StepResult
-from vil.training.loader import Step
-from vil.training.model import TrainSetup
+from tests.training.run_files import at_step, die, poisoned, rows
 from vil.training.settings import TrainConfig
-
-TIMES = ("images_per_s", "data_wait")
 
 
 @pytest.fixture
@@ -27,69 +22,39 @@ def each_step(config) -> TrainConfig:
     return config.changed("run", log_interval=1)
 
 
-def steps(folder: Path) -> list[dict[str, str]]:
-    """Read steps.csv without its times."""
-    with (folder / "steps.csv").open() as file:
-        return [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
-
-
-@contextmanager
-def killed_at(step: int) -> Iterator[None]:
-    """End the run without a checkpoint when it has done ``step`` steps."""
-    original = loop.train_step
-
-    def train_step(training: TrainSetup, images: Step, config: TrainConfig) -> StepResult:
-        if images.number == step:
-            raise KeyboardInterrupt
-        return original(training, images, config)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", train_step)
-        yield
-
-
 def test_a_long_run_says_how_long_it_takes_and_is_never_silent(
     config, train, capsys, monkeypatch, tmp_path
 ) -> None:
-    """Here every time is long. 64 px has 0.44 of the pixels of 96 px; no size has about half of those of 16 px."""
-    monkeypatch.setattr("vil.training.pulse._SECONDS", 0.0)
-    monkeypatch.setattr("vil.training.report._TIMED", (1, 0.0))
-    monkeypatch.setattr("vil.training.report._LONG", 0.0)
+    """64 px has 0.44 of the pixels of 96 px; no size has about half of those of 16 px."""
+    monkeypatch.setattr(time, "monotonic", partial(next, itertools.count(0.0, 100.0)))
     assert train(config, "--run.output", str(tmp_path / "run"), "--model.img-size", "96") == 0
     told = capsys.readouterr().out
     assert re.search(r"^read 12 of 12 held-out images", told, re.MULTILINE)
     assert told.count("epoch 1/3 step ") == 3  # all but the last, which the epoch's line follows
     assert re.search(r"^epoch 1/3 step 2/4  loss \d", told, re.MULTILINE)
     assert re.search(r"^scored 12 of 12 validation images", told, re.MULTILINE)
-    estimate = r"^time     about 0 min for 3 epochs on \d+ threads?; --model.img-size 64 would take"
+    estimate = (
+        r"^time     about \d+ .* for 3 epochs on \d+ threads?; --model.img-size 64 would take"
+    )
     assert len(re.findall(estimate, told, re.MULTILINE)) == 1
     assert train(config, "--run.output", str(tmp_path / "other")) == 0
     assert re.search(r"for 3 epochs on \d+ threads?\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("log_interval", [1, 3])
-def test_every_step_has_a_row_also_a_skipped_one(config, log_interval, train, tmp_path) -> None:
-    original = loop.train_step
-
-    def train_step(training: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
-        result = original(training, step, config)
-        return result._replace(grad_norm=result.grad_norm * (math.inf if step.number == 5 else 1))
-
-    arguments = ("--run.output", str(tmp_path / "run"), "--run.log-interval", str(log_interval))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", train_step)
-        assert train(config, *arguments) == 0
-    found = steps(tmp_path / "run")
+def test_every_step_has_a_row_also_a_skipped_one(config, train, tmp_path) -> None:
+    """The losses are read every three steps."""
+    with poisoned({5}):
+        assert train(config, "--run.output", str(tmp_path / "run")) == 0
+    found = rows(tmp_path / "run", "steps.csv")
     assert [int(row["step"]) for row in found] == list(range(1, 13))
     assert [int(row["epoch"]) for row in found] == [1] * 4 + [2] * 4 + [3] * 4
-    assert [row["grad_norm"] for row in found].index("inf") == 5
-    with (tmp_path / "run" / "log.csv").open() as file:
-        for epoch in csv.DictReader(file):
-            own = [row for row in found if row["epoch"] == epoch["epoch"]]
-            losses = [float(row["loss"]) for row in own if row["grad_norm"] != "inf"]
-            mean = sum(losses) / len(losses)
-            assert mean == pytest.approx(float(epoch["train_loss"]), rel=1e-7)
-            assert {float(row["lr"]) for row in own} == {float(epoch["lr"])}
+    assert [row["grad_norm"] for row in found].index("nan") == 5
+    for epoch in rows(tmp_path / "run"):
+        own = [row for row in found if row["epoch"] == epoch["epoch"]]
+        losses = [float(row["loss"]) for row in own if row["loss"] != "nan"]
+        mean = sum(losses) / len(losses)
+        assert mean == pytest.approx(float(epoch["train_loss"]), rel=1e-7)
+        assert {float(row["lr"]) for row in own} == {float(epoch["lr"])}
     with (tmp_path / "run" / "steps.csv").open() as file:
         for row in csv.DictReader(file):
             assert float(row["images_per_s"]) > 0
@@ -105,13 +70,13 @@ def test_killed_run_that_continues_has_each_step_once(
     each_step, moment, rubbish, train, capsys, tmp_path
 ) -> None:
     assert train(each_step, "--run.output", str(tmp_path / "whole")) == 0
-    with killed_at(moment):
+    with at_step(moment, die):
         assert train(each_step, "--run.output", str(tmp_path / "parts")) == 130
     path = tmp_path / "parts" / "steps.csv"
-    assert len(steps(tmp_path / "parts")) == moment
+    assert len(rows(tmp_path / "parts", "steps.csv")) == moment
     path.write_bytes(path.read_bytes() + rubbish)
     assert train(each_step, "--run.output", str(tmp_path / "parts")) == 0
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    assert rows(tmp_path / "parts", "steps.csv") == rows(tmp_path / "whole", "steps.csv")
     assert "warning" not in capsys.readouterr().out
 
 
@@ -150,7 +115,7 @@ def test_tracker_that_fails_is_told_once_and_stops_nothing(
         "warning: run.tracker wandb failed; training continues untracked: "
         f"ConnectionError: {call}: no network and more\n"
     ) in told
-    assert len(steps(tmp_path / "run")) == 12
+    assert len(rows(tmp_path / "run", "steps.csv")) == 12
 
 
 @pytest.mark.ci
@@ -161,23 +126,19 @@ def test_tensorboard_shows_each_step_once(each_step, train, tmp_path) -> None:
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder), "--run.tracker", "tensorboard")
     for moment in (2, 6, 10):  # before the first checkpoint, after it, and after the second
-        with killed_at(moment):
+        with at_step(moment, die):
             assert train(each_step, *arguments) == 130
     assert train(each_step, *arguments) == 0
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     for name in ("loss", "grad_norm", "lr"):
         shown = events.Scalars(f"step/{name}")
         assert [event.step for event in shown] == list(range(1, 13))
-        for event, row in zip(shown, steps(folder), strict=True):
+        for event, row in zip(shown, rows(folder, "steps.csv"), strict=True):
             assert event.value == pytest.approx(float(row[name]), rel=1e-6)
-    with (folder / "log.csv").open() as file:
-        logged = [float(row["top1"]) for row in csv.DictReader(file)]
+    logged = [float(row["top1"]) for row in rows(folder)]
     shown = [(event.step, event.value) for event in events.Scalars("epoch/top1")]
-    assert shown == [
-        (4, pytest.approx(logged[0])),
-        (8, pytest.approx(logged[1])),
-        (12, pytest.approx(logged[2])),
-    ]
+    assert [step for step, _ in shown] == [4, 8, 12]
+    assert [top1 for _, top1 in shown] == pytest.approx(logged)
     text = events.Tensors("config/text_summary")
     assert {event.step for event in text} == {1, 5}  # where the values shown again begin
     assert b"lr_base: 0.001" in text[0].tensor_proto.string_val[0]

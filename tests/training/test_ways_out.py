@@ -17,7 +17,7 @@ import torch
 from timm.optim import list_optimizers
 from torch.multiprocessing import reductions
 
-from tests.training.run_files import assert_same, load, rows
+from tests.training.run_files import assert_same, at_step, load, rows
 from vil.training import engine, loader, report
 from vil.training import train as loop
 from vil.training.distributed import World
@@ -61,29 +61,19 @@ def before(owner: Any, name: str) -> Place:
 
 
 def kill_loaders() -> None:
-    """Kill the data-loading workers, as the kernel's OOM killer does; there may be some of an earlier test."""
+    """Kill the data-loading workers, as the kernel's OOM killer does."""
     for child in multiprocessing.active_children():
         os.kill(child.pid, signal.SIGKILL)
-
-
-def hang(*_: object) -> None:
-    """Wait forever, as for a disk that does not answer."""
-    signal.pause()
 
 
 begins = before(torch.optim.Optimizer, "zero_grad")
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 CPU_OOM = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
 WORKERS = ("--data.num-workers", "2")
+reads = before(loader, "decode_for")
 WAYS = {
-    "images gone": Way(
-        before(loader, "decode_for"),
-        OSError(errno.EACCES, "Denied"),
-        3,
-        "8 training images in a row",
-    ),
-    "a fault in the loader": Way(before(loader, "decode_for"), TypeError("a fault"), None, ""),
-    "no memory to load": Way(before(loader, "decode_for"), MemoryError(), 2, "too little memory"),
+    "images gone": Way(reads, OSError(errno.EACCES, "Denied"), 3, "8 training images in a row"),
+    "no memory to load": Way(reads, MemoryError(), 2, "too little memory"),
     "a dead loader process": Way(begins, kill_loaders, 6, "worker failed", WORKERS),
     "a loader process that dies as it hands over": Way(
         before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "worker died", WORKERS
@@ -91,20 +81,12 @@ WAYS = {
     "validation images gone": Way(before(engine, "_score"), DataError("gone"), 3, "gone"),
     "no memory for a step": Way(begins, OOM, 2, "Tried to allocate 2 GiB); raise run.grad_accum"),
     "no memory on a CPU": Way(before(engine, "_update"), CPU_OOM, 2, "lower data.validation_batch"),
-    "a wrong label": Way(begins, DataError("label 9"), 3, "label 9"),
     "a fault in a step": Way(begins, TypeError("a fault"), None, ""),
     "a disk that is gone": Way(
         before(loop, "save"), OSError(errno.EIO, "I/O error", "/x"), 5, "/x cannot be read or wr"
     ),
-    # Failures of curves and logs do not end a run.
     "a curve that fails": Way(
         before(report, "draw_curve"), ValueError("no font"), 0, "no font; training continues"
-    ),
-    "a log that fails": Way(
-        before(report.Report, "_append_steps"),
-        ValueError("a fault"),
-        0,
-        "a fault; training continues",
     ),
 }
 
@@ -128,18 +110,6 @@ def left(folder: Path) -> list[Any]:
     return [rows(folder), *({k: v for k, v in part.items() if k != "data"} for part in parts)]
 
 
-def at_step(patch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
-    """Call ``act`` when the run begins a step."""
-    original = loop.train_step
-
-    def train_step(setup: Any, given: Any, config: TrainConfig) -> Any:
-        if given.number == step:
-            act()
-        return original(setup, given, config)
-
-    patch.setattr(loop, "train_step", train_step)
-
-
 @pytest.mark.parametrize("name", WAYS)
 def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
     name, chosen, train, capsys, outcomes, tmp_path
@@ -157,8 +127,7 @@ def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
             way.act()
 
     arguments = ("--run.output", str(folder), *way.arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, STEP, lambda: begun.append(1))
+    with pytest.MonkeyPatch.context() as patch, at_step(STEP, lambda: begun.append(1)):
         way.place(patch, act)
         if way.code is None:
             with pytest.raises(TypeError, match="a fault"):
@@ -194,7 +163,7 @@ def test_optimizers_of_other_packages_are_told(name, config) -> None:
 def test_too_many_bad_images_leave_the_checkpoint_before_them(
     chosen, image_folder, train, capsys, tmp_path
 ) -> None:
-    """Steps on replacement images are discarded: they leave no trace once the images are back."""
+    """Steps on replacement images are discarded."""
     chosen, folder = chosen.changed("data", aug_repeats=0), tmp_path / "run"
     assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
     away = image_folder / "train" / "ash"
@@ -204,8 +173,7 @@ def test_too_many_bad_images_leave_the_checkpoint_before_them(
             (tmp_path / path.name).write_bytes(path.read_bytes())
             path.write_bytes(b"")
 
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(patch, 4, blank)
+    with at_step(4, blank):
         assert train(chosen, "--run.output", str(folder)) == 3
     assert "training images are unusable, more than" in capsys.readouterr().err
     assert load(folder / "last.pt")["run"]["step"] == 4
@@ -215,18 +183,9 @@ def test_too_many_bad_images_leave_the_checkpoint_before_them(
     assert_same(left(folder), left(tmp_path / "alone"))
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGTERM, 143),
-        *(
-            pytest.param(*case, marks=pytest.mark.ci)
-            for case in ((signal.SIGHUP, 129), (signal.SIGUSR2, 140), (signal.SIGXCPU, 152))
-        ),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU])
 def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
-    number, code, chosen, train, capsys, tmp_path
+    number, chosen, train, capsys, tmp_path
 ) -> None:
     def send() -> None:
         for child in multiprocessing.active_children():
@@ -235,10 +194,8 @@ def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
 
     former = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            at_step(patch, STEP, send)
-            arguments = ("--run.output", str(tmp_path / "run"), *WORKERS)
-            assert train(chosen, *arguments) == code
+        with at_step(STEP, send):
+            assert train(chosen, "--run.output", str(tmp_path / "run"), *WORKERS) == 128 + number
     finally:
         signal.signal(number, former)
     told = f"stopped by {number.name}; the run is saved, and the same command resumes it\n"
@@ -246,11 +203,19 @@ def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
     assert load(tmp_path / "run" / "last.pt")["run"]["step"] == STEP + 1
 
 
-def test_disk_that_hangs_ends_the_run(chosen, train, capsys, monkeypatch, tmp_path) -> None:
-    """The timeout is short here; the run must end after a timeout of any length."""
+def test_disk_that_hangs_ends_the_run(
+    chosen, image_folder, train, capsys, monkeypatch, tmp_path
+) -> None:
+    """Nobody writes to the pipes. The timeout is short here; the run must end after one of any length."""
     monkeypatch.setattr(loader, "_PATIENCE", 3)
-    monkeypatch.setattr(loader._TrainImages, "_decode", hang)
-    assert train(chosen, "--run.output", str(tmp_path / "run"), *WORKERS) == 6
+
+    def hang() -> None:
+        for path in image_folder.glob("train/*/*.jpg"):
+            path.unlink()
+            os.mkfifo(path)
+
+    with at_step(0, hang):
+        assert train(chosen, "--run.output", str(tmp_path / "run"), *WORKERS) == 6
     told = capsys.readouterr().err
     assert "a data-loading worker failed (DataLoader timed out after 3 seconds)" in told
     assert not multiprocessing.active_children()
@@ -269,17 +234,15 @@ def test_exit_code_survives_a_full_disk_under_standard_output() -> None:
     assert run.returncode == 129
 
 
-@pytest.mark.parametrize("encoding", ["ascii:strict", "gbk:strict"])
-def test_letters_that_the_output_cannot_encode_are_escaped(encoding) -> None:
+def test_letters_that_the_output_cannot_encode_are_escaped() -> None:
     program = (
         "import sys; from vil.training.errors import DataError, log\n"
         "from vil.training.program import run_script\n"
         "def script(): log.info('class \\u732b\\U0001f408'); raise DataError('no \\U0001f415')\n"
         "sys.exit(run_script(script))"
     )
-    env = os.environ | {"PYTHONIOENCODING": encoding}
+    env = os.environ | {"PYTHONIOENCODING": "gbk:strict"}
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, cwd=ROOT, env=env, check=False)
-    name, _, _ = encoding.partition(":")
-    assert run.stdout == "class \u732b\U0001f408\n".encode(name, "backslashreplace")
+    assert run.stdout == "class \u732b".encode("gbk") + b"\\U0001f408\n"
     assert (run.returncode, run.stderr) == (3, b"error: no \\U0001f415\n")
