@@ -219,8 +219,11 @@ def _prepared(image: Image.Image, mode: str, exif_rotation: bool, background: st
         image.info["transparency"] = level
     if image.mode[0] in "IF":
         image = _of_eight_bits(image, form)
-    if background != "none" and _may_be_transparent(image):
-        image = _on_background(image, background)
+    transparent = "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa")
+    if background != "none" and transparent:
+        below = Image.new("RGBA", image.size, background)
+        below.alpha_composite(image.convert("RGBA"))
+        image = below.convert("RGB")
     # Transparency has no effect on RGB or L, and Pillow would warn about it.
     image.info.pop("transparency", None)
     return image if image.mode == mode else image.convert(mode)
@@ -285,17 +288,6 @@ def _resized(image: Tensor, size: list[int], interpolation: InterpolationMode) -
 def _pillow(image: Tensor) -> Image.Image:
     pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
     return Image.fromarray(pixels.contiguous().numpy())
-
-
-def _may_be_transparent(image: Image.Image) -> bool:
-    return "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa")
-
-
-def _on_background(image: Image.Image, colour: str) -> Image.Image:
-    image = image.convert("RGBA")
-    below = Image.new("RGBA", image.size, colour)
-    below.alpha_composite(image)
-    return below.convert("RGB")
 
 
 @cache

@@ -25,20 +25,15 @@ def each_step(config) -> TrainConfig:
 def test_a_long_run_says_how_long_it_takes_and_is_never_silent(
     config, train, capsys, monkeypatch, tmp_path
 ) -> None:
-    """64 px has 0.44 of the pixels of 96 px; no size has about half of those of 16 px."""
     monkeypatch.setattr(time, "monotonic", partial(next, itertools.count(0.0, 100.0)))
-    assert train(config, "--run.output", str(tmp_path / "run"), "--model.img-size", "96") == 0
+    assert train(config, "--run.output", str(tmp_path / "run")) == 0
     told = capsys.readouterr().out
     assert re.search(r"^read 12 of 12 held-out images", told, re.MULTILINE)
     assert told.count("epoch 1/3 step ") == 3  # all but the last, which the epoch's line follows
     assert re.search(r"^epoch 1/3 step 2/4  loss \d", told, re.MULTILINE)
     assert re.search(r"^scored 12 of 12 validation images", told, re.MULTILINE)
-    estimate = (
-        r"^time     about \d+ .* for 3 epochs on \d+ threads?; --model.img-size 64 would take"
-    )
+    estimate = r"^time     about \d+ .* for 3 epochs on \d+ threads?$"
     assert len(re.findall(estimate, told, re.MULTILINE)) == 1
-    assert train(config, "--run.output", str(tmp_path / "other")) == 0
-    assert re.search(r"for 3 epochs on \d+ threads?\n", capsys.readouterr().out)
 
 
 def test_every_step_has_a_row_also_a_skipped_one(config, train, tmp_path) -> None:

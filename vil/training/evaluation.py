@@ -433,20 +433,16 @@ def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[
     size = {} if options.img_size is None else {"img_size": options.img_size}
     try:
         model, line = model_with(weights, options.model, **size)
-        if size and _resizes(model):  # then keep the weights' own grid and positions
-            model, line = model_with(weights, options.model)
+        # If the model accepts any size and resizes these images, keep the weights' own grid and positions.
+        if size and isinstance(model, VisionLonghorn) and model.dynamic_img_size:
+            embed = model.patch_embed
+            if model.grid_inside(embed.img_size) != embed.grid_size:
+                model, line = model_with(weights, options.model)
     except ValueError as error:
         raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
     if "; new " in line:
         raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
     return model, line
-
-
-def _resizes(model: nn.Module) -> bool:
-    """Return whether a model accepts any image size and resizes images of its ``img_size`` internally."""
-    if not isinstance(model, VisionLonghorn) or not model.dynamic_img_size:
-        return False
-    return model.grid_inside(model.patch_embed.img_size) != model.patch_embed.grid_size
 
 
 def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfig:

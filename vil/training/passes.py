@@ -168,11 +168,14 @@ class _Graphs:
                 for _ in range(_WARM_UPS):
                     self.function(*inputs)
             graph = torch.cuda.CUDAGraph()
+            # The memory of existing graphs, or new memory: that of former graphs cannot be used again.
+            pools = [graphs.pool for graphs in self.everywhere if graphs.recordings]
+            self.pool = pools[0] if pools else torch.cuda.graph_pool_handle()
             try:
                 # Meanwhile, other threads may use CUDA: those of the loader and of NCCL.
                 with (
                     _without_garbage(),
-                    torch.cuda.graph(graph, self._shared(), capture_error_mode="thread_local"),
+                    torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"),
                 ):
                     return _Recording(graph, inputs, self.function(*inputs))
             except torch.OutOfMemoryError:
@@ -182,12 +185,6 @@ class _Graphs:
                     f"this model cannot be recorded in CUDA graphs ({first_line(error)}); pass "
                     f"--run.no-cuda-graphs (eval.py: --no-cuda-graphs)"
                 ) from error
-
-    def _shared(self) -> Any:
-        """Return the memory of existing graphs, or new memory: that of former graphs cannot be used again."""
-        pools = [graphs.pool for graphs in self.everywhere if graphs.recordings]
-        self.pool = pools[0] if pools else torch.cuda.graph_pool_handle()
-        return self.pool
 
 
 def _compiling() -> AbstractContextManager:

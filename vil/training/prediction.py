@@ -106,7 +106,9 @@ def predict_as(options: PredictConfig) -> None:
         if not read:
             raise DataError(f"none of the images can be read; {paths[0]}: {found[0].error}")
         if options.sheet is not None:
-            chosen = _spread(sorted(read, key=lambda number: found[number].probabilities[0]))
+            chosen = sorted(read, key=lambda number: found[number].probabilities[0])
+            if len(chosen) > MOST:  # evenly spaced, with the first and the last
+                chosen = [chosen[n * (len(chosen) - 1) // (MOST - 1)] for n in range(MOST)]
             images = _Photographs([paths[number] for number in chosen], subject.config)
             titles = [f"{found[n].shown} {found[n].probabilities[0]:.0%}" for n in chosen]
             names = [paths[number].name for number in chosen]
@@ -210,13 +212,6 @@ def _is_table(path: Path) -> bool:
     header = ",".join((*_FIRST_COLUMNS, "class_1", "probability_1")).encode()
     with path.open("rb") as file:
         return file.read(len(header)) == header
-
-
-def _spread(numbers: list[int]) -> list[int]:
-    """Return at most ``MOST`` of the numbers, evenly spaced, with the first and the last."""
-    if len(numbers) <= MOST:
-        return numbers
-    return [numbers[place * (len(numbers) - 1) // (MOST - 1)] for place in range(MOST)]
 
 
 def _line(one: Prediction) -> str:

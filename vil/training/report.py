@@ -18,7 +18,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from vil.messages import one_line
 from vil.profile import count_macs, count_parameters
-from vil.timm_models import is_own
 from vil.training.checkpoint import Run
 from vil.training.distributed import versions
 from vil.training.errors import is_dead_loader, log
@@ -348,10 +347,9 @@ class Report:
         if not self.is_main or seconds < _LONG:
             return
         about = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
-        threads, smaller = torch.get_num_threads(), _half_the_pixels(self.config)
+        threads = torch.get_num_threads()
         self.pulse.say(
             f"time     about {about} for {epochs} epochs on {threads} {'threads' if threads > 1 else 'thread'}"
-            + (f"; --model.img-size {smaller} would take about half" if smaller else "")
         )
 
     def _rest(self) -> str:
@@ -362,13 +360,6 @@ class Report:
             return skipped
         left = timedelta(seconds=round(self._pace * (self.train_data.num_steps - self.state.step)))
         return f"{skipped}{left} left"
-
-
-def _half_the_pixels(config: TrainConfig) -> int | None:
-    """Return an image size with about half the pixels for a model of this package, whose time is linear in them."""
-    size = round(config.model.img_size / math.sqrt(2) / 32) * 32
-    is_half = 0.4 < (size / config.model.img_size) ** 2 < 0.6
-    return size if is_half and is_own(config.model.name) and not config.data.img_sizes else None
 
 
 def draw_curve(path: Path, history: list[dict[str, float]], best: int) -> None:

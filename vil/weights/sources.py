@@ -97,7 +97,9 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
     if path.is_dir() or scheme == "local-dir":
         return _from_folder(path, name)
     if path.is_file():
-        return _from_safetensors(path)
+        described = (path.parent / "config.json").is_file()
+        read_config = load_model_config_from_path if described else None
+        return _released(name, "as weights: ", read_config, lambda _: load_file(path), path.parent)
     if is_model_name(name):
         return _from_timm(name)
     told = f"{name} is not a file, a folder, hf-hub:NAME or a timm model"
@@ -375,13 +377,6 @@ def _from_folder(folder: Path, name: str) -> Weights:
         raise FileNotFoundError(f"{name} is not a folder with config.json and weights")
     what = "as a released model: "
     return _released(name, what, load_model_config_from_path, load_state_dict_from_path, folder)
-
-
-def _from_safetensors(path: Path) -> Weights:
-    """Read one file; a config.json beside it describes the model."""
-    about = path.parent / "config.json"
-    read_config = load_model_config_from_path if about.is_file() else None
-    return _released(str(path), "as weights: ", read_config, lambda _: load_file(path), path.parent)
 
 
 def _released(
