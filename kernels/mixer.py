@@ -157,17 +157,17 @@ def scan_args(
     B, L, R, M = plan.sizes
     x, z = xz.chunk(2, dim=-1)
     convolved = grids.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
-    steps = DtScale(
+    scaled = DtScale(
         params.x_proj_weight, params.dt_weight, params.A, plan.recurrence, plan.tokens_per_ref
     )
     if x_dbl is None:
-        made = _small_weight(plan, steps.x_proj_weight, convolved.dtype)
+        made = _small_weight(plan, scaled.x_proj_weight, convolved.dtype)
         x_dbl = torch.bmm(convolved.flatten(1, 2), made.mT)
     parts = x_dbl.view(2, B, L, plan.columns)
     dt_low, q, k = parts.narrow(3, 2 * M, R), parts.narrow(3, M, M), parts.narrow(3, 0, M)
     D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
-    args = ScanArgs(convolved, dt_low, steps.A, q, k, D, bias, z, dt_weight=dt_weight)
-    return args, x_dbl, steps
+    args = ScanArgs(convolved, dt_low, scaled.A, q, k, D, bias, z, dt_weight=dt_weight)
+    return args, x_dbl, scaled
 
 
 def forward(
@@ -205,7 +205,7 @@ def backward(
         dx, dz = dxz.chunk(2, dim=-1)
     with _as_given(xz), plan.arena:
         x_dbl = None if saved is None else saved[0]
-        args, x_dbl, steps = scan_args(plan, xz, params, layout, x_dbl)
+        args, x_dbl, scaled = scan_args(plan, xz, params, layout, x_dbl)
         kept = None if saved is None or saved[2] is None else saved[1:]
         grads = plan.scan.backward(args, grad, None, kept, dz)
         x, tokens, ddt = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2), grads.dt.flatten(1, 2)
@@ -216,7 +216,7 @@ def backward(
         dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
         d_made = _sum_over_tokens(dx_dbl, tokens)
         d_x_proj_weight = torch.cat((d_made[:, 2 * M : 2 * M + R], d_made[:, : 2 * M]), 1)
-        made = _small_weight(plan, steps.x_proj_weight, xz.dtype)
+        made = _small_weight(plan, scaled.x_proj_weight, xz.dtype)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, made).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias = grids.conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx
@@ -227,10 +227,10 @@ def backward(
         dxz,
         d_conv_weight,
         d_conv_bias,
-        steps.undo_x_proj(d_x_proj_weight.to(x_proj_weight.dtype)),
+        scaled.undo_x_proj(d_x_proj_weight.to(x_proj_weight.dtype)),
         d_dt_weight.to(dt_weight.dtype),
         grads.bias,
-        steps.undo_A(grads.A),
+        scaled.undo_A(grads.A),
         grads.D,
     )
 

@@ -3,6 +3,8 @@
 hustvl/Vim (``models_mamba.py``, ``mamba_simple.py``) defines the official names and shapes. It has separate parameters
 for the two directions, which are stacked here. Its position embedding has the order of the sequence, with the class
 token in the middle; here the class token is first.
+
+``checkpoint_filter_fn`` is for timm and ``vil.load``, ``adapt_inside`` for any ``load_state_dict``.
 """
 
 import logging

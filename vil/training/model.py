@@ -51,7 +51,8 @@ class TrainSetup:
 
     def set_step(self, step: int) -> None:
         """Set the learning rate of a step, counted from the start of the run; see ``ScheduleConfig.by``."""
-        # Only one call has an effect: the first for a schedule by epochs, the second for one by steps.
+        # Only one call has an effect: the first for a schedule by epochs, which lags by one as in DeiT and Vim, the
+        # second for one by steps.
         self.scheduler.step(max(step // self.steps_per_epoch - 1, 0))
         self.scheduler.step_update(step)
 
