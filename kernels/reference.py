@@ -187,19 +187,16 @@ class ScanPlan(NamedTuple):
 scan_plan = ScanPlan
 
 
-def dt_proj(
-    dt_low: Tensor, dt_weight: Tensor | None, bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm
-) -> Tensor:
+def dt_proj(dt_low: Tensor, dt_weight: Tensor | None) -> Tensor:
     """Return raw step sizes (N, B, L, D), rounded to the dtype of ``dt_low``.
 
     Args:
         dt_low: Step sizes of rank R, (N, B, L, R), or in full, (N, B, L, D).
         dt_weight: Projection, (N, D, R); None if ``dt_low`` is in full.
-        bmm: Batched matrix product.
     """
     if dt_weight is None:
         return dt_low
-    dt = bmm(dt_low.flatten(1, 2), dt_weight.to(dt_low.dtype).mT)
+    dt = torch.bmm(dt_low.flatten(1, 2), dt_weight.to(dt_low.dtype).mT)
     return dt.reshape(*dt_low.shape[:3], dt.shape[2])
 
 

@@ -27,7 +27,6 @@ from vil.kernels import workspace
 from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
 from vil.kernels.plan import ConvKey, ScanKey, plans
-from vil.kernels.reference import dt_proj
 from vil.kernels.workspace import arena  # noqa: F401  (``mixer.MixerPlan`` reads it)
 
 _TYPES = {
@@ -302,7 +301,11 @@ class ScanPlan:
     def _inputs(self, args: ScanArgs) -> tuple[Tensor | None, ...]:
         """Return the first tensors of both kernels."""
         P, A, state = self.shape[3], args.A, args.initial_state
-        given = [args.x, dt_proj(args.dt, args.dt_weight, workspace.bmm), args.q, args.k, args.z]
+        dt = args.dt
+        if args.dt_weight is not None:  # of low rank
+            dt = workspace.bmm(dt.flatten(1, 2), args.dt_weight.to(dt.dtype).mT)
+            dt = dt.view(args.x.shape)
+        given = [args.x, dt, args.q, args.k, args.z]
         for i, form in self.copied:
             given[i] = _rows(given[i], form.wanted, form.columns)
         x, dt, q, k, z = given
