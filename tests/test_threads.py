@@ -45,5 +45,5 @@ def test_the_policy_is_set_before_torch_is_loaded(set_by_user: dict[str, str]) -
     assert "Error" not in done.stderr
     found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert {*found.values()} == {set_by_user.get("OMP_WAIT_POLICY", "passive")}, found
-    scripts = {"train_imagenet.py", "eval.py", "predict.py", "release.py", "make_shards.py"}
+    scripts = {"train_imagenet.py", "eval.py", "predict.py", "release.py"}
     assert {*found} >= scripts | {"examples/detect.py", "downstream/coco.py"}

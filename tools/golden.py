@@ -18,6 +18,7 @@ so a change may rename or reorder them.
 import argparse
 import csv
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -112,6 +113,25 @@ def make_images(folder: Path) -> None:
                 Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
 
 
+def pack(images: Path, shards: Path) -> None:
+    """Pack images in shards of 8, with timm's description."""
+    import webdataset
+
+    shards.mkdir()
+    splits = {}
+    for split, place in {"train": "train", "validation": "val"}.items():
+        paths = sorted((images / place).glob("*/*.png"))
+        classes = sorted({path.parent.name for path in paths})
+        pattern = str(shards / f"{split}-%06d.tar")
+        with webdataset.ShardWriter(pattern, maxcount=8, verbose=0, mtime=0) as writer:
+            for number, path in enumerate(paths):
+                label = classes.index(path.parent.name)
+                writer.write({"__key__": str(number), "png": path.read_bytes(), "cls": label})
+        names = sorted(path.name for path in shards.glob(f"{split}-*"))
+        splits[split] = {"filenames": names, "classes": classes}
+    (shards / "_info.json").write_text(json.dumps({"splits": splits}))
+
+
 def hash_runs(checkout: Path) -> Iterator[tuple[str, str]]:
     """Train briefly in a checkout; yield the name and the hash of each checkpoint and log."""
     import torch
@@ -119,8 +139,7 @@ def hash_runs(checkout: Path) -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_images(folder / "images")
-        shards = ("make_shards.py", str(folder / "images"), str(folder / "shards"))
-        command(checkout, *shards, "--shard-images", "8")
+        pack(folder / "images", folder / "shards")
         on_folder = ("--data.path", str(folder / "images"))
         on_shards = ("--data.dataset", "wds", "--data.path", str(folder / "shards"))
         two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

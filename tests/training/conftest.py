@@ -1,5 +1,6 @@
 """Fixtures: a few images in folders and shards, a tiny model, and the scripts run in-process."""
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -99,6 +100,36 @@ def shard_config(config, image_shards) -> TrainConfig:
 @pytest.fixture
 def rendered() -> None:
     """Render the curves of the test's runs."""
+
+
+@pytest.fixture
+def pack() -> Callable[[Path, Path, int], Path]:
+    """Return a function that packs an image folder into shards of some images, and returns their folder."""
+
+    def packed(images: Path, shards: Path, maxcount: int) -> Path:
+        shards.mkdir()
+        splits = {}
+        for split, place in (("train", "train"), ("validation", "val")):
+            paths = sorted((images / place).glob("*/*"))
+            classes = sorted({path.parent.name for path in paths})
+            pattern = str(shards / f"{split}-%06d.tar")
+            with webdataset.ShardWriter(pattern, maxcount=maxcount, verbose=0, mtime=0) as writer:
+                for number, path in enumerate(paths):
+                    label = classes.index(path.parent.name)
+                    sample = {"__key__": f"{number:06d}", "cls": label}
+                    writer.write(sample | {path.suffix[1:]: path.read_bytes()})
+            names = sorted(path.name for path in shards.glob(f"{split}-*.tar"))
+            lengths = [
+                min(len(paths) - first, maxcount) for first in range(0, len(paths), maxcount)
+            ]
+            splits[split] = {
+                "name": split, "filenames": names, "shard_lengths": lengths,
+                "num_samples": len(paths), "classes": classes,
+            }  # fmt: skip
+        (shards / "_info.json").write_text(json.dumps({"splits": splits}))
+        return shards
+
+    return packed
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ import torch
 import vil
 from vil.training.errors import OutputError
 from vil.training.evaluation import interval
-from vil.training.make_shards import MakeOptions, make_shards
-from vil.training.recipes import parse
 from vil.training.release import ReleaseConfig, release
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +76,7 @@ def test_other_classes_are_refused(checkpoint, released, image_folder, evaluate,
 
 
 def test_some_of_the_classes_are_scored_alone(
-    checkpoint, released, image_folder, evaluate, capsys, tmp_path
+    checkpoint, released, image_folder, pack, evaluate, capsys, tmp_path
 ) -> None:
     """Like ImageNet-A: the other outputs do not count."""
     model, found = vil.load(checkpoint).eval(), {}
@@ -90,8 +88,7 @@ def test_some_of_the_classes_are_scored_alone(
         with torch.no_grad():
             logits = model(images)[:, [0, 2, 3]]
         found[name] = (logits.argmax(1) == [0, 2, 3].index(place)).double().mean().item() * 100
-    shards = tmp_path / "some"
-    make_shards(parse(MakeOptions, [str(image_folder), str(shards), "--shard-images", "8"]))
+    shards = pack(image_folder, tmp_path / "some", 8)
     for source in (checkpoint, released):
         for data in (
             ("--data.path", str(image_folder)),

@@ -11,7 +11,6 @@ from vil.training.distributed import World
 from vil.training.errors import DataError
 from vil.training.images import fingerprint
 from vil.training.loader import check_same, described, open_source
-from vil.training.make_shards import MakeOptions, make_shards
 from vil.training.recipes import flat
 from vil.training.settings import TrainConfig
 
@@ -80,17 +79,13 @@ def seen_in(config: TrainConfig, path: Path) -> dict[str, str]:
     return described(config, dict(zip(("training", "validation"), sources, strict=True)))
 
 
-def packed(folder: Path) -> Path:
-    """Pack the images of a folder into shards, and return their folder."""
-    shards = folder.with_name(f"{folder.name}-shards")
-    make_shards(MakeOptions(images=str(folder), shards=str(shards), shard_images=8, num_workers=1))
-    return shards
-
-
 @pytest.mark.parametrize("dataset", ["folder", "wds"])
 def test_copies_of_the_data_that_differ_end_all_processes(
-    dataset, config, image_folder, tmp_path
+    dataset, config, image_folder, pack, tmp_path
 ) -> None:
+    def packed(folder: Path) -> Path:
+        return pack(folder, folder.with_name(f"{folder.name}-shards"), 8)
+
     if dataset == "wds":
         splits = {"train_split": "train", "val_split": "validation"}
         config = config.changed("data", dataset="wds", **splits)

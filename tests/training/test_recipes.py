@@ -14,7 +14,6 @@ import vil  # noqa: F401  registers the models
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
-from vil.training.make_shards import MakeOptions
 from vil.training.model import TrainSetup, build, build_model, build_optimizer
 from vil.training.prediction import PredictConfig
 from vil.training.recipes import flat, from_dict, load_config, parse, read_recipe, to_yaml
@@ -213,7 +212,6 @@ def test_recipe_survives_yaml_and_dict(path, tmp_path) -> None:
 PROGRAMS = {
     EvalConfig: ("{0}/best.pt", "--json={0}/a.json", "--data.path={0}/photos"),
     PredictConfig: ("local-dir:{0}/release", "{0}/1.jpg", "{0}/2.jpg", "--output={0}/a.csv"),
-    MakeOptions: ("{0}/photos", "{0}/shards"),
 }
 
 
@@ -236,8 +234,8 @@ def test_paths_name_home_and_variables(kind, monkeypatch, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"\w+ must be UTF-8, got .*udce9.*; rename the file"):
         read(os.fsdecode(b"caf\xe9"))
     (tmp_path / "$NOWHERE").mkdir()
-    if kind is MakeOptions:
-        assert parse(kind, ["$NOWHERE", "made"]).images == "$NOWHERE"
+    if kind is PredictConfig:
+        assert parse(kind, ["$NOWHERE", "1.jpg"]).model == "$NOWHERE"
 
 
 def test_recipes_name_home_and_variables(monkeypatch, tmp_path) -> None:

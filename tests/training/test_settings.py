@@ -12,11 +12,10 @@ import train_imagenet
 from vil.timm_models import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
-from vil.training.make_shards import MakeOptions
 from vil.training.recipes import flat, from_dict, read_recipe
 
 DIGITS = read_recipe(Path(__file__).parents[2] / "configs" / "digits.yaml")
-VALID = [DIGITS, EvalConfig(checkpoint="a.pt"), MakeOptions(images="a", shards="b")]
+VALID = [DIGITS, EvalConfig(checkpoint="a.pt")]
 
 
 def told(key: str, value: Any, valid: Any = DIGITS) -> str:

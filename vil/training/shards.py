@@ -1,9 +1,8 @@
 """Random access to the images of webdataset shards on local disks, without unpacking them.
 
 Each shard has an index, <shard>.idx.json, with the offset and label of every image. With it, a million images
-are found in seconds. make_shards.py writes the index, including a checksum of each image. For other shards it
-is built from the tar headers. An index is valid only for the file it was built from: another file of the
-same name, even a copy, is scanned again.
+are found in seconds. It is built from the tar headers when the shard is first opened. An index is valid only for the
+file it was built from: another file of the same name, even a copy, is scanned again.
 """
 
 import glob
@@ -33,14 +32,12 @@ from vil.training.files import write_text
 from vil.training.images import IMAGE_EXTENSIONS, Source, fingerprint
 from vil.training.settings import DataConfig
 
-INFO_NAME = "_info.json"
+_INFO_NAME = "_info.json"
 _USUAL_IMAGES = ("jpg", "jpeg", "png", "webp")  # preferred image of a sample, in order
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's own records
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-_HEAD = b'{"crc32":"'
 _MOST_OPEN_FILES = 64  # below the usual limit of 1024 per process
 _INDEX_THREADS = 16  # more than cores, since they mostly wait for the disk
-_NO_CHECKSUM = -1
 _MOST_CLASSES = 1 << 20  # limit if the number of classes is unknown
 
 
@@ -54,17 +51,17 @@ class Sample(NamedTuple):
     """Size of the image in bytes."""
     label: int | str | None
     """Content of the .cls member: an integer, or a string if it is not an integer. None without such a member."""
-    crc32: int | None
-    """Checksum of the image; None if the image was not read."""
 
 
 class Index(TypedDict):
     """Index of a shard: size and times of the tar at indexing, and its samples."""
 
     size: int
-    mtime_ns: NotRequired[int | None]
-    ctime_ns: NotRequired[int | None]
-    samples: list[tuple[str, int | None, int, int | str | None, int | None]]
+    mtime_ns: int
+    ctime_ns: int
+    digest: str
+    """Of the samples."""
+    samples: list[tuple[str, int | None, int, int | str | None]]
 
 
 class Split(TypedDict):
@@ -73,7 +70,6 @@ class Split(TypedDict):
     filenames: list[str]
     shard_lengths: NotRequired[list[int]]
     classes: NotRequired[list[str]]
-    made_from: NotRequired[dict[str, Any]]
 
 
 _INDEX = TypeAdapter(Index)
@@ -101,7 +97,7 @@ class ShardSource(Source):
             DataError: If a shard is missing or damaged, its length differs from _info.json, or a label
                 is out of range.
         """
-        root, splits = Path(data.path), read_info(Path(data.path))
+        root, splits = Path(data.path), _read_info(Path(data.path))
         names, classes = _find_shards(root, data, training, splits)
         self.classes = None if classes is None else nfc(classes)
         stated = {
@@ -121,25 +117,21 @@ class ShardSource(Source):
         self._keys, self._key_starts = b"".join(keys), np.cumsum([0, *map(len, keys)])
         self.labels = self._places[:, 2].copy()
         told = json.dumps([Path(name).name for name in names]).encode()
-        self.listing = fingerprint(told, self._starts, self._places[:, :3])
+        self.listing = fingerprint(told, self._starts, self._places)
         self._names, self._files = names, _Files([root / name for name in names])
         self._shuffle_shards = data.shuffle_shards
 
     def read(self, index: int) -> bytes:
-        """Return the bytes of an image file; raise OSError if the shard is truncated or the checksum wrong."""
-        offset, size, _, checksum = self._places[index].tolist()
+        """Return the bytes of an image file; raise OSError if the shard is truncated."""
+        offset, size, _ = self._places[index].tolist()
         content = self._files.read(self._shard(index), offset, size)
         if len(content) < size:
             raise OSError(f"the shard ends after {len(content)} of the image's {size} bytes")
-        if checksum not in (_NO_CHECKSUM, zlib.crc32(content)):
-            raise OSError("wrong checksum")
         return content
 
     def checksum(self, index: int) -> int:
-        """Return the CRC32 of an image from the index, or else by reading the image."""
-        offset, size, _, checksum = self._places[index].tolist()
-        if checksum != _NO_CHECKSUM:
-            return checksum
+        """Return the CRC32 of an image."""
+        offset, size, _ = self._places[index].tolist()
         with self._files.paths[self._shard(index)].open("rb") as file:
             return zlib.crc32(_read_all(file.fileno(), size, offset))
 
@@ -162,44 +154,36 @@ class ShardSource(Source):
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
 
-def load_index(shard: Path) -> list[Sample]:
+def _load_index(shard: Path) -> list[Sample]:
     """Return the samples of a shard from its index, or from the tar headers if the index is missing or outdated.
 
     A new index is then saved for the next time, if the folder is writable.
 
     Raises:
-        DataError: If the shard is missing, truncated, not a tar, or being written, or if its samples do not
-            match an index with checksums.
+        DataError: If the shard is missing, truncated, not a tar, or being written.
     """
-    stamp, index, path = stamp_of(shard), read_index(shard), index_path(shard)
-    samples = [] if index is None else [Sample(*row) for row in index["samples"]]
-    if index is not None and stamp == {key: index.get(key) for key in stamp}:
-        return samples
-    if index is not None and stamp["size"] < index["size"]:
-        raise DataError(
-            f"shard {shard} is truncated: {stamp['size']} of {index['size']} bytes; if this is a "
-            f"new shard, delete its index {path}"
-        )
-    scanned = scan(shard)
-    if stamp_of(shard) != stamp:
+    stamp = _stamp_of(shard)
+    index = _read_index(shard)
+    if index is not None and stamp == {key: index[key] for key in stamp}:
+        return [Sample(*row) for row in index["samples"]]
+    samples = _scan(shard)
+    if _stamp_of(shard) != stamp:
         raise DataError(f"shard {shard} changed while it was read; wait until it is complete")
-    if any(sample.crc32 is not None for sample in samples):
-        if [sample._replace(crc32=None) for sample in samples] != scanned:
-            raise DataError(
-                f"index {path} does not belong to its shard, which has other samples; delete it"
-            )
-        scanned = samples
     with suppress(OutputError, OSError):  # without an index, the next start only takes longer
-        write_index(shard, scanned, stamp)
-    return scanned
+        path = _index_path(shard)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of killed processes
+            left.unlink()  # a live process that loses its file skips its index this time
+        content = {**stamp, "digest": _digest(samples), "samples": samples}
+        write_text(path, json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n")
+    return samples
 
 
-def index_path(shard: Path) -> Path:
+def _index_path(shard: Path) -> Path:
     """Return the path of the index of a shard."""
     return shard.with_name(f"{shard.name}.idx.json")
 
 
-def stamp_of(shard: Path) -> dict[str, int]:
+def _stamp_of(shard: Path) -> dict[str, int]:
     """Return size and times of a shard, which identify it; raise DataError if it cannot be read."""
     try:
         found = shard.stat()
@@ -208,34 +192,22 @@ def stamp_of(shard: Path) -> dict[str, int]:
     return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
 
 
-def read_index(shard: Path) -> Index | None:
-    """Read the index of a shard, not the shard; return None if missing, raise DataError if damaged."""
-    path = index_path(shard)
+def _read_index(shard: Path) -> Index | None:
+    """Read the index of a shard, not the shard; return None if it is missing or damaged."""
     try:
-        text = path.read_bytes()
-        if text.startswith(_HEAD) and text[: len(_HEAD) + 8] != _HEAD + _checksum(text):
-            raise DataError(f"index {path} is damaged; delete it")
-        return _INDEX.validate_json(text, strict=True)
-    except FileNotFoundError:
+        index = _INDEX.validate_json(_index_path(shard).read_bytes(), strict=True)
+    except (FileNotFoundError, ValidationError):
         return None
     except OSError as error:
-        raise DataError(f"index {path} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        raise DataError(f"index {path} is not the index of a shard; delete it") from error
+        raise DataError(f"index {_index_path(shard)} cannot be read: {error.strerror}") from error
+    return index if index["digest"] == _digest(index["samples"]) else None
 
 
-def write_index(shard: Path, samples: list[Sample], stamp: dict[str, int]) -> None:
-    """Write the index of a shard; take ``stamp`` before reading it. Raise OutputError or OSError on failure."""
-    path = index_path(shard)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # left by killed processes
-        left.unlink()  # a live process that loses its file skips its index this time
-    content = {"crc32": "0" * 8, **stamp, "samples": samples}
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
-    start = (_HEAD + _checksum(text.encode())).decode()
-    write_text(path, start + text[len(start) :])
+def _digest(samples: Sequence[tuple[Any, ...]]) -> str:
+    return fingerprint(json.dumps(samples).encode())
 
 
-def scan(shard: Path) -> list[Sample]:
+def _scan(shard: Path) -> list[Sample]:
     """Index a shard from its tar headers and labels, without reading images.
 
     Returns:
@@ -274,9 +246,9 @@ def scan(shard: Path) -> list[Sample]:
     return samples
 
 
-def read_info(root: Path) -> dict[str, Split]:
+def _read_info(root: Path) -> dict[str, Split]:
     """Read the splits from _info.json in a folder; return {} if it is missing, raise DataError if invalid."""
-    path = root / INFO_NAME
+    path = root / _INFO_NAME
     try:
         splits = _INFO.validate_json(path.read_bytes(), strict=True)["splits"]
     except FileNotFoundError:
@@ -295,7 +267,7 @@ def read_info(root: Path) -> dict[str, Split]:
     return splits
 
 
-def find_split(splits: dict[str, Split], name: str) -> Split | None:
+def _find_split(splits: dict[str, Split], name: str) -> Split | None:
     """Return a split by name, or None; for `validation`, fall back to `val`."""
     return splits.get("val" if name == "validation" and name not in splits else name)
 
@@ -304,7 +276,7 @@ class _Images(NamedTuple):
     """The usable images of one shard."""
 
     places: np.ndarray
-    """Offset, size, label and checksum of each image, int64 (images, 4)."""
+    """Offset, size and label of each image, int64 (images, 3)."""
     keys: list[bytes]
     excluded: list[str]
 
@@ -337,11 +309,6 @@ class _Files:
     def __del__(self) -> None:
         for descriptor in self.descriptors.values():
             os.close(descriptor)
-
-
-def _checksum(text: bytes) -> bytes:
-    """Return the eight-digit checksum of all bytes of an index after the checksum itself."""
-    return b"%08x" % zlib.crc32(text[len(_HEAD) + 8 :])
 
 
 def _read_all(descriptor: int, size: int, offset: int) -> bytes:
@@ -384,9 +351,9 @@ def _sample(key: str, found: dict[str, tarfile.TarInfo], file: BinaryIO) -> Samp
         label = int(text) if _INTEGER.fullmatch(text) else text
     images = sorted(found.keys() & IMAGE_EXTENSIONS)
     if not images:
-        return Sample(key, None, 0, label, None)
+        return Sample(key, None, 0, label)
     image = found[next((kind for kind in _USUAL_IMAGES if kind in images), images[0])]
-    return Sample(key, image.offset_data, image.size, label, None)
+    return Sample(key, image.offset_data, image.size, label)
 
 
 def _find_shards(
@@ -395,13 +362,13 @@ def _find_shards(
     """Return the shard names of a split, and its class names or None."""
     split = data.train_split if training else data.val_split
     setting = f"data.{'train' if training else 'val'}_split {split}"
-    found = find_split(splits, split)
+    found = _find_split(splits, split)
     if found is not None:
         names = found["filenames"]
     elif "|" in split or ("{" not in split and not split.endswith(".tar")):
         raise DataError(
             f"{setting} is neither a pattern such as train-{{000..511}}.tar nor one of the "
-            f"splits of {root / INFO_NAME}: {', '.join(splits) or 'none'}"
+            f"splits of {root / _INFO_NAME}: {', '.join(splits) or 'none'}"
         )
     else:
         try:
@@ -424,12 +391,12 @@ def _find_shards(
 
 def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | None) -> _Images:
     """Load and check the index of a shard: ``stated`` images, with labels below ``num_classes``."""
-    samples = load_index(root / name)
+    samples = _load_index(root / name)
     count = sum(sample.offset is not None for sample in samples)
     if stated not in (None, count):
-        raise DataError(f"shard {root / name} has {count} images, but {INFO_NAME} says {stated}")
+        raise DataError(f"shard {root / name} has {count} images, but {_INFO_NAME} says {stated}")
     places, keys, excluded = [], [], []
-    for key, offset, size, label, checksum in samples:
+    for key, offset, size, label in samples:
         key = printable(key)
         if offset is None or not isinstance(label, int):
             fault = "no label" if label is None else f"label {label!r} is not an integer"
@@ -440,6 +407,6 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | No
             limit = f"must be 0 to {(num_classes or _MOST_CLASSES) - 1} (number of classes - 1)"
             raise DataError(f"shard {root / name}: label of sample {key} {limit}, got {label}")
         else:
-            places.append((offset, size, label, _NO_CHECKSUM if checksum is None else checksum))
+            places.append((offset, size, label))
             keys.append(key.encode())
-    return _Images(np.array(places, dtype=np.int64).reshape(-1, 4), keys, excluded)
+    return _Images(np.array(places, dtype=np.int64).reshape(-1, 3), keys, excluded)
