@@ -288,10 +288,9 @@ def _die_at_step(number: int) -> None:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Return a hash of each file, leaving out the times and checksums in the indexes of shards."""
-    times = re.compile(rb'"(crc32|[mc]time_ns)":"?[0-9a-f]+"?,?')
+    """Return a hash of each file."""
     return {
-        str(path.relative_to(folder)): hashlib.blake2b(times.sub(b"", path.read_bytes())).digest()
+        str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).digest()
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
