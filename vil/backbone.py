@@ -36,6 +36,7 @@ from vil.convert import adapt_inside, checkpoint_filter_fn
 from vil.kernels.checks import check_not_onnx
 from vil.kernels.grid import TokenLayout
 from vil.patch_embed import OverlapPatchEmbed
+from vil.timm_models import state_images
 from vil.tokens import check_keep, class_token_to_middle, packed_intermediates, resample_pos_embed
 from vil.trained_grid import GridAware, bits_of
 
@@ -601,6 +602,8 @@ class VisionLonghorn(GridAware):
         update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
         # Keep the reference grid: construction would derive it from the new size.
         update_model_args(self, ref_feat_shape=self._reference())
+        if hasattr(self, "pretrained_cfg"):  # created by timm
+            state_images(self)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -20,6 +20,11 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun: "1 image", "1,200 images"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def nfc(names: Iterable[str]) -> tuple[str, ...]:
     """Return names with composed accents (NFC). macOS may write an accent as a character of its own."""
     return tuple(unicodedata.normalize("NFC", name) for name in names)

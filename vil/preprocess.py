@@ -1,6 +1,7 @@
 """Open images and prepare them for a model as in its training: decode, turn upright, put on a background, resize."""
 
 import io
+import os
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,16 +12,19 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from timm.data import RandomResizedCropAndInterpolation, resolve_model_data_config
+from timm.data import RandomResizedCropAndInterpolation, resolve_data_config
 from timm.data import create_transform as create_timm_transform
+from timm.data.transforms import ResizeKeepRatio
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from torchvision import transforms
 from torchvision.io import ImageReadMode
 from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import get_image_size
 from torchvision.transforms.v2 import functional as F
 
 from vil.messages import one_line
+from vil.timm_models import image_cfg
 
 MAX_PIXELS = 89_478_485
 # Other formats run external programs (EPS) or hold no pixels. TGA is last because it has no signature.
@@ -39,55 +43,81 @@ _TORCHVISION_MODES = {"L": ImageReadMode.GRAY, "RGB": ImageReadMode.RGB}
 # torchvision 0.29 deprecates its function for this operator, in favour of a package that it does not install. Without
 # the operator, Pillow decodes to the same pixels in 1.2 times the time.
 _decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None)
-_AnyImage = str | Path | bytes | BinaryIO | Image.Image | np.ndarray
+_AnyImage = str | Path | bytes | bytearray | memoryview | BinaryIO | Image.Image | np.ndarray
 _ON_TENSORS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)  # for uint8
 _ORIENTATION = 274  # number of the EXIF tag
 # Notes in pretrained_cfg, where timm refuses fields that it does not know.
 _BACKGROUND = "transparent pixels on "
 _UPRIGHT = "photographs turned by their EXIF orientation"
 _BY_TORCHVISION = "JPEG files decoded and resized by torchvision"
+_HELD_OUT = "share of the images held out of training by hash: "
 
 
-def create_transform(model: nn.Module, **timm_arguments: Any) -> Callable[[_AnyImage], Tensor]:
+def create_transform(
+    model: nn.Module, *, max_pixels: int = MAX_PIXELS, **timm_arguments: Any
+) -> Callable[[_AnyImage], Tensor]:
     """Return the function that prepares an image for a model as its training and ``eval.py`` do for validation.
 
-    It does what ``timm.data.create_transform`` does with the preprocessing in ``model.pretrained_cfg``. Before that,
-    it opens the image, turns photographs by their EXIF orientation and puts transparent pixels on a background, if
-    these were options of the training.
+    It does what ``timm.data.create_transform`` does with the preprocessing in ``model.pretrained_cfg``, at the size and
+    with the channels of the model. Before that, it opens the image, turns photographs by their EXIF orientation and
+    puts transparent pixels on a background, if these were options of the training.
 
     Args:
-        model: A model from ``vil.load``, ``timm.create_model`` or a feature extractor of timm.
+        model: A model from ``vil.load``, ``timm.create_model`` or a feature extractor of timm, of 1 or 3 channels.
+        max_pixels: Maximum pixels of an image, as it is stored and as it is resized before the crop. A thin image of a
+            few bytes can claim, or be enlarged to, any number.
         **timm_arguments: Arguments of ``timm.data.create_transform`` that override ``model.pretrained_cfg``, such as
             ``input_size=(3, 384, 384)`` or ``crop_pct=1.0``.
 
     Returns:
-        A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the bytes of a file, a
-        file opened in binary mode, a Pillow image or a NumPy array. An array is uint8: grey (H, W), RGB (H, W, 3) or
-        RGBA (H, W, 4). The function raises OSError if it cannot read a file, and ValueError if the file is no image that
-        training accepts, or the array is none of these.
+        A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the bytes of a file (any
+        bytes-like object), a file opened in binary mode, a Pillow image or a NumPy array. An array is uint8: grey
+        (H, W), RGB (H, W, 3) or RGBA (H, W, 4). The function raises OSError if it cannot read a file, TypeError for
+        other objects, and ValueError if the file or the array is no image that training accepts.
+
+    Raises:
+        ValueError: If the model has another number of channels.
     """
-    data = resolve_model_data_config(model) | timm_arguments
-    transform = accepting_tensors(create_timm_transform(**data))
-    options, mode = image_options(model.pretrained_cfg), image_mode(data["input_size"][0])
+    cfg = model.pretrained_cfg
+    data = resolve_data_config(pretrained_cfg=cfg | image_cfg(model)) | timm_arguments
+    transform = accepting_tensors(create_timm_transform(**data), max_pixels)
+    options, mode = image_options(cfg), image_mode(data["input_size"][0])
 
     def prepare(image: _AnyImage) -> Tensor:
-        if isinstance(image, np.ndarray):
-            image = _of_array(image)
-        if isinstance(image, Image.Image):
-            return transform(_opened(image, mode, **options))
-        if isinstance(image, bytes):
-            content = image
-        else:
-            content = image.read() if hasattr(image, "read") else Path(image).read_bytes()
-        return transform(decode(content, mode, **options))
+        try:
+            return transform(decode(_content(image), mode, max_pixels=max_pixels, **options))
+        except ValueError as error:
+            if isinstance(image, str | os.PathLike):
+                raise ValueError(f"{image}: {error}") from error
+            raise
 
     return prepare
+
+
+def _content(image: _AnyImage) -> bytes | Image.Image:
+    """Return the bytes of a file, or a Pillow image; raise OSError, ValueError or TypeError if it is neither."""
+    if isinstance(image, Image.Image):
+        return image
+    if isinstance(image, np.ndarray):
+        return _of_array(image)
+    if isinstance(image, str | os.PathLike):
+        return Path(image).read_bytes()
+    if hasattr(image, "read"):
+        return image.read()
+    try:
+        return bytes(memoryview(image))
+    except TypeError as error:
+        raise TypeError(
+            "image must be a path, bytes, a file opened in binary mode, a Pillow image or a NumPy array, got "
+            f"{type(image).__name__}"
+        ) from error
 
 
 def _of_array(pixels: np.ndarray) -> Image.Image:
     """Return an array (H, W), (H, W, 3) or (H, W, 4), uint8, as a Pillow image; raise ValueError for others."""
     channels = pixels.shape[2:]
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or channels not in ((), (3,), (4,)):
+    is_image = pixels.ndim in (2, 3) and channels in ((), (3,), (4,)) and pixels.size
+    if pixels.dtype != np.uint8 or not is_image:
         raise ValueError(
             f"an image array must be uint8 of shape (H, W), (H, W, 3) or (H, W, 4), got {pixels.dtype} of shape "
             f"{pixels.shape}"
@@ -96,7 +126,7 @@ def _of_array(pixels: np.ndarray) -> Image.Image:
 
 
 def decode(
-    content: bytes,
+    content: bytes | Image.Image,
     mode: str,
     exif_rotation: bool = False,
     background: str = "none",
@@ -108,7 +138,7 @@ def decode(
     Animations and stacks give their first image. 16-bit pixels keep their upper byte.
 
     Args:
-        content: Bytes of the file.
+        content: Bytes of the file, or what Pillow made of it.
         mode: Pillow mode to convert to, RGB or L.
         exif_rotation: Whether to apply the EXIF orientation; damaged EXIF data is ignored.
         background: Colour behind transparent pixels; "none" keeps the colours that are stored there.
@@ -117,13 +147,14 @@ def decode(
             decodes to the same pixels as Pillow.
 
     Raises:
-        ValueError: If the file is not an image, is truncated, has too many pixels, or has 32-bit pixels
+        ValueError: If the file is not an image, is truncated, has no pixels or too many, or has 32-bit pixels
             without a defined range.
     """
     try:
-        image = open_image(io.BytesIO(content))
-        check_size(image.width * image.height, max_pixels)
-        if decoder == "torchvision" and _decode_jpeg is not None:
+        is_file = not isinstance(content, Image.Image)
+        image = open_image(io.BytesIO(content)) if is_file else content
+        _check_size(image.width, image.height, 1.0, max_pixels)
+        if decoder == "torchvision" and _decode_jpeg is not None and is_file:
             if _is_plain_jpeg(image, mode, exif_rotation):
                 with suppress(RuntimeError):  # Pillow decides what is damaged
                     data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -151,38 +182,13 @@ def open_image(file: BinaryIO) -> Image.Image:
     raise ValueError("cannot identify image file")
 
 
-def check_header(path: Path, max_pixels: int, resized_to: float | None = None) -> None:
-    """Check what the header of an image file says, without decoding it.
-
-    Args:
-        path: The file.
-        max_pixels: Same as in ``decode``.
-        resized_to: Length to which the shorter side will be resized before a crop, in pixels; None for no such resize.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not an image, or it has or would have too many pixels.
-    """
-    try:
-        with path.open("rb") as file:
-            shorter, longer = sorted(open_image(file).size)
-    except Exception as error:  # decoders raise many types for broken files
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        empty = path.stat().st_size == 0
-        raise ValueError("the file is empty" if empty else "cannot identify image file") from error
-    check_size(shorter * longer, max_pixels)
-    if resized_to is not None:
-        check_size(round(resized_to**2 * longer / max(shorter, 1)), max_pixels, "enlarged, ")
-
-
-def check_size(pixels: int, max_pixels: int, when: str = "") -> None:
-    """Raise ValueError if an image has too many pixels."""
-    if pixels > max_pixels:
-        has = "it would have" if when else "it has"
-        raise ValueError(
-            f"{when}{has} {pixels:,} pixels, which exceeds data.max_pixels {max_pixels:,}"
-        )
+def _check_size(width: int, height: int, factor: float, max_pixels: int) -> None:
+    """Raise ValueError if an image has no pixels, or too many, when its sides are multiplied by a factor."""
+    has = "it has" if factor == 1 else f"resized from {width} x {height} px, it would have"
+    if min(round(width * factor), round(height * factor)) < 1:
+        raise ValueError(f"{has} no pixels")
+    if (pixels := width * height * factor**2) > max_pixels:
+        raise ValueError(f"{has} {pixels:,.0f} pixels, which exceeds max_pixels {max_pixels:,}")
 
 
 def _opened(
@@ -230,18 +236,23 @@ def _prepared(image: Image.Image, mode: str, exif_rotation: bool, background: st
 
 
 def image_mode(in_chans: int) -> str:
-    """Return the Pillow mode for a model with 1 or 3 channels."""
+    """Return the Pillow mode for a model with 1 or 3 channels; raise ValueError for others."""
+    if in_chans not in _MODES:
+        raise ValueError(f"images can be prepared for 1 or 3 channels, got a model of {in_chans}")
     return _MODES[in_chans]
 
 
-def image_notes(exif_rotation: bool, background: str, decoder: str) -> list[str]:
-    """Return notes for ``pretrained_cfg`` on how images are opened."""
+def image_notes(
+    exif_rotation: bool, background: str, decoder: str, val_fraction: float
+) -> list[str]:
+    """Return notes for ``pretrained_cfg`` on how images are opened, and on the share that training held out."""
     notes = [] if background == "none" else [_BACKGROUND + background]
-    return notes + [_UPRIGHT] * exif_rotation + [_BY_TORCHVISION] * (decoder == "torchvision")
+    notes += [_UPRIGHT] * exif_rotation + [_BY_TORCHVISION] * (decoder == "torchvision")
+    return notes + ([_HELD_OUT + repr(val_fraction)] if val_fraction else [])
 
 
 def image_options(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``image_notes`` that the notes of a ``pretrained_cfg`` state, or their first values."""
+    """Return how the notes of a ``pretrained_cfg`` say that images are opened, as arguments of ``decode``."""
     notes = pretrained_cfg.get("notes") or ()
     known = [colour for colour in ("white", "black") if _BACKGROUND + colour in notes]
     return {
@@ -251,20 +262,45 @@ def image_options(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def accepting_tensors(recipe: transforms.Compose) -> transforms.Compose:
-    """Make a recipe of timm take tensors of ``decode``, too: its first step resizes these by torchvision."""
-    recipe.transforms[0] = _Resize(recipe.transforms[0])
+def held_out_fraction(pretrained_cfg: Mapping[str, Any]) -> float:
+    """Return the share of images held out of training that the notes of a ``pretrained_cfg`` state, or 0."""
+    stated = [note for note in pretrained_cfg.get("notes") or () if note.startswith(_HELD_OUT)]
+    with suppress(ValueError):
+        return float(stated[0].removeprefix(_HELD_OUT)) if stated else 0.0
+    return 0.0
+
+
+def accepting_tensors(
+    recipe: transforms.Compose, max_pixels: int = MAX_PIXELS
+) -> transforms.Compose:
+    """Make a recipe of timm take results of ``decode``, and raise ValueError instead of enlarging above max_pixels.
+
+    Its first step resizes tensors by torchvision.
+    """
+    recipe.transforms[0] = _Resize(recipe.transforms[0], max_pixels)
     return recipe
 
 
 class _Resize:
     """A step of timm that crops or resizes; of a tensor (C, H, W) it makes a Pillow image, for the later steps."""
 
-    def __init__(self, step: Callable[[Image.Image], Image.Image]) -> None:
-        self.step = step
+    def __init__(self, step: Callable[[Image.Image], Image.Image], max_pixels: int) -> None:
+        self.step, self.max_pixels = step, max_pixels
+        # Least height and width, of steps that keep the ratio. The side that a later step crops may become very long.
+        self.least: tuple[int, int] | None = None
+        if isinstance(step, ResizeKeepRatio):
+            self.least = step.size
+        elif isinstance(step, transforms.Resize) and isinstance(step.size, int):
+            self.least = (step.size, step.size)
 
     def __call__(self, image: Image.Image | Tensor) -> Image.Image:
         step = self.step
+        if self.least is not None:
+            width, height = get_image_size(image)
+            scales = self.least[0] / height, self.least[1] / width
+            longest = getattr(step, "longest", 0.0)  # 1 fits both sides into the target
+            factor = 1 / (longest / min(scales) + (1 - longest) / max(scales))
+            _check_size(width, height, factor, self.max_pixels)
         if not isinstance(image, Tensor):
             return step(image)
         if getattr(step, "interpolation", None) not in _ON_TENSORS:

@@ -9,6 +9,7 @@ from timm.models._features import FeatureGetterNet
 from vil.backbone import VisionLonghorn
 from vil.convert import checkpoint_filter_fn
 from vil.pyramid import STRIDES, VisionLonghornPyramid
+from vil.timm_models import state_images
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
                     f"{name} needs features_only=True or num_classes=0, got a model with a head"
                 )
     out_indices = kwargs.pop("out_indices", None)
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         model_cls,
         variant,
         pretrained,
@@ -120,6 +121,8 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
         depth=depth,
         **kwargs,
     )
+    state_images(model)
+    return model
 
 
 def _register(variant: str) -> None:

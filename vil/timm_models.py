@@ -2,10 +2,12 @@
 
 import re
 import sys
+from collections.abc import Sequence
 from inspect import isclass, signature
 from typing import Any
 
 import timm
+from timm.models._input import get_model_input_config
 from torch import nn
 
 from vil.messages import did_you_mean, one_line
@@ -37,6 +39,35 @@ def create(name: str, **arguments: Any) -> nn.Module:
             told = f"cannot create model {name}: {one_line(error)}{_meant(name, str(error))}"
             raise ValueError(told) from error
     return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
+
+
+def state_images(model: nn.Module) -> None:
+    """State the images that a model takes in its ``pretrained_cfg``, which timm saves and prepares images by.
+
+    The size for which its weights were made is kept with their arguments, where timm looks for it first.
+    """
+    cfg = model.pretrained_cfg
+    weights = {"img_size": tuple(cfg["input_size"][1:])} | getattr(
+        model, "pretrained_model_args", {}
+    )
+    model.pretrained_model_args = weights
+    cfg.update(image_cfg(model))
+
+
+def image_cfg(model: nn.Module) -> dict[str, Any]:
+    """Return size, mean and std of the images that a model takes, by the names of its ``pretrained_cfg``.
+
+    There, timm keeps those of the weights, even if the model was created with another ``img_size`` or ``in_chans``.
+    """
+    size, cfg = get_model_input_config(model)["input_size"], model.pretrained_cfg
+    stated = {key: cfg[key] for key in ("mean", "std") if cfg.get(key)}
+    return {"input_size": size, **{k: by_channel(v, size[0]) for k, v in stated.items()}}
+
+
+def by_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return a value for each channel: timm's rule, their mean, if there are values for other channels."""
+    own = len(values) == channels
+    return tuple(values) if own else (sum(values) / len(values),) * channels
 
 
 def _meant(name: str, told: str) -> str:

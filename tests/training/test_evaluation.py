@@ -41,7 +41,7 @@ def test_size_and_crop_of_the_command_line(checkpoint, evaluate, capsys) -> None
     printed = capsys.readouterr().out
     assert "vil_tiny at 24 px" in printed
     assert "resampled pos_embed (1, 5, 16) -> (1, 10, 16)" in printed
-    result = json.loads(checkpoint.with_name("last-24px-eval.json").read_text())
+    result = json.loads(checkpoint.with_name("last-24px-crop_pct-1.0-eval.json").read_text())
     assert (result["img_size"], result["crop_pct"]) == (24, 1.0)
 
 
@@ -49,8 +49,8 @@ def test_weights_of_images_that_are_not_square_need_a_size(
     released, image_folder, evaluate, capsys
 ) -> None:
     described = json.loads((released / "config.json").read_text())
-    channels, height, _ = described["pretrained_cfg"]["input_size"]
-    described["pretrained_cfg"]["input_size"] = [channels, height, height + 4]
+    height = described["pretrained_cfg"]["input_size"][1]
+    described["model_args"]["img_size"] = [height, height + 4]
     (released / "config.json").write_text(json.dumps(described))
     source = (str(released), "--data.path", str(image_folder))
     assert evaluate(*source) != 0
@@ -153,17 +153,27 @@ def test_accents_of_class_names_may_have_another_form(
 def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys) -> None:
     for options in ((), ("--amp", "True"), ("--per-class",), ("--ema",), ("--img-size", "24")):
         assert evaluate(str(checkpoint), *options) == 0
+    for share in ("0.9", "1"):  # a sweep keeps all of its values
+        assert evaluate(str(checkpoint), "--crop-pct", share, "--data.background", "white") == 0
     names = {path.name.removeprefix("last-") for path in checkpoint.parent.glob("last-*")}
-    assert names == {"eval.json", "per-class-eval.json", "ema-eval.json", "24px-eval.json"}
+    kinds = {"", "amp-True-", "per-class-", "ema-", "24px-"}
+    kinds |= {f"crop_pct-{share}-background-white-" for share in (0.9, 1.0)}
+    assert names == {f"{kind}eval.json" for kind in kinds}
+    read = {
+        kind: json.loads(checkpoint.with_name(f"last-{kind}eval.json").read_text())
+        for kind in kinds
+    }
+    assert read["amp-True-"]["amp"] is True
+    assert read["amp-True-"]["loss"] != read[""]["loss"]
+    assert read["crop_pct-0.9-background-white-"]["crop_pct"] == 0.9
     written = checkpoint.with_name("last-eval.json")
-    assert json.loads(written.read_text())["amp"] is True
     for content in ("[]", "{}", "mine"):
         written.write_text(content)
         capsys.readouterr()
         assert evaluate(str(checkpoint)) == 5
         said = capsys.readouterr()
         assert f"{written} exists and is not an evaluation; choose another --json" in said.err
-        assert "top-1" in said.out  # printed anyway
+        assert "top-1" not in said.out  # before the images are scored
         assert written.read_text() == content
 
 
@@ -249,9 +259,14 @@ def test_precision_is_the_runs_unless_another_is_asked_for(
 ) -> None:
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder), "--schedule.epochs", "1", "--run.amp") == 0
-    for options, amp in (((), True), (("--amp", "False"), False)):
+    losses = []
+    for options, name, amp in (((), "", True), (("--amp", "False"), "amp-False-", False)):
         assert evaluate(str(folder / "last.pt"), *options) == 0
-        assert json.loads((folder / "last-eval.json").read_text())["amp"] is amp
+        result = json.loads((folder / f"last-{name}eval.json").read_text())
+        assert result["amp"] is amp
+        losses.append(result["loss"])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
 @pytest.mark.ci

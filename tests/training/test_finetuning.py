@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -16,6 +17,7 @@ from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import FolderSource
 from vil.training.model import build
 from vil.training.recipes import read_recipe
+from vil.training.release import ReleaseConfig, release
 from vil.training.settings import suitable_batch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -99,9 +101,31 @@ def test_flat_folder_from_scratch_to_an_evaluation(
         unasked = number == 12 and not options
         assert ("all 12 images of moved are scored. The run held out 0.15" in told) == unasked
         assert ("--data.val-fraction 0.15 scores the held-out ones" in told) == unasked
+    exceptions = torch.load(weights, weights_only=True)["run"]["val_exceptions"]
+    # A release knows the share that was held out, and a larger share has images that were trained on.
+    release(ReleaseConfig(checkpoint=weights, folder="small"))
+    for source, *options, number in (
+        ("small", 12),
+        ("small", "--data.val-fraction", "0.15", 3),
+        (weights, "--data.val-fraction", "0.5", 7),
+    ):
+        capsys.readouterr()
+        caplog.clear()
+        command = (source, "--json", "result.json", "--data.path", "photos/train", *options)
+        assert evaluate(*command) == 0
+        told = caplog.text + capsys.readouterr().out
+        assert json.loads((tmp_path / "result.json").read_text())["num_images"] == number
+        warned = (
+            "The run held out 0.15 of its images; if these are the same, it was trained on" in told
+        )
+        assert warned == (number != 3)
+    # The names of the user's files are in the checkpoint alone.
+    assert exceptions
+    for path in ("output/scratch/config.yaml", "small/README.md", "small/config.json"):
+        assert not [name for name in exceptions if name in Path(path).read_text()]
     # Images that are added change the side of none, so that no image is scored that was trained on.
     trained = load_subject(EvalConfig(checkpoint=weights)).config.data
-    before = FolderSource(trained, training=True).paths.tolist()
+    before = FolderSource(trained, True, exceptions).paths.tolist()
     for name in ("cat", "dog", "emu"):
         for number in range(100, 120):
             shutil.copy(f"photos/train/{name}/0.jpg", f"photos/train/{name}/{number}.jpg")
@@ -109,7 +133,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
         assert evaluate(weights, "--json", "added.json", *options) == 0
         result = json.loads((tmp_path / "added.json").read_text())
         assert 3 < result["num_images"] < 40
-        source = FolderSource(trained, training=False)
+        source = FolderSource(trained, False, exceptions)
         assert result["num_images"] == source.num_images
         assert not {*source.paths.tolist()} & {*before}
     assert evaluate(weights, "--data.path", "photos") == 0

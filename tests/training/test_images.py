@@ -22,7 +22,7 @@ from timm.data import create_dataset
 
 from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
-from vil.preprocess import MAX_PIXELS, check_header, decode
+from vil.preprocess import decode
 from vil.training.errors import DataError
 from vil.training.images import FolderSource, list_images
 from vil.training.settings import DataConfig
@@ -82,7 +82,7 @@ def test_image_at_another_depth_is_an_error(tmp_path, names, first) -> None:
 
 def test_files_of_other_formats_are_counted(tmp_path, caplog) -> None:
     fill(tmp_path, "cat/1.heic", "cat/2.HEIC", "dog/1.heic", "dog/notes", "dog/Thumbs.db", "a.csv")
-    told = f"5 files in {tmp_path} are left out (3 .heic, 1 .csv, 1 without an extension)"
+    told = f"5 files left out of {tmp_path} (3 .heic, 1 .csv, 1 without an extension)"
     with pytest.raises(
         DataError, match=re.escape(f"no images in the sub-folders of {tmp_path}; {told}")
     ):
@@ -354,7 +354,7 @@ REFUSED = {
     "float": (encoded(SMALL.convert("F"), "TIFF"), "TIFF has pixels of mode F, which has no"),
     "many pixels": (
         png(8, 0, b"", b"\0\1", (13_000, 13_000)),  # as the header says
-        "it has 169,000,000 pixels, which exceeds data.max_pixels 89,478,485",
+        "it has 169,000,000 pixels, which exceeds max_pixels 89,478,485",
     ),
     "long text": (encoded(SMALL, "PNG", pnginfo=long_comment()), "Decompressed data too large"),
 }
@@ -368,7 +368,7 @@ def test_what_is_refused(content: bytes, message: str) -> None:
 
 def test_an_image_with_more_pixels_than_the_option_is_named(config) -> None:
     few = config.changed("data", max_pixels=479)
-    with pytest.raises(DataError, match=r"image .*ash/0\.jpg cannot be read: it has 480 pixels"):
+    with pytest.raises(DataError, match=r"cannot be read.*ash/0\.jpg: it has 480 pixels"):
         val_data(few).verify()
 
 
@@ -376,20 +376,16 @@ def test_an_image_with_more_pixels_than_the_option_is_named(config) -> None:
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "JPEG2000", "BMP"])
-def test_decoding_neither_follows_nor_changes_the_limit_of_pillow(
-    form, tmp_path, monkeypatch
-) -> None:
+def test_decoding_neither_follows_nor_changes_the_limit_of_pillow(form, monkeypatch) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
     content = encoded(Image.fromarray(pixels), form)
     expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    (tmp_path / "image").write_bytes(content)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.array_equal(np.asarray(decode(content, "RGB")), expected)
-        check_header(tmp_path / "image", MAX_PIXELS)
-    with pytest.raises(ValueError, match=r"it has 1,536 pixels, which exceeds data.max_pixels 1,0"):
-        check_header(tmp_path / "image", 1000)
+    with pytest.raises(ValueError, match=r"it has 1,536 pixels, which exceeds max_pixels 1,0"):
+        decode(content, "RGB", max_pixels=1000)
     assert Image.MAX_IMAGE_PIXELS == 100
 
 
@@ -408,16 +404,12 @@ def long_texts() -> dict[str, tuple[bytes, bool]]:
     }
 
 
-def test_an_image_may_have_any_amount_of_text(tmp_path) -> None:
+def test_an_image_may_have_any_amount_of_text() -> None:
     for name, (content, sideways) in long_texts().items():
-        (tmp_path / "image").write_bytes(content)
-        check_header(tmp_path / "image", 128)
         found = decode(content, "RGB", exif_rotation=True).size
         assert found == ((16, 8) if sideways else (8, 16)), name
         with pytest.raises(ValueError, match="it has 128 pixels"):
             decode(content, "RGB", max_pixels=127)
-        with pytest.raises(ValueError, match="it has 128 pixels"):
-            check_header(tmp_path / "image", 127)
 
 
 # Rotated photographs

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -100,10 +101,13 @@ def test_folders_and_files_of_every_kind(
     named = tmp_path / "photo"  # a file that is named may have any extension
     named.write_bytes(good)
     capsys.readouterr()
-    assert predict(checkpoint, named, tmp_path / "mine", "--top", 2, "--img-size", 24) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
+    assert predict(checkpoint, named, tmp_path / "mine", "--top", 2, "--img-size", 24) == 3
+    said = capsys.readouterr()
+    assert re.search(r"error: 1 of 4 images cannot be read: .*cut off\.jpg: .*[Tt]runc", said.err)
+    first, *lines = said.out.splitlines()
     where = f"{named}, {tmp_path / 'mine'}"
-    assert first.startswith(f"warning: 3 files in {where} are left out (2 .heic, 1 .txt), because")
+    assert first.startswith(f"warning: 3 files left out of {where} (2 .heic, 1 .txt), because")
+    assert first.endswith("; convert .heic files to JPEG first")
     assert [line.split(": ")[0].rpartition("/")[2] for line in lines[:4]] == [
         "photo",
         "10.jpg",
@@ -115,7 +119,7 @@ def test_folders_and_files_of_every_kind(
     assert "3 of 4 images read" in lines[4]
     output = tmp_path / "one.csv"
     assert predict(checkpoint, inner / "cut off.jpg", "--output", output) == 3
-    assert "none of the images can be read" in capsys.readouterr().err
+    assert "1 of 1 image cannot be read" in capsys.readouterr().err
     [row] = rows_of(output)
     assert "truncated" in row["error"].lower()
     assert row["class_1"] == ""
@@ -128,7 +132,7 @@ def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
     for arguments, code, told in (
         ((checkpoint, tmp_path / "missing.jpg"), 3, "missing.jpg does not exist"),
         ((checkpoint, tmp_path / "empty"), 3, "there are no images in"),
-        ((checkpoint, tmp_path / "phone"), 3, "phone are left out (1 .heic), because"),
+        ((checkpoint, tmp_path / "phone"), 3, "1 file left out of "),
         ((tmp_path / "missing.pt", image_folder), 2, "is not a file, a folder"),
         (("vil_tiny", image_folder), 2, "vil_tiny has no weights"),
     ):
@@ -140,6 +144,16 @@ def test_only_its_own_files_are_replaced(checkpoint, image_folder, predict, tmp_
     output, sheet = tmp_path / "predictions.csv", tmp_path / "sheet.png"
     command = (checkpoint, image_folder / "val", "--output", output, "--sheet", sheet)
     assert predict(*command) == predict(*command) == 0
+    # A sheet is not predicted, also if it lies among the images; a file that is named is.
+    (image_folder / "val" / "old.png").write_bytes(sheet.read_bytes())
+    assert (
+        predict(checkpoint, image_folder / "val", "--sheet", image_folder / "val" / "new.png") == 0
+    )
+    assert predict(*command) == 0
+    assert len(rows_of(output)) == 12
+    assert (
+        predict(checkpoint, image_folder / "val" / "old.png", "--output", tmp_path / "own.csv") == 0
+    )
     for path in (output, sheet):
         own = path.read_bytes()
         path.write_bytes(b"mine")

@@ -191,6 +191,11 @@ def test_command_line_wins_over_recipe() -> None:
         ("optim:\n  lr_base: 1.0\ndata: {}\noptim:\n  eps: 1e-9\n", "optim occurs 2 times"),
         ("optim:\n  lr_base: fast\n", r"optim\.lr_base must be a valid number, got 'fast'"),
         ("data:\n  batch_size: 12.5\n", r"batch_size must be a valid integer, got 12\.5"),
+        (
+            "augment:\n  ratio: [3:4, 4:3]\n",
+            r"augment\.ratio\[0\] must be a valid number, got '3:4'",
+        ),
+        ("data:\n  batch_size: 1:30\n", r"batch_size must be a valid integer, got '1:30'"),
         ("data:\n  dataset: cifar\n", "must be 'digits', 'folder' or 'wds', got 'cifar'"),
     ],
 )
@@ -199,6 +204,42 @@ def test_wrong_recipe_is_refused(tmp_path, text, message) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_recipe(path)
+
+
+def test_numbers_are_those_of_yaml_1_2(tmp_path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "schedule: {epochs: 010}\noptim: {lr_base: 1e-3, clip_grad: 1}\nrun: {seed: 0x10}\n"
+    )
+    config = read_recipe(path)
+    assert (config.schedule.epochs, config.optim.lr_base, config.run.seed) == (10, 1e-3, 16)
+    for text in ("1e5", "010", "1:30", "0o17", ".5", "12"):  # names that look like numbers
+        named = config.changed("model", name=text)
+        path.write_text(to_yaml(named))
+        assert read_recipe(path) == named
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_finer"])
+def test_a_rate_above_the_peak_is_refused(name) -> None:
+    arguments = ["--config", str(CONFIGS / f"{name}.yaml"), "--data.path", "images"]
+    arguments += ["--data.batch-size", "8"]
+    arguments += ["--model.pretrained", "here"] if name == "vil_tiny_finer" else []
+    recipe = read_recipe(CONFIGS / f"{name}.yaml")
+    peak = recipe.optim.lr_base * 8 / recipe.optim.lr_base_size
+    told = (
+        rf"min_lr {recipe.schedule.min_lr:g} is above the peak rate {peak:g} .* data.batch_size 8"
+    )
+    with pytest.raises(ConfigError, match=told):
+        load_config(arguments, CONFIGS / "digits.yaml")
+    lower = ["--schedule.min-lr", "1e-9", "--schedule.warmup-lr", "1e-9"]
+    load_config([*arguments, *lower], CONFIGS / "digits.yaml")
+    with pytest.raises(ConfigError, match="warmup_lr 1 is above the peak"):
+        load_config(
+            [*arguments, *lower[:2], "--schedule.warmup-lr", "1", "--schedule.warmup-epochs", "3"],
+            CONFIGS / "digits.yaml",
+        )
+    constant = ["--schedule.sched", "constant", "--schedule.warmup-epochs", "0"]
+    load_config([*arguments, *constant], CONFIGS / "digits.yaml")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

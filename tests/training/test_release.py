@@ -18,8 +18,9 @@ from timm.models import save_for_hf
 
 import vil
 from tests.strategies import encoded
-from tests.training.run_files import rows
+from tests.training.run_files import at_step, rows, terminate
 from vil.profile import count_parameters
+from vil.training.engine import interval
 from vil.training.errors import OutputError
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import decode_for
@@ -89,7 +90,8 @@ def test_arrays_and_arguments_of_timm_are_taken(released, tmp_path) -> None:
     for mode in ("L", "RGB", "RGBA"):
         image = Image.open(io.BytesIO(photograph)).convert(mode)
         assert torch.equal(prepare(np.asarray(image)), prepare(image))
-    for array in (np.zeros((4, 4)), np.zeros((3, 4, 5), np.uint8), np.zeros(4, np.uint8)):
+    wrong = (np.zeros(shape, np.uint8) for shape in ((3, 4, 5), (4,), (0, 5), (5, 0, 3)))
+    for array in (np.zeros((4, 4)), *wrong):
         with pytest.raises(ValueError, match=r"must be uint8 of shape \(H, W\), .*, got \w+ of sh"):
             prepare(array)
     for bad in (b"", b"no image"):
@@ -97,10 +99,64 @@ def test_arrays_and_arguments_of_timm_are_taken(released, tmp_path) -> None:
             prepare(bad)
     with pytest.raises(FileNotFoundError):
         prepare(tmp_path / "missing.jpg")
+    expected = prepare(photograph)
+    for same in (bytearray(photograph), memoryview(photograph), io.BytesIO(photograph).getbuffer()):
+        assert torch.equal(prepare(same), expected)
+    with pytest.raises(TypeError, match=r"image must be a path, bytes, .* got Tensor"):
+        prepare(torch.zeros(3, 4, 5, dtype=torch.uint8))
+    (tmp_path / "broken.jpg").write_bytes(photograph[:200])
+    with pytest.raises(ValueError, match=r"broken\.jpg: "):
+        prepare(tmp_path / "broken.jpg")
     large = vil.create_transform(model, input_size=(3, 32, 32))(photograph)
     assert (large.shape, large.dtype) == ((3, 32, 32), torch.float32)
     for other in ({"interpolation": "lanczos"}, {"is_training": True, "interpolation": "random"}):
         assert vil.create_transform(model, **other)(photograph).shape == (3, 16, 16)
+
+
+def thin(width: int, height: int) -> bytes:
+    return encoded(Image.new("RGB", (width, height), "red"), "PNG")
+
+
+def test_an_image_that_would_be_enlarged_without_bound_is_refused(tmp_path) -> None:
+    """In a service, a file of 86 bytes must not cost a gigabyte. Every form of an image has the same limit."""
+    model = timm.create_model("vil_tiny", depth=1, embed_dim=16)
+    thin_file, allowed = thin(1, 3000), thin(2, 300)
+    forms = (thin_file, Image.open(io.BytesIO(thin_file)), np.zeros((3000, 1, 3), np.uint8))
+    for mode in ("center", "border", "squash"):
+        prepare = vil.create_transform(model, crop_mode=mode)
+        small = vil.create_transform(model, crop_mode=mode, max_pixels=599)
+        for form in forms:
+            if mode == "squash":
+                assert prepare(form).shape == (3, 224, 224)
+                continue
+            most = {"center": "196,608,000", "border": "no"}[mode]
+            with pytest.raises(ValueError, match=f"from 1 x 3000 px, it would have {most} pixels"):
+                prepare(form)
+        with pytest.raises(ValueError, match="it has 600 pixels, which exceeds max_pixels 599"):
+            small(allowed)
+        assert prepare(allowed).shape == (3, 224, 224)
+    with pytest.raises(ValueError, match="resized"):  # by another step of timm
+        vil.create_transform(model, input_size=(3, 224, 192))(thin_file)
+    with pytest.raises(
+        ValueError, match="images can be prepared for 1 or 3 channels, got a model of 4"
+    ):
+        vil.create_transform(timm.create_model("vil_tiny", depth=1, embed_dim=16, in_chans=4))
+
+
+def test_weights_from_the_middle_of_an_epoch_are_not_those_of_its_score(
+    config, train, evaluate, capsys, tmp_path
+) -> None:
+    with at_step(5, terminate):
+        assert train(config, "--run.output", str(tmp_path / "run")) == 143
+    last = str(tmp_path / "run" / "last.pt")
+    release(ReleaseConfig(checkpoint=last, folder=str(tmp_path / "small")))
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert "weights of epoch 1 and 2 more steps" in card
+    assert "## Metrics" not in card
+    assert evaluate(last) == 0
+    assert "epoch 1 and 2 more steps" in capsys.readouterr().out
+    result = json.loads((tmp_path / "run" / "last-eval.json").read_text())
+    assert (result["epoch"], result["steps_after_epoch"]) == (1, 2)
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -170,7 +226,7 @@ def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), **options))
     card = (folder / "README.md").read_text(encoding="utf-8")
     _, front, text = card.split("---\n", 2)
-    assert "On its split validation:" in text
+    assert "On its split validation (12 images), among 1 epochs:" in text
     assert f"vil_tiny, {count_parameters(vil.load(checkpoint)):,} parameters" in text
     described = yaml.safe_load(front)
     assert described["license"] == "cc-by-4.0"
@@ -180,8 +236,12 @@ def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["pretrained_cfg"]["license"] == "cc-by-4.0"
     (row,) = rows(checkpoint.parent)
-    keys = ("ema_top1", "ema_top5", "ema_loss") if ema else ("top1", "top5", "val_loss")
-    assert "| {:.2f} | {:.2f} | {:.4f} |".format(*(float(row[key]) for key in keys)) in text
+    top1, loss = (
+        float(row[key]) for key in (("ema_top1", "ema_loss") if ema else ("top1", "val_loss"))
+    )
+    low, high = interval(top1, 12)
+    assert f"| {top1:.2f} | {low:.1f} to {high:.1f} | {loss:.4f} |" in text
+    assert "top-5" not in text  # of four classes
     recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     assert recipe["model"]["embed_dim"] == 16
     assert recipe["schedule"]["epochs"] == 1

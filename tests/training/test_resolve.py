@@ -1,6 +1,7 @@
 """Unset options are filled in from the weights and the data; no other option changes."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from vil.training.errors import DataError
 from vil.training.images import FolderSource
-from vil.training.resolve import fill_from_data, fill_from_weights, fill_split
+from vil.training.resolve import choose_exceptions, fill_from_data, fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.weights.sources import Weights
 
@@ -88,9 +89,9 @@ def add_images(folder: Path, counts: dict[str, int], first: int = 0) -> None:
             (folder / name / f"{number}.jpg").touch()
 
 
-def held_out(config: TrainConfig) -> set[str]:
+def held_out(config: TrainConfig, exceptions: Sequence[str]) -> set[str]:
     """Return the images held out; every image is on one side."""
-    train, val = (FolderSource(config.data, training) for training in (True, False))
+    train, val = (FolderSource(config.data, training, exceptions) for training in (True, False))
     names, others = ({one.name(i) for i in range(one.num_images)} for one in (val, train))
     assert not names & others
     assert len(names | others) == len(list(Path(config.data.path).glob("*/*")))
@@ -104,12 +105,13 @@ def per_class(names: set[str]) -> dict[str, int]:
 def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
     add_images(tmp_path, {"a": 1, "b": 2, "c": 6, "d": 57, "e": 200})
     new = TrainConfig(data=DataConfig(path=str(tmp_path), val_fraction=0.1))
-    run = fill_split(new, None)
-    before = held_out(run)
+    chosen = choose_exceptions(new, None)
+    before = held_out(new, chosen)
     found = per_class(before)
     assert (found["b"], found["c"]) == (1, 1)
     assert (found["d"], found["e"]) == (pytest.approx(6, abs=1), pytest.approx(20, abs=2))
-    twice = held_out(fill_split(new.changed("data", val_fraction=0.2), None))
+    double = new.changed("data", val_fraction=0.2)
+    twice = held_out(double, choose_exceptions(double, None))
     found = per_class(twice)
     assert (found["d"], found["e"]) == (pytest.approx(11, abs=1), pytest.approx(40, abs=4))
     assert before < twice
@@ -117,15 +119,9 @@ def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
     old = {Path(name) for name in tmp_path.glob("*/*")}
     add_images(tmp_path, {"c": 20, "d": 20, "f": 50}, first=500)
     described = DESCRIBED | {"num_classes": 5, "label_names": [*"abcde"]}
-    weights = replace(make_weights(), config=asdict(run), pretrained_cfg=described)
-    earlier = replace(weights, config=asdict(run.changed("data", val_exceptions=None)))
-    by_hash = held_out(run.changed("data", val_exceptions=None)) & {*map(str, old)}
-    for same, sides in (
-        (run, before),
-        (fill_split(new, weights), before),
-        (fill_split(new, earlier), by_hash),  # a run from before the exceptions
-    ):
-        assert held_out(same) & {*map(str, old)} == sides
-    assert per_class(held_out(fill_split(new, weights)))["f"] == pytest.approx(5, abs=1)
-    whole = new.changed("data", val_fraction=0.0)
-    assert fill_split(whole, weights) == whole
+    weights = replace(make_weights(), config=asdict(new), pretrained_cfg=described)
+    weights = replace(weights, val_exceptions=chosen)
+    exceptions = choose_exceptions(new, weights)
+    assert held_out(new, exceptions) & {*map(str, old)} == before
+    assert per_class(held_out(new, exceptions))["f"] == pytest.approx(5, abs=1)
+    assert choose_exceptions(new.changed("data", val_fraction=0.0), weights) == ()

@@ -137,8 +137,17 @@ def test_unreadable_images_are_skipped_counted_and_named(
     assert rows(folder)[-1]["skipped_images"] == "1"
     named = (folder / "skipped.txt").read_text()
     where = "birch/1.jpg" if kind == "folder" else "train-0.tar: ash0"
-    assert re.search(rf"1 images that could not be read so far.*\n  .*{where}: ", named)
-    assert "skipped  1 images, 0 steps" in capsys.readouterr().out
+    assert re.search(rf"1 image that could not be read so far.*\n  .*{where}: ", named)
+    printed = capsys.readouterr().out
+    assert "skipped  1 image, 0 steps" in printed
+    assert (
+        len(
+            re.findall(
+                rf"1 training image cannot be read, replaced by others: .*{where}: ", printed
+            )
+        )
+        == 1
+    )
     strict = chosen.changed("data", max_bad_images=0.0)
     assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
     assert "1 of 32 training images are unusable, more than" in capsys.readouterr().err

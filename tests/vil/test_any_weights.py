@@ -26,7 +26,7 @@ def content() -> dict[str, Any]:
         parameter.data += 0.1 * torch.randn_like(parameter)
     cfg = {"num_classes": 3, "input_size": (3, 16, 16), "mean": (0.1,) * 3, "std": (0.2,) * 3}
     cfg |= {"interpolation": "bicubic", "crop_pct": 0.9, "label_names": ["ash", "birch", "cedar"]}
-    row = {"epoch": 1, "val_loss": 1.0, "top1": 50.0, "top5": 100.0}
+    row = {"epoch": 1, "val_loss": 1.0, "top1": 50.0, "top5": 100.0, "val_images": 9}
     return {
         "arch": "vil_tiny",
         "model_args": SIZES | {"drop_rate": 0.0},

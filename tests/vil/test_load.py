@@ -10,10 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
+from timm.data import resolve_model_data_config
 from timm.models import _hub, save_for_hf
 from torch import Tensor, nn
 
@@ -26,6 +29,7 @@ from vil.training.model import build
 from vil.training.release import ReleaseConfig, release
 from vil.training.resolve import fill_from_weights
 from vil.training.settings import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.weights.sources import read_weights
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}
 NO_HEAD = {key: value for key, value in SMALL.items() if key != "num_classes"}  # a file gives it
@@ -67,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     for parameter in training.ema.module.parameters():
         parameter.data += 0.01
     source = SimpleNamespace(fingerprint="1", classes=CLASSES)
-    row = {"epoch": 1, "top1": 50.0, "top5": 100.0, "val_loss": 1.0}
+    row = {"epoch": 1, "top1": 50.0, "top5": 100.0, "val_loss": 1.0, "val_images": 9}
     row |= {f"ema_{key}": value for key, value in (("top1", 51.0), ("top5", 99.0), ("loss", 2.0))}
     run = Run(config, config, training, source, source)
     run.state = RunState(step=3, history=[row])
@@ -357,6 +361,45 @@ def test_other_channels(checkpoint: Path, run: Trained, channels: int) -> None:
     assert torch.allclose(weight, expected, atol=1e-6)
     features = vil.load(checkpoint, in_chans=channels, features_only=True, out_indices=1)
     assert torch.equal(features.model.patch_embed.proj.weight, weight)
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "deit_tiny_patch16_224"])
+@pytest.mark.parametrize("features", [False, True])
+def test_images_are_those_that_a_model_was_created_for(
+    name: str, features: bool, tmp_path: Path
+) -> None:
+    """However a model is made, saved and loaded: its size and channels, and mean and std for these."""
+    sizes = {
+        "img_size": 96,
+        "embed_dim": 12,
+        "depth": 4,
+        "num_classes": 3,
+        "dynamic_img_size": True,
+    }
+    made = timm.create_model(name, **sizes)
+    save_for_hf(made, tmp_path / "small", safe_serialization=True)
+    folder = str(tmp_path / "small")
+    by_timm = timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=features)
+    expected = [(made, (3, 96, 96)), (by_timm, (3, 96, 96))]
+    for arguments, size in (
+        ({}, (3, 96, 96)),
+        ({"in_chans": 1}, (1, 96, 96)),
+        ({"img_size": 64}, (3, 64, 64)),
+        ({"img_size": 64, "in_chans": 1}, (1, 64, 64)),
+    ):
+        expected.append((vil.load(folder, features_only=features, **arguments), size))
+    for model, size in expected:
+        image = vil.create_transform(model)(np.full((50, 70, 3), 128, np.uint8))
+        assert image.shape == size
+        assert model(image[None]) is not None
+        if name == "vil_tiny":  # what timm's scripts, transformers and hubs read
+            assert tuple(resolve_model_data_config(model)["input_size"]) == size
+    filled = fill_from_weights(
+        TrainConfig(model=ModelConfig(pretrained=folder)), read_weights(folder)
+    )
+    assert filled.model.img_size == 96
+    made.set_input_size(img_size=64)
+    assert vil.create_transform(made)(Image.new("RGB", (50, 70))).shape == (3, 64, 64)
 
 
 @pytest.mark.ci

@@ -62,6 +62,10 @@ class RunState:
     """One log row per finished epoch."""
     bad_images: dict[int, str] = field(default_factory=dict)
     """Unreadable training images found so far, by index, with the reason."""
+    unreadable: dict[int, str] = field(default_factory=dict)
+    """Unreadable held-out images, by index, with the reason. They were found before the first step, and are left out."""
+    val_exceptions: list[str] = field(default_factory=list)
+    """Images, as <class>/<name>, that are on the other side of data.val_fraction than their hash says."""
     bad_steps: dict[int, float] = field(default_factory=dict)
     """Loss of each step that was skipped because of a non-finite loss or gradient."""
     best_key: str = "top1"

@@ -1,5 +1,6 @@
 """One optimizer step and one evaluation pass."""
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,6 +20,9 @@ from vil.training.pulse import Pulse
 from vil.training.sampler import key, seed_everything
 from vil.training.settings import TrainConfig
 from vil.training.transforms import Normalize
+
+FEW_CLASSES = 5
+"""With as many classes or fewer, top-5 says nothing."""
 
 
 class StepResult(NamedTuple):
@@ -42,6 +46,14 @@ class Score(NamedTuple):
     images_per_s: float
     """Images per second after the first batch of each process, which waits for workers and compilers; of the whole
     pass if there is no second batch. With several models, the pass scores each image once per model."""
+
+
+def interval(percent: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval (Wilson) of an accuracy in percent that was measured on ``count`` images."""
+    share, z = percent / 100, 1.96
+    middle, scale = share + z * z / (2 * count), 1 + z * z / count
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return 100 * max(middle - half, 0.0) / scale, 100 * min(middle + half, scale) / scale
 
 
 def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
@@ -121,6 +133,7 @@ def evaluate(
         if pulse.is_due:
             scored = min(int(sums[0][3]) * data.world.size, data.num_images)
             pulse.say(f"scored {scored:,} of {data.num_images:,} validation images")
+    data.settle()
     # Reduce the sums one by one. The partitioning of a larger tensor in all_reduce, and with it the
     # rounding, would depend on the number of models.
     totals = [data.world.sum(total).tolist() for total in sums]

@@ -12,7 +12,9 @@
 torchrun itself always exits with 1. It restarts the processes after any exit code, up to --max-restarts times.
 """
 
+import errno
 import logging
+import os
 import signal
 
 import torch
@@ -20,6 +22,14 @@ import torch
 from vil.messages import first_line
 
 log = logging.getLogger("vil.training")
+LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+"""Numbers of OSErrors that say that the process, not the file, is at a limit."""
+_LIMIT_OF = {  # in messages, also in those of libraries and workers, which lose the number
+    os.strerror(errno.EMFILE): "of open files of this process (ulimit -n)",
+    os.strerror(errno.ENFILE): "of open files of this machine (fs.file-max)",
+    os.strerror(errno.EAGAIN): "of processes and threads (ulimit -u, or a container's pids limit)",
+    "can't start new thread": "of processes and threads (ulimit -u, or a container's pids limit)",
+}
 SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
@@ -97,6 +107,16 @@ def explained(error: Exception) -> UserError | None:
     if isinstance(error, UserError):
         return error
     told = str(error)
+    limit = next((limit for words, limit in _LIMIT_OF.items() if words in told), None)
+    if limit is not None:
+        return ConfigError(f"the limit {limit} is reached; raise it, or lower data.num_workers")
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or (
+        "Failed to find C compiler" in told  # Triton
+    ):
+        return ConfigError(
+            f"the model or its kernels cannot be compiled ({first_line(error)}); install a C++ compiler such as g++, "
+            f"or leave out run.torchcompile"
+        )
     # Out of memory on the CPU has no exception type of its own.
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in told:
         return ConfigError(

@@ -18,19 +18,19 @@ from torch import nn
 from tyro.conf import Positional
 
 from vil.backbone import VisionLonghorn
-from vil.messages import one_line, printable
+from vil.messages import counted, one_line, printable
 from vil.preprocess import image_options
 from vil.training.distributed import World, connect, versions
-from vil.training.engine import evaluate
+from vil.training.engine import FEW_CLASSES, evaluate, interval
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
 from vil.training.files import check_target, write_text
-from vil.training.images import Source, fingerprint
+from vil.training.images import fingerprint
 from vil.training.loader import ValData, check_same, described, number_as, open_source
 from vil.training.model import build_model
 from vil.training.passes import ScoringPass
 from vil.training.recipes import from_dict
 from vil.training.report import model_size
-from vil.training.resolve import fill_from_weights, fill_split, read_source
+from vil.training.resolve import choose_exceptions, fill_from_weights, read_source
 from vil.training.sampler import seed_everything
 from vil.training.settings import (
     Background,
@@ -49,8 +49,9 @@ from vil.weights.build import model_with
 from vil.weights.sources import Weights, is_model_name, no_weights
 
 _PLACE = ("dataset", "path", "val_split")  # options of data that say where it is
+_NAMED_OPTIONS = ("model", "crop_pct", "amp")  # in the name of the result, with those of data
+_SAME_RESULT = ("path", "dataset", "validation_batch_size", "num_workers")  # except for these
 _BATCH_SIZE = 128  # default if no checkpoint sets it
-_FEW = 5  # with as many classes or fewer, top-5 says nothing
 _MOST_PRINTED = 20  # wrong images, and kinds of mistakes
 
 
@@ -71,6 +72,8 @@ class EvalDataConfig(Section):
     """Images per process and step."""
     max_pixels: Count | None = None
     """Maximum pixels of an image."""
+    max_bad_images: ShareBelowOne | None = None
+    """Maximum fraction of unreadable images, which are left out."""
     background: Background | None = None
     """Colour behind transparent pixels."""
     exif_rotation: bool | None = None
@@ -118,13 +121,14 @@ class Subject:
     config: TrainConfig
     weights: str
     """Description of where the weights come from."""
-    epoch: int | None
+    source: Weights | None
+    """The source of the weights, without its tensors; None if they are random."""
     label_names: tuple[str, ...] | None
     """Names of the classes; None if unknown."""
     own_data: bool = False
     """Whether the data are those of its run, because no option names others."""
     fraction: float = 0.0
-    """data.val_fraction of the run, if all images of another path are scored; else 0."""
+    """data.val_fraction of the run, if images are scored that it may have trained on; else 0."""
 
 
 def load_subject(options: EvalConfig) -> Subject:
@@ -134,7 +138,7 @@ def load_subject(options: EvalConfig) -> Subject:
         if options.ema or options.model is not None:
             raise ConfigError(f"--ema and --model need weights, but timm has none for {name}")
         config = fill_from_weights(_foreign_config(name), no_weights(name))
-        config = fill_split(_with_options(config, options), None)
+        config = _with_options(config, options)
         seed_everything(config.run.seed)  # same random weights on all ranks
         model = build_model(config.model)
         config = config.changed("model", num_classes=model.num_classes)
@@ -147,20 +151,21 @@ def load_subject(options: EvalConfig) -> Subject:
         config = config.changed("data", **image_options(weights.pretrained_cfg))
     else:
         config = from_dict(weights.config, f"{name}: ")
-    fraction = config.data.val_fraction
     config = _with_options(config, options)
-    if weights.config is None or config.data.val_fraction != fraction:
-        config = fill_split(config.changed("data", val_exceptions=None), None)
     named = any(getattr(options.data, key) is not None for key in _PLACE)
-    own = weights.config is not None and not named
-    if (
-        config.data.val_fraction
-        or (options.data.val_fraction, options.data.val_split) != (None,) * 2
-    ):
-        fraction = 0.0  # or the user has chosen
+    scored, held_out = config.data.val_fraction, weights.val_fraction
+    chosen = (options.data.val_fraction, options.data.val_split) != (None, None)
     model, line = _model(weights, config, options)
     config = config.changed("model", num_classes=model.num_classes)
-    return Subject(model, config, line, weights.epoch, weights.label_names, own, fraction)
+    return Subject(
+        model,
+        config,
+        line,
+        dataclasses.replace(weights, state_dict={}),
+        weights.label_names,
+        own_data=weights.config is not None and not named,
+        fraction=held_out if scored > held_out or not (scored or chosen) else 0.0,
+    )
 
 
 def evaluate_as(options: EvalConfig) -> None:
@@ -173,17 +178,17 @@ def evaluate_as(options: EvalConfig) -> None:
         DataError: If the data is missing or damaged, or processes have different data or settings. Also if
             the class names of data and model match only partly.
         NonFiniteLossError: If the loss is NaN or infinite.
-        OutputError: If the weights cannot be read, or the result, already printed, cannot be written.
+        OutputError: If the weights cannot be read, or the result cannot be written.
     """
     subject, path = load_subject(options), json_path(options)
     with connect(subject.config.run) as world:
         if world.is_main and path is not None:
             check_target(path, "--json")
+            _refuse_others(path, _data_of(subject.config) if options.json is None else {})
         result = run_evaluation(subject, options, world)
     if world.is_main:
         log.info(describe(result))
         if path is not None:
-            _refuse_others(path, result if options.json is None else {})
             write_text(path, json.dumps(result, indent=2, allow_nan=False) + "\n")
             log.info(f"written  {path}")
 
@@ -196,14 +201,21 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
             f"data.dataset {config.data.dataset} needs --data.path, the root folder of the data"
         )
     with world.main_first():
-        source = open_source(config.data, config.model, training=False, other_classes=True)
+        exceptions = choose_exceptions(config, subject.source)
+        source = open_source(config.data, config.model, False, exceptions, other_classes=True)
     if subject.own_data:
         number_as(subject.label_names, source)
     if subject.fraction:
+        part = config.data.val_fraction
+        which = (
+            f"{part:g}, {counted(source.num_images, 'image')},"
+            if part
+            else f"all {counted(source.num_images, 'image')}"
+        )
         log.warning(
-            f"all {source.num_images:,} images of {printable(str(config.data.path))} are scored. The run held out "
-            f"{subject.fraction:g} of its images; if these are the same, it was trained on the others: "
-            f"--data.val-fraction {subject.fraction:g} scores the held-out ones"
+            f"{which} of {printable(str(config.data.path))} are scored. The run held out {subject.fraction:g} of its "
+            f"images; if these are the same, it was trained on the others: --data.val-fraction {subject.fraction:g} "
+            f"scores the held-out ones"
         )
     tensors = [value.cpu().reshape(-1) for value in subject.model.state_dict().values()]
     weights = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
@@ -222,15 +234,14 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         )
     names = source.classes or subject.label_names or tuple(map(str, range(model.num_classes)))
     low, high = interval(score.top1, score.num_images)
-    held_out = config.data.val_fraction
+    weights = subject.source
     return {
         "checkpoint": _whole_name(options.checkpoint),
         "model": config.model.name,
         "ema": options.ema,
-        "epoch": subject.epoch,
-        "dataset": config.data.dataset,
-        "path": None if config.data.path is None else _whole_name(config.data.path),
-        "split": f"{held_out:g} of the images" if held_out else config.data.val_split,
+        "epoch": weights and weights.epoch,
+        "steps_after_epoch": weights and weights.steps_after,
+        **_data_of(config),
         "img_size": config.model.img_size,
         "crop_pct": config.data.crop_pct,
         "crop_mode": config.data.crop_mode,
@@ -238,9 +249,14 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         "interpolation": config.data.interpolation,
         "amp": config.run.amp,
         "weights": subject.weights,
-        **{key: value for key, value in score._asdict().items() if key != "top5" or count > _FEW},
+        **{
+            key: value
+            for key, value in score._asdict().items()
+            if key != "top5" or count > FEW_CLASSES
+        },
         "top1_interval": [low, high],
-        **({} if judged is None else _by_class(names, judged, source, world)),
+        "unreadable_images": len(data.left_out),
+        **({} if judged is None else _by_class(names, judged, data)),
         **model_size(model, config),
         "gmacs_count_scans": True,
         "device": str(world.device),
@@ -248,24 +264,24 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
     }
 
 
-def interval(percent: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval (Wilson) of an accuracy in percent that was measured on ``count`` images."""
-    share, z = percent / 100, 1.96
-    middle, scale = share + z * z / (2 * count), 1 + z * z / count
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return 100 * max(middle - half, 0.0) / scale, 100 * min(middle + half, scale) / scale
+def _data_of(config: TrainConfig) -> dict[str, str | None]:
+    """Return what the result says of its images."""
+    data = config.data
+    held_out = f"{data.val_fraction:g} of the images"
+    return {
+        "dataset": data.dataset,
+        "path": None if data.path is None else _whole_name(data.path),
+        "split": held_out if data.val_fraction else data.val_split,
+    }
 
 
-def _by_class(
-    names: tuple[str, ...], judged: list[torch.Tensor], source: Source, world: World
-) -> dict[str, Any]:
+def _by_class(names: tuple[str, ...], judged: list[torch.Tensor], data: ValData) -> dict[str, Any]:
     """Return accuracy by class, mistakes by class and predicted class, and the wrong images; every rank calls this.
 
     Names that several classes share get the class index.
     """
     own = torch.cat(judged, 1).cpu().T.tolist() if judged else []
-    places = range(world.rank, source.num_images, world.size)
-    told = world.gather(list(zip(places, own, strict=True)))
+    told = data.world.gather(list(zip(data.indices, own, strict=True)))
     rows = sorted(row for rank in told for row in rank)
     count, labels = Counter(names), []
     for index, name in enumerate(names):
@@ -283,7 +299,7 @@ def _by_class(
         },
         "confusion": confusion,
         "wrong": [
-            {"image": source.name(place), "class": labels[true], "predicted": labels[found]}
+            {"image": data.source.name(place), "class": labels[true], "predicted": labels[found]}
             for place, (true, found) in rows
             if true != found
         ],
@@ -291,7 +307,7 @@ def _by_class(
 
 
 def json_path(options: EvalConfig) -> Path | None:
-    """Return the path of the result file; its name includes options that differ from training, and named data."""
+    """Return the path of the result file; its name includes the options of the command that the result depends on."""
     checkpoint = Path(options.checkpoint)
     if options.json is not None:
         return Path(options.json)
@@ -299,9 +315,14 @@ def json_path(options: EvalConfig) -> Path | None:
         return None
     parts = [checkpoint.stem, *(["ema"] if options.ema else [])]
     parts += [] if options.img_size is None else [f"{options.img_size}px"]
-    data = options.data
-    parts += [Path(data.path).resolve().name] if data.path is not None else []
-    parts += [re.sub(r"\W+", "-", data.val_split).strip("-")] if data.val_split is not None else []
+    if options.data.path is not None:
+        parts.append(Path(options.data.path).resolve().name)
+    asked = {key: getattr(options, key) for key in _NAMED_OPTIONS} | dataclasses.asdict(
+        options.data
+    )
+    for key, value in asked.items():  # a sweep over an option keeps all of its results
+        if value is not None and key not in _SAME_RESULT:
+            parts.append(re.sub(r"[^\w.]+", "-", f"{key}-{value}").strip("-."))
     parts += ["per-class"] if options.per_class else []
     return checkpoint.with_name("-".join([*parts, "eval.json"]))
 

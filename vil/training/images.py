@@ -13,7 +13,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +23,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vil.messages import nfc, one_line, printable
-from vil.preprocess import check_header, decode, image_mode
-from vil.training.errors import DataError, log
-from vil.training.pulse import Pulse
+from vil.messages import counted, nfc, one_line, printable
+from vil.preprocess import decode, image_mode
+from vil.training.errors import LIMITS, DataError, log
 from vil.training.sampler import key
 from vil.training.settings import DataConfig, TrainConfig
 
@@ -42,7 +41,6 @@ _DIGITS_HELD_OUT = 360
 T = TypeVar("T")
 _CONTENTS = 256  # images whose content enters the fingerprint, evenly spaced
 _THREADS = 16  # more than cores, since they mostly wait for the disk
-_HEADER_THREADS = 4  # parsing a header holds Python's lock, so 16 threads take twice as long
 _NUMBERS = re.compile(r"(\d+)")
 # Number of retries after transient disk errors, and for a file that a network disk does not show yet.
 _PASSING = {errno.EIO: 9, errno.ESTALE: 9, errno.ETIMEDOUT: 9, errno.ENOTCONN: 9, errno.ENOENT: 3}
@@ -58,12 +56,17 @@ class Source(ABC):
     listing: str
     """Hash of image names and labels, and in shards also of offsets and sizes."""
     excluded: Sequence[str] = ()
-    """Images left out because they have no usable label or no readable header, one message each."""
+    """Images left out because they have no usable label, one message each."""
 
     @property
     def num_images(self) -> int:
         """Number of images in the split, without excluded ones."""
         return len(self.labels)
+
+    @property
+    def whole_fingerprint(self) -> str:
+        """Fingerprint of the split that the images were chosen from."""
+        return self.fingerprint
 
     @cached_property
     def fingerprint(self) -> str:
@@ -144,11 +147,14 @@ class DigitSource(Source):
 class FolderSource(Source):
     """One folder per class, indexed in timm's order of the class names."""
 
-    def __init__(self, data: DataConfig, training: bool) -> None:
-        """List data.path/<split>/<class>/<image>, or one side of data.val_fraction; errors as in ``list_images``."""
+    def __init__(self, data: DataConfig, training: bool, exceptions: Collection[str] = ()) -> None:
+        """List data.path/<split>/<class>/<image>, or one side of data.val_fraction; errors as in ``list_images``.
+
+        ``exceptions`` are images, as <class>/<name>, that are on the other side than their hash says.
+        """
         if data.val_fraction:
             self.folder = Path(data.path)
-            paths, self.classes, labels = _divided(self.folder, data, training)
+            paths, self.classes, labels = _divided(self.folder, data, training, exceptions)
         else:
             self.folder = _find_split(data, training)
             paths, self.classes, labels = list_images(self.folder, all_classes=training)
@@ -159,7 +165,15 @@ class FolderSource(Source):
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file."""
-        return self.path(index).read_bytes()
+        path = self.path(index)
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            if (
+                path.is_symlink()
+            ):  # waiting would not help, as it may for a file that a disk does not show yet
+                raise OSError("the link leads to no file") from None
+            raise
 
     def checksum(self, index: int) -> int:
         """Return the CRC32 of an image file."""
@@ -169,36 +183,37 @@ class FolderSource(Source):
         """Return the path of an image, with unprintable characters escaped."""
         return printable(str(self.path(index)))
 
-    def problems(self, max_pixels: int, resized_to: float | None) -> dict[int, str]:
-        """Return why images cannot be read, as far as their headers tell; arguments as in ``check_header``."""
-
-        def problem(index: int) -> str:
-            try:
-                read_patiently(lambda i: check_header(self.path(i), max_pixels, resized_to), index)
-            except (OSError, ValueError) as error:
-                return getattr(error, "strerror", None) or one_line(error)
-            return ""
-
-        found, pulse = {}, Pulse()
-        with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-            for index, why in enumerate(pool.map(problem, range(self.num_images))):
-                found |= {index: why} if why else {}
-                pulse.beat(f"read {index + 1:,} of {self.num_images:,} headers")
-        return found
-
     def path(self, index: int) -> Path:
         """Return the path of an image."""
         return self.folder / os.fsdecode(self.paths[index])
 
 
-class Kept(Source):
-    """Some images of another source."""
+class Subset(Source):
+    """A fixed number of images per class of another source, the same in every run; smaller subsets are nested."""
 
-    def __init__(self, source: Source, kept: np.ndarray, excluded: Sequence[str] = ()) -> None:
-        """Keep the images of these indices, ascending; ``excluded`` has a message for each image to be told of."""
-        self.source, self.kept, self.excluded = source, kept, excluded
-        self.labels, self.classes = source.labels[kept], source.classes
-        self.listing = fingerprint(source.listing.encode(), kept)
+    def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
+        """Select the images; raise DataError if a class has fewer than ``per_class``."""
+        counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
+        least = int(counts.argmin())
+        if counts[least] < per_class:
+            name = least if source.classes is None else source.classes[least]
+            raise DataError(
+                f"data.images_per_class must be at most the {counts[least]} training images that class {name} has, "
+                f"got {per_class}"
+            )
+        generator = torch.Generator().manual_seed(key("images of a class"))
+        drawn = torch.randperm(source.num_images, generator=generator).numpy()
+        by_class = drawn[np.argsort(source.labels[drawn], kind="stable")]
+        place = np.arange(len(drawn)) - (np.cumsum(counts) - counts).repeat(counts)
+        # No excluded images here: they were checked for the whole split when it was opened.
+        self.source, self.kept = source, np.sort(by_class[place < per_class])
+        self.labels, self.classes = source.labels[self.kept], source.classes
+        self.listing = fingerprint(source.listing.encode(), self.kept)
+
+    @property
+    def whole_fingerprint(self) -> str:
+        """Fingerprint of the whole split."""
+        return self.source.fingerprint
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file."""
@@ -220,41 +235,24 @@ class Kept(Source):
         return drawn[drawn >= 0]
 
 
-class Subset(Kept):
-    """A fixed number of images per class of another source, the same in every run; smaller subsets are nested."""
-
-    def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
-        """Select the images; raise DataError if a class has fewer than ``per_class``."""
-        counts = np.bincount(source.labels, minlength=num_classes or len(source.classes or ()))
-        least = int(counts.argmin())
-        if counts[least] < per_class:
-            name = least if source.classes is None else source.classes[least]
-            raise DataError(
-                f"data.images_per_class must be at most the {counts[least]} training images that class {name} has, "
-                f"got {per_class}"
-            )
-        generator = torch.Generator().manual_seed(key("images of a class"))
-        drawn = torch.randperm(source.num_images, generator=generator).numpy()
-        by_class = drawn[np.argsort(source.labels[drawn], kind="stable")]
-        place = np.arange(len(drawn)) - (np.cumsum(counts) - counts).repeat(counts)
-        # No excluded images here: they were checked for the whole split when it was opened.
-        super().__init__(source, np.sort(by_class[place < per_class]))
-
-
 def decode_for(content: bytes, config: TrainConfig) -> Image.Image | torch.Tensor:
-    """Decode an image file with the options of a run; raise DataError if ``decode`` raises ValueError."""
+    """Decode an image file with the options of a run; errors as in ``decode``."""
     data = config.data
-    try:
-        return decode(
-            content,
-            image_mode(config.model.in_chans),
-            data.exif_rotation,
-            data.background,
-            data.max_pixels,
-            data.decoder or "pillow",
-        )
-    except ValueError as error:
-        raise DataError(str(error)) from error
+    return decode(
+        content,
+        image_mode(config.model.in_chans),
+        data.exif_rotation,
+        data.background,
+        data.max_pixels,
+        data.decoder or "pillow",
+    )
+
+
+def reason(error: Exception) -> str:
+    """Return why an image cannot be read; raise the error if it says nothing about the image, but about the process."""
+    if getattr(error, "errno", None) in LIMITS:
+        raise error
+    return getattr(error, "strerror", None) or one_line(error)
 
 
 def read_patiently(read: Callable[[int], T], index: int) -> T:
@@ -286,6 +284,7 @@ def list_images(
             wrong place.
     """
     names, stray, others = _look_into(folder)
+    hidden = _hidden_classes(folder) if tell else []
     folders = dict(zip(nfc(names), names, strict=True))
     if len(folders) < len(names):
         twice = next(name for name in names if name not in folders.values())
@@ -310,12 +309,16 @@ def list_images(
         raise DataError(
             printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>")
         )
-    counted = others if tell else Counter()
-    check_found(paths, counted, printable(str(folder)), "the sub-folders of ")
+    check_found(paths, others if tell else Counter(), printable(str(folder)), "the sub-folders of ")
+    if hidden:
+        log.warning(
+            f"{printable(', '.join(hidden))} in {printable(str(folder))} left out, because names that begin with a dot "
+            f"are hidden; if these folders of images are classes, rename them"
+        )
     if empty and all_classes:
         raise DataError(
             f"class folder {printable(str(folder / empty[0]))} has no images "
-            f"({len(empty)} of {len(classes)} class folders have none)"
+            f"({len(empty)} of {len(classes)} class folders have none); add images, or delete the folder"
         )
     return paths, classes, labels
 
@@ -323,7 +326,9 @@ def list_images(
 def check_found(paths: list, others: Counter[str], where: str, within: str = "") -> None:
     """Warn of files that are left out by their extension; raise DataError if no image was found."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
-    told = f"{others.total()} files in {where} are left out ({kinds}), because files with these extensions are not read"
+    told = f"{counted(others.total(), 'file')} left out of {where} ({kinds}), because these extensions are not read"
+    if others.keys() & {".heic", ".heif"}:
+        told += "; convert .heic files to JPEG first"
     if not paths:
         raise DataError(f"there are no images in {within}{where}" + f"; {told}" * bool(others))
     if others:
@@ -367,6 +372,13 @@ def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
     return folders, images, others
 
 
+def _hidden_classes(folder: Path) -> list[str]:
+    """Return the names of folders in a folder that begin with a dot and have images."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith(".") and entry.is_dir()]
+    return [name for name in names if _look_into(folder / name)[1]]
+
+
 def files_below(folder: Path, others: Counter[str]) -> list[Path]:
     """Return all images below a folder in timm's order, and count others; raise DataError if a folder is unreadable."""
     inner, images, more = _look_into(folder)
@@ -386,15 +398,26 @@ def _below(folder: Path) -> list[str]:
 
 
 def exceptions_to_hash(data: DataConfig) -> tuple[str, ...]:
-    """Return ``data.val_exceptions`` for the images that are there now; errors as in ``list_images``.
+    """Return the ``exceptions`` of ``FolderSource`` for the images that are there now; errors as in ``list_images``.
 
     About ``data.val_fraction`` of each class is held out, at least one image, and one is left to train on.
     """
-    paths, classes, labels = list_images(Path(data.path), tell=False)
+    paths, classes, labels = _undivided(Path(data.path), tell=False)
     images: list[list[tuple[float, str]]] = [[] for _ in classes]
     for label, name in zip(labels, _hashed_names(paths, classes, labels), strict=True):
         images[label].append((_hashed(name), name))
     return tuple(name for own in images for name in _moved(sorted(own), data.val_fraction))
+
+
+def _undivided(folder: Path, tell: bool) -> tuple[list[str], tuple[str, ...], list[int]]:
+    """List the images of a folder that data.val_fraction divides, like ``list_images``."""
+    divided = [name for name in ("train", "val", "validation") if is_folder(folder / name)]
+    if len(divided) > 1:
+        raise DataError(
+            f"data.path {folder} has folders {' and '.join(divided)}, so its images are divided already; leave out "
+            f"data.val_fraction"
+        )
+    return list_images(folder, tell)
 
 
 def _moved(images: list[tuple[float, str]], fraction: float) -> list[str]:
@@ -404,21 +427,19 @@ def _moved(images: list[tuple[float, str]], fraction: float) -> list[str]:
     slack = max(target // 10, 1)
     if min(target, max(target - slack, 1)) <= count <= min(target + slack, most):
         return []
-    names = [name for _, name in images[min(count, target) : max(count, target)]]
-    # A recipe would expand other names.
-    return [name for name in names if name.isprintable() and not {*"$~"} & {*name}]
+    return [name for _, name in images[min(count, target) : max(count, target)]]
 
 
 def _divided(
-    folder: Path, data: DataConfig, training: bool
+    folder: Path, data: DataConfig, training: bool, exceptions: Collection[str]
 ) -> tuple[list[str], tuple[str, ...], list[int]]:
     """Divide a folder's images by a hash of class and name, and list one side like ``list_images``.
 
     Raises:
         DataError: If no image of a class is left to train on; or as in ``list_images``.
     """
-    paths, classes, labels = list_images(folder, tell=training)
-    fraction, exceptions = data.val_fraction, {*(data.val_exceptions or ())}
+    paths, classes, labels = _undivided(folder, tell=training)
+    fraction, exceptions = data.val_fraction, {*exceptions}
     names = _hashed_names(paths, classes, labels)
     held_out = [(_hashed(name) < fraction) != (name in exceptions) for name in names]
     left = {label for label, out in zip(labels, held_out, strict=True) if not out}

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -15,21 +15,20 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision.transforms.functional import get_image_size
 
-from vil.messages import printable
+from vil.messages import counted, printable
 from vil.training.distributed import World, versions
 from vil.training.errors import SIGNALS, DataError, log
 from vil.training.images import (
     DigitSource,
     FolderSource,
-    Kept,
     Source,
     Subset,
     decode_for,
     fingerprint,
     is_folder,
     read_patiently,
+    reason,
 )
 from vil.training.program import end_loaders
 from vil.training.pulse import Pulse
@@ -49,6 +48,7 @@ from vil.training.transforms import train_transform, val_transform
 _MOST_TRIES = 8  # consecutive unreadable images before training stops
 _MOST_NAMED = 100  # bad validation images in a message; after a disk failure all are bad
 _MOST_TOLD = 3  # differences in a message; one extra class folder shifts all later classes
+_FEW_IMAGES = 100  # held out, below which an accuracy is uncertain by 10 points and more
 _FEW = 5  # held-out images of a class, below which an accuracy says little
 _MOST_WORKERS = 8  # default limit
 _PATIENCE = 600  # seconds to wait for a batch from a hung disk or a worker that never started
@@ -67,8 +67,12 @@ class Step(NamedTuple):
     """Unreadable images that were replaced, by index, with the reason."""
 
 
-def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
+def open_splits(
+    config: TrainConfig, world: World, exceptions: Sequence[str] = ()
+) -> tuple[Source, Source]:
     """Open and validate the training and validation split; every rank must call this.
+
+    ``exceptions`` are those of ``FolderSource``.
 
     Raises:
         ConfigError: If data.train_split or data.val_split is not a valid shard pattern.
@@ -77,19 +81,26 @@ def open_splits(config: TrainConfig, world: World) -> tuple[Source, Source]:
     """
     with world.main_first():  # rank 0 writes the shard indexes
         train, val = (
-            open_source(config.data, config.model, training, other_classes=not training)
+            open_source(config.data, config.model, training, exceptions, not training)
             for training in (True, False)
         )
     number_as(train.classes, val)
     _check_classes(train, val)
-    if config.data.val_fraction:
-        _warn_of_few(val)
+    _warn_of_few(val, config.data.val_fraction)
+    if val.fingerprint == train.whole_fingerprint:
+        log.warning(
+            "the validation images are the training images, so the accuracy says nothing about others"
+        )
     check_same(world, described(config, {"training": train, "validation": val}))
     return train, val
 
 
 def open_source(
-    data: DataConfig, model: ModelConfig, training: bool, other_classes: bool = False
+    data: DataConfig,
+    model: ModelConfig,
+    training: bool,
+    exceptions: Sequence[str] = (),
+    other_classes: bool = False,
 ) -> Source:
     """Open one split and check it against the model, unless named classes may be others; errors as ``open_splits``."""
     split = "training" if training else "validation"
@@ -98,7 +109,7 @@ def open_source(
     elif not is_folder(Path(data.path)):
         raise DataError(f"data.path {data.path} is not a folder")
     elif data.dataset == "folder":
-        source = FolderSource(data, training)
+        source = FolderSource(data, training, exceptions)
     else:
         source = ShardSource(data, training, model.num_classes)
     count, share = len(source.excluded), data.max_bad_images if training else 0.0
@@ -107,8 +118,6 @@ def open_source(
             f"{count} of {source.num_images + count} {split} images have no usable label, more "
             f"than the allowed fraction {share:g}; the first: {source.excluded[0]}"
         )
-    if data.check_headers and isinstance(source, FolderSource):
-        source = _readable(source, data, model, training)
     if source.num_images == 0:
         raise DataError(f"the {split} data in {data.path} holds no images")
     found = model.num_classes if source.classes is None else len(source.classes)
@@ -117,27 +126,25 @@ def open_source(
             f"the {split} data has {found} classes, but model.num_classes is {model.num_classes}; "
             f"to train, leave it unset or pass --model.num-classes {found}"
         )
+    if training and source.classes is not None:
+        _check_present(source)
     if training and data.images_per_class is not None:
         return Subset(source, data.images_per_class, model.num_classes)
     return source
 
 
-def _readable(source: FolderSource, data: DataConfig, model: ModelConfig, training: bool) -> Source:
-    """Return the images whose headers can be read, and warn of the others; DataError if they are too many."""
-    enlarges = not training and data.crop_mode == "center"
-    resized_to = model.img_size / data.crop_pct if enlarges else None
-    bad = source.problems(data.max_pixels, resized_to)
-    if not bad:
-        return source
-    names = [f"{source.name(index)}: {why}" for index, why in bad.items()]
-    more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    split = "training" if training else "validation"
-    told = f"{len(bad)} of {source.num_images} {split} images cannot be used"
-    listed = "; ".join(names[:_MOST_NAMED]) + more
-    if len(bad) > data.max_bad_images * source.num_images:
-        raise DataError(f"{told}, more than data.max_bad_images {data.max_bad_images:g}: {listed}")
-    log.warning(f"{told} and are left out: {listed}")
-    return Kept(source, np.delete(np.arange(source.num_images), [*bad]), names)
+def _check_present(source: Source) -> None:
+    """Raise DataError if a class has no image to train on, such as a class that only a list of names has."""
+    counts = np.bincount(source.labels, minlength=len(source.classes))
+    if len(absent := np.flatnonzero(counts == 0)):
+        names = named([source.classes[place] for place in absent])
+        raise DataError(f"classes without training images ({len(absent)}): {names}")
+
+
+def named(names: Sequence[str], most: int = _MOST_NAMED) -> str:
+    """Return the first of the names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + more
 
 
 def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, str]:
@@ -233,50 +240,89 @@ class TrainData:
 class ValData:
     """Validation images, each exactly once over all processes."""
 
-    def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
-        """Same arguments as ``TrainData``."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        source: Source,
+        world: World,
+        left_out: Mapping[int, str] | None = None,
+    ) -> None:
+        """Initialise.
+
+        Args:
+            config: Configuration of the run.
+            source: The images.
+            world: Process group.
+            left_out: Unreadable images that the run goes on without, by index, with the reason. None if no pass has
+                looked for them: the first pass then leaves out up to the fraction data.max_bad_images.
+        """
         self.source, self.config, self.world = source, config, world
+        self.left_out = left_out
         share = config.data.batch_size // (world.size * config.run.grad_accum_steps)
         self.batch_size = config.data.validation_batch_size or max(share, 1)
         self._loader: DataLoader | None = None
+        self._bad: dict[int, str] = {}
 
     @property
     def num_images(self) -> int:
-        """Number of validation images, over all processes."""
-        return self.source.num_images
+        """Number of validation images, over all processes, without those that are left out."""
+        return self.source.num_images - len(self.left_out or ())
+
+    @property
+    def indices(self) -> list[int]:
+        """Indices of the images of this process."""
+        share = range(self.world.rank, self.source.num_images, self.world.size)
+        return [index for index in share if index not in (self.left_out or ())]
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield images of this process, uint8 (B, C, H, W), with class indices (B,); DataError for a bad one."""
+        """Yield images of this process, uint8 (B, C, H, W), with class indices (B,); ``settle`` must follow."""
         if self._loader is None:  # keep the workers, so none is forked later in the run
-            self._loader = self._load(_ValImages(self.source, self.config))
-        yield from _loaded(self._loader)
+            self._loader = DataLoader(
+                torch.utils.data.Subset(_ValImages(self.source, self.config), self.indices),
+                batch_size=self.batch_size,
+                collate_fn=_collate_readable,
+                **loader_arguments(self.config.data.num_workers, self.world),
+            )
+        for images, targets, bad in _loaded(self._loader):
+            self._bad |= bad
+            if len(targets):
+                yield images, targets
 
     def verify(self, pulse: Pulse | None = None) -> None:
-        """Decode every image once; raise DataError that names bad ones. Every rank must call this.
+        """Decode every image once, and ``settle``; if no line was printed for long, the pulse prints one."""
+        pulse, read = pulse or Pulse(), 0
+        for _, targets in self.batches():
+            read += len(targets) * self.world.size
+            told = min(read, self.num_images)
+            pulse.beat(f"read {told:,} of {self.num_images:,} held-out images to find damaged ones")
+        self.settle()
 
-        If no line was printed for long, the pulse prints one.
+    def settle(self) -> None:
+        """Decide what follows from the images that a pass could not read; every rank must call this.
+
+        Raises:
+            DataError: If they are too many, or, after the first pass, others than before: a score would be of
+                other images than the scores it is compared with.
         """
-        pulse = pulse or Pulse()
-        batches = []
-        for batch in _loaded(self._load(_Problems(self.source, self.config))):
-            batches.append(batch)
-            read = min(len(batches) * self.batch_size * self.world.size, self.num_images)
-            pulse.beat(f"read {read:,} of {self.num_images:,} held-out images to find damaged ones")
-        bad = [
-            line for told in self.world.gather(batches) for batch in told for line in batch if line
-        ]
-        if bad:
-            several = f"{len(bad)} validation images are unreadable: " if len(bad) > 1 else ""
-            more = f"; and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
-            raise DataError(several + "; ".join(bad[:_MOST_NAMED]) + more, everywhere=True)
-
-    def _load(self, images: Dataset) -> DataLoader:
-        share = range(self.world.rank, self.num_images, self.world.size)
-        return DataLoader(
-            torch.utils.data.Subset(images, share),
-            batch_size=self.batch_size,
-            **loader_arguments(self.config.data.num_workers, self.world),
-        )
+        found = {index: why for rank in self.world.gather(self._bad) for index, why in rank.items()}
+        known, share = self.left_out, self.config.data.max_bad_images
+        new = sorted(found.keys() - (known or {}).keys())
+        self.left_out = (known or {}) | found
+        if not new:
+            return
+        listed = "; ".join(f"{self.source.name(i)}: {found[i]}" for i in new[:_MOST_NAMED])
+        more = f"; and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
+        told = f"{len(new)} of {counted(self.source.num_images, 'held-out image')} cannot be read"
+        if known is not None:
+            raise DataError(f"{told} any more: {listed}{more}", everywhere=True)
+        if len(new) > share * self.source.num_images:
+            raise DataError(
+                f"{told}, more than data.max_bad_images {share:g}: {listed}{more}; repair or delete them, or "
+                f"raise data.max_bad_images",
+                everywhere=True,
+            )
+        if self.world.is_main:
+            log.warning(f"{told} and are left out: {listed}{more}")
 
 
 def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
@@ -332,26 +378,29 @@ def number_as(classes: tuple[str, ...] | None, val: Source) -> None:
         val.labels, val.classes = np.array(places)[val.labels], classes
     counts = np.bincount(val.labels, minlength=len(val.classes))
     if len(unscored := np.flatnonzero(counts == 0)):
-        names = ", ".join(printable(val.classes[place]) for place in unscored[:_MOST_NAMED])
-        more = f" and {len(unscored) - _MOST_NAMED} more" if len(unscored) > _MOST_NAMED else ""
+        names = named([val.classes[place] for place in unscored])
+        log.warning(f"classes without validation images are not scored ({len(unscored)}): {names}")
+
+
+def _warn_of_few(val: Source, fraction: float) -> None:
+    """Warn of fewer than 100 held-out images, and of classes of which a fraction holds out fewer than 5."""
+    if val.num_images < _FEW_IMAGES:
         log.warning(
-            f"classes without validation images are not scored ({len(unscored)}): {names}{more}"
+            f"{counted(val.num_images, 'image')} held out: with so few, the accuracy is uncertain by up to "
+            f"{98 / val.num_images**0.5:.0f} points (95 %)"
         )
-
-
-def _warn_of_few(val: Source) -> None:
-    """Warn of classes of which fewer than 5 images are held out."""
+    if not fraction:
+        return
     counts = np.bincount(val.labels, minlength=len(val.classes))
     few = [
-        f"{printable(name)} {count}"
+        f"{name} {count}"
         for name, count in zip(val.classes, counts.tolist(), strict=True)
         if 0 < count < _FEW
     ]
     if few:
-        more = f" and {len(few) - _MOST_NAMED} more" if len(few) > _MOST_NAMED else ""
         log.warning(
             f"fewer than {_FEW} images are held out of {len(few)} classes, too few to judge them "
-            f"({', '.join(few[:_MOST_NAMED])}{more}); raise data.val_fraction"
+            f"({named(few)}); raise data.val_fraction"
         )
 
 
@@ -413,8 +462,8 @@ class _TrainImages(_Images):
         for attempt in range(_MOST_TRIES):
             try:
                 return self.decoded(index), int(self.source.labels[index]), bad
-            except (DataError, OSError) as error:
-                bad[index] = str(error)
+            except (ValueError, OSError) as error:
+                bad[index] = reason(error)
             place = (self.config.run.seed, draw.epoch, draw.index, attempt)
             index = key("replacement", *place) % self.source.num_images
         last, why = list(bad.items())[-1]
@@ -424,42 +473,28 @@ class _TrainImages(_Images):
 
 
 class _ValImages(_Images):
-    """Validation images; an unreadable image is an error because it cannot be replaced."""
+    """Validation images, uint8 (C, H, W), with label and index; why it cannot be read instead of an unreadable one."""
 
     def __init__(self, source: Source, config: TrainConfig) -> None:
         super().__init__(source, config)
         self.transform = val_transform(config)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor | str, int, int]:
         try:
-            image = self.decoded(index)
-            check_enlarged(image, self.config)
-            return self.transform(image), int(self.source.labels[index])
-        except (DataError, OSError) as error:
-            raise DataError(f"image {self.source.name(index)} cannot be read: {error}") from error
+            image: torch.Tensor | str = self.transform(self.decoded(index))
+        except (ValueError, OSError) as error:
+            image = reason(error)
+        return image, int(self.source.labels[index]), index
 
 
-class _Problems(_ValImages):
-    """Error message of each validation image; empty if the image is readable."""
-
-    def __getitem__(self, index: int) -> str:
-        try:
-            super().__getitem__(index)
-        except DataError as error:
-            return str(error)
-        return ""
-
-
-def check_enlarged(image: Image.Image | torch.Tensor, config: TrainConfig) -> None:
-    """Raise DataError if the longer side becomes too long when validation resizes the shorter one, before the crop."""
-    data, (width, height) = config.data, get_image_size(image)
-    shorter, longer = sorted((width, height))
-    pixels = (config.model.img_size / data.crop_pct) ** 2 * longer / shorter
-    if data.crop_mode == "center" and pixels > data.max_pixels:
-        raise DataError(
-            f"enlarged from {width} x {height} px, it would have {pixels:,.0f} pixels, which "
-            f"exceeds data.max_pixels {data.max_pixels:,}"
-        )
+def _collate_readable(
+    items: list[tuple[torch.Tensor | str, int, int]],
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+    """Stack the images that could be read, and their labels; return the reasons of the others, by index."""
+    read = [(image, label) for image, label, _ in items if not isinstance(image, str)]
+    bad = {index: image for image, _, index in items if isinstance(image, str)}
+    images, labels = default_collate(read) if read else (torch.empty(0), torch.empty(0))
+    return images, labels, bad
 
 
 def _collate(

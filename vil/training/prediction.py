@@ -14,20 +14,21 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from tyro.conf import Positional
 
-from vil.messages import one_line, printable
+from vil.messages import counted, printable
 from vil.training.contact_sheet import MOST, is_sheet, shows, write_sheet
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
 from vil.training.files import check_target
-from vil.training.images import check_found, decode_for, files_below
-from vil.training.loader import check_enlarged, loader_arguments
+from vil.training.images import check_found, decode_for, files_below, reason
+from vil.training.loader import loader_arguments, named
 from vil.training.passes import ScoringPass
 from vil.training.pulse import Pulse
 from vil.training.settings import Count, Section, Text, TrainConfig, Workers
 from vil.training.transforms import Normalize, val_transform
 
 _FIRST_COLUMNS = ("path", "error")
+_MOST_NAMED = 5  # unreadable images in the last line; their own lines or rows name all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def predict_as(options: PredictConfig) -> None:
 
     Raises:
         ConfigError: If an option is invalid, or the weights do not exist or do not fit the model.
-        DataError: If there are no images, or none can be read.
+        DataError: If there are no images, or, after all others are written, if some cannot be read.
         OutputError: If the weights cannot be read, or a file exists or cannot be written.
     """
     paths = _find([Path(name) for name in options.images])
@@ -102,10 +103,10 @@ def predict_as(options: PredictConfig) -> None:
             if options.output is None:
                 log.info(_line(one))
         read = [number for number, one in enumerate(found) if not one.error]
-        log.info(f"{len(read):,} of {len(found):,} images read, with {subject.config.model.name}")
-        if not read:
-            raise DataError(f"none of the images can be read; {paths[0]}: {found[0].error}")
-        if options.sheet is not None:
+        log.info(
+            f"{len(read):,} of {counted(len(found), 'image')} read, with {subject.config.model.name}"
+        )
+        if read and options.sheet is not None:
             chosen = sorted(read, key=lambda number: found[number].probabilities[0])
             if len(chosen) > MOST:  # evenly spaced, with the first and the last
                 chosen = [chosen[n * (len(chosen) - 1) // (MOST - 1)] for n in range(MOST)]
@@ -113,9 +114,14 @@ def predict_as(options: PredictConfig) -> None:
             titles = [f"{found[n].shown} {found[n].probabilities[0]:.0%}" for n in chosen]
             names = [paths[number].name for number in chosen]
             write_sheet(Path(options.sheet), [image for image, _ in images], titles, names)
-    for path in (options.output, options.sheet):
+    for path in (options.output, options.sheet if read else None):
         if path is not None:
             log.info(f"written  {path}")
+    bad = [f"{one.path}: {one.error}" for one in found if one.error]
+    if bad:
+        raise DataError(
+            f"{len(bad)} of {counted(len(found), 'image')} cannot be read: {named(bad, _MOST_NAMED)}"
+        )
 
 
 def predictions(
@@ -175,18 +181,24 @@ class _Photographs(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor | None, str]:
         try:
             image = decode_for(self.paths[index].read_bytes(), self.config)
-            check_enlarged(image, self.config)
             return self.transform(image), ""
-        except (DataError, OSError) as error:
-            return None, getattr(error, "strerror", None) or one_line(error)
+        except (ValueError, OSError) as error:
+            return None, reason(error)
 
 
 def _find(places: list[Path]) -> list[Path]:
-    """Return the given files and the images below the given folders; raise DataError if there are none."""
+    """Return the given files and the images below the given folders, except for sheets of this program.
+
+    Raises DataError if there are none.
+    """
     found, others = [], Counter()
     for place in places:
         if place.is_dir():
-            found += files_below(place, others)
+            below = files_below(place, others)
+            sheets = [path for path in below if path.suffix.lower() == ".png" and is_sheet(path)]
+            found += [path for path in below if path not in sheets]
+            for path in sheets:
+                log.info(f"left out {printable(str(path))}, a sheet of predict.py")
         elif place.exists():
             found.append(place)
         else:

@@ -105,7 +105,18 @@ def read_recipe(path: Path) -> TrainConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that parses 1e-3 as a number, as in YAML 1.2, and rejects duplicate keys in a mapping."""
+    """Safe YAML loader that reads numbers as YAML 1.2 does, and rejects duplicate keys in a mapping."""
+
+    # YAML 1.1 would read 010 as 8, 1:30 as 90 and 1e-3 as text.
+    yaml_implicit_resolvers = {  # noqa: RUF012  as in PyYAML
+        letter: [(tag, form) for tag, form in forms if not tag.endswith((":int", ":float"))]
+        for letter, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Return an integer; 010 is ten."""
+        text = self.construct_scalar(node)
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """Reject duplicate keys in a mapping; a key may override one from a merge."""
@@ -118,8 +129,21 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML dumper that quotes text which the loader would read as a number."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+for _tag, _form in (  # the core schema of YAML 1.2, 10.3.2
+    ("tag:yaml.org,2002:int", r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$"),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
+    ),
+):
+    _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _Options:
@@ -174,4 +198,5 @@ def flat(config: Any) -> dict[str, Any]:
 
 def to_yaml(config: TrainConfig) -> str:
     """Return all settings as a YAML recipe."""
-    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)

@@ -17,14 +17,15 @@ from timm.models._hub import generate_readme
 from torch import nn
 from tyro.conf import Positional
 
-from vil.messages import printable
+from vil.messages import counted, printable
 from vil.profile import count_parameters
 from vil.training.distributed import versions
+from vil.training.engine import FEW_CLASSES, interval
 from vil.training.errors import ConfigError, OutputError, log
 from vil.training.files import sync
 from vil.training.recipes import from_dict
 from vil.training.resolve import read_source
-from vil.training.settings import DataConfig, Section, TrainConfig
+from vil.training.settings import Section, TrainConfig
 from vil.weights.build import model_with
 from vil.weights.sources import Weights
 
@@ -110,7 +111,7 @@ def release(options: ReleaseConfig) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     kind = "averaged weights" if options.ema else "weights"
     log.info(
-        f"released {config.model.name}, {kind} of epoch {weights.epoch}\n"
+        f"released {config.model.name}, {kind} of {weights.age}\n"
         f"load it  import vil; timm.create_model('local-dir:{folder.resolve()}', pretrained=True)"
     )
 
@@ -153,7 +154,7 @@ def _model_card(
     )
     details = {
         "Model": f"{model.name}, {parameters:,} parameters",
-        "Weights": f"{'averaged weights (EMA)' if weights.averaged else 'weights'} of epoch {weights.epoch}",
+        "Weights": f"{'averaged weights (EMA)' if weights.averaged else 'weights'} of {weights.age}",
         "Images": f"{model.img_size} x {model.img_size} px, {model.in_chans} channels",
         "Classes": f"{model.num_classes}" + (f": {shown}" if shown else ""),
         "Trained on": data.dataset,
@@ -173,27 +174,36 @@ model = vil.load({json.dumps(name)}, num_classes=3)  # to fine-tune on other cla
         "tags": ["image-classification", "timm", "transformers", "vision-longhorn"],
         "description": f"An image classification model, `{model.name}`, {start or 'trained from scratch'}.",
         "details": details,
-        "usage": usage + _metrics(weights, data) + _recipe(config),
+        "usage": usage + _metrics(weights, config) + _recipe(config),
         "citation": _PAPERS,
     }
     return generate_readme(card, _plain(name))
 
 
-def _metrics(weights: Weights, data: DataConfig) -> str:
-    """Return the metrics of the epoch of the weights as Markdown, or nothing if the log has none."""
+def _metrics(weights: Weights, config: TrainConfig) -> str:
+    """Return the metrics of the weights as Markdown, or nothing if they were not evaluated."""
     row = next((row for row in weights.history or () if row["epoch"] == weights.epoch), None)
-    prefix = "ema_" if weights.averaged else ""
-    if row is None or f"{prefix}top1" not in row:  # e.g. the average has just begun
+    data, prefix = config.data, "ema_" if weights.averaged else ""
+    # The average may have just begun, and a checkpoint be from the middle of an epoch.
+    if row is None or f"{prefix}top1" not in row or weights.steps_after:
         return ""
-    loss = row["ema_loss" if weights.averaged else "val_loss"]
+    figures = {
+        "top-1 (%)": f"{row[prefix + 'top1']:.2f}",
+        "95 % interval": "{:.1f} to {:.1f}".format(
+            *interval(row[prefix + "top1"], row["val_images"])
+        ),
+        "top-5 (%)": f"{row[prefix + 'top5']:.2f}",
+        "loss": f"{row['ema_loss' if weights.averaged else 'val_loss']:.4f}",
+    }
+    if config.model.num_classes <= FEW_CLASSES:
+        del figures["top-5 (%)"]
     scored = f"its split {_plain(data.val_split)}"
     if data.val_fraction or data.dataset == "digits":
         share = f"{data.val_fraction:g} of its images" if data.val_fraction else "360 digits"
         scored = f"{share}, held out of training"
     return (
-        f"\n## Metrics\n\nOn {scored}:\n\n"
-        "| top-1 (%) | top-5 (%) | loss |\n|---|---|---|\n"
-        f"| {row[prefix + 'top1']:.2f} | {row[prefix + 'top5']:.2f} | {loss:.4f} |\n"
+        f"\n## Metrics\n\nOn {scored} ({counted(row['val_images'], 'image')}), among {len(weights.history)} epochs:\n\n"
+        f"| {' | '.join(figures)} |\n|{'---|' * len(figures)}\n| {' | '.join(figures.values())} |\n"
     )
 
 

@@ -16,10 +16,11 @@ from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from vil.messages import one_line
+from vil.messages import counted, one_line
 from vil.profile import count_macs, count_parameters
 from vil.training.checkpoint import Run
 from vil.training.distributed import versions
+from vil.training.engine import interval
 from vil.training.errors import is_dead_loader, log
 from vil.training.files import csv_text, sync, write_atomically, write_text
 from vil.training.loader import TrainData, ValData
@@ -185,11 +186,10 @@ class Report:
         if not self.is_main:
             return
         row, best = self.state.history[-1], self.state.best[self.state.best_key]
-        ema = f"  EMA {row['ema_top1']:.2f}" if "ema_top1" in row else ""
+        ema = f", EMA {row['ema_top1']:.2f}" if "ema_top1" in row else ""
         self.pulse.say(
-            f"epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.4f}  "
-            f"held-out loss {row['val_loss']:.4f}  top-1 {row['top1']:.2f}{ema}  best {best:.2f}  "
-            f"{row['images_per_s']:,.0f} images/s  lr {row['lr']:.2e}  {self._rest()}"
+            f"epoch {row['epoch']}/{self.epochs}  loss {row['train_loss']:.4f}, held out {row['val_loss']:.4f}  "
+            f"top-1 {row['top1']:.2f}{ema}, best {best:.2f}  {row['images_per_s']:,.0f} images/s  {self._rest()}"
         )
         self._try(self._write_log)
         if time.monotonic() - self.drawn > _CURVE_EVERY:
@@ -213,11 +213,17 @@ class Report:
         seconds = round(sum(row["seconds"] for row in state.history))
         present = [name for name in _FILES if os.path.exists(self.folder / name)]
         path = self.folder / ("best.pt" if "best.pt" in present else "last.pt")
+        low, high = interval(best[state.best_key], best["val_images"])
         log.info(
             f"\n{self.config.model.name} reached top-1 {best[state.best_key]:.2f}% (best{', EMA' * averaged}, "
             f"epoch {best['epoch']}) and {last['top1']:.2f}% (last{ema}) on {self.val_data.num_images:,} held-out "
             f"images, in {timedelta(seconds=seconds)}\n"
-            f"skipped  {last['skipped_images']} images, {last['skipped_steps']} steps"
+            f"interval {low:.1f} to {high:.1f}% (95%) for the best"
+            + (
+                f", chosen among {len(state.history)} epochs on these images: other images score less"
+                * (best != last)
+            )
+            + f"\nskipped  {counted(last['skipped_images'], 'image')}, {counted(last['skipped_steps'], 'step')}"
             + (", listed in skipped.txt" if "skipped.txt" in present else "")
             + "\n"
             f"files    {self.folder}: {', '.join(present)}\n"
@@ -295,15 +301,18 @@ class Report:
     def _write_skipped(self) -> None:
         """Rewrite skipped.txt, or remove an old one if nothing is skipped."""
         state, source, path = self.state, self.train_data.source, self.folder / "skipped.txt"
-        if not (source.excluded or state.bad_images or state.bad_steps):
+        held_out = self.val_data.source
+        if not (source.excluded or state.bad_images or state.unreadable or state.bad_steps):
             path.unlink(missing_ok=True)
             return
         lines = [
-            f"{len(source.excluded)} images left out, without a usable label or a readable header",
+            f"{counted(len(source.excluded), 'image')} left out, without a usable label",
             *(f"  {line}" for line in source.excluded),
-            f"{len(state.bad_images)} images that could not be read so far, each replaced by another",
+            f"{counted(len(state.bad_images), 'image')} that could not be read so far, each replaced by another",
             *(f"  {source.name(index)}: {why}" for index, why in state.bad_images.items()),
-            f"{len(state.bad_steps)} steps whose loss or gradient was not finite, without effect",
+            f"{counted(len(state.unreadable), 'held-out image')} left out, because they cannot be read",
+            *(f"  {held_out.name(index)}: {why}" for index, why in state.unreadable.items()),
+            f"{counted(len(state.bad_steps), 'step')} whose loss or gradient was not finite, without effect",
         ]
         for step, loss in state.bad_steps.items():
             epoch, step_in_epoch = divmod(step, self.length)
@@ -353,9 +362,9 @@ class Report:
         )
 
     def _rest(self) -> str:
-        """Return the number of skipped images and steps, and the time left at the mean pace since the first step."""
-        images, steps = len(self.state.bad_images), len(self.state.bad_steps)
-        skipped = f"skipped {images} images, {steps} steps  " if images or steps else ""
+        """Return the number of skipped steps, if any, and the time left at the mean pace since the first step."""
+        steps = len(self.state.bad_steps)
+        skipped = f"skipped {counted(steps, 'step')}  " if steps else ""
         if self.paced is None:  # an epoch was evaluated after resuming, and no step was done
             return skipped
         left = timedelta(seconds=round(self._pace * (self.train_data.num_steps - self.state.step)))
@@ -365,7 +374,7 @@ class Report:
 def draw_curve(path: Path, history: list[dict[str, float]], best: int) -> None:
     """Plot loss and top-1 per epoch as a PNG file, given one log row per epoch and the epoch of best.pt."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     curves = (
@@ -385,7 +394,10 @@ def draw_curve(path: Path, history: list[dict[str, float]], best: int) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend()
     figure.axes[0].set(ylabel="loss", yscale="log")
-    figure.axes[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    low, high = figure.axes[0].get_ylim()
+    few = high < 10 * low  # then equal distances are readable, and powers of 10 too rare
+    locator = MaxNLocator(6) if few else LogLocator(subs=(1.0, 2.0, 5.0))
+    figure.axes[0].yaxis.set_major_locator(locator)
     figure.axes[0].yaxis.set_major_formatter("{x:g}")  # 0.5 instead of 5 x 10^-1
     figure.axes[0].yaxis.set_minor_locator(NullLocator())
     figure.axes[1].set(ylabel="top-1 (%)")

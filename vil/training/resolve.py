@@ -10,7 +10,7 @@ from typing import Any
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from vil.messages import one_line
-from vil.timm_models import is_own
+from vil.timm_models import by_channel, is_own
 from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.images import Source, exceptions_to_hash, is_folder
 from vil.training.recipes import from_dict
@@ -105,8 +105,8 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
     for key, default in _PREPROCESSING.items():
         if getattr(data, key) is None:
             value = described.get(key, default)
-            if isinstance(value, tuple | list) and len(value) != model.in_chans:
-                value = (sum(value) / len(value),) * model.in_chans  # as in timm
+            if isinstance(value, tuple | list):
+                value = by_channel(value, model.in_chans)
             data = replace(data, **{key: value})
     data = replace(data, decoder=data.decoder or "torchvision")
     config = from_dict(asdict(replace(config, model=model, data=data)), "")
@@ -115,25 +115,21 @@ def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConf
     return config
 
 
-def fill_split(config: TrainConfig, weights: Weights | None) -> TrainConfig:
-    """Choose the images that a new run holds out with data.val_fraction.
+def choose_exceptions(config: TrainConfig, weights: Weights | None) -> tuple[str, ...]:
+    """Choose the ``exceptions`` of ``FolderSource`` for the images that a new run holds out with data.val_fraction.
 
     If the weights come from a run with the same fraction, its images stay on the side where they were. Raises
     DataError as in ``vil.training.images.list_images``.
     """
     data = config.data
-    if not data.val_fraction or data.val_exceptions is not None:
-        return config
-    if data.path is None or not is_folder(Path(data.path)):
-        return config  # open_splits says so
+    if not data.val_fraction or data.path is None or not is_folder(Path(data.path)):
+        return ()  # if the folder is missing, open_splits says so
     exceptions = exceptions_to_hash(data)
-    if weights is not None and weights.config is not None:
-        before = from_dict(weights.config, f"{weights.origin}: ").data
-        if before.val_fraction == data.val_fraction:
-            known = {*(weights.label_names or ())}
-            new = [name for name in exceptions if name.partition("/")[0] not in known]
-            exceptions = (*(before.val_exceptions or ()), *new)
-    return config.changed("data", val_exceptions=exceptions)
+    if weights is not None and weights.config and weights.val_fraction == data.val_fraction:
+        known = {*(weights.label_names or ())}
+        new = [name for name in exceptions if name.partition("/")[0] not in known]
+        exceptions = (*weights.val_exceptions, *new)
+    return exceptions
 
 
 def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConfig:
@@ -147,6 +143,7 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
     Raises:
         DataError: If there is one class only, or model.num_classes is not set and the data has class indices without
             names.
+        ConfigError: If the schedule begins or ends above its peak rate for this batch size.
     """
     num_classes = config.model.num_classes
     if num_classes is None:
@@ -165,7 +162,10 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
     if warmup is None:
         warmup = min(config.schedule.epochs // 10, 5)
     config = config.changed("model", num_classes=num_classes).changed("data", batch_size=batch)
-    return config.changed("schedule", warmup_epochs=warmup)
+    config = config.changed("schedule", warmup_epochs=warmup)
+    for problem in config.rising_rates():
+        raise ConfigError(problem, everywhere=True)
+    return config
 
 
 def model_arguments(model: ModelConfig) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field
-from tyro.conf import Suppress
 
 from vil.messages import short_repr
 from vil.preprocess import MAX_PIXELS
@@ -123,9 +122,6 @@ class DataConfig(Section):
     """Above 0, validate on this fraction of the images of each class in path/<class>/*, at least one, chosen by a hash,
     and train on the others (folder). The run's choice stays the same when images are added. 0 uses the sub-folders of
     the splits."""
-    val_exceptions: Annotated[tuple[Text, ...] | None, Suppress] = None
-    """Images, as <class>/<name>, that are on the other side than their hash says, so that all classes have about the same
-    share. A run sets this when it starts."""
     images_per_class: Count | None = None
     """Training images per class; None takes all. Smaller subsets are contained in larger ones."""
     img_sizes: _Sizes | None = None
@@ -140,11 +136,9 @@ class DataConfig(Section):
     shuffle_shards: Count = 16
     """Number of shards (wds) whose images are shuffled together. Each epoch also shuffles the shards."""
     max_bad_images: Free[ShareBelowOne] = 0.001
-    """Maximum fraction of unreadable or unlabelled training images before the run stops. Unreadable images are
-    replaced, unlabelled ones left out; skipped.txt lists both. In validation, none is tolerated."""
-    check_headers: bool = False
-    """Read the headers of all images (folder) before the first step, thousands a second, and leave out images that cannot
-    be read or are too large, up to the fraction max_bad_images of each split. The run lists them at once."""
+    """Maximum fraction of unreadable or unlabelled images of a split before the run stops. In training, unreadable
+    images are replaced and unlabelled ones left out. A run reads all held-out images once before its first step, and
+    leaves out the unreadable ones. It names all, also in skipped.txt."""
     max_pixels: Count = MAX_PIXELS
     """Maximum pixels of an image; larger images count as unreadable."""
     exif_rotation: bool = False
@@ -370,6 +364,7 @@ class TrainConfig(Section):
         if data.dataset != "digits" and data.path is None:
             yield f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
         yield from self.other_channels()
+        yield from self.rising_rates()
         if (schedule.warmup_epochs or 0) > schedule.epochs:
             yield (
                 f"schedule.warmup_epochs {schedule.warmup_epochs} is longer than the run, schedule.epochs "
@@ -386,6 +381,21 @@ class TrainConfig(Section):
         # find_spec also finds a plain folder of that name, such as wandb's, but without an origin.
         if tracker is not None and getattr(find_spec(tracker), "origin", None) is None:
             yield f"run.tracker {tracker} needs its package; run pip install {tracker}"
+
+    def rising_rates(self) -> Iterator[str]:
+        """Yield a message for each rate that the schedule begins or ends with above its peak, once the batch is known."""
+        schedule, data = self.schedule, self.data
+        if data.batch_size is None:
+            return
+        used = {"min_lr": schedule.sched == "cosine"}
+        used["warmup_lr"] = schedule.by == "epoch" and schedule.warmup_epochs != 0
+        for name in used:
+            if used[name] and getattr(schedule, name) > self.peak_lr * (1 + 1e-9):
+                yield (
+                    f"schedule.{name} {getattr(schedule, name):g} is above the peak rate {self.peak_lr:g} (optim.lr_base "
+                    f"{self.optim.lr_base:g} for data.batch_size {data.batch_size}); pass --schedule.{name.replace('_', '-')} "
+                    f"{self.peak_lr / 100:g}, or raise optim.lr_base"
+                )
 
     def other_channels(self) -> Iterator[str]:
         """Yield a message if mean or std does not have one value per image channel."""

@@ -5,22 +5,31 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from vil.messages import counted, printable
 from vil.training.checkpoint import Run, continued, kept_checkpoints, load_newest, restore, save
 from vil.training.distributed import connect
 from vil.training.engine import Score, StepResult, evaluate, train_step
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError, log
 from vil.training.files import lock_folder
-from vil.training.loader import Step, TrainData, ValData, open_splits
+from vil.training.images import Source
+from vil.training.loader import Step, TrainData, ValData, named, open_splits
 from vil.training.model import build
 from vil.training.pulse import Pulse
 from vil.training.report import Report
-from vil.training.resolve import fill_from_data, fill_from_weights, fill_split, read_pretrained
+from vil.training.resolve import (
+    choose_exceptions,
+    fill_from_data,
+    fill_from_weights,
+    read_pretrained,
+)
 from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
 from vil.training.signals import Signals
 
+_MOST_NAMED = 5  # unreadable images in a line; skipped.txt has all
 _MOST_FAILED_SAVES = 5  # consecutive failures; a full disk may be cleared in the meantime
 
 
@@ -45,8 +54,10 @@ def train(config: TrainConfig) -> None:
         weights = read_pretrained(config.model) if saved is None else None
         config = fill_from_weights(config, weights)
         if saved is None:
-            config = fill_split(config, weights)
-        train_source, val_source = open_splits(config, world)
+            exceptions = choose_exceptions(config, weights)
+        else:
+            exceptions = saved["run"].get("val_exceptions", ())
+        train_source, val_source = open_splits(config, world, exceptions)
         config = fill_from_data(config, train_source, val_source)
         train_data = TrainData(config, train_source, world)
         val_data = ValData(config, val_source, world)
@@ -55,11 +66,14 @@ def train(config: TrainConfig) -> None:
         seed_everything(config.run.seed)
         setup = build(config, world, train_data.steps_per_epoch, weights, train_source.classes)
         run = Run(config, asked, setup, train_source, val_source)
+        run.state.val_exceptions = list(exceptions)
         pulse = Pulse()
         if saved is not None:
             restore(run, saved)
+            val_data.left_out = run.state.unreadable
         else:
             val_data.verify(pulse)  # find bad images now, not after an epoch
+            run.state.unreadable = val_data.left_out
             if world.is_main:
                 save(folder, run)  # from now on the folder belongs to this run
         state = run.state
@@ -112,10 +126,14 @@ def read_losses(
     unread.clear()
     told = world.gather((losses, bad))
     means = [sum(values) / world.size for values in zip(*(own for own, _ in told), strict=True)]
-    skipped = len(state.bad_images) + len(state.bad_steps)
+    skipped, known = len(state.bad_images) + len(state.bad_steps), {*state.bad_images}
     for _, images in told:
         state.bad_images |= images
     state.bad_images = dict(sorted(state.bad_images.items()))
+    new = [f"{data.source.name(i)}: {why}" for i, why in state.bad_images.items() if i not in known]
+    if new:
+        count = counted(len(new), "training image")
+        log.warning(f"{count} cannot be read, replaced by others: {named(new, _MOST_NAMED)}")
     for number, loss, norm in zip(numbers, means, norms, strict=True):
         if math.isfinite(loss) and math.isfinite(norm):
             state.loss_sum += loss
@@ -136,6 +154,8 @@ def read_losses(
             f"{report.folder / 'skipped.txt'} lists their images",
             everywhere=True,
         )
+    if new:
+        _check_classes_are_left(data.source, state.bad_images)
     count = len(state.bad_images) + len(data.source.excluded)
     if count > config.data.max_bad_images * (data.num_images + len(data.source.excluded)):
         index, why = list(state.bad_images.items())[-1]
@@ -143,6 +163,21 @@ def read_losses(
             f"{count} of {data.num_images + len(data.source.excluded)} training images are "
             f"unusable, more than data.max_bad_images {config.data.max_bad_images:g}, for example "
             f"{data.source.name(index)}: {why}; {report.folder / 'skipped.txt'} lists all",
+            everywhere=True,
+        )
+
+
+def _check_classes_are_left(source: Source, bad: dict[int, str]) -> None:
+    """Raise DataError if no image of a class can be read."""
+    counts = np.bincount(source.labels)
+    lost = np.flatnonzero(
+        (counts > 0) & (np.bincount(source.labels[[*bad]], None, len(counts)) == counts)
+    )
+    for label in lost.tolist():
+        name = label if source.classes is None else printable(source.classes[label])
+        index = next(index for index in bad if source.labels[index] == label)
+        raise DataError(
+            f"no training image of class {name} can be read, for example {source.name(index)}: {bad[index]}",
             everywhere=True,
         )
 
@@ -164,6 +199,7 @@ def end_epoch(run: Run, report: Report, saver: "Saver", scores: list[Score]) -> 
         "val_loss": raw.loss,
         "top1": raw.top1,
         "top5": raw.top5,
+        "val_images": raw.num_images,
     }
     for score in averaged:
         row |= {"ema_loss": score.loss, "ema_top1": score.top1, "ema_top5": score.top5}

@@ -59,7 +59,10 @@ def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
 
 
 def val_transform(config: TrainConfig) -> Transform:
-    """Build the validation transform: resize, crop the centre, and convert to a uint8 tensor (C, H, W)."""
+    """Build the validation transform: resize, crop the centre, and convert to a uint8 tensor (C, H, W).
+
+    It raises ValueError for an image that would be enlarged to more than data.max_pixels.
+    """
     size, data = config.model.img_size, config.data
     recipe = create_transform(
         (config.model.in_chans, size, size),
@@ -70,7 +73,7 @@ def val_transform(config: TrainConfig) -> Transform:
         use_prefetcher=True,
     )
     recipe.transforms[-1] = to_planes
-    return accepting_tensors(recipe)
+    return accepting_tensors(recipe, data.max_pixels)
 
 
 def to_planes(image: Image.Image) -> torch.Tensor:

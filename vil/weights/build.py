@@ -17,7 +17,15 @@ from vil.block import BidirectionalMixer
 from vil.convert import has_levels, with_own_names
 from vil.messages import first_line, printable
 from vil.registry import RECURRENCES
-from vil.timm_models import FEATURES, OTHER_WEIGHTS, create, is_known, is_own, similar_model
+from vil.timm_models import (
+    FEATURES,
+    OTHER_WEIGHTS,
+    create,
+    is_known,
+    is_own,
+    similar_model,
+    state_images,
+)
 from vil.weights.archive import check_finite
 from vil.weights.sources import Weights, read_weights
 
@@ -123,6 +131,7 @@ def model_with(
     )
     missing, left_out = _load(model, weights, keep_head)
     line = _load_report(model, weights, missing, left_out)
+    state_images(model)
     if any(key.startswith(tuple(_heads(model.pretrained_cfg))) for key in missing):
         model.pretrained_cfg.pop("label_names", None)  # they belong to the old head
     if features:
@@ -130,6 +139,7 @@ def model_with(
         model = _created(weights, name, pretrained=True, **overlay, **arguments, **features)
         for module in model.modules():  # timm keeps the weights a second time there
             getattr(module, "pretrained_cfg", {}).pop("state_dict", None)
+        state_images(model)
     return model, line
 
 
@@ -146,7 +156,6 @@ def _own_cfg(model: nn.Module) -> dict[str, Any]:
     return model.pretrained_cfg | {
         "num_classes": model.num_classes,
         "label_offset": None,
-        "input_size": get_model_input_config(model)["input_size"],
         "state_dict": model.state_dict(),
     }
 
@@ -308,7 +317,7 @@ def _load_report(
             resampled.append(f"{key} {tuple(given.shape)} -> {tuple(value.shape)}")
     new += [f"pyramid, {len(levels)} tensors"] if levels else []
     kind = ", averaged" if weights.averaged else ""
-    epoch = "" if weights.epoch is None else f", epoch {weights.epoch}"
+    epoch = f", {weights.age}" if weights.age else ""
     parts = [f"{taken} tensors taken"]
     parts += [f"resampled {', '.join(resampled)}"] if resampled else []
     parts += [f"new {', '.join(new)}"] if new else []

@@ -12,13 +12,14 @@ from typing import Any
 
 import timm
 from safetensors.torch import load_file
+from timm.layers import to_2tuple
 from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
 from vil.convert import is_official_vim
-from vil.messages import nfc, one_line, short_repr
-from vil.preprocess import image_notes
+from vil.messages import counted, nfc, one_line, short_repr
+from vil.preprocess import held_out_fraction, image_notes
 from vil.timm_models import NOT_OF_A_MODEL, is_own, similar_model
 from vil.weights.archive import check_finite, check_plain, load_archive
 
@@ -52,6 +53,24 @@ class Weights:
     """All settings of the run that trained them."""
     history: list[dict[str, Any]] | None = None
     """That run's log, a row per epoch."""
+    val_exceptions: tuple[str, ...] = ()
+    """Images that are on the other side of ``val_fraction`` than their hash says; see ``FolderSource``."""
+    steps_after: int = 0
+    """Steps since that epoch: a checkpoint may be written in the middle of the next one."""
+
+    @property
+    def val_fraction(self) -> float:
+        """Fraction of the images that the run held out of training by their hash; 0 if it did not, or is unknown."""
+        stated = ((self.config or {}).get("data") or {}).get("val_fraction")
+        return stated or held_out_fraction(self.pretrained_cfg)
+
+    @property
+    def age(self) -> str:
+        """Epoch of the weights, such as "epoch 3" or "epoch 3 and 12 more steps"; "" if it is unknown."""
+        if self.epoch is None:
+            return ""
+        steps = f" and {counted(self.steps_after, 'more step')}" if self.steps_after else ""
+        return f"epoch {self.epoch}{steps}"
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
@@ -147,8 +166,10 @@ def _from_file(path: Path, ema: bool) -> Weights:
             key: content[key] for key in ("model_args", "pretrained_cfg", "epoch", "config")
         }
         described["architecture"] = content["arch"]
-        _check_value(content["run"], _NAMED, "run", str(path))
-        described["history"] = content["run"].get("history")
+        run = content["run"]
+        _check_value(run, _NAMED, "run", str(path))
+        described |= {key: run.get(key) for key in ("history", "val_exceptions")}
+        described["steps_after"] = run.get("loss_count")
     elif isinstance(content.get("arch"), str) and timm.is_model(content["arch"]):
         described = {"architecture": content["arch"]}  # as timm's trainer leaves it
     return _weights(state_dict, str(path), described, averaged=ema)
@@ -190,6 +211,7 @@ def _weights(
             exif_rotation=bool(data.get("exif_rotation")),
             background=str(data.get("background", "none")),
             decoder=str(data.get("decoder", "pillow")),
+            val_fraction=data.get("val_fraction") or 0.0,
         )
         described["pretrained_cfg"] = described.get("pretrained_cfg", {}) | {"notes": notes}
     cfg = _relevant(described.get("pretrained_cfg", {}))
@@ -207,7 +229,8 @@ def _weights(
     state_dict = _with_metadata(renamed, state_dict, names)
     if is_official_vim(state_dict):
         described = described or _describe_official_vim(state_dict)
-    described = {"model_args": {}} | described | {"pretrained_cfg": cfg}
+    described = {"model_args": {}} | described
+    described["pretrained_cfg"] = cfg | _images_of(described["model_args"], cfg, origin)
     if is_own(described.get("architecture") or ""):
         # Set fc_norm from the weights: by default, another pooling would move the norm.
         place = any(key.startswith("fc_norm.") for key in state_dict)
@@ -219,6 +242,16 @@ def _weights(
                 f"{origin}: model_args has num_classes {stated}, but head.weight has {rows} classes"
             )
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
+
+
+def _images_of(args: dict[str, Any], cfg: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Return the input_size of a model's arguments, which a pretrained_cfg may lack, or {} if they state none."""
+    channels, *size = cfg.get("input_size", (3, 224, 224))
+    if args.get("img_size") is None and args.get("in_chans") is None:
+        return {}
+    size = (args.get("in_chans") or channels, *to_2tuple(args.get("img_size") or size))
+    _check_value(size, _SIZE, "in_chans and img_size of model_args", origin)
+    return {"input_size": size}
 
 
 def _with_metadata(
@@ -314,7 +347,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _is_row(value: Any) -> bool:
-    numbers = ("val_loss", "top1", "top5")
+    numbers = ("val_loss", "top1", "top5", "val_images")
     averages = (f"ema_{key}" for key in ("loss", "top1", "top5"))
     return (
         _is_named(value)
@@ -344,7 +377,9 @@ _FORMS: dict[str, _Form] = {
     "pretrained_cfg": _NAMED,
     "epoch": _COUNT,
     "config": _NAMED,
-    "history": ("a list of rows with epoch, val_loss, top1 and top5", _are(_is_row)),
+    "history": ("a list of rows with epoch, val_loss, top1, top5 and val_images", _are(_is_row)),
+    "val_exceptions": ("a list of strings", _are(_is_text)),
+    "steps_after": _COUNT,
 }
 _CFG_FORMS: dict[str, _Form] = {
     "num_classes": _COUNT,
