@@ -6,7 +6,7 @@
 Exit codes: see vil/training/errors.py.
 """
 
-import threads  # noqa: F401  before torch
+import startup  # noqa: F401  before torch
 
 import sys
 

@@ -11,7 +11,7 @@ To resume a run, repeat its command with the same --run.output.
 Exit codes: see vil/training/errors.py.
 """
 
-import threads  # noqa: F401  before torch
+import startup  # noqa: F401  before torch
 
 import sys
 from pathlib import Path

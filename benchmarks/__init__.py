@@ -1,3 +1,3 @@
 """Speed of scans, models, training steps and data loading, next to other implementations."""
 
-import threads  # noqa: F401  before torch
+import startup  # noqa: F401  before torch

@@ -1,3 +1,3 @@
 """The published downstream runs: ADE20K with UperNet and COCO with Cascade Mask R-CNN."""
 
-import threads  # noqa: F401  before torch
+import startup  # noqa: F401  before torch

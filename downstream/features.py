@@ -1,9 +1,8 @@
-"""Backbones with four feature maps, and their layer-wise learning rates."""
+"""Backbones with four feature maps."""
 
 from typing import Any
 
 import timm
-from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 import vil
@@ -43,46 +42,3 @@ def make_features(name: str, weights: str | None = None, **arguments: Any) -> nn
     if (strides := features.feature_info.reduction()) != STRIDES:
         raise ConfigError(f"--model {name} must have maps of strides {STRIDES}, got {strides}")
     return features
-
-
-def parameter_groups(
-    network: nn.Module, features: nn.Module, lr: float, weight_decay: float, layer_decay: float
-) -> list[dict[str, Any]]:
-    """Group the parameters of a network by learning rate and weight decay.
-
-    With D blocks, parameters above the blocks have the learning rate lr, block i has
-    lr * layer_decay^(D - i), and the embeddings have lr * layer_decay^(D + 1), as in BEiT, ViTDet and
-    mmsegmentation. One-dimensional parameters and the backbone's ``no_weight_decay`` are not decayed.
-
-    Args:
-        network: Whole network.
-        features: Backbone in the network, from ``make_features``.
-        lr: Learning rate.
-        weight_decay: Weight decay of AdamW.
-        layer_decay: Factor from a layer to the layer below; 1 for one learning rate.
-
-    Returns:
-        Parameter groups for torch's optimizers.
-
-    Raises:
-        ConfigError: If the backbone does not define the order of its layers.
-    """
-    backbone = getattr(features, "model", features)
-    if layer_decay == 1:
-        kept = getattr(backbone, "no_weight_decay", set)()
-        groups = param_groups_weight_decay(backbone, weight_decay, no_weight_decay_list=kept)
-    elif hasattr(backbone, "group_matcher"):
-        kept = backbone.no_weight_decay()
-        groups = param_groups_layer_decay(backbone, weight_decay, kept, layer_decay=layer_decay)
-    else:
-        name = type(backbone).__name__
-        raise ConfigError(
-            f"--layer-decay must be 1 for {name}, which has no group_matcher(), got {layer_decay}"
-        )
-    own = {id(parameter) for parameter in backbone.parameters()}
-    heads = [parameter for parameter in network.parameters() if id(parameter) not in own]
-    groups += [
-        {"params": [p for p in heads if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in heads if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return [{**group, "lr": lr * group.pop("lr_scale", 1.0)} for group in groups]

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from downstream.features import make_features, parameter_groups
+from downstream.features import make_features
+from vil.param_groups import param_groups
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError
 from vil.training.files import lock_folder, write_text
+from vil.training.program import check_workers
 from vil.training.sampler import MicroBatches, SampledIndex, key, seed_image
 from vil.training.settings import (
     Count,
@@ -146,8 +148,12 @@ class Task(lightning.LightningModule):
             raise DataError(
                 f"--batch-size must be at most the {count} training images, got {options.batch_size}"
             )
-        rates = (options.lr, options.weight_decay, options.layer_decay)
-        self.groups = parameter_groups(network, features, *rates)
+        try:
+            self.groups = param_groups(
+                network, options.lr, options.weight_decay, options.layer_decay
+            )
+        except ValueError as error:
+            raise ConfigError(f"--layer-decay: {error}") from error
         self.result: dict[str, float] = {}
 
     def factor(self, step: int) -> float:
@@ -228,6 +234,7 @@ class Task(lightning.LightningModule):
 
     def _loader(self, dataset: Dataset, **batches: Any) -> DataLoader:
         workers = self.options.num_workers
+        check_workers(workers)
         return DataLoader(
             dataset,
             num_workers=workers,

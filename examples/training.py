@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from timm.optim import create_optimizer_v2
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -25,6 +24,7 @@ from tqdm import tqdm
 import vil
 from shapes import Shapes
 from vil.training.files import csv_text, write_atomically, write_text
+from vil.training.program import check_workers
 
 BACKBONE = "vil_tiny_pyramid"
 # Arguments of the default backbone: at this size, two cores train it in minutes.
@@ -93,6 +93,7 @@ def batches(
         raise ValueError(
             f"--batch-size must be at most the {len(train)} training images, got {args.batch_size}"
         )
+    check_workers(args.workers)
     common = {"batch_size": args.batch_size, "num_workers": args.workers, "collate_fn": collate}
     return DataLoader(train, shuffle=True, drop_last=True, **common), DataLoader(val, **common)
 
@@ -135,7 +136,7 @@ def fit(
     whole, own = (sum(p.numel() for p in part.parameters()) for part in (model, features))
     print(f"{args.backbone}: {own:,} parameters, and {whole - own:,} of the head")
     args.output.mkdir(parents=True, exist_ok=True)
-    optimizer = create_optimizer_v2(model, "adamw", lr=args.lr, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(vil.param_groups(model, args.lr))
     steps = args.epochs * len(train)
     schedule = OneCycleLR(optimizer, args.lr, steps, pct_start=0.1, cycle_momentum=False)
     started, rows = time.perf_counter(), []

@@ -1,3 +1,3 @@
 """Training experiments (recall, images), and the documents made from their records."""
 
-import threads  # noqa: F401  before torch
+import startup  # noqa: F401  before torch

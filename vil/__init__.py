@@ -10,6 +10,7 @@ Importing this package registers its models with timm::
 
 import vil.registry  # noqa: F401  (registers the models)
 from vil.backbone import VisionLonghorn
+from vil.param_groups import param_groups
 from vil.preprocess import create_transform
 from vil.pyramid import VisionLonghornPyramid
 from vil.weights.build import load
@@ -22,4 +23,5 @@ __all__ = [
     "__version__",
     "create_transform",
     "load",
+    "param_groups",
 ]

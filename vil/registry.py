@@ -122,6 +122,8 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
         **kwargs,
     )
     state_images(model)
+    if isinstance(model, FeatureGetterNet):  # which does not pass it on
+        model.set_grad_checkpointing = model.model.set_grad_checkpointing
     return model
 
 

@@ -51,6 +51,9 @@ def test_finished_run_is_trained_for_more_epochs_at_another_rate(
     written = read_recipe(folder / "config.yaml")
     assert (written.schedule.epochs, written.optim.lr_base, written.run.amp) == (5, 2e-3, True)
     assert not written.run.allow_changes  # it held for that start only
+    fewer = [word.replace("5", "4") if word == "5" else word for word in more]
+    assert train(config, *fewer, ALLOW) == 2
+    assert "schedule.epochs must be at least 5, which the run in" in capsys.readouterr().err
     assert train(config, *more) == 0  # they are the run's own settings now
     assert "nothing is left to train" in capsys.readouterr().out
 

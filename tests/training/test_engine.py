@@ -10,7 +10,7 @@ from tests.training.run_files import val_data
 from vil.training.distributed import World
 from vil.training.engine import _average_unless, evaluate, train_step
 from vil.training.loader import Step
-from vil.training.model import TrainSetup, build
+from vil.training.model import TrainSetup, build, build_optimizer
 from vil.training.passes import ScoringPass
 from vil.training.settings import ModelConfig
 
@@ -97,3 +97,30 @@ def test_an_optimizer_of_three_moments_steps(config, betas) -> None:
     assert not torch.equal(training.model.head.bias, before)
     own = betas if len(betas) == 3 else (0.98, 0.92, 0.99)
     assert training.optimizer.param_groups[0]["betas"] == own
+
+
+def test_each_image_of_a_step_has_its_own_dropout(config) -> None:
+    """Of the same image in both micro-batches and on both ranks, other features are dropped."""
+    config = config.changed("model", args=("drop_rate=0.5",)).changed("run", grad_accum_steps=2)
+    config = config.changed("augment", reprob=0.0, mixup=0.0, cutmix=0.0)
+    training, dropped = build(config, World(), 4), []
+    training.model.head.register_forward_pre_hook(lambda _, x: dropped.append(x[0] == 0))
+    image = torch.full((4, 3, 16, 16), 128, dtype=torch.uint8)
+    step = Step(0, [(image, torch.arange(4))] * 2, {})
+    for rank in (0, 1):
+        alone = dataclasses.replace(training, world=World(rank, 1))
+        train_step(alone, step, config)
+    assert len(dropped) == 4
+    assert all(0.2 < each.float().mean() < 0.8 for each in dropped)
+    assert len({tuple(each.flatten().tolist()) for each in dropped}) == 4
+
+
+def test_epsilon_slows_small_gradients(config) -> None:
+    moved = []
+    for eps in (1e-8, 1e-3):
+        weight = torch.nn.Linear(1, 1, bias=False)
+        weight.weight.grad, before = torch.full((1, 1), 1e-3), weight.weight.item()
+        options = dataclasses.replace(config.optim, opt_eps=eps, weight_decay=0.0)
+        build_optimizer(weight, options, lr=0.5).step()
+        moved.append(before - weight.weight.item())
+    assert moved == pytest.approx([0.5, 0.25], rel=1e-3)

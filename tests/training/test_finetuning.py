@@ -1,5 +1,6 @@
 """Fine-tuning: the recipe alone, learning rates by layer and batch, and batch sizes by the data."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -9,16 +10,18 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from torch import nn
 
 import train_imagenet
 from tests.training.run_files import rows
+from vil.block import Block
 from vil.training.distributed import World
 from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import FolderSource
 from vil.training.model import build
 from vil.training.recipes import read_recipe
 from vil.training.release import ReleaseConfig, release
-from vil.training.settings import suitable_batch
+from vil.training.settings import ModelConfig, suitable_batch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -165,3 +168,21 @@ def test_layer_decay_gives_lower_blocks_lower_rates(config) -> None:
 def test_batch_suits_the_number_of_images(images, batch, steps) -> None:
     assert suitable_batch(images) == batch
     assert images // batch == steps
+
+
+def test_fine_tuning_at_another_size_trains_at_it(config, train, tmp_path) -> None:
+    """A model resizes images near its trained size; while it trains on such images, it must not."""
+    short = config.changed("model", patch_size=4).changed("schedule", epochs=1, warmup_epochs=0)
+    assert train(short, "--run.output", str(tmp_path / "run")) == 0
+    start = ModelConfig(pretrained=str(tmp_path / "run" / "last.pt"), img_size=20)
+    tuned, tokens = dataclasses.replace(short, model=start), set()
+
+    def watch(module: nn.Module, _: tuple, out: torch.Tensor) -> None:
+        tokens.update({out.shape[1]} if isinstance(module, Block) else ())
+
+    hook = nn.modules.module.register_module_forward_hook(watch)
+    try:
+        assert train(tuned, "--run.output", str(tmp_path / "tuned")) == 0
+    finally:
+        hook.remove()
+    assert tokens == {5 * 5 + 1}

@@ -188,7 +188,7 @@ def test_an_interruption_keeps_the_rows(checkpoint, image_folder, tmp_path) -> N
         except OSError:  # the program has not opened it yet
             time.sleep(0.01)
     program.terminate()
-    assert program.wait() == -signal.SIGTERM
+    assert program.wait() == 128 + signal.SIGTERM
     os.close(writer)
     rows = rows_of(output)
     assert [row["path"] for row in rows] == list(map(str, images[:2]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.training.run_files import assert_same, at_step, die, load, poisoned, rows
+from vil.training.engine import interval
 from vil.training.recipes import read_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,10 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
     assert "device   cpu, float32\n" in printed
     assert "epoch 1/3 step 3/4" in printed
     assert f"python eval.py {folder / 'best.pt'}" in printed
+    best = max(float(row["top1"]) for row in rows(folder))
+    low, high = interval(best, 12)
+    assert f"interval {low:.1f} to {high:.1f}% (95%) for the best" in printed
+    assert max(len(line) for line in printed.splitlines() if line.startswith("epoch ")) <= 110
 
 
 @pytest.mark.parametrize(("minutes", "step"), [("9999", 4), ("0", 6)])
@@ -73,10 +78,18 @@ def test_stopped_run_continues_and_equals_an_uninterrupted_one_bit_for_bit(
 
 
 def test_resume_with_other_images_is_refused(config, image_folder, train, capsys, tmp_path) -> None:
-    train(config, "--run.output", str(tmp_path / "run"))
-    (image_folder / "train" / "ash" / "0.jpg").unlink()
-    assert train(config, "--run.output", str(tmp_path / "run")) == 3
-    assert "training images differ from those that the run in" in capsys.readouterr().err
+    train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1")
+    for split in ("train", "val"):
+        (image_folder / split / "ash").rename(image_folder / split / "oak")
+    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 3
+    told = capsys.readouterr().err
+    assert re.search("training images differ from .*; class ash is missing; class oak is new; res", told)
+    (image_folder / "train" / "oak" / "0.jpg").unlink()
+    for split in ("train", "val"):
+        (image_folder / split / "oak").rename(image_folder / split / "ash")
+    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 3
+    told = capsys.readouterr().err
+    assert re.search("training images differ from those that the run in .* started with; res", told)
 
 
 def test_non_finite_steps_change_nothing_and_are_named(config, train, tmp_path) -> None:

@@ -60,6 +60,25 @@ def test_shards_hold_the_images_of_the_folder(made, image_folder, split) -> None
     assert {source.read(i): int(source.labels[i]) for i in range(source.num_images)} == expected
 
 
+def test_a_shard_replaced_by_one_of_the_same_size_and_time_is_read_anew(tmp_path) -> None:
+    image = b"\xff\xd8\xff"
+    path, labels = tmp_path / "train-0.tar", []
+    for order in (("a", "b"), ("b", "a")):
+        stamp = path.stat() if path.exists() else None
+        members = [
+            (f"{n}.{kind}", content)
+            for n, label in enumerate(order)
+            for kind, content in (("cls", str(ord(label) - 97).encode()), ("jpg", image))
+        ]
+        write_tar(tmp_path / "new.tar", members).replace(path)
+        if stamp is not None:
+            os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+            assert path.stat().st_size == stamp.st_size
+        data = DataConfig(dataset="wds", path=str(tmp_path), train_split="train-0.tar")
+        labels.append(ShardSource(data, True, 2).labels.tolist())
+    assert labels == [[0, 1], [1, 0]]
+
+
 @pytest.mark.ci
 def test_timm_reads_the_shards(made) -> None:
     options = {"root": str(made), "split": "train", "is_training": False, "batch_size": 1}

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from tests.training.run_files import at_step, die, poisoned, rows
+from vil.training.report import draw_curve
 from vil.training.settings import TrainConfig
 
 
@@ -137,3 +138,24 @@ def test_tensorboard_shows_each_step_once(each_step, train, tmp_path) -> None:
     text = events.Tensors("config/text_summary")
     assert {event.step for event in text} == {1, 5}  # where the values shown again begin
     assert b"lr_base: 0.001" in text[0].tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.05, 1.12), (0.5, 0.9), (0.02, 3.0), (2.0, 2.0)])
+def test_the_axis_of_losses_has_several_labels(low, high, tmp_path, monkeypatch) -> None:
+    shown = []
+
+    def savefig(figure, file, **options) -> None:
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        bottom, top = axes.get_ylim()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        shown.extend(label.get_text() for place, label in ticks if bottom <= place <= top)
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    row = {"epoch": 1, "top1": 50.0}
+    history = [
+        row | {"train_loss": high, "val_loss": high},
+        row | {"epoch": 2, "train_loss": low, "val_loss": low},
+    ]
+    draw_curve(tmp_path / "curve.png", history, 1)
+    assert 3 <= len({*shown}) <= 12, shown

@@ -23,6 +23,7 @@ from vil.training import train as loop
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
 from vil.training.model import build
+from vil.training.program import run_script
 from vil.training.settings import ModelConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,7 @@ def kill_loaders() -> None:
 begins = before(torch.optim.Optimizer, "zero_grad")
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 CPU_OOM = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/x/photo.jpg")
 WORKERS = ("--data.num-workers", "2")
 reads = before(loader, "decode_for")
 WAYS = {
@@ -81,6 +83,24 @@ WAYS = {
     "validation images gone": Way(before(engine, "_score"), DataError("gone"), 3, "gone"),
     "no memory for a step": Way(begins, OOM, 2, "Tried to allocate 2 GiB); raise run.grad_accum"),
     "no memory on a CPU": Way(before(engine, "_update"), CPU_OOM, 2, "lower data.validation_batch"),
+    "no more files to open": Way(
+        reads, NO_FILES, 2, "limit of open files of this process (ulimit -n)"
+    ),
+    "no more processes": Way(
+        begins,
+        BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+        2,
+        "limit of processes and",
+    ),
+    "no more threads": Way(
+        begins, RuntimeError("can't start new thread"), 2, "lower data.num_work"
+    ),
+    "no compiler for the GPU": Way(
+        begins,
+        RuntimeError("Failed to find C compiler. Please specify"),
+        2,
+        "install a C++ compiler",
+    ),
     "a fault in a step": Way(begins, TypeError("a fault"), None, ""),
     "a disk that is gone": Way(
         before(loop, "save"), OSError(errno.EIO, "I/O error", "/x"), 5, "/x cannot be read or wr"
@@ -183,7 +203,9 @@ def test_too_many_bad_images_leave_the_checkpoint_before_them(
     assert_same(left(folder), left(tmp_path / "alone"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU]
+)
 def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
     number, chosen, train, capsys, tmp_path
 ) -> None:
@@ -219,6 +241,61 @@ def test_disk_that_hangs_ends_the_run(
     told = capsys.readouterr().err
     assert "a data-loading worker failed (DataLoader timed out after 3 seconds)" in told
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("error", [NO_FILES, TypeError("a fault")])
+def test_what_is_wrong_with_a_worker_is_no_fault_of_its_images(
+    error, config, train, capsys, monkeypatch, tmp_path
+) -> None:
+    """Nor is it reported as a worker that died: that would blame memory."""
+    before(loader, "decode_for")(monkeypatch, lambda: raise_in_a_worker(error))
+    command = (config, "--run.output", str(tmp_path / "run"), *WORKERS)
+    if error is NO_FILES:
+        assert train(*command) == 2
+        told = "the limit of open files of this process (ulimit -n) is reached"
+        assert told in capsys.readouterr().err
+    else:
+        with pytest.raises(TypeError, match="a fault"):
+            train(*command)
+
+
+def raise_in_a_worker(error: Exception) -> None:
+    if multiprocessing.parent_process() is not None:
+        raise error
+
+
+def test_a_program_ends_by_sigterm_also_as_the_first_process_of_a_container(capsys) -> None:
+    """There the system ignores the signal, unless a program has a handler."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run_script(lambda: signal.raise_signal(signal.SIGTERM))
+    assert ended.value.code == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_folder_without_sockets_is_told_before_the_workers_start(
+    config, train, capsys, monkeypatch, tmp_path
+) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    assert train(config, "--run.output", str(tmp_path / "run"), *WORKERS) == 2
+    assert "set TMPDIR to a writable folder whose path is shorter" in capsys.readouterr().err
+    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 0
+
+
+@pytest.mark.ci
+def test_a_model_that_cannot_be_compiled_is_told(
+    config, train, capsys, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert train(config, "--run.output", str(tmp_path / "run"), "--run.torchcompile") == 2
+    told = capsys.readouterr().err
+    assert "install a C++ compiler such as g++, or leave out run.torchcompile" in told
+    assert told.count("\n") == 1
 
 
 def test_exit_code_survives_a_full_disk_under_standard_output() -> None:

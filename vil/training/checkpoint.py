@@ -25,7 +25,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from vil.messages import first_line, one_line
+from vil.messages import first_line, one_line, printable
 from vil.training.distributed import versions
 from vil.training.errors import (
     ConfigError,
@@ -286,6 +286,12 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
             f"options differ from those of the run in {saved['origin']}: {told}; {how}",
             everywhere=True,
         )
+    if new.schedule.epochs < saved["epoch"]:
+        raise ConfigError(
+            f"schedule.epochs must be at least {saved['epoch']}, which the run in {saved['origin']} has finished, got "
+            f"{new.schedule.epochs}",
+            everywhere=True,
+        )
     chosen = {key: after[key] for key in free | changed} | once
     return _with(config, chosen), _with(asked, chosen)
 
@@ -301,7 +307,14 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
     for split, fingerprint in run.fingerprints.items():
         if saved["data"].get(split) != fingerprint:
             told = f"the {split} images differ from those that the run in {origin} started with"
-            raise DataError(f"{told}; choose another --run.output", everywhere=True)
+            before = saved["pretrained_cfg"].get("label_names") or ()
+            now = run.train_source.classes or ()
+            for name in sorted({*before} ^ {*now}):
+                told += f"; class {printable(name)} is {'missing' if name in before else 'new'}"
+            told += (
+                "; restore them to resume the run, or choose another --run.output to start another"
+            )
+            raise DataError(told, everywhere=True)
     try:
         _load(run.setup.model, saved["state_dict"])
         for model in run.setup.averages:

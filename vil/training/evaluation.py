@@ -355,14 +355,14 @@ def describe(result: dict[str, Any]) -> str:
         f"data     {printable(result['path'] or result['dataset'])}, "
         f"{'all images' if result['split'] == '.' else result['split']}",
         f"top-1    {result['top1']:.2f}% (95% interval {low:.2f} to {high:.2f})   {top5}"
-        f"loss {result['loss']:.4f}   on {result['num_images']:,} images",
+        f"loss {result['loss']:.4f}   on {counted(result['num_images'], 'image')}",
         f"cost     {result['params']:,} parameters, {result['gmacs']:.4g} GMACs with scans, "
         f"{result['images_per_s']:,.0f} images/s on {result['device']}",
         f"versions {installed}",
     ]
     rows = sorted(result.get("per_class", {}).items(), key=lambda item: item[1]["top1"])
     lines += [
-        f"class    {row['top1']:6.2f}%   of {row['num_images']:,} images   {printable(name)}"
+        f"class    {row['top1']:6.2f}%   of {counted(row['num_images'], 'image')}   {printable(name)}"
         for name, row in rows  # worst class first
     ]
     mistakes = [

@@ -63,11 +63,6 @@ class Source(ABC):
         """Number of images in the split, without excluded ones."""
         return len(self.labels)
 
-    @property
-    def whole_fingerprint(self) -> str:
-        """Fingerprint of the split that the images were chosen from."""
-        return self.fingerprint
-
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the listing and the content of up to 256 images, not of their location; may raise DataError."""
@@ -169,9 +164,7 @@ class FolderSource(Source):
         try:
             return path.read_bytes()
         except FileNotFoundError:
-            if (
-                path.is_symlink()
-            ):  # waiting would not help, as it may for a file that a disk does not show yet
+            if path.is_symlink():  # other files may only not be shown by a disk yet
                 raise OSError("the link leads to no file") from None
             raise
 
@@ -209,11 +202,6 @@ class Subset(Source):
         self.source, self.kept = source, np.sort(by_class[place < per_class])
         self.labels, self.classes = source.labels[self.kept], source.classes
         self.listing = fingerprint(source.listing.encode(), self.kept)
-
-    @property
-    def whole_fingerprint(self) -> str:
-        """Fingerprint of the whole split."""
-        return self.source.fingerprint
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file."""

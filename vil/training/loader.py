@@ -30,7 +30,7 @@ from vil.training.images import (
     read_patiently,
     reason,
 )
-from vil.training.program import end_loaders
+from vil.training.program import check_workers, end_loaders
 from vil.training.pulse import Pulse
 from vil.training.recipes import flat
 from vil.training.sampler import (
@@ -87,10 +87,8 @@ def open_splits(
     number_as(train.classes, val)
     _check_classes(train, val)
     _warn_of_few(val, config.data.val_fraction)
-    if val.fingerprint == train.whole_fingerprint:
-        log.warning(
-            "the validation images are the training images, so the accuracy says nothing about others"
-        )
+    if val.fingerprint == getattr(train, "source", train).fingerprint:  # also if train is a subset
+        log.warning("the validation images are the training images: the accuracy says nothing else")
     check_same(world, described(config, {"training": train, "validation": val}))
     return train, val
 
@@ -134,7 +132,7 @@ def open_source(
 
 
 def _check_present(source: Source) -> None:
-    """Raise DataError if a class has no image to train on, such as a class that only a list of names has."""
+    """Raise DataError if a class, such as one that only a list of names has, has no image to train on."""
     counts = np.bincount(source.labels, minlength=len(source.classes))
     if len(absent := np.flatnonzero(counts == 0)):
         names = named([source.classes[place] for place in absent])
@@ -247,14 +245,9 @@ class ValData:
         world: World,
         left_out: Mapping[int, str] | None = None,
     ) -> None:
-        """Initialise.
+        """Initialise; ``left_out`` are unreadable images that the run goes on without, by index, with the reason.
 
-        Args:
-            config: Configuration of the run.
-            source: The images.
-            world: Process group.
-            left_out: Unreadable images that the run goes on without, by index, with the reason. None if no pass has
-                looked for them: the first pass then leaves out up to the fraction data.max_bad_images.
+        If it is None, the first pass leaves out up to the fraction data.max_bad_images.
         """
         self.source, self.config, self.world = source, config, world
         self.left_out = left_out
@@ -298,11 +291,9 @@ class ValData:
         self.settle()
 
     def settle(self) -> None:
-        """Decide what follows from the images that a pass could not read; every rank must call this.
+        """Raise DataError if a pass could not read too many images, or others than before; every rank must call this.
 
-        Raises:
-            DataError: If they are too many, or, after the first pass, others than before: a score would be of
-                other images than the scores it is compared with.
+        A later score would else be of other images than the scores it is compared with.
         """
         found = {index: why for rank in self.world.gather(self._bad) for index, why in rank.items()}
         known, share = self.left_out, self.config.data.max_bad_images
@@ -310,26 +301,24 @@ class ValData:
         self.left_out = (known or {}) | found
         if not new:
             return
-        listed = "; ".join(f"{self.source.name(i)}: {found[i]}" for i in new[:_MOST_NAMED])
-        more = f"; and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
+        listed = named([f"{self.source.name(i)}: {found[i]}" for i in new])
         told = f"{len(new)} of {counted(self.source.num_images, 'held-out image')} cannot be read"
         if known is not None:
-            raise DataError(f"{told} any more: {listed}{more}", everywhere=True)
+            raise DataError(f"{told} any more: {listed}", everywhere=True)
         if len(new) > share * self.source.num_images:
-            raise DataError(
-                f"{told}, more than data.max_bad_images {share:g}: {listed}{more}; repair or delete them, or "
-                f"raise data.max_bad_images",
-                everywhere=True,
-            )
+            cure = "repair or delete them, or raise data.max_bad_images"
+            told = f"{told}, more than data.max_bad_images {share:g}: {listed}; {cure}"
+            raise DataError(told, everywhere=True)
         if self.world.is_main:
-            log.warning(f"{told} and are left out: {listed}{more}")
+            log.warning(f"{told} and are left out: {listed}")
 
 
 def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
     """Return the DataLoader arguments for worker processes.
 
     ``num_workers=None`` uses one worker per core of this process's share, at most 8. Workers are forked on
-    Linux, PyTorch's traditional default; the default of Python 3.14 would re-import PyTorch in each worker.
+    Linux, PyTorch's traditional default; the default of Python 3.14 would re-import PyTorch in each worker. Raises
+    ConfigError as in ``check_workers``.
     """
     if num_workers is None:
         usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
@@ -338,6 +327,7 @@ def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
     arguments: dict[str, Any] = {"pin_memory": world.device.type == "cuda"}
     if num_workers == 0:
         return arguments
+    check_workers(num_workers)
     _end_loaders_at_exit()
     return arguments | {
         "num_workers": num_workers,

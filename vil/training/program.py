@@ -8,16 +8,19 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Listener
+from types import FrameType
 
 from vil.messages import printable
-from vil.training.errors import StoppedError, UserError, explained, log
+from vil.training.errors import ConfigError, StoppedError, UserError, explained, log
 
 
 def run_script(body: Callable[[], None]) -> int:
     """Run the body of a program, print its errors as one line on stderr, and return the exit code.
 
     Log messages go to stdout, from rank 0 only. A closed terminal does not stop the run, and neither does a
-    full disk behind redirected output. Characters that stdout and stderr cannot encode are escaped.
+    full disk behind redirected output. Characters that stdout and stderr cannot encode are escaped. SIGTERM ends the
+    program, also as the first process of a container, where the system ignores it unless a program does not.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # else logging would drop the whole line
@@ -25,6 +28,8 @@ def run_script(body: Callable[[], None]) -> int:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Formatter())
     logging.raiseExceptions = False
+    former = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _end}
+    former = {number: signal.signal(number, handler) for number, handler in former.items()}
     log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.CRITICAL)
     log.addHandler(handler)
     try:
@@ -47,6 +52,8 @@ def run_script(body: Callable[[], None]) -> int:
         return told.exit_code
     finally:
         log.removeHandler(handler)
+        for number, handler in former.items():
+            signal.signal(number, handler)
         _give_up_output()
     return 0
 
@@ -69,6 +76,26 @@ class _Formatter(logging.Formatter):
 def _say(line: str) -> None:
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201  the final line of a program
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    _say(f"stopped by {signal.Signals(number).name}")
+    raise SystemExit(128 + number)
+
+
+def check_workers(num_workers: int) -> None:
+    """Raise ConfigError if data-loading workers could not send images: they make sockets in the temporary folder.
+
+    Without this check, the program would wait for the first batch until its time limit.
+    """
+    try:
+        if num_workers:
+            Listener().close()
+    except OSError as error:
+        raise ConfigError(
+            f"data-loading workers need sockets in the folder for temporary files, where none can be made ({error}); set "
+            f"TMPDIR to a writable folder whose path is shorter than 75 characters, or use no workers"
+        ) from error
 
 
 def end_loaders() -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import tyro
 import yaml
+from docstring_parser import parse_from_object
 from pydantic import TypeAdapter, ValidationError
 
 from vil.messages import one_line, printable, short_repr
@@ -52,10 +53,21 @@ def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
 
 def parse(kind: type[_Options], arguments: list[str], default: _Options | None = None) -> _Options:
     """Parse a command line and validate every value; raise ConfigError, or SystemExit if tyro cannot parse it."""
+    _state_help(kind)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     with nullcontext() if is_first else redirect_stderr(io.StringIO()):
         options = tyro.cli(kind, args=arguments, default=default)
     return from_dict(_expanded(dataclasses.asdict(options), ""), "", kind)
+
+
+def _state_help(kind: type) -> None:
+    """State the text of each option where tyro looks first; it keeps the line breaks of an indented docstring."""
+    texts = {text.arg_name: text.description for text in parse_from_object(kind).params}
+    for option in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(option.default_factory):
+            _state_help(option.default_factory)
+        elif text := texts.get(option.name):
+            option.metadata = {"help": " ".join(text.split())}
 
 
 def _expanded(value: Any, name: str) -> Any:
@@ -113,11 +125,6 @@ class _Loader(yaml.SafeLoader):
         for letter, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return an integer; 010 is ten."""
-        text = self.construct_scalar(node)
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """Reject duplicate keys in a mapping; a key may override one from a merge."""
         node = super().compose_mapping_node(anchor)
@@ -143,7 +150,10 @@ for _tag, _form in (  # the core schema of YAML 1.2, 10.3.2
     ),
 ):
     _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int",
+    lambda _, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10),
+)
 
 
 def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _Options:

@@ -358,7 +358,7 @@ class Report:
         about = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
         threads = torch.get_num_threads()
         self.pulse.say(
-            f"time     about {about} for {epochs} epochs on {threads} {'threads' if threads > 1 else 'thread'}"
+            f"time     about {about} for {counted(epochs, 'epoch')} on {counted(threads, 'thread')}"
         )
 
     def _rest(self) -> str:

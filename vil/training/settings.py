@@ -384,17 +384,15 @@ class TrainConfig(Section):
 
     def rising_rates(self) -> Iterator[str]:
         """Yield a message for each rate that the schedule begins or ends with above its peak, once the batch is known."""
-        schedule, data = self.schedule, self.data
-        if data.batch_size is None:
-            return
-        used = {"min_lr": schedule.sched == "cosine"}
-        used["warmup_lr"] = schedule.by == "epoch" and schedule.warmup_epochs != 0
-        for name in used:
-            if used[name] and getattr(schedule, name) > self.peak_lr * (1 + 1e-9):
+        schedule, batch = self.schedule, self.data.batch_size
+        ends = {"min_lr": schedule.sched == "cosine"}
+        ends["warmup_lr"] = schedule.by == "epoch" and schedule.warmup_epochs != 0
+        for name in ends if batch else ():
+            rate, option = getattr(schedule, name), name.replace("_", "-")
+            if ends[name] and rate > self.peak_lr * (1 + 1e-9):
                 yield (
-                    f"schedule.{name} {getattr(schedule, name):g} is above the peak rate {self.peak_lr:g} (optim.lr_base "
-                    f"{self.optim.lr_base:g} for data.batch_size {data.batch_size}); pass --schedule.{name.replace('_', '-')} "
-                    f"{self.peak_lr / 100:g}, or raise optim.lr_base"
+                    f"schedule.{name} {rate:g} is above the peak rate {self.peak_lr:g} (optim.lr_base {self.optim.lr_base:g} "
+                    f"for data.batch_size {batch}); pass --schedule.{option} {self.peak_lr / 100:g}, or raise optim.lr_base"
                 )
 
     def other_channels(self) -> Iterator[str]:

@@ -169,17 +169,12 @@ def read_losses(
 
 def _check_classes_are_left(source: Source, bad: dict[int, str]) -> None:
     """Raise DataError if no image of a class can be read."""
-    counts = np.bincount(source.labels)
-    lost = np.flatnonzero(
-        (counts > 0) & (np.bincount(source.labels[[*bad]], None, len(counts)) == counts)
-    )
-    for label in lost.tolist():
-        name = label if source.classes is None else printable(source.classes[label])
-        index = next(index for index in bad if source.labels[index] == label)
-        raise DataError(
-            f"no training image of class {name} can be read, for example {source.name(index)}: {bad[index]}",
-            everywhere=True,
-        )
+    rest = np.bincount(np.delete(source.labels, [*bad]), minlength=int(source.labels.max()) + 1)
+    for index, why in bad.items():
+        if not rest[label := source.labels[index]]:
+            name = label if source.classes is None else printable(source.classes[label])
+            told = f"no training image of class {name} can be read, for example"
+            raise DataError(f"{told} {source.name(index)}: {why}", everywhere=True)
 
 
 def end_epoch(run: Run, report: Report, saver: "Saver", scores: list[Score]) -> None:

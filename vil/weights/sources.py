@@ -442,7 +442,10 @@ def _from_timm(name: str) -> Weights:
     try:
         model = timm.create_model(name, pretrained=True)
     except Exception as error:  # also errors of a download
-        raise ValueError(f"the weights of {name} cannot be loaded: {one_line(error)}") from error
+        raise ValueError(
+            f"the weights of {name} cannot be loaded: {one_line(error)}; without a network, pass a file with them, or "
+            f'see "Without a network" in docs/finetuning.md'
+        ) from error
     cfg = model.pretrained_cfg | {"label_offset": None}  # timm has applied it
     return _weights(model.state_dict(), name, {"architecture": name, "pretrained_cfg": cfg})
 

@@ -1,6 +1,7 @@
-"""Every program sets how OpenMP's threads wait before it loads torch, unless the user did."""
+"""Every program sets how OpenMP's threads wait before it loads torch, unless the user did; Ctrl-C then ends it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,13 @@ PROGRAMS = sorted(
 )
 # Imports each program in a process of its own, which ends when the program begins to load torch.
 WATCH = """
-import os, runpy, sys
+import os, runpy, signal, sys
 
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            print(program, os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            print("policy", program, os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C while torch is loaded
             os._exit(0)
 
 for program in sys.argv[1:]:
@@ -33,7 +35,7 @@ for program in sys.argv[1:]:
         run = runpy.run_path if is_script else runpy.run_module
         run(program if is_script else f"{folder}.{name}", run_name="watched")
         os._exit(0)
-    os.wait()
+    print("end", program, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
 
@@ -43,7 +45,12 @@ def test_the_policy_is_set_before_torch_is_loaded(set_by_user: dict[str, str]) -
     command = [sys.executable, "-c", WATCH, *PROGRAMS]
     done = subprocess.run(command, cwd=ROOT, env=own | set_by_user, capture_output=True, text=True)
     assert "Error" not in done.stderr
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    told = [line.split(" ") for line in done.stdout.splitlines()]
+    found, ended = (
+        {name: value for kind, name, value in told if kind == which} for which in ("policy", "end")
+    )
     assert {*found.values()} == {set_by_user.get("OMP_WAIT_POLICY", "passive")}, found
+    interrupted = {name for name in found if not name.startswith("examples/")}
+    assert {ended[name] for name in interrupted} == {str(-signal.SIGINT)}, ended
     scripts = {"train_imagenet.py", "eval.py", "predict.py", "release.py"}
     assert {*found} >= scripts | {"examples/detect.py", "downstream/coco.py"}
