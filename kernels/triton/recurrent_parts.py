@@ -275,7 +275,8 @@ def pack_kernel(
     blocks = tl.cdiv(L, TOKENS)
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     direction, b = sequence // B, sequence % B
-    token, m = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK_M)
+    first, m = (tl.program_id(0) % blocks).to(tl.int64) * TOKENS, tl.arange(0, BLOCK_M)
+    token = first + tl.arange(0, TOKENS)
     mask = (token < L)[:, None] & (m < STATES)[None, :]
     q_base = q_ptr + direction * q_stride_dir + b * q_stride_b
     k_base = k_ptr + direction * k_stride_dir + b * k_stride_b

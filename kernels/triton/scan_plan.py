@@ -58,7 +58,7 @@ class ScanPlan:
         self.chunks, self.reverse = triton.cdiv(self.L, tuning.CHUNK), key.reverse and self.N == 1
         self._copied, self._strides = self._layout()
         # The gradient for z is written with the strides of z. If these do not fit dz, z is copied.
-        self.writes_dz = key.dz is not None and not self.missing and key.dz == key.strides[4]
+        self.writes_dz = key.dz is not None and not self.missing and key.dz == self._strides["z"]
 
     # ------------------------------------------------------------- specific to a recurrence
 
@@ -133,13 +133,14 @@ class ScanPlan:
     def _layout(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
         """Return the names of arguments that are copied before use, and the strides of all arguments.
 
-        Arguments are copied if their last axis is not contiguous; all are copied if tokens are missing.
+        Arguments are copied if their last axis is not contiguous, or if 16 tokens span 2^31 elements: offsets within a
+        chunk have 32 bits. All are copied if tokens are missing.
         """
         D, M, R = self.D, self.key.states, self.D if self.key.rank is None else self.key.rank
         copied, found = [], {}
         for name, width, given in zip(_ROWS, (D, R, M, M, D), self.key.strides, strict=True):
             strides = given or (0, 0, 0)
-            if given is not None and (self.missing or given[-1] != 1):
+            if given is not None and (self.missing or given[-1] != 1 or given[-2] > 2**27):
                 copied.append(name)
                 strides = (self.B * self.L * width, self.L * width, width, 1)[-len(given) :]
             found[name] = strides
