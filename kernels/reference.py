@@ -14,6 +14,7 @@ Per batch element, channel i, token t and state j, with queries q and keys k sha
     all             y_i  =  q.S_i + D_i x_i
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -45,8 +46,9 @@ def step_size(
     v = dt if bias is None else dt + bias
     if recurrence == "mamba":
         return F.softplus(v)
-    beta = torch.sigmoid(v)
-    return beta / (1 + beta * (kappa_scale * k.square().sum(-1, keepdim=True)))
+    # Not beta / (1 + beta kappa): the terms of its gradient cancel for long keys. Bounded so that gradients are finite.
+    decay = torch.exp((-v).clamp(max=0.9 * math.log(torch.finfo(v.dtype).max)))
+    return 1 / (1 + kappa_scale * k.square().sum(-1, keepdim=True) + decay)
 
 
 def advance(

@@ -166,6 +166,18 @@ def test_longhorn_step_size_has_its_limits(raw: float) -> None:
     assert torch.isfinite(dt.grad).all()
 
 
+@pytest.mark.parametrize("raw", [-40.0, 0.0, 10.0])
+@pytest.mark.parametrize("length", [0.0, 1e-6, 5e4])
+def test_gradients_survive_long_and_short_keys(raw: float, length: float) -> None:
+    def gradients(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        dt = torch.tensor([raw], dtype=dtype, requires_grad=True)
+        k = torch.tensor([0.6 * length, 0.8 * length], dtype=dtype, requires_grad=True)
+        return torch.autograd.grad(reference.step_size(dt, k, None, "longhorn"), (dt, k))
+
+    for found, truth in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
+        torch.testing.assert_close(found.double(), truth, rtol=3e-6, atol=1e-35)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     a = {n: None if t is None else t.to(dtype) for n, t in make("longhorn").items()}
