@@ -20,6 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import MockTensor
 
 _TELL_S = 5.0  # between two lines about a long compilation
+_MOST_TOGETHER = 8  # kernels that are compiled at the same time, up to 0.8 GB each
 
 _record: "Callable[[Launch], object] | None" = None
 # Other versions may launch in another way.
@@ -148,9 +149,10 @@ def compile_together(launches: Iterable[Launch]) -> None:
     Dtypes may stand for tensors that are aligned to 16 bytes. A kernel that does not compile raises no error here: its
     launch does. If compiling takes long, lines on standard error say how far it is.
     """
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     # Most of the compiler runs outside Python's lock, so threads suffice.
     with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
+        ThreadPoolExecutor(min(len(usable(0)), _MOST_TOGETHER)) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
     ):
         for launch in launches:

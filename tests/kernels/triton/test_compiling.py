@@ -75,8 +75,10 @@ def test_nothing_is_compiled_after_the_first_step_of_each_mode(tmp_path: Path) -
         assert len(both) == training + 1  # evaluation saves nothing for a backward pass
 
 
-# Compiles the kernels of a convolution and its gradients, and prints the kernels that a later launch asks for.
+# Compiles the kernels of a convolution and its gradients on one core. Prints the number of threads that this starts,
+# and the kernels that a later launch asks for.
 TOGETHER = """
+import os, threading
 import torch
 from benchmarks.kernels import target
 from triton import knobs
@@ -93,8 +95,12 @@ def unexpected(*, fn, **_):
 
 target("90")
 launch._TELL_S = 0.01  # much less than a kernel takes
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+started, start = [], threading.Thread.start
+threading.Thread.start = lambda thread: (started.append(thread), start(thread))
 with launch.compiling():
     run()
+print(len(started))
 knobs.runtime.jit_cache_hook = unexpected
 with launch.recording() as launches:
     run()
@@ -105,6 +111,7 @@ for one in launches:
 
 def test_kernels_are_compiled_together(tmp_path: Path) -> None:
     done = run(TOGETHER, tmp_path / "cache")
-    kernels = done.stdout.splitlines()
+    threads, *kernels = done.stdout.splitlines()
+    assert threads == "1"
     assert kernels == ["conv_forward_kernel 90", "conv_backward_kernel 90"]
     assert done.stderr.splitlines()[0] == "compiled 0 of 2 kernels"
