@@ -436,6 +436,8 @@ class RecurrentPlan(ScanPlan):
         sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
         ahead = self.launch_config("recurrent_forward", self.B, _LEAST_FOR_SPLITS)
         back = self.launch_config("recurrent_backward", sequences, _LEAST_FOR_SPLITS, ahead[3:])
+        if fast >= 80 and back[:2] != (32, 1):  # one warp adds up a program's channels
+            raise ValueError(f"tuning.BLOCKS must give recurrent_backward (32, 1), got {back[:2]}")
         self.num_splits, self.blocks = back.num_splits, back.blocks
         programs = self.blocks * self.num_splits
         self._scratch = programs * sequences * INTERVAL // self.group * self.M * back.block_d

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.kernels.scans import plan_of, random_args
+
 tuning = pytest.importorskip("vil.kernels.triton.tuning")
 
 KERNELS = {"exact_forward": 2.5, "exact_backward": 2.5, "recurrent_forward": 4.0}
@@ -28,3 +30,12 @@ def test_few_long_sequences_are_cut_without_a_gap(
             assert 1 <= count <= chunks
             assert (count - 1) * length < chunks <= count * length
             assert count == 1 or length >= tuning.SHORTEST_SPLIT
+
+
+def test_sums_within_a_warp_refuse_more_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warps would both write their sums to the same place."""
+    backend = pytest.importorskip("vil.kernels.triton.backend")
+    monkeypatch.setattr(tuning, "fast", lambda device: 90)
+    monkeypatch.setattr(tuning, "blocks", lambda kernel, *_: (32, 2))
+    with pytest.raises(ValueError, match=r"recurrent_backward \(32, 1\), got \(32, 2\)"):
+        plan_of(backend, random_args("longhorn", (1, 21, 32, 4)), "longhorn")
