@@ -195,9 +195,9 @@ def in_splits(on: bool) -> Iterator[None]:
 def errors(c: Case) -> dict[str, float]:
     """Return the error of every output and gradient, relative to its largest value."""
     others = {"conv": conv_errors, "mixer": mixer_errors, "model": model_errors}
-    if c.op in others:
-        return others[c.op](c)
     with in_splits(c.splits):
+        if c.op in others:
+            return others[c.op](c)
         return {n: relative(a, b) for n, (a, b) in scan_results(c).items()}
 
 
@@ -414,4 +414,6 @@ def all_cases() -> list[Case]:
     # step sizes made of three numbers in the kernel, by products of whole warp groups on sm_90
     for dtype in ("bf16", "f32"):
         add("mixer", 2, 37, 36, M=4, dtype=dtype, extreme="longhorn_exact", quick=dtype == "bf16")
+        for recurrence in ("longhorn", "mamba", "longhorn_exact"):
+            add("mixer", 2, 37, 36, M=4, dtype=dtype, extreme=recurrence, splits=True)
     return cases
