@@ -30,7 +30,8 @@ _DEFAULT = {
 # 285 + 23, (64, 2) 288 + 38, (32, 1) 310 + 68 at 224 px, batch 128; 459 + 25, 414 + 43, 445 + 76 at 512 px, batch 32.
 _HOPPER = {**_DEFAULT, "exact_backward": (128, 4)}
 # With four warps, products would use tensor memory there. That is untested, both on a GPU and emulated,
-# so two warps use the products of sm_80.
+# so two warps use the products of sm_80. Revisit this with Triton's issues 9871 (with four warps, products differ
+# from run to run; fixed after Triton 3.6) and 10590.
 _WITHOUT_TENSOR_MEMORY = {**_DEFAULT, "exact_forward": (64, 2)}
 BLOCKS = {
     "default": _DEFAULT,
