@@ -3,10 +3,11 @@
 Computes the same function as the operator, for runtimes that execute node by node. There the cost depends on
 the nodes per token and on how often a whole sequence goes through memory. From the convolution on, both
 directions are in scan order, the second flipped, and share one loop over time. The loop is the higher-order op
-``scan``, which an exporter keeps as one node. States are (M, E), so operations on all channels access
-consecutive memory. Diagonal Longhorn and Mamba take one token per step. Two tokens of diagonal Longhorn in one
-product, possible because its decays are bilinear, were no faster in ONNX Runtime. Exact Longhorn takes
-``CHUNK`` tokens per step in matrix products (kernels/README.md, "The exact form in chunks").
+``scan``, which an exporter keeps as one node. Its body reads nothing from outside, which OpenVINO refuses. Numbers such
+as in ``1 - x`` would also be outside. States are (M, E), so operations on all channels access consecutive memory.
+Diagonal Longhorn and Mamba take one token per step. Two tokens of diagonal Longhorn in one product, possible because
+its decays are bilinear, were no faster in ONNX Runtime. Exact Longhorn takes ``CHUNK`` tokens per step in matrix
+products (kernels/README.md, "The exact form in chunks").
 
 Letters: B batch, L tokens, E channels of the scan, K taps, R rank of the step size, M states, T = CHUNK.
 """
@@ -109,8 +110,8 @@ def _scan(
     """Return the outputs of ``advance`` for each token, or chunk, along axis 2: (B, 2, L, T, E).
 
     Args:
-        advance: Takes a state (B, 2, M, E), one token of each of ``tokens`` and the constants. Returns the
-            next state and an output (B, 2, T, E).
+        advance: Takes a state (B, 2, M, E), the constants and one token of each of ``tokens``. Returns the
+            next state, copies of the constants and an output (B, 2, T, E).
         tokens: Tensors (B, 2, L, rows, columns); the first has E columns.
         M: States per channel, zero before the first token.
         *constants: Tensors passed with every token.
@@ -120,27 +121,27 @@ def _scan(
     tokens = [tensor.permute(2, 0, 1, 3, 4) for tensor in tokens]
     # Not ``scan``: it calls the compiler for each block, and strict exports accept it. PyTorch tries a strict
     # export for ONNX after another export raised, and it treats dynamic sizes as fixed numbers.
-    y = scan_op(advance, [state], tokens, constants)[1]
+    y = scan_op(advance, [state, *constants], tokens, ())[-1]
     return y.permute(1, 2, 0, 3, 4)
 
 
 def _longhorn(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the values that queries read, (B, 2, L, E); x and step are (B, 2, L, E), q and k (B, 2, L, M)."""
 
-    def advance(state, step, value, square, key, query):
-        state = (1 - square * step) * state + key * value
+    def advance(state, step, value, key, query):
+        state = state + key * (value - key * step * state)
         return [state, query @ state]
 
-    tokens = (step[..., None, :], (step * x)[..., None, :], k.square()[..., None], k[..., None])
-    return _scan(advance, (*tokens, q[..., None, :]), k.shape[-1]).squeeze(3)
+    tokens = (step[..., None, :], (step * x)[..., None, :], k[..., None], q[..., None, :])
+    return _scan(advance, tokens, k.shape[-1]).squeeze(3)
 
 
 def _mamba(x: Tensor, step: Tensor, q: Tensor, k: Tensor, A: Tensor) -> Tensor:
     """Return the result of ``_longhorn`` for Mamba; A is (2, E, M)."""
 
-    def advance(state, step, value, key, query, rates):
+    def advance(state, rates, step, value, key, query):
         state = torch.exp(rates * step) * state + key * value
-        return [state, query @ state]
+        return [state, rates.clone(), query @ state]
 
     tokens = (step[..., None, :], (step * x)[..., None, :], k[..., None], q[..., None, :])
     return _scan(advance, tokens, k.shape[-1], A.mT.contiguous()).squeeze(3)
