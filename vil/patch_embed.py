@@ -30,12 +30,16 @@ def _of_whole_patches(
 ) -> Tensor:
     """Return the images (B, in_chans, height, width); raise AssertionError unless whole patches cover them.
 
-    Returning the images keeps FX from removing the check as dead code. ``_assert`` is not used, because
-    it always formats its message, which would specialise a compiled program to the size.
+    Raise ValueError in an ONNX export of dynamic sizes, whose program could not raise an error. Returning the images
+    keeps FX from removing the check as dead code. ``_assert`` is not used, because it always formats its message, which
+    would specialise a compiled program to the size.
     """
     for i, name in ((0, "height"), (1, "width")):
         size, patch = images.shape[i + 2], patch_size[i]
-        if size < patch or (size - patch) % stride[i] != 0:
+        rest = (size - patch) % stride[i]
+        if not torch.jit.is_scripting():
+            _check_onnx_drops_none(rest, name)
+        if size < patch or rest != 0:
             raise AssertionError(
                 f"Input {name} ({size}) is not covered by whole patches of {patch} px with stride "
                 f"{stride[i]} px; create the model with dynamic_img_pad=True to pad images."
@@ -43,10 +47,21 @@ def _of_whole_patches(
     return images
 
 
+@torch.jit.unused
+def _check_onnx_drops_none(rest: int, name: str) -> None:
+    if torch.onnx.is_in_onnx_export() and _is_undecided(rest, 1):
+        raise ValueError(
+            f"Input {name} must be static, because an ONNX program would drop pixels after the last whole patch, got "
+            "a dynamic one; create the model with dynamic_img_pad=True to pad images"
+        )
+
+
 @torch.fx.wrap  # FX cannot follow its branches
 @register_notrace_function
 def _lacking(size: int, patch: int, stride: int) -> int:
     """Return by how many pixels a side must be padded so that whole patches cover all of it."""
+    if stride == patch:  # exporters of any size take twice as long for the general form
+        return (size + patch - 1) // patch * patch - size
     if not torch.jit.is_scripting() and is_exporting() and _is_undecided(size, patch):
         # A branch would specialise the exported program to one of the two cases.
         return torch.sym_max(patch - size, (patch - size) % stride)

@@ -133,8 +133,18 @@ def test_onnx_at_another_grid(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
+    arguments, x, path = {"depth": 1, "exportable": True}, images(), tmp_path / "model.onnx"
+    with pytest.raises(
+        torch.onnx.OnnxExporterError, match=r"static, because.*dynamic_img_pad=True"
+    ):
+        onnx(small(grid_aware=False, **arguments), x, path, (3,))
+    arguments["dynamic_img_pad"] = True
     with pytest.raises(torch.onnx.OnnxExporterError, match=r"static because.*grid_aware=False"):
-        onnx(small(depth=1, exportable=True), images(), tmp_path / "model.onnx", (0, 2, 3))
+        onnx(small(**arguments), x, path, (3,))
+    model = small(grid_aware=False, **arguments)
+    run = onnx(model, x, path, (2, 3))
+    for other in (x, images(39, 39), images(7, 64)):
+        assert torch.allclose(run(other), model(other), atol=1e-5)
 
 
 @pytest.mark.parametrize("above", [20, None], ids=["recomputed", "second derivatives"])
