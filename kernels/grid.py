@@ -79,7 +79,10 @@ class GridSpec(NamedTuple):
 
 
 class TokenLayout(NamedTuple):
-    """Layout of the tokens, made once for all blocks, outside of the operators. Unused tensors are empty."""
+    """Layout of the tokens, made once for all blocks, outside of the operators. Unused tensors are empty.
+
+    Weights pass from module to module as their bits, int32: FSDP2 casts all floating-point inputs of a module.
+    """
 
     grid: list[int]
     """Numbers of a ``GridSpec``."""
@@ -253,7 +256,7 @@ def conv_forward(
     if layout is None or not layout.order.numel():
         return conv.forward(x, weight, bias, None)
     out = conv.forward(x, _resampled(weight, layout.kernel_resample), bias, layout.order)
-    reads, shares = layout.cls_index, layout.cls_weight
+    reads, shares = layout.cls_index, _numbers(layout.cls_weight)
     if not reads.numel():
         return out
     _, v = _class_token(x, weight, bias, reads, shares)
@@ -279,8 +282,8 @@ def conv_backward(
     dx, dweight, dbias = conv.backward(
         grad, x, _resampled(weight, layout.kernel_resample), bias, layout.order, dx
     )
-    dweight = (dweight @ layout.kernel_resample.to(dweight.dtype).mT).to(weight.dtype)
-    reads, shares = layout.cls_index, layout.cls_weight
+    dweight = (dweight @ _numbers(layout.kernel_resample).to(dweight.dtype).mT).to(weight.dtype)
+    reads, shares = layout.cls_index, _numbers(layout.cls_weight)
     if not reads.numel():
         return dx, dweight, dbias
     read, v = _class_token(x, weight, bias, reads, shares)
@@ -301,7 +304,12 @@ def _middle(layout: TokenLayout) -> int:
 
 def _resampled(weight: Tensor, taps: Tensor) -> Tensor:
     dtype = compute_dtype(weight)
-    return weight.to(dtype) @ taps.to(dtype)
+    return weight.to(dtype) @ _numbers(taps).to(dtype)
+
+
+def _numbers(weights: Tensor) -> Tensor:
+    """Return weights of a ``TokenLayout`` in float32."""
+    return weights if weights.is_floating_point() else weights.view(torch.float32)
 
 
 def _class_token(

@@ -319,7 +319,8 @@ def _make_layout(
 ) -> TokenLayout:
     with torch.inference_mode(False):  # else training could not save tensors made in evaluation
         layout = layout_of(grid, taps, device)
-    return TokenLayout(layout.grid, *(t.pin_memory() if pinned else t for t in layout[1:]))
+        tables = (t.view(torch.int32) if t.is_floating_point() else t for t in layout[1:])
+        return TokenLayout(layout.grid, *(t.pin_memory() if pinned else t for t in tables))
 
 
 _recent_layout = functools.lru_cache(MOST_KEPT)(_make_layout)
@@ -345,7 +346,7 @@ def assert_grid(grid: Sequence[int], bits: Tensor) -> None:
 def _token_layout(
     grid: Sequence[int], taps: int, like: Tensor, bits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return new copies of the tensors of ``layout_of``; check that the weights still are of its trained grid.
+    """Return new copies of the tensors of ``_make_layout``; check that the weights still are of its trained grid.
 
     Tensors that an operator makes lie in the memory of a CUDA graph and must not outlive the call. A graph can
     record copies from pinned memory.
@@ -366,7 +367,7 @@ def _(
     else:
         P, T, U = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
         shapes = ((P,), (taps, T), (U,), (1, 2, taps, U))
-    dtypes = (torch.int32, torch.float32, torch.int64, torch.float32)
+    dtypes = (torch.int32, torch.int32, torch.int64, torch.int32)
     return tuple(like.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
 
 

@@ -194,8 +194,8 @@ def test_what_the_operator_makes_is_the_layout_and_its_own(size: tuple[int, int]
     torch.library.opcheck(torch.ops.vil.token_layout, (grid, K, like))
     made, again = (torch.ops.vil.token_layout(grid, K, like) for _ in range(2))
     for tensor, other, expected in zip(made, again, layout_of(grid, K, CPU)[1:], strict=True):
-        assert torch.equal(tensor, expected)
-        assert tensor.dtype == expected.dtype
+        assert not tensor.is_floating_point()  # trainers cast such inputs of a block
+        assert torch.equal(tensor.view(expected.dtype), expected)
         assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import vil  # noqa: F401  (registers the models)
@@ -38,6 +38,22 @@ def test_several_threads_at_once(name: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: results(model), range(12)):
             assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", MODELS[:3])
+def test_mixed_precision_of_fsdp2_casts_parameters_and_images_only(name: str) -> None:
+    """On another grid, every block also gets tables, which FSDP2 must not cast."""
+    images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+    cast = small(name).bfloat16()(images.bfloat16())
+    sharded, policy = small(name), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (*sharded.blocks, sharded):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        assert torch.equal(sharded(images), cast)
+    finally:
+        dist.destroy_process_group()
 
 
 def gradients_of_two(rank: int, store: Path) -> None:
