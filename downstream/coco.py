@@ -86,12 +86,10 @@ def train(options: ObjectOptions) -> dict[str, float]:
     options = options.with_rates(RATES)
     seed_everything(options.seed)
     root, features = options.folder(make_objects), options.features()
-    sets = [
-        Objects(root, "train2017", Jitter(options.img_size), training=True),
-        Objects(root, "val2017", as_it_is, training=False),
-    ]
-    network = cascade_mask_rcnn(features, len(sets[0].categories) + 1, options.img_size)
-    return run(Detection(options, network, features, *sets))
+    train_set = Objects(root, "train2017", Jitter(options.img_size), training=True)
+    val_set = Objects(root, "val2017", as_it_is, training=False, train=train_set)
+    network = cascade_mask_rcnn(features, len(train_set.classes), options.img_size)
+    return run(Detection(options, network, features, train_set, val_set))
 
 
 def main() -> None:

@@ -28,7 +28,12 @@ class Objects(AnnotatedFolder):
     """Images uint8 (3, H, W), and dicts of labels int64 (n), masks uint8 (n, H, W), boxes, iscrowd and area."""
 
     def __init__(
-        self, root: Path, split: str, transform: Callable[[Tensor, Target], tuple], training: bool
+        self,
+        root: Path,
+        split: str,
+        transform: Callable[[Tensor, Target], tuple],
+        training: bool,
+        train: "Objects | None" = None,
     ) -> None:
         """Read the annotations of a split.
 
@@ -37,18 +42,21 @@ class Objects(AnnotatedFolder):
             split: "train2017" or "val2017".
             transform: Function from an image and its target to a sample.
             training: Exclude crowds, and images without objects.
+            train: Training split, whose labels of categories are used; None uses this split's own.
 
         Raises:
-            DataError: If there are no annotations or no images, or some lack what training needs.
+            DataError: If there are no annotations or no images, or some lack what training needs. Also if the training
+                split lacks a category.
         """
         path = root / "annotations" / f"instances_{split}.json"
         if not path.is_file():
             raise DataError(f"annotations {path} are missing")
         try:
             super().__init__(root / split, path, masks=True, transforms=transform)
+            if train is not None:
+                self.number_as(train)
         except ValueError as error:
             raise DataError(str(error)) from error
-        self.categories = sorted(self.coco.cats)
         self.training = training
         if training:
             self.ids = [number for number in self.ids if self._objects(number)]
@@ -63,7 +71,7 @@ class Objects(AnnotatedFolder):
         size = (self.coco.imgs[id][side] for side in ("height", "width"))
         objects = self._objects(id)
         masks = [torch.from_numpy(self.coco.annToMask(each)) for each in objects]
-        labels = [self.categories.index(each["category_id"]) + 1 for each in objects]
+        labels = [self.numbers.index(each["category_id"]) + 1 for each in objects]
         boxes = torch.tensor([each["bbox"] for each in objects], dtype=torch.float32)
         return {
             "labels": torch.tensor(labels, dtype=torch.int64),

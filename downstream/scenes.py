@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -20,6 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as T
 
 from downstream.photos import read_photo
+from examples.folders import read_mask
 from vil.training.errors import DataError
 
 CLASSES = 150
@@ -58,15 +58,10 @@ class Scenes(Dataset):
 
     def __getitem__(self, index: int) -> tuple:
         try:
-            with Image.open(self.labels[index]) as image:
-                values = T.pil_to_tensor(image)[0]
-        except (OSError, Image.DecompressionBombError) as error:
-            raise DataError(f"cannot read {self.labels[index]}: {error}") from error
+            values = read_mask(self.labels[index], CLASSES)
+        except (OSError, ValueError) as error:
+            raise DataError(str(error)) from error
         pixels = read_photo(self.images[index], tuple(values.shape))
-        if values.max() > CLASSES:
-            raise DataError(
-                f"{self.labels[index]} must have labels 0 to {CLASSES}, got {values.max()}"
-            )
         return self.transform(pixels, values - 1)  # uint8 wraps around from 0 to 255
 
 

@@ -60,22 +60,16 @@ class MaskFolder(VisionDataset):
             OSError: If a file cannot be read.
             ValueError: If the mask's mode is not L or P, its size not the image's, or a class too high.
         """
-        path = self.masks[index]
-        with Image.open(path) as file:
-            mode, mask = file.mode, pil_to_tensor(file)[0].long()
-        most = len(self.classes) - 1
-        wrong = mask[(mask > most) & (mask != IGNORED)].unique().tolist()
-        if mode not in ("L", "P") or wrong:
-            raise ValueError(
-                f"{path} must have mode L or P, and classes up to {most} or {IGNORED} to ignore, got "
-                f"{mode}, {wrong}"
-            )
+        mask = read_mask(self.masks[index], len(self.classes) - 1, IGNORED)
         image = read_image(self.images[index], tuple(mask.shape))
-        return self.transforms(image, {"mask": tv_tensors.Mask(mask)})
+        return self.transforms(image, {"mask": tv_tensors.Mask(mask.long())})
 
 
 class AnnotatedFolder(CocoDetection):
-    """Images with annotations as labelling programs write them, some of which leave out entries."""
+    """Images with annotations as labelling programs write them, some of which leave out entries.
+
+    Labels count from 1 in the order of ``numbers``, the category ids. ``classes`` has a name for each label.
+    """
 
     def __init__(self, folder: Path, path: Path, masks: bool = False, **arguments: object) -> None:
         """Read the annotations, and fill in ``iscrowd`` (0) and ``area`` (of the mask, else of the box).
@@ -92,6 +86,8 @@ class AnnotatedFolder(CocoDetection):
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints timings
                 super().__init__(folder, path, **arguments)
+            self.path, self.numbers = path, sorted(self.coco.cats)
+            self.classes = ["background", *(self.coco.cats[n]["name"] for n in self.numbers)]
         except KeyError as error:
             raise ValueError(f"{path}: an image, annotation or category has no {error}") from error
         for number, image in self.coco.imgs.items():
@@ -104,6 +100,23 @@ class AnnotatedFolder(CocoDetection):
             if one.get("area") is None:
                 masked, (_, _, width, height) = one.get("segmentation"), one["bbox"]
                 one["area"] = float(self.coco.annToMask(one).sum()) if masked else width * height
+
+    def number_as(self, train: "AnnotatedFolder") -> None:
+        """Give each category the label that it has in training, whose annotations may list more categories.
+
+        Raises:
+            ValueError: If training lacks a category, or has another name for its id.
+        """
+        own, known = (
+            {(number, about["name"]) for number, about in data.coco.cats.items()}
+            for data in (self, train)
+        )
+        if own - known:
+            raise ValueError(
+                f"{self.path} must have only categories (id, name) of {train.path}, got also "
+                f"{sorted(own - known)}"
+            )
+        self.numbers, self.classes = train.numbers, train.classes
 
     def _problem(self, one: dict, masks: bool) -> str:
         box, parts = one.get("bbox"), one.get("segmentation")
@@ -145,8 +158,6 @@ class CocoFolder(AnnotatedFolder):
         """
         path = _only(folder / "annotations", f"instances_{split}*.json")
         super().__init__(_only(folder, f"{split}*"), path, transforms=transform)
-        self.numbers = sorted(self.coco.cats)
-        self.classes = ["background", *(self.coco.cats[n]["name"] for n in self.numbers)]
 
     def _load_image(self, id: int) -> tv_tensors.Image:
         about = self.coco.imgs[id]
@@ -163,6 +174,31 @@ class CocoFolder(AnnotatedFolder):
             "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=size),
             "labels": torch.tensor(labels, dtype=torch.int64),
         }
+
+
+def read_mask(path: Path, most: int, *others: int) -> Tensor:
+    """Read class indices, (H, W), uint8, from a grey image or from one with a palette.
+
+    Args:
+        path: Image file.
+        most: Highest class.
+        *others: Values above it that are also allowed.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If its mode is not L or P, or it has other values.
+    """
+    try:
+        with Image.open(path) as file:
+            mode, mask = file.mode, pil_to_tensor(file)[0]
+    except (OSError, Image.DecompressionBombError) as error:
+        raise OSError(f"cannot read {path}: {error}") from error
+    if mode not in ("L", "P"):
+        raise ValueError(f"{path} must have mode L or P, with a class in each pixel, got {mode}")
+    if wrong := {*mask[mask > most].unique().tolist()} - {*others}:
+        allowed = "".join(f" or {value}" for value in others)
+        raise ValueError(f"{path} must have classes from 0 to {most}{allowed}, got {sorted(wrong)}")
+    return mask
 
 
 def read_image(path: Path, size: tuple[int, int]) -> tv_tensors.Image:

@@ -22,6 +22,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import vil
+from folders import AnnotatedFolder
 from shapes import Shapes
 from vil.training.files import csv_text, write_atomically, write_text
 from vil.training.program import check_workers
@@ -75,7 +76,7 @@ def batches(
         collate: Makes a batch from a list of items: images in 0 to 1, float32, and their targets.
 
     Raises:
-        ValueError: If the batch is larger than the data, or train and val have different classes.
+        ValueError: If the batch is larger than the data, or val has a category that train lacks.
     """
     resize, scale = v2.Resize((args.img_size,) * 2), v2.ToDtype(torch.float32, scale=True)
     mirrored = v2.Compose([resize, v2.RandomHorizontalFlip(), scale])
@@ -85,10 +86,8 @@ def batches(
         val = Shapes(2 * args.seed + 1, HELD_OUT, args.img_size, plain)
     else:
         train, val = folder(args.data, "train", mirrored), folder(args.data, "val", plain)
-        if train.classes != val.classes:
-            raise ValueError(
-                f"{args.data} has classes {train.classes} in train and {val.classes} in val"
-            )
+        if isinstance(val, AnnotatedFolder):
+            val.number_as(train)
     if len(train) < args.batch_size:
         raise ValueError(
             f"--batch-size must be at most the {len(train)} training images, got {args.batch_size}"

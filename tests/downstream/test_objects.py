@@ -22,11 +22,11 @@ def read(root: Path, split: str = "train2017") -> Objects:
 def test_generated_objects_are_read_as_coco(tmp_path: Path) -> None:
     objects = read(tmp_path)
     assert len(objects) == 4
-    assert objects.categories == [1, 3, 44, 90]
+    assert objects.numbers == [1, 3, 44, 90]
     for number, (image, target) in enumerate(objects):
         described = objects.coco.imgToAnns[number]
         assert target["masks"].shape == (len(described), *image.shape[1:])
-        labels = [objects.categories[label - 1] for label in target["labels"]]
+        labels = [objects.numbers[label - 1] for label in target["labels"]]
         assert labels == [each["category_id"] for each in described]
         boxes = boxes_of(target["masks"])
         boxes[:, 2:] -= boxes[:, :2]
@@ -82,6 +82,24 @@ def test_what_annotations_lack_is_named(key: str, value: object, told: str, tmp_
     change(path, **{key: value})
     with pytest.raises(DataError, match=f"{path}: {told}"):
         Objects(tmp_path, "train2017", as_it_is, training=False)
+
+
+def test_both_splits_give_a_category_the_same_label(tmp_path: Path) -> None:
+    path = make_objects(tmp_path, 4, 64) / "annotations" / "instances_val2017.json"
+    table, train = json.loads(path.read_text()), read(tmp_path)
+    whole = Objects(tmp_path, "val2017", as_it_is, training=False)
+    table["annotations"] = [one for one in table["annotations"] if one["category_id"] != 1]
+    first, *table["categories"] = table["categories"]
+    path.write_text(json.dumps(table))
+    fewer = Objects(tmp_path, "val2017", as_it_is, training=False, train=train)
+    for (_, without), (_, target) in zip(fewer, whole, strict=True):
+        assert without["labels"].tolist() == [n for n in target["labels"].tolist() if n > 1]
+    table["categories"] += [first | {"name": "another"}, {"id": 2, "name": "new"}]
+    path.write_text(json.dumps(table))
+    with pytest.raises(
+        DataError, match=rf"{path} must have only .*\[\(1, 'another'\), \(2, 'new'\)\]"
+    ):
+        Objects(tmp_path, "val2017", as_it_is, training=False, train=train)
 
 
 def test_area_and_crowd_may_be_missing(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_an_image_without_labels_is_refused(tmp_path: Path) -> None:
         Scenes(tmp_path, "testing", partial(whole, size=64))
 
 
-@pytest.mark.parametrize("fault", ["class", "size", "image", "labels"])
+@pytest.mark.parametrize("fault", ["class", "size", "RGB", "I;16", "image", "labels"])
 def test_a_file_that_is_wrong_or_cut_off_is_named(tmp_path: Path, fault: str) -> None:
     make_scenes(tmp_path, 2, 64)
     image = tmp_path / "images/training/ADE_00000001.jpg"
@@ -47,7 +47,14 @@ def test_a_file_that_is_wrong_or_cut_off_is_named(tmp_path: Path, fault: str) ->
         Image.new("L", size if fault == "class" else (5, 5), 151 if fault == "class" else 3).save(
             labels
         )
-        told = labels.stem
+        told = (
+            f"{labels} must have classes from 0 to 150, got .151"
+            if fault == "class"
+            else image.stem
+        )
+    elif fault in ("RGB", "I;16"):
+        Image.new(fault, size).save(labels)
+        told = f"{labels} must have mode L or P.* got {fault}"
     else:
         path = image if fault == "image" else labels
         path.write_bytes(path.read_bytes()[:100])

@@ -214,12 +214,32 @@ def test_boxes_and_labels_are_read_as_coco_means_them(folders: ModuleType, coco:
         data[0]
 
 
+def test_validation_may_lack_categories_but_not_add_any(
+    folders: ModuleType, coco: Path, tmp_path: Path
+) -> None:
+    training = importlib.import_module("training")
+    path = coco / "annotations/instances_val2017.json"
+    content = json.loads(path.read_text())
+    content |= {"categories": content["categories"][:1], "annotations": content["annotations"][1:]}
+    path.write_text(json.dumps(content))
+    args = training.options("", str(tmp_path), 1).parse_args(["--data", str(coco)])
+    _, val = training.batches(args, folders.CocoFolder, list)
+    assert val.dataset.classes == ["background", "dog", "cat"]
+    assert val.dataset[1][1]["labels"].tolist() == [2]
+    content["categories"] += [{"id": 8, "name": "cow"}]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"must have only categories .* got also \[\(8, 'cow'\)\]"):
+        training.batches(args, folders.CocoFolder, list)
+
+
 def test_an_example_says_what_does_not_fit(run: Run, masks: Path, tmp_path: Path) -> None:
     data = ("--data", str(masks), "--epochs", "1")
     with pytest.raises(ValueError, match="--batch-size must be at most the 4 training images"):
         run("segment", tmp_path / "output", *data, "--batch-size", "5")
     picture(masks / "masks/val/2.png", np.full((40, 50), 3, np.uint8))
-    with pytest.raises(ValueError, match=r"masks/val/2\.png must have mode L or P, .*, \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"masks/val/2\.png must have classes .* 2 or 255, got \[3\]"
+    ):
         run("segment", tmp_path / "output", *data)
     picture(masks / "masks/val/2.png", np.zeros((41, 50), np.uint8))
     with pytest.raises(ValueError, match=r"images/val/2\.\w+ has 40 x 50 pixels, but .* 41 x 50"):
