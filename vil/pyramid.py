@@ -76,7 +76,8 @@ class PyramidLevel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the map (B, C, H, W) of tokens (B, C, h, w) in the same dtype; H and W are rounded up."""
-        return self.norm(self.pool(self.up(x)))
+        # Autocast lowers the dtype of convolutions, which only some levels have.
+        return self.norm(self.pool(self.up(x)).to(x.dtype))
 
 
 class VisionLonghornPyramid(VisionLonghorn):

@@ -58,6 +58,11 @@ def test_maps_are_as_large_as_a_convolutional_networks(size: tuple, patch: dict)
     assert all(m.isfinite().all() for m in maps)
 
 
+def test_all_maps_have_one_dtype_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [m.dtype for m in features()(images())] == [torch.float32] * 4
+
+
 def test_a_level_sees_its_own_place_alone() -> None:
     """At each level, a cell of the map depends only on the tokens whose pixels it covers."""
     for stride, to in ((16, 4), (16, 8), (16, 16), (16, 32), (8, 32)):
