@@ -22,6 +22,7 @@ from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
+from vil.timm_models import evaluating
 from vil.tokens import class_token_first
 
 _MOST_NUMBERS = 2**22  # size of the tensor of unit values, and of the tensor of reads: 16 MiB each
@@ -128,17 +129,12 @@ def _scan(backbone: VisionLonghorn, images: Tensor, block: int) -> _Scan:
     count = len(backbone.blocks)
     if not -count <= block < count:
         raise ValueError(f"block must be from {-count} to {count - 1}, got {block}")
-    mixer, given = backbone.blocks[block].mixer, []
-    hook = mixer.register_forward_pre_hook(lambda _, args: given.extend(args[:2]))
-    training = [module for module in backbone.modules() if module.training]
-    backbone.eval()
-    try:
-        backbone.forward_features(images)
-    finally:
-        for module in training:
-            module.training = True
-        hook.remove()
-    tokens, layout = given
+    with evaluating(backbone):
+        x, layout, _ = backbone._embed(images)
+        for before in backbone.blocks[: block % count]:
+            x = before(x, layout)
+        tokens = backbone.blocks[block].norm(x)
+    mixer = backbone.blocks[block].mixer
     xz = mixer.in_proj(tokens)
     A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
     with torch.autocast(xz.device.type, enabled=False):
@@ -155,7 +151,7 @@ def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, T
     """Yield source indices, int64 (n,), and the reads (n, B, L, E) of all tokens if only that source has value 1."""
     x = scan.args.x
     _, B, L, E = x.shape
-    size = max(_MOST_NUMBERS // (2 * B * L * E), 1)
+    size = max(_MOST_NUMBERS // max(2 * B * L * E, 1), 1)
     backend = backend_for(x.device, x.dtype)
     for sources in torch.arange(L, device=x.device).split(size):
         n = len(sources)

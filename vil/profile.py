@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import vil.registry  # noqa: F401  (registers the models)
-from vil.timm_models import create, is_own
+from vil.timm_models import create, evaluating, is_own
 
 _ALIKE = ("*_exact_pyramid", "vim_*_pyramid")  # they add the same levels as the vil_* pyramids
 
@@ -36,16 +36,12 @@ def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
         input_size: (channels, height, width) of the image.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    # Not empty_like, because quantized weights have no meta tensors of their own kind.
+    shapes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in state.items()}
     dtype = next(model.parameters()).dtype
     image = torch.empty(1, *input_size, device="meta", dtype=dtype)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            functional_call(model, shapes, (image,))
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        functional_call(model, shapes, (image,))
     return counter.get_total_flops() // 2
 
 

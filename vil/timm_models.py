@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import isclass, signature
 from typing import Any
 
@@ -80,6 +81,18 @@ def _meant(name: str, told: str) -> str:
     module = sys.modules[timm.model_entrypoint(name).__module__]
     classes = [c for c in vars(module).values() if isclass(c) and issubclass(c, nn.Module)]
     return did_you_mean(wrong[1], {key for c in classes for key in signature(c).parameters})
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own mode at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def is_known(name: str) -> bool:

@@ -53,6 +53,15 @@ def test_other_models_at_other_sizes(capsys: pytest.CaptureFixture[str]) -> None
         assert [c.strip() for c in line.split("|")][2:4] == [f"{count_parameters(model):,}", macs]
 
 
+@pytest.mark.ci
+def test_quantized_weights_count_as_others() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model = timm.create_model("vil_tiny", depth=1, img_size=64)
+    plain = count_macs(model, (3, 64, 64)), count_parameters(model)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    assert (count_macs(model, (3, 64, 64)), count_parameters(model)) == plain
+
+
 @pytest.fixture
 def fvcore(caplog: pytest.LogCaptureFixture):
     """Return fvcore, without its warnings about unknown operators."""
