@@ -77,7 +77,8 @@ def adapt(
     if patches is not None:
         _adapt_levels(adapted, model, prefix)
     if prefix + "pos_embed" in adapted:
-        pos_embed, grid = _resized_pos_embed(adapted[prefix + "pos_embed"], model, grid)
+        bits = adapted.get(prefix + "ref_feat_bits")
+        pos_embed, grid = _resized_pos_embed(adapted[prefix + "pos_embed"], model, grid, bits)
         adapted[prefix + "pos_embed"] = pos_embed
         adapted.setdefault(prefix + "ref_feat_bits", bits_of(grid))
     return adapted
@@ -154,9 +155,9 @@ def _adapt_levels(state_dict: dict[str, Tensor], model: nn.Module, prefix: str) 
 
 
 def _resized_pos_embed(
-    pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None
+    pos_embed: Tensor, model: nn.Module, grid: tuple[int, int] | None, bits: Tensor | None
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Resample (1, L, C) to the model's grid, from ``grid`` or, if None, from the model's or a square one.
+    """Resample (1, L, C) to the model's grid, from ``grid``; None is the model's, a square one, or that of ``bits``.
 
     Returns:
         The position embedding, (1, L', C), and the grid that it was for.
@@ -171,26 +172,26 @@ def _resized_pos_embed(
             f"pos_embed has {pos_embed.shape[1]} tokens for a patch grid of {grid}, but the model "
             f"needs {grid[0] * grid[1] + prefix}; class_token must be the same as in the checkpoint"
         )
-    side = math.isqrt(max(patches, 0))
-    square = side * side == patches
-    if grid is None and patches == own_grid[0] * own_grid[1]:
-        if square and own_grid != (side, side):
+    if grid is None:
+        side = math.isqrt(max(patches, 0))
+        known = {own_grid, (side, side), own_grid if bits is None else grid_of(bits)}
+        known = sorted(one for one in known if one[0] * one[1] == patches)
+        if not known:
+            raise ValueError(
+                f"pos_embed has {pos_embed.shape[1]} tokens: {prefix} for the model's class token and "
+                f"{patches} patches, which form neither a square grid nor the model's {own_grid}; "
+                "class_token must be the same as in the checkpoint; if it is, create the model with "
+                "the checkpoint's img_size, load, then call set_input_size"
+            )
+        if len(known) > 1:
             raise ValueError(
                 f"the grid of the {patches} patches in pos_embed is not recorded; it may be "
-                f"{(side, side)} or the model's {own_grid}; load an unchanged result of "
-                "model.state_dict(), or create the model with pretrained=True and "
-                "pretrained_cfg_overlay=dict(file=path, input_size=(3, height, width)), with the "
-                "height and width of the checkpoint's images"
+                f"{' or '.join(map(str, known))}; load an unchanged result of model.state_dict(), or "
+                "create the model with pretrained=True and pretrained_cfg_overlay=dict(file=path, "
+                "input_size=(3, height, width)), with the height and width of the checkpoint's images"
             )
-        grid = own_grid
-    if grid is None and not square:
-        raise ValueError(
-            f"pos_embed has {pos_embed.shape[1]} tokens: {prefix} for the model's class token and "
-            f"{patches} patches, which form neither a square grid nor the model's {own_grid}; "
-            "class_token must be the same as in the checkpoint; if it is, create the model with "
-            "the checkpoint's img_size, load, then call set_input_size"
-        )
-    grid = tuple(grid or (side, side))
+        (grid,) = known
+    grid = tuple(grid)
     resampled = resample_abs_pos_embed(
         pos_embed, new_size=own_grid, old_size=grid, num_prefix_tokens=prefix, verbose=True
     )

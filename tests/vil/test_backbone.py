@@ -369,6 +369,16 @@ def test_equal_count_of_patches_is_resampled_from_its_grid(
     assert torch.equal(model.pos_embed, expected.pos_embed)
 
 
+@pytest.mark.parametrize(("of", "into"), [(WIDE, SQUARE), (SQUARE, WIDE)])
+def test_a_grid_that_is_not_recorded_is_refused_if_it_may_be_another(of: dict, into: dict) -> None:
+    with pytest.raises(RuntimeError, match=r"it may be \(2, 8\) or \(4, 4\); load an unchanged"):
+        small(**into).load_state_dict(dict(small(**of).state_dict()))
+    source, model = small(img_size=(24, 40)), small(img_size=(48, 80))
+    model.load_state_dict(dict(source.state_dict()))  # ref_feat_bits says 3 x 5
+    source.set_input_size((48, 80))
+    assert torch.equal(model.pos_embed, source.pos_embed)
+
+
 @pytest.mark.parametrize("into_averaged", [True, False])
 def test_weights_with_and_without_a_class_token_are_told_apart(
     into_averaged: bool, tmp_path: Path

@@ -60,6 +60,10 @@ def test_what_needs_every_patch_is_refused() -> None:
     assert len(features.eval()(images())) == 2
     with pytest.raises(ValueError, match=r"keep must be None while patches are dropped.* = 0\.5"):
         model.forward_patches(model.patch_embed(images()), torch.zeros(2, 1, dtype=torch.int64))
+    patches = model.eval().patch_embed(images())
+    for wrong in ([3, 7, 3], [0, 16, 1], [-1, 0, 1]):
+        with pytest.raises(ValueError, match=r"keep must have distinct indices 0 to 15 in each"):
+            model.forward_patches(patches, torch.tensor([[0, 1, 2], wrong]))
     with pytest.raises(ValueError, match=r"patch_drop_rate must be 0 for a pyramid.*0\.5"):
         small("vil_tiny_pyramid", patch_drop_rate=0.5, num_classes=0)
 
