@@ -130,8 +130,15 @@ def test_intermediates_give_patches_in_place_and_the_class_token_apart() -> None
     assert (spatial.shape, prefix.shape) == ((2, 32, 4, 4), (2, 1, 32))
     tokens = torch.cat([prefix, spatial.flatten(2).mT], 1)
     assert torch.allclose(model.norm(tokens), final, atol=1e-6)
-    (layer,) = model.get_intermediate_layers(images(), n=1, norm=True)
-    assert torch.allclose(layer, final[:, 1:], atol=1e-6)
+    ((layer, apart),) = model.get_intermediate_layers(
+        images(), n=1, norm=True, return_prefix_tokens=True
+    )
+    assert torch.allclose(torch.cat([apart, layer], 1), final, atol=1e-6)
+    early, ((spatial, prefix),) = model.forward_intermediates(
+        images(), indices=[1], return_prefix_tokens=True, stop_early=True
+    )
+    assert torch.equal(model.norm(torch.cat([prefix, spatial.flatten(2).mT], 1)), early)
+    assert not torch.allclose(early, final, atol=1e-2)
 
 
 @pytest.mark.ci

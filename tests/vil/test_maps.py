@@ -37,15 +37,18 @@ def test_matrices_times_values_are_the_mixer(
     name: str, kwargs: dict, dtype: torch.dtype, tolerance: float
 ) -> None:
     model = small(name, **kwargs).to(dtype)
-    for size in SIZES:
+    for block, size in zip((0, 1, -2), SIZES, strict=True):
         x = images(*size).to(dtype)
-        matrices, values = maps.channel_matrices(model, x, block=0)
-        expected = scanned(model, x, 0)
+        matrices, values = maps.channel_matrices(model, x, block)
+        expected = scanned(model, x, block)
         error = (matrices @ values[..., None]).sum(0).squeeze(-1) - expected
         assert matrices.dtype == values.dtype == dtype
         assert error.abs().max() < tolerance * expected.abs().max()
         mean = matrices.sum(0).abs().mean(1)
-        torch.testing.assert_close(maps.token_matrix(model, x, 0), mean)
+        torch.testing.assert_close(maps.token_matrix(model, x, block), mean)
+        patches = matrices[..., model.num_prefix_tokens :, model.num_prefix_tokens :]
+        assert not patches[0].triu(1).any()  # from the first token to the last
+        assert not patches[1].tril(-1).any()
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ def test_weights_of_a_grid_are_plain_at_it() -> None:
 def test_fine_tuning_goes_on_from_what_was_loaded() -> None:
     """A training step at another size changes the weights, but not the grid that they belong to."""
     model = small().train()
+    model.pos_embed.requires_grad_(False)
     model.set_input_size(64)
+    assert not model.pos_embed.requires_grad  # frozen as before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(images(64, 64)).square().sum().backward()
     optimizer.step()
