@@ -65,14 +65,23 @@ def test_an_empty_batch_may_be_the_first_of_a_thread(name: str) -> None:
 
 
 def test_dropped_blocks_keep_the_mean() -> None:
-    block = small(drop_path_rate=0.5).train().blocks[-1]
+    first, *_, block = small(drop_path_rate=0.5).train().blocks
     x = torch.randn(1, 17, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
+        found = first(x.expand(32, -1, -1))  # never dropped: the rate rises from 0
+        torch.testing.assert_close(found, x + first.mixer(first.norm(x)).expand(32, -1, -1))
         kept = x + 2 * block.mixer(block.norm(x))  # kept half of the time
         found = block(x.expand(32, -1, -1))
     is_kept = (found - x).flatten(1).any(1)
     assert 0 < is_kept.sum() < 32
     torch.testing.assert_close(found, torch.where(is_kept[:, None, None], kept, x))
+
+
+@pytest.mark.parametrize("rate", ["drop_rate", "pos_drop_rate", "drop_path_rate"])
+def test_training_drops_and_evaluation_does_not(rate: str) -> None:
+    model, expected = small(**{rate: 0.5}), small()(images())
+    assert torch.equal(model(images()), expected)
+    assert not torch.allclose(model.train()(images()), expected, atol=1e-3)
 
 
 def test_initial_values() -> None:
