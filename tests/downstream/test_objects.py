@@ -110,6 +110,8 @@ def test_area_and_crowd_may_be_missing(tmp_path: Path) -> None:
     assert target["area"][0] == target["masks"][0].sum()
     assert torch.allclose(target["area"], stated["area"], rtol=0.2)
     assert torch.equal(target["iscrowd"], stated["iscrowd"])
+    change(path, area=7)  # of the parts that are not hidden, say
+    assert Objects(tmp_path, "train2017", as_it_is, training=False)[0][1]["area"][0] == 7
 
 
 def test_a_folder_without_annotations_is_refused(tmp_path: Path) -> None:

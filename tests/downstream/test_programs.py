@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,58 @@ def test_learning_rates_are_those_published(program: str, tmp_path: Path) -> Non
     made.options = make(output=tmp_path, generated=2)
     for step, factor in SCHEDULES[program].items():
         assert made.factor(step) == pytest.approx(factor, rel=1e-5)
+
+
+class Answers(torch.nn.Module):
+    """A network that gives the same answer to all images."""
+
+    def forward(self, images: Any) -> Any:
+        return self.answer
+
+
+def answering(program: str, output: Path) -> Task:
+    make, values = PROGRAMS[program]
+    rates = {"lr": 1.0, "weight_decay": 0.0, "layer_decay": 1.0}
+    task = {"ade20k": ade20k.Segmentation, "coco": coco.Detection}[program]
+    options = make(**values | {"output": output} | rates)
+    return task(options, Answers(), Answers(), range(4), [(number,) for number in range(5)])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_validation_counts_its_own_images_alone(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = answering(program, tmp_path)
+    labels, image = torch.zeros(32, 32, dtype=torch.int64), torch.zeros(3, 32, 32)
+    wrong, right = (torch.eye(150)[n].view(1, 150, 1, 1).expand(1, 150, 32, 32) for n in (1, 0))
+    if program == "coco":
+        boxes, masks = torch.tensor([[4.0, 4, 20, 20]]), torch.zeros(1, 32, 32, dtype=torch.bool)
+        masks[:, 4:20, 4:20] = True
+        labels = {"boxes": boxes, "labels": torch.tensor([1]), "masks": masks}
+        right = [
+            labels | {"scores": torch.ones(1), "masks": 0.1 + 0.8 * masks[None]}
+        ]  # probabilities
+        wrong = [right[0] | {"labels": torch.tensor([2])}]
+    monkeypatch.setattr(type(task), "trainer", SimpleNamespace(global_step=3))
+    for name in ("log", "log_dict"):
+        monkeypatch.setattr(task, name, lambda *_, **__: None)
+    for task.network.answer, figure in ((wrong, 0), (right, 100)):
+        task.validation_step([[image], [labels]], 0)
+        task.on_validation_epoch_end()
+        for name in FIGURES[program]:
+            assert task.result[name] == pytest.approx(figure)
+
+
+def test_processes_validate_each_image_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for processes in (1, 2):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        seen, task = [], answering("coco", tmp_path)
+        for rank in range(processes):
+            monkeypatch.setattr(type(task), "global_rank", rank)
+            seen += [number for ((number,),) in task.val_dataloader()]
+        assert sorted(seen) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.nightly

@@ -1,5 +1,7 @@
 """UperNet: losses are means over all pixels, and every part learns."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-from downstream.ade20k import UperNet, mean_overlap
+from downstream.ade20k import SceneOptions, Segmentation, UperNet, mean_overlap
 from downstream.features import make_features
 from vil.training.sampler import seed_everything
 
@@ -43,6 +45,31 @@ def test_every_parameter_gets_a_gradient(network: UperNet) -> None:
     (loss + 0.4 * auxiliary).backward()
     none = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.any()]
     assert none == []
+
+
+def test_the_second_head_reads_the_third_map(network: UperNet) -> None:
+    maps = [each.detach().requires_grad_() for each in network.backbone(torch.rand(2, 3, 64, 64))]
+    network.auxiliary_head(maps).square().sum().backward()
+    assert [each.grad is not None for each in maps] == [False, False, True, False]
+
+
+def test_a_task_weighs_the_losses_and_validates_by_overlapping_windows(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            widths.append(images.shape[-1])
+            return F.one_hot((255 * images[:, 0]).long(), 150).movedim(-1, 1).float()
+
+        def loss(self, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.tensor(1.0), torch.tensor(10.0)
+
+    rates = {"lr": 1.0, "weight_decay": 0.0, "layer_decay": 1.0}
+    options = SceneOptions(output=tmp_path, generated=2, img_size=48, **rates)
+    task, widths = Segmentation(options, Net(), Net(), range(32), range(1)), []
+    image, labels = torch.randint(150, (3, 48, 144)) / 255, torch.zeros(48, 144).long()
+    assert task.losses([[image], [labels]])[0].item() == pytest.approx(5)
+    task.validation_step([[image], [(255 * image[0]).long()]], 0)
+    assert widths == [48] * 4  # from 0, 32, 64 and 96: the stride is two thirds of a window
+    assert task.overlap.compute().item() == 1
 
 
 @pytest.mark.parametrize("size", [(64, 100), (50, 33)])
