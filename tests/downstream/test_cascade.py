@@ -109,16 +109,15 @@ def test_a_box_outside_of_the_image_leaves_its_proposal() -> None:
 
 
 def test_the_maps_get_a_third_of_the_gradient_of_each_stage() -> None:
-    heads = Cascade(CLASSES).train()
-    stage, proposals = heads.stages[0], [torch.tensor([[4.0, 4, 40, 40]])]
-    gradients, own = [], maps()
-    for part in (1.0, 1 / 3):
-        heads.zero_grad()
-        own["0"].grad = None
-        scores, _ = stage.predict(own, proposals, [SIZE], part)
-        scores.square().sum().backward()
-        gradients.append((own["0"].grad, stage.box_predictor.scores.weight.grad.clone()))
-    (whole, weight), (third, same) = gradients
+    heads, own = Cascade(CLASSES).train(), maps()
+    proposals, objects = [torch.tensor([[4.0, 4, 40, 40]])], [target((0, 0, 40, 40))]
+    inputs = own["0"], heads.stages[0].box_predictor.scores.weight
+    loss = heads.losses(own, proposals, [SIZE], objects)["loss_classes_0"]
+    third, same = torch.autograd.grad(loss, inputs)
+    boxes, _, labels, _ = heads.select_training_samples(proposals, objects)
+    scores, _ = heads.stages[0].predict(own, boxes, [SIZE])
+    loss = torch.nn.functional.cross_entropy(scores, torch.cat(labels))
+    whole, weight = torch.autograd.grad(loss, inputs)
     assert whole.any()
     torch.testing.assert_close(third, whole / 3)
     torch.testing.assert_close(weight, same)

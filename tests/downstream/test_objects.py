@@ -128,13 +128,15 @@ def test_image_and_masks_are_jittered_together() -> None:
     masks[0, 10:40, 20:60], masks[1, :20, :20], masks[2, 58:, 78:] = 1, 1, 1
     image = (masks * torch.tensor([250, 150, 50], dtype=torch.uint8)[:, None, None]).clone()
     target = {"labels": torch.tensor([1, 2, 3]), "masks": masks}
-    shapes, counts, jitter = set(), set(), Jitter(48)
+    shapes, counts, mirrored, jitter = set(), set(), set(), Jitter(48)
     for seed in range(30):
         torch.manual_seed(seed)
         pixels, left = jitter(image, target)
         shapes.add(tuple(pixels.shape[1:]))
         counts.add(len(left["labels"]))
         assert max(pixels.shape[1:]) <= 48
+        if left["labels"].tolist()[:2] == [1, 2]:  # the second began left of the first
+            mirrored.add((left["boxes"][0, 0] < left["boxes"][1, 0]).item())
         assert set(left) == {"labels", "masks", "boxes"}
         for label, mask, box in zip(*(left[k] for k in ("labels", "masks", "boxes")), strict=True):
             assert mask.any()
@@ -144,6 +146,8 @@ def test_image_and_masks_are_jittered_together() -> None:
             different = (own != mask.bool()).sum()
             assert different <= 2 * (len(across) + len(down)) + 4  # along the edge
     assert len(shapes) > 5
+    assert min(max(shape) for shape in shapes) < 24  # scales begin at 0.1
+    assert mirrored == {False, True}
     assert len(counts) > 1
 
 

@@ -69,7 +69,7 @@ def test_image_and_labels_move_together() -> None:
     labels = torch.arange(4, dtype=torch.uint8).reshape(2, 2)
     labels = labels.repeat_interleave(40, 0).repeat_interleave(30, 1)
     image = (labels * 60).expand(3, -1, -1)
-    sides = set()
+    sides, heights = set(), set()
     for seed in range(20):
         torch.manual_seed(seed)
         pixels, classes = augment(image, labels)
@@ -81,7 +81,24 @@ def test_image_and_labels_move_together() -> None:
         assert edge.sum() <= 4 * 32  # between classes the image is interpolated
         assert not pixels[:, ~seen].any()
         sides.add((classes[0, 0].item(), seen.all().item()))
+        heights.add(seen.any(1).sum().item())
     assert len(sides) >= 3
+    assert 16 <= min(heights) < 24  # scales begin at 0.5
+
+
+def test_colours_are_normalised_and_in_training_distorted_but_not_exchanged() -> None:
+    colour = torch.tensor([200, 60, 40], dtype=torch.uint8)[:, None, None]
+    image, labels = colour.expand(3, 32, 32), torch.zeros(32, 32, dtype=torch.uint8)
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[..., None, None]
+    plain, _ = whole(image, labels, 16)
+    torch.testing.assert_close(plain * std + mean, (colour / 255).expand(3, 16, 16))
+    found = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        pixels = Augment(32)(image, labels)[0][:, 0, 0] * std[:, 0, 0] + mean[:, 0, 0]
+        assert pixels.argmax() == 0  # still red
+        found.add(pixels[0].item())
+    assert len(found) > 10
 
 
 def test_a_crop_is_not_mostly_one_class() -> None:
