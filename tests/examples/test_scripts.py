@@ -8,13 +8,14 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
+from torch import nn
 
 import vil
 
@@ -214,6 +215,73 @@ def test_boxes_and_labels_are_read_as_coco_means_them(folders: ModuleType, coco:
         data[0]
 
 
+def test_training_alone_is_shuffled_and_mirrored(folders: ModuleType, tmp_path: Path) -> None:
+    training = importlib.import_module("training")
+    args = training.options("", str(tmp_path), 1).parse_args(["--images", "8"])
+    torch.manual_seed(0)
+    train, val = training.batches(args, folders.CocoFolder, list)
+    assert torch.equal(val.dataset[0][0], val.dataset[0][0])
+    assert not torch.equal(val.dataset[0][0], train.dataset[0][0].flip(2))  # other shapes
+    seen = [[image for image, _ in next(iter(loader))] for loader in (train, val) for _ in range(9)]
+    starts = [{round(float(images[0].sum())) for images in part} for part in (seen[:9], seen[9:])]
+    assert len(starts[0]) > len(starts[1]) == 1
+    ways = [{float(data.dataset[0][0][:, :, :48].sum()) for _ in range(9)} for data in (train, val)]
+    assert [len(way) for way in ways] == [2, 1]
+
+
+def test_the_loss_of_hidden_patches_is_theirs_alone(modules: None) -> None:
+    masked = importlib.import_module("masked")
+    backbone = timm.create_model("vil_tiny", num_classes=0, img_size=16, patch_size=8, depth=1)
+    mean, std = (
+        torch.tensor(backbone.pretrained_cfg[key])[:, None, None] for key in ("mean", "std")
+    )
+    images = mean.expand(3, 16, 16).clone()
+    images[:, :8, :8] += std  # one of the four patches has values of 1, the others of 0
+    for way in ("simmim", "mae"):
+        torch.manual_seed(0)
+        model = masked.Masked(backbone, way, hide=0.25)
+        nn.init.zeros_(model.pixels.weight)
+        nn.init.zeros_(model.pixels.bias)
+        losses = {round(model(images[None]).item(), 4) for _ in range(20)}
+        assert losses == {0, 1}
+
+
+def test_ignored_pixels_count_in_neither_loss_nor_score(modules: None, tmp_path: Path) -> None:
+    segment = importlib.import_module("segment")
+    images, masks = torch.rand(2, 3, 8, 8), torch.randint(3, (2, 8, 8))
+    masks[:, :4] = 255
+    other, model = images.clone(), nn.Conv2d(3, 3, 1)
+    other[:, :, :4] = 1 - other[:, :, :4]
+    data = SimpleNamespace(classes=["a", "b", "c"])
+    scores = []
+    for x in (images, other):
+        val = type("Val", (list,), {"dataset": data})([(x, masks)])
+        scores.append(
+            (segment.loss_of(model, x, masks).item(), *segment.mean_iou(model, val).values())
+        )
+    assert scores[0] == pytest.approx(scores[1])
+
+
+def test_the_segmenter_normalises_its_images(modules: None, tmp_path: Path) -> None:
+    training, segment = (importlib.import_module(name) for name in ("training", "segment"))
+    model, seen = segment.segmenter(training.options("", str(tmp_path), 1).parse_args([]), 5), []
+    model[1].encoder.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    mean = torch.tensor(timm.get_pretrained_cfg_value("vil_tiny_pyramid", "mean"))
+    assert model(mean[:, None, None].expand(2, 3, 64, 64)).shape == (2, 5, 64, 64)
+    assert seen[0].abs().max() < 1e-5
+
+
+def test_only_boxes_that_are_likely_are_drawn(modules: None, tmp_path: Path) -> None:
+    draw = importlib.import_module("pictures").draw_boxes
+    boxes = {"boxes": torch.tensor([[4.0, 4, 20, 20]]), "labels": torch.tensor([1])}
+    for score in (0.4, 0.6):
+        found = boxes | {"scores": torch.tensor([score])}
+        draw(tmp_path / "a.png", [torch.zeros(3, 32, 32)], [boxes], [found], ["none", "cat"])
+        with Image.open(tmp_path / "a.png") as picture:
+            below = np.asarray(picture)[picture.height // 2 + 2 :]
+        assert below.any() == (score > 0.5)
+
+
 def test_validation_may_lack_categories_but_not_add_any(
     folders: ModuleType, coco: Path, tmp_path: Path
 ) -> None:
@@ -226,6 +294,7 @@ def test_validation_may_lack_categories_but_not_add_any(
     _, val = training.batches(args, folders.CocoFolder, list)
     assert val.dataset.classes == ["background", "dog", "cat"]
     assert val.dataset[1][1]["labels"].tolist() == [2]
+    assert len({float(val.dataset[0][0][:, :, :48].sum()) for _ in range(9)}) == 1  # not mirrored
     content["categories"] += [{"id": 8, "name": "cow"}]
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"must have only categories .* got also \[\(8, 'cow'\)\]"):

@@ -135,6 +135,7 @@ def test_intermediates_give_patches_in_place_and_the_class_token_apart() -> None
     model = small()
     final, taps = model.forward_intermediates(images(), indices=[1, 3], return_prefix_tokens=True)
     assert torch.equal(final, model.forward_features(images()))
+    assert torch.equal(model.forward_head(final, pre_logits=True), final[:, 0])
     spatial, prefix = taps[1]
     assert (spatial.shape, prefix.shape) == ((2, 32, 4, 4), (2, 1, 32))
     tokens = torch.cat([prefix, spatial.flatten(2).mT], 1)

@@ -63,6 +63,16 @@ def test_all_maps_have_one_dtype_under_autocast() -> None:
         assert [m.dtype for m in features()(images())] == [torch.float32] * 4
 
 
+def test_overlapping_patches_have_the_centres_of_their_cells() -> None:
+    net, kept, x = features(patch_stride=8, img_size=64), [], images(64, 64).requires_grad_()
+    net.model.patch_embed.register_forward_hook(lambda _, args, patches: kept.append(patches))
+    assert [m.shape[-1] for m in net(x)] == [16, 8, 4, 2]
+    for row, column in ((1, 2), (6, 5)):
+        (grad,) = torch.autograd.grad(kept[0][0, row, column].sum(), x, retain_graph=True)
+        for first, touched in zip((row, column), grad[0, 0].nonzero().T, strict=True):
+            assert (touched.min(), touched.max()) == (8 * first - 4, 8 * first + 11)
+
+
 def test_a_level_sees_its_own_place_alone() -> None:
     """At each level, a cell of the map depends only on the tokens whose pixels it covers."""
     for stride, to in ((16, 4), (16, 8), (16, 16), (16, 32), (8, 32)):
@@ -74,6 +84,8 @@ def test_a_level_sees_its_own_place_alone() -> None:
         first = row * to // stride, column * to // stride
         for touched, begin in zip(grad[0].abs().sum(0).nonzero().T, first, strict=True):
             assert {*touched.tolist()} <= {*range(begin, begin + cells)}, (stride, to)
+        if cells > 1:  # of each channel, the largest token alone
+            assert (grad[0] != 0).flatten(1).sum(1).max() == 1
 
 
 @pytest.mark.parametrize("blocks", [(0, 1, 2, 3), (3, 1, 1, -1)])
@@ -86,6 +98,9 @@ def test_each_level_is_made_of_its_block(blocks: tuple[int, ...]) -> None:
     assert torch.equal(final, net.forward_features(x))
     for level, block, made in zip(net.pyramid, blocks, maps, strict=True):
         assert torch.equal(made, level(plain[block]))
+    sequences = net.forward_intermediates(x, output_fmt="NLC", intermediates_only=True)
+    for made, sequence in zip(maps, sequences, strict=True):
+        assert torch.equal(sequence.mT.view_as(made), made)
 
 
 @pytest.mark.parametrize("recurrence", KINDS)

@@ -64,6 +64,12 @@ def test_what_needs_every_patch_is_refused() -> None:
     for wrong in ([3, 7, 3], [0, 16, 1], [-1, 0, 1]):
         with pytest.raises(ValueError, match=r"keep must have distinct indices 0 to 15 in each"):
             model.forward_patches(patches, torch.tensor([[0, 1, 2], wrong]))
+    for call in (
+        lambda x: small(patch_drop_rate=0.5).train()(x),
+        lambda x: model.forward_patches(model.patch_embed(x), torch.zeros(2, 1, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError, match=r"need a grid of 4 x 4 patches .*, got 6 x 8"):
+            call(images(48, 64))
     with pytest.raises(ValueError, match=r"patch_drop_rate must be 0 for a pyramid.*0\.5"):
         small("vil_tiny_pyramid", patch_drop_rate=0.5, num_classes=0)
 
