@@ -1,7 +1,7 @@
 """Predict the classes of photographs with a release, a checkpoint, or a timm model by name.
 
     python predict.py my_model photo.jpg
-    python predict.py output/finetune/best.pt photos --output predictions.csv --sheet sheet.png
+    python predict.py output/finetune/best.pt photos --output predictions.csv
 
 Exit codes: see vil/training/errors.py.
 """

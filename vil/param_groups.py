@@ -12,8 +12,7 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Group the parameters of a model that may contain a backbone: a detector, a feature extractor, a LightningModule.
 
-    timm's optimizers find the rules of a backbone only if it is the whole model. Elsewhere they would decay its position
-    embedding, class token, D and biases, and use one learning rate.
+    timm's optimizers find the rules of a backbone only if it is the whole model.
 
     Args:
         model: Model of any kind. Models of timm in it, however deep, are its backbones.
@@ -33,10 +32,8 @@ def param_groups(
         raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay}")
     undecayed, rate, backbones = set(), {}, list(_backbones(model))
     if layer_decay != 1 and not backbones:
-        raise ValueError(
-            f"layer_decay must be 1 or None for {type(model).__name__}, none of whose parts has a group_matcher(), got "
-            f"{layer_decay}"
-        )
+        lacking = f"{type(model).__name__}, none of whose parts has a group_matcher()"
+        raise ValueError(f"layer_decay must be 1 or None for {lacking}, got {layer_decay}")
     for backbone in backbones:
         named = dict(backbone.named_parameters())
         names = backbone.no_weight_decay() if hasattr(backbone, "no_weight_decay") else ()

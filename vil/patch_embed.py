@@ -50,10 +50,9 @@ def _of_whole_patches(
 @torch.jit.unused
 def _check_onnx_drops_none(rest: int, name: str) -> None:
     if torch.onnx.is_in_onnx_export() and _is_undecided(rest, 1):
-        raise ValueError(
-            f"Input {name} must be static, because an ONNX program would drop pixels after the last whole patch, got "
-            "a dynamic one; create the model with dynamic_img_pad=True to pad images"
-        )
+        told = "because an ONNX program would drop pixels after the last whole patch, got a dynamic one"
+        cure = "create the model with dynamic_img_pad=True to pad images"
+        raise ValueError(f"Input {name} must be static, {told}; {cure}")
 
 
 @torch.fx.wrap  # FX cannot follow its branches

@@ -3,19 +3,17 @@
 Prints parameters and multiply-adds for one image, scans included. You can name any timm models; without a name, it
 lists the models of this package. Exit status: 0, or 2 if timm has no such model, or the model refuses the size.
 
-PyTorch's FlopCounterMode supports the operators as soon as ``vil`` is imported. ``fvcore_handles`` returns what fvcore
-needs to count them. For time and memory, see docs/speed.md.
+PyTorch's FlopCounterMode supports the operators as soon as ``vil`` is imported. For time and memory, see docs/speed.md.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import timm
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 import vil.registry  # noqa: F401  (registers the models)
 from vil.timm_models import create, evaluating, is_own
@@ -48,27 +46,6 @@ def count_macs(model: nn.Module, input_size: tuple[int, int, int]) -> int:
 def count_parameters(model: nn.Module) -> int:
     """Count all parameters, trainable or not."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
-    """Return the handles with which fvcore counts the operators, by operator name: ::
-
-        FlopCountAnalysis(model, images).set_op_handle(**vil.profile.fvcore_handles())
-
-    They count multiply-adds, which fvcore calls flops. Together with convolutions and linear layers, the
-    total equals that of ``count_macs``. fvcore may count more layers, such as norms other than RMSNorm.
-    """
-    names = {str(operator).replace(".", "::"): count for operator, count in flop_registry.items()}
-
-    def handle(count: Callable[..., int]) -> Callable[[Sequence[Any], Sequence[Any]], int]:
-        return lambda inputs, outputs: count(*map(_traced, inputs), out_val=None) // 2
-
-    return {name: handle(count) for name, count in names.items() if name.startswith("vil::")}
-
-
-def _traced(value: Any) -> Any:
-    """Return the shape of a tensor in a traced graph, or the value of a number, string or None."""
-    return tuple(value.type().sizes()) if value.isCompleteTensor() else value.toIValue()
 
 
 def table_of_models(names: Sequence[str] = (), img_size: int | None = None) -> str:

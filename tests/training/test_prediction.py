@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,17 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import predict as predict_script
-from vil.training.contact_sheet import write_sheet
-from vil.training.evaluation import EvalConfig, load_subject
-from vil.training.images import decode_for
 from vil.training.settings import TrainConfig
-from vil.training.transforms import val_transform
 
 
 @pytest.fixture
@@ -141,35 +135,23 @@ def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
 
 
 def test_only_its_own_files_are_replaced(checkpoint, image_folder, predict, tmp_path) -> None:
-    output, sheet = tmp_path / "predictions.csv", tmp_path / "sheet.png"
-    command = (checkpoint, image_folder / "val", "--output", output, "--sheet", sheet)
+    output = tmp_path / "predictions.csv"
+    command = (checkpoint, image_folder / "val", "--output", output)
     assert predict(*command) == predict(*command) == 0
-    # A sheet is not predicted, also if it lies among the images; a file that is named is.
-    (image_folder / "val" / "old.png").write_bytes(sheet.read_bytes())
-    assert (
-        predict(checkpoint, image_folder / "val", "--sheet", image_folder / "val" / "new.png") == 0
-    )
-    assert predict(*command) == 0
-    assert len(rows_of(output)) == 12
-    assert (
-        predict(checkpoint, image_folder / "val" / "old.png", "--output", tmp_path / "own.csv") == 0
-    )
-    for path in (output, sheet):
-        own = path.read_bytes()
-        path.write_bytes(b"mine")
-        assert predict(*command) == 5
-        assert path.read_bytes() == b"mine"
-        assert predict(*command, "--overwrite") == 0
-        assert path.read_bytes() == own
+    own = output.read_bytes()
+    output.write_bytes(b"mine")
+    assert predict(*command) == 5
+    assert output.read_bytes() == b"mine"
+    assert predict(*command, "--overwrite") == 0
+    assert output.read_bytes() == own
 
 
-@pytest.mark.parametrize("option", ["--output", "--sheet"])
 def test_a_file_that_cannot_be_written_is_told_before_the_work(
-    option, image_folder, predict, tmp_path, capsys
+    image_folder, predict, tmp_path, capsys
 ) -> None:
     for path in (tmp_path / "missing" / "file", tmp_path, image_folder / "val/ash/0.jpg/file"):
-        assert predict(tmp_path / "not read.pt", image_folder, option, path, "--overwrite") == 5
-        told = f"{option} must be a file in a folder that exists and can be written, got {path}"
+        assert predict(tmp_path / "not read.pt", image_folder, "--output", path, "--overwrite") == 5
+        told = f"--output must be a file in a folder that exists and can be written, got {path}"
         assert capsys.readouterr().err == f"error: {told}\n"
 
 
@@ -193,49 +175,6 @@ def test_an_interruption_keeps_the_rows(checkpoint, image_folder, tmp_path) -> N
     rows = rows_of(output)
     assert [row["path"] for row in rows] == list(map(str, images[:2]))
     assert all(row["class_4"] for row in rows)
-
-
-def test_a_sheet_is_sorted_by_confidence(checkpoint, image_folder, predict, tmp_path) -> None:
-    sheet, output, expected = (tmp_path / name for name in ("a.png", "a.csv", "b.png"))
-    assert predict(checkpoint, image_folder / "val", "--sheet", sheet, "--output", output) == 0
-    rows = sorted(rows_of(output), key=lambda row: float(row["probability_1"]))
-    paths = [Path(row["path"]) for row in rows]
-    titles = [f"{row['class_1']} {float(row['probability_1']):.0%}" for row in rows]
-    chosen = load_subject(EvalConfig(checkpoint=str(checkpoint))).config
-    images = [val_transform(chosen)(decode_for(path.read_bytes(), chosen)) for path in paths]
-    write_sheet(expected, images, titles, [path.name for path in paths])
-    assert sheet.read_bytes() == expected.read_bytes()
-    for number in range(70):
-        shutil.copy(paths[0], image_folder / "val" / f"{number}{paths[0].suffix}")
-    assert predict(checkpoint, image_folder / "val", "--sheet", sheet) == 0
-    with Image.open(sheet) as image:
-        assert image.size == (1000, 13 * (192 + 32 + 8) + 8)  # 64 images, 5 in a row
-
-
-def test_classes_of_any_script_are_told_apart_on_the_sheet(
-    config, train, image_folder, predict, tmp_path
-) -> None:
-    """A letter that the font lacks would be a box: names of classes become numbers, others are escaped."""
-    names = ("\u6a39", "b\u00e4rk", "\u732b", "\u72ac")
-    for old, new in zip(("ash", "birch", "cedar", "dogwood"), names, strict=True):
-        for split in ("train", "val"):
-            (image_folder / split / old).rename(image_folder / split / new)
-    assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 0
-    content = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
-    content["state_dict"]["head.weight"].zero_()
-    image = tmp_path / "\u72ac.jpg"
-    next(image_folder.glob("val/*/*.jpg")).rename(image)
-    for number, name in enumerate(("b\u00e4rk", "class 1")):
-        content["state_dict"]["head.bias"].zero_()[number] = 9
-        torch.save(content, tmp_path / "sure.pt")
-        sheet, output = tmp_path / f"{number}.png", tmp_path / f"{number}.csv"
-        assert predict(tmp_path / "sure.pt", image, "--sheet", sheet, "--output", output) == 0
-        expected = tmp_path / "expected.png"
-        images = [torch.zeros(3, 16, 16, dtype=torch.uint8)]
-        write_sheet(expected, images, [f"{name} 100%"], ["\\u72ac.jpg"])
-        title, own = (np.asarray(Image.open(path))[200:] for path in (expected, sheet))
-        assert np.array_equal(title, own), name
-        assert rows_of(output)[0]["class_1"] == sorted(names)[number]
 
 
 def test_the_options_of_a_run_are_followed(checkpoint, predict, image_folder, tmp_path) -> None:

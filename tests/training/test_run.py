@@ -83,7 +83,9 @@ def test_resume_with_other_images_is_refused(config, image_folder, train, capsys
         (image_folder / split / "ash").rename(image_folder / split / "oak")
     assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 3
     told = capsys.readouterr().err
-    assert re.search("training images differ from .*; class ash is missing; class oak is new; res", told)
+    assert re.search(
+        "training images differ from .*; class ash is missing; class oak is new; res", told
+    )
     (image_folder / "train" / "oak" / "0.jpg").unlink()
     for split in ("train", "val"):
         (image_folder / split / "oak").rename(image_folder / split / "ash")

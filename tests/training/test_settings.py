@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,19 @@ def test_what_the_weights_of_timm_say_of_images_is_in_range() -> None:
         (["--optim.opt", "adahessian"], "adahessian needs second derivatives"),
         (["--optim.opt-betas", "0.9", "0.9", "0.9"], "opt_betas must be 2 numbers, got (0.9"),
         (["--run.device", "nope"], "run.device nope is not available"),
-        (["--run.tracker", "wandb"], "run.tracker wandb needs its package; run pip install wandb"),
+        (
+            ["--run.tracker", "tensorboard"],
+            "run.tracker tensorboard needs its package; run pip inst",
+        ),
         (["--config", "none.yaml"], "--config none.yaml: No such file or directory"),
         *((["--model.args", f"{key}=True"], f"got {key}=True") for key in NOT_OF_A_MODEL),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_would_fail_later_is_one_line(words, expected, program, tmp_path, capsys) -> None:
+def test_what_would_fail_later_is_one_line(
+    words, expected, program, monkeypatch, tmp_path, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     code = program(train_imagenet.main, "--run.output", tmp_path / "out", *words)
     assert expected in (line := capsys.readouterr().err)
     of_the_data = any(part in expected for part in ("classes", "batch_size 2000", "at most the"))

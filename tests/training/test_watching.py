@@ -5,7 +5,6 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -23,9 +22,7 @@ def each_step(config) -> TrainConfig:
     return config.changed("run", log_interval=1)
 
 
-def test_a_long_run_says_how_long_it_takes_and_is_never_silent(
-    config, train, capsys, monkeypatch, tmp_path
-) -> None:
+def test_a_long_run_is_never_silent(config, train, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(time, "monotonic", partial(next, itertools.count(0.0, 100.0)))
     assert train(config, "--run.output", str(tmp_path / "run")) == 0
     told = capsys.readouterr().out
@@ -33,8 +30,6 @@ def test_a_long_run_says_how_long_it_takes_and_is_never_silent(
     assert told.count("epoch 1/3 step ") == 3  # all but the last, which the epoch's line follows
     assert re.search(r"^epoch 1/3 step 2/4  loss \d", told, re.MULTILINE)
     assert re.search(r"^scored 12 of 12 validation images", told, re.MULTILINE)
-    estimate = r"^time     about \d+ .* for 3 epochs on \d+ threads?$"
-    assert len(re.findall(estimate, told, re.MULTILINE)) == 1
 
 
 def test_every_step_has_a_row_also_a_skipped_one(config, train, tmp_path) -> None:
@@ -76,42 +71,30 @@ def test_killed_run_that_continues_has_each_step_once(
     assert {*re.findall("warning: (.*?):", capsys.readouterr().out)} == {"12 images held out"}
 
 
-@pytest.fixture
-def failing_wandb(monkeypatch) -> Callable[[str], None]:
-    """Return a function that installs a stand-in for wandb, of which one call raises."""
-
-    def install(fails: str) -> None:
-        def call(name: str) -> None:
-            if name == fails:
-                raise ConnectionError(f"{name}: no network\nand more")
-
-        module = ModuleType("wandb")
-        module.__spec__ = ModuleSpec("wandb", None, origin="here")
-        module.Settings = lambda **settings: settings
-        run = SimpleNamespace(
-            starting_step=0,
-            log=lambda values, step: call("log"),
-            finish=lambda exit_code: call("finish"),
-        )
-        module.init = lambda **arguments: call("init") or run
-        monkeypatch.setitem(sys.modules, "wandb", module)
-
-    return install
-
-
-@pytest.mark.parametrize("call", ["init", "log", "finish"])
+@pytest.mark.parametrize("call", ["SummaryWriter", "add_scalar", "close"])
 def test_tracker_that_fails_is_told_once_and_stops_nothing(
-    each_step, call, train, failing_wandb, capsys, tmp_path
+    each_step, call, train, capsys, monkeypatch, tmp_path
 ) -> None:
-    failing_wandb(call)
-    assert train(each_step, "--run.output", str(tmp_path / "run"), "--run.tracker", "wandb") == 0
+    def calling(name: str, *arguments: object, **options: object) -> None:
+        if name == call:
+            raise ConnectionError(f"{name}: no disk\nand more")
+
+    names = ("add_text", "add_scalar", "close")
+    writer = SimpleNamespace(**{name: partial(calling, name) for name in names})
+    module, package = ModuleType("torch.utils.tensorboard"), ModuleType("tensorboard")
+    module.SummaryWriter = lambda *_, **__: calling("SummaryWriter") or writer
+    package.__spec__ = ModuleSpec("tensorboard", None, origin="here")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "tensorboard", package)
+    folder = tmp_path / "run"
+    assert train(each_step, "--run.output", str(folder), "--run.tracker", "tensorboard") == 0
     told = capsys.readouterr().out
     assert told.count("warning: run") == 1
     assert (
-        "warning: run.tracker wandb failed; training continues untracked: "
-        f"ConnectionError: {call}: no network and more\n"
+        "warning: run.tracker tensorboard failed; training continues untracked: "
+        f"ConnectionError: {call}: no disk and more\n"
     ) in told
-    assert len(rows(tmp_path / "run", "steps.csv")) == 12
+    assert len(rows(folder, "steps.csv")) == 12
 
 
 @pytest.mark.ci

@@ -1,15 +1,13 @@
 """vil.profile: counters of multiply-adds, and the command."""
 
-import logging
 from functools import partial
 from pathlib import Path
 
 import pytest
 import timm
-import torch
 
 from tests.documents.pages import blocks
-from vil.profile import count_macs, count_parameters, fvcore_handles, main, table_of_models
+from vil.profile import count_macs, count_parameters, main, table_of_models
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,32 +60,10 @@ def test_quantized_weights_count_as_others() -> None:
     assert (count_macs(model, (3, 64, 64)), count_parameters(model)) == plain
 
 
-@pytest.fixture
-def fvcore(caplog: pytest.LogCaptureFixture):
-    """Return fvcore, without its warnings about unknown operators."""
-    caplog.set_level(logging.ERROR)
-    return pytest.importorskip("fvcore.nn")
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny"])
-def test_fvcore_counts_what_count_macs_does(name: str, fvcore) -> None:
-    model = timm.create_model(name, depth=2).eval()
-    for size in (64, 96):  # not the trained grid, so the convolution has an order
-        without = fvcore.FlopCountAnalysis(model, torch.zeros(1, 3, size, size))
-        assert without.total() > 0
-        assert without.unsupported_ops()["vil::mixer"] == 2
-        counted = without.copy().set_op_handle(**fvcore_handles())
-        assert counted.total() == count_macs(model, (3, size, size))
-        assert counted.by_operator()["mixer"] == counted.total() - without.total() > 0
-        assert not any(name.startswith("vil::") for name in counted.unsupported_ops())
-
-
 DOCUMENTED = blocks("speed")
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("fvcore")
 @pytest.mark.parametrize("block", DOCUMENTED[1:])
 def test_lines_of_the_documents_run(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1, img_size=64))

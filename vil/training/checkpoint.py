@@ -158,9 +158,8 @@ class Run:
 def save(folder: Path, run: Run) -> None:
     """Write last.pt, keep its predecessor as previous.pt, and update best.pt after a best epoch.
 
-    Raises:
-        OutputError: If the checkpoint could not be written; earlier checkpoints are intact.
-        NonFiniteLossError: If a weight is NaN or infinite; such weights are not saved.
+    Raises OutputError if that fails, and NonFiniteLossError, without saving, if a weight is NaN or infinite. Earlier
+    checkpoints are intact.
     """
     for model in (run.setup.model, *run.setup.averages):
         try:
@@ -227,9 +226,7 @@ def load_newest(folder: Path) -> dict[str, Any] | None:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint written by ``save`` and verify it.
 
-    Raises:
-        OutputError: If the file is missing or cannot be read.
-        DamagedError: If the file was read but is damaged or not a checkpoint.
+    Raises OutputError if it is missing or cannot be read, DamagedError if it is damaged or not a checkpoint.
     """
     try:
         saved = load_archive(path)
@@ -260,10 +257,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConfig, TrainConfig]:
     """Return the settings to start or resume a run with: (all settings, settings as the user gave them).
 
-    run.allow_changes applies to this start only and is not saved with the run.
-
-    Raises:
-        ConfigError: If the new settings are incompatible with the run being resumed.
+    run.allow_changes applies to this start only and is not saved with the run. Raises ConfigError if the new settings are
+    incompatible with the run being resumed.
     """
     once = {"run.allow_changes": False}
     if saved is None:
@@ -299,9 +294,7 @@ def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConf
 def restore(run: Run, saved: dict[str, Any]) -> None:
     """Restore weights, optimizer and progress of a run from its checkpoint, in place.
 
-    Raises:
-        DataError: If the images differ from those that the run started with.
-        OutputError: If the checkpoint does not match the model or the optimizer.
+    Raises DataError if the images differ from the run's, OutputError if the model or the optimizer does.
     """
     origin = saved["origin"]
     for split, fingerprint in run.fingerprints.items():

@@ -86,9 +86,8 @@ class World:
 def connect(run: RunConfig) -> Iterator[World]:
     """Initialise the process group for the duration of a run: gloo between CPUs, NCCL between GPUs.
 
-    Raises:
-        ConfigError: If the device does not exist, the launcher's variables are invalid, or the rendezvous fails.
-        LostProcessError: If another process does not join, or dies during the run.
+    Raises ConfigError if the device does not exist, the launcher's variables are invalid, or the rendezvous fails, and
+    LostProcessError if another process does not join, or dies during the run.
     """
     world = _world(run)
     if world.size == 1:

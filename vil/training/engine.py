@@ -57,18 +57,10 @@ def interval(percent: float, count: int) -> tuple[float, float]:
 
 
 def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult:
-    """Run one optimizer step; if the gradient is not finite, change nothing.
+    """Run one optimizer step on a ``TrainSetup``, in place; if the gradient is not finite, change nothing.
 
     All processes have the same gradient, so they make the same decision. The decision stays on the
-    device if the optimizer can read it there and the model has no BatchNorm.
-
-    Args:
-        setup: Model and optimizer, updated in place.
-        step: Images and labels of the step.
-        config: Configuration of the run.
-
-    Raises:
-        DataError: If a label is not in [0, model.num_classes).
+    device if the optimizer can read it there and the model has no BatchNorm. Raises DataError as ``check_targets``.
     """
     before = [statistic.clone() for statistic in setup.statistics]
     loss = _accumulate(setup, step, config)
@@ -102,17 +94,14 @@ def evaluate(
     accuracy does not depend on the batch size. A score does not depend on the other models.
 
     Args:
-        models: Models to evaluate; they stay in evaluation mode.
+        models: Models to evaluate; they stay in evaluation mode. The result has a score for each.
         data: Validation images.
         judged: Empty list. Receives a tensor (2, B) for each batch of this process, on the model's device: the
             images' classes, and the first model's predictions.
         pulse: Prints a line if none was printed for long; None counts from now.
 
-    Returns:
-        One score per model.
-
     Raises:
-        DataError: If an image cannot be read or a label is not in [0, model.num_classes).
+        DataError: As in ``ValData.settle`` and ``check_targets``.
     """
     for model in models:
         model.eval()

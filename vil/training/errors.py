@@ -44,12 +44,7 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, everywhere: bool = False) -> None:
-        """Initialise the error.
-
-        Args:
-            message: One-line message.
-            everywhere: Whether all processes of the run raise the error; then one per node prints it.
-        """
+        """Initialise; if all processes of the run raise the error (``everywhere``), one per node prints it."""
         super().__init__(message)
         self.everywhere = everywhere
 

@@ -403,10 +403,8 @@ def _places(
 ) -> list[int] | None:
     """Return the model's outputs for the classes of the data, matched by name; None for all outputs in their order.
 
-    If no name matches, only warn: the names may be synonyms, which only the user can know.
-
-    Raises:
-        DataError: If names match only partly, a name occurs twice in the model, or no name and no number matches.
+    If no name matches, only warn: the names may be synonyms, which only the user can know. Raises DataError if names match
+    only partly, a name occurs twice in the model, or no name and no number matches.
     """
     if None in (trained, found) or trained == found:
         if found is not None and len(found) != num_classes:

@@ -25,12 +25,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file atomically: a crash at any moment leaves either the old or the new file intact.
 
-    Args:
-        path: Destination; replaced if it exists.
-        write: Function that writes the content to an open binary file.
-
-    Raises:
-        OutputError: If the content cannot be written; the old file is intact.
+    Raises OutputError if ``write``, which gets an open binary file, fails; the old file is intact.
     """
     temporary = _temporary(path)
     try:
@@ -100,8 +95,7 @@ def link_atomically(source: Path, path: Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder for this process; create it if missing and remove temporary files of killed processes.
 
-    Raises:
-        OutputError: If the folder is not writable or another process holds the lock.
+    Raises OutputError if the folder is not writable or another process holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -76,11 +76,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """Return the bytes of an image file.
-
-        Raises:
-            OSError: If the file cannot be read or is corrupted.
-        """
+        """Return the bytes of an image file; raise OSError if it cannot be read or is corrupted."""
 
     def checksum(self, index: int) -> int | None:
         """Return the CRC32 of an image file; thread-safe. None if the listing already covers the content."""
@@ -299,9 +295,9 @@ def list_images(
         )
     check_found(paths, others if tell else Counter(), printable(str(folder)), "the sub-folders of ")
     if hidden:
+        told = f"{printable(', '.join(hidden))} in {printable(str(folder))} left out, because names"
         log.warning(
-            f"{printable(', '.join(hidden))} in {printable(str(folder))} left out, because names that begin with a dot "
-            f"are hidden; if these folders of images are classes, rename them"
+            f"{told} that begin with a dot are hidden; if these folders are classes, rename them"
         )
     if empty and all_classes:
         raise DataError(
@@ -362,9 +358,8 @@ def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
 
 def _hidden_classes(folder: Path) -> list[str]:
     """Return the names of folders in a folder that begin with a dot and have images."""
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.startswith(".") and entry.is_dir()]
-    return [name for name in names if _look_into(folder / name)[1]]
+    hidden = (path for path in folder.glob(".*") if path.is_dir())
+    return [path.name for path in hidden if _look_into(path)[1]]
 
 
 def files_below(folder: Path, others: Counter[str]) -> list[Path]:
@@ -401,10 +396,8 @@ def _undivided(folder: Path, tell: bool) -> tuple[list[str], tuple[str, ...], li
     """List the images of a folder that data.val_fraction divides, like ``list_images``."""
     divided = [name for name in ("train", "val", "validation") if is_folder(folder / name)]
     if len(divided) > 1:
-        raise DataError(
-            f"data.path {folder} has folders {' and '.join(divided)}, so its images are divided already; leave out "
-            f"data.val_fraction"
-        )
+        told = f"data.path {folder} has folders {' and '.join(divided)}, so its images are divided"
+        raise DataError(f"{told} already; leave out data.val_fraction")
     return list_images(folder, tell)
 
 
@@ -423,8 +416,7 @@ def _divided(
 ) -> tuple[list[str], tuple[str, ...], list[int]]:
     """Divide a folder's images by a hash of class and name, and list one side like ``list_images``.
 
-    Raises:
-        DataError: If no image of a class is left to train on; or as in ``list_images``.
+    Raises DataError as there, or if no image of a class is left to train on.
     """
     paths, classes, labels = _undivided(folder, tell=training)
     fraction, exceptions = data.val_fraction, {*exceptions}

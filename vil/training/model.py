@@ -85,7 +85,7 @@ def build(
     Args:
         config: Configuration of the run, with all defaults filled in.
         world: Process group, connected if there are several processes.
-        steps_per_epoch: Number of optimizer steps in an epoch.
+        steps_per_epoch: Optimizer steps in an epoch.
         weights: Initial weights; None initialises them at random.
         classes: Class names of the data. If the weights have other names, the head is re-initialised,
             even if the number is equal.

@@ -44,14 +44,7 @@ class TrainingPass(nn.Module):
     def __init__(
         self, model: nn.Module, criterion: nn.Module, run: RunConfig, device: torch.device
     ) -> None:
-        """Keep the model, without copying it.
-
-        Args:
-            model: Model that returns logits (B, classes).
-            criterion: Loss of logits and targets.
-            run: Autocast, number of micro-batches per step, and whether to record CUDA graphs.
-            device: Device of the model.
-        """
+        """Keep the model, which returns logits (B, classes), and the criterion of logits and targets; copy nothing."""
         super().__init__()
         self.model, self.criterion = model, criterion
         self.amp, self.parts = run.amp, run.grad_accum_steps
@@ -132,10 +125,8 @@ class _Graphs:
     def __init__(self, function: Callable[..., Sequence[Tensor | None]], model: nn.Module) -> None:
         """Record nothing yet.
 
-        Args:
-            function: Function to record. It may change buffers of ``model``. Apart from the weights and the random
-                states, it must not depend on anything that changes between calls.
-            model: Model that the function calls.
+        The function, which calls the model, may change its buffers. Apart from the weights and the random states, it must
+        not depend on anything that changes between calls.
         """
         self.function, self.model = function, model
         self.recordings: dict[Any, _Recording] = {}
@@ -143,11 +134,7 @@ class _Graphs:
         self.everywhere.add(self)
 
     def __call__(self, *arguments: Tensor) -> Sequence[Tensor | None]:
-        """Return the function's results, in memory that the next call overwrites.
-
-        Raises:
-            ConfigError: If the function cannot be recorded.
-        """
+        """Return the function's results, in memory that the next call overwrites; raise ConfigError if it cannot record."""
         key = tuple((argument.shape, argument.dtype) for argument in arguments)
         if key not in self.recordings:
             self.recordings[key] = self._record(tuple(a.clone() for a in arguments))

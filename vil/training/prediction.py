@@ -1,4 +1,4 @@
-"""Predict the classes of image files, and write them as a CSV table and as a sheet to look at."""
+"""Predict the classes of image files, and print them or write them as a CSV table."""
 
 import csv
 import sys
@@ -15,7 +15,6 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from vil.messages import counted, printable
-from vil.training.contact_sheet import MOST, is_sheet, shows, write_sheet
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
@@ -43,8 +42,6 @@ class PredictConfig(Section):
     """Number of classes per image."""
     output: Text | None = None
     """CSV file for the predictions, a row for each image. After an interruption it has the rows so far."""
-    sheet: Text | None = None
-    """PNG file with up to 64 of the images, from the least to the most certain, and the class of each."""
     img_size: Count | None = None
     """Height and width in pixels; None keeps the size of training."""
     ema: bool = False
@@ -68,8 +65,6 @@ class Prediction(NamedTuple):
     error: str = ""
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
-    shown: str = ""
-    """Name of the likeliest class, or its number if a sheet cannot show the name."""
 
 
 def predict_as(options: PredictConfig) -> None:
@@ -94,34 +89,20 @@ def predict_as(options: PredictConfig) -> None:
     if subject.weights.startswith("RANDOM"):
         raise ConfigError(f"{options.model} has no weights; pass a release or a checkpoint")
     with connect(subject.config.run) as world:
-        coming, found = predictions(subject, paths, options, world), []
+        coming, bad = predictions(subject, paths, options, world), []
         if options.output is not None:
             most = min(options.top, subject.model.num_classes)
             coming = _written(coming, options.output, most)
         for one in coming:
-            found.append(one)
+            bad += [f"{one.path}: {one.error}"] if one.error else []
             if options.output is None:
                 log.info(_line(one))
-        read = [number for number, one in enumerate(found) if not one.error]
-        log.info(
-            f"{len(read):,} of {counted(len(found), 'image')} read, with {subject.config.model.name}"
-        )
-        if read and options.sheet is not None:
-            chosen = sorted(read, key=lambda number: found[number].probabilities[0])
-            if len(chosen) > MOST:  # evenly spaced, with the first and the last
-                chosen = [chosen[n * (len(chosen) - 1) // (MOST - 1)] for n in range(MOST)]
-            images = _Photographs([paths[number] for number in chosen], subject.config)
-            titles = [f"{found[n].shown} {found[n].probabilities[0]:.0%}" for n in chosen]
-            names = [paths[number].name for number in chosen]
-            write_sheet(Path(options.sheet), [image for image, _ in images], titles, names)
-    for path in (options.output, options.sheet if read else None):
-        if path is not None:
-            log.info(f"written  {path}")
-    bad = [f"{one.path}: {one.error}" for one in found if one.error]
+        count = counted(len(paths), "image")
+        log.info(f"{len(paths) - len(bad):,} of {count} read, with {subject.config.model.name}")
+    if options.output is not None:
+        log.info(f"written  {options.output}")
     if bad:
-        raise DataError(
-            f"{len(bad)} of {counted(len(found), 'image')} cannot be read: {named(bad, _MOST_NAMED)}"
-        )
+        raise DataError(f"{len(bad)} of {count} cannot be read: {named(bad, _MOST_NAMED)}")
 
 
 def predictions(
@@ -155,8 +136,7 @@ def predictions(
                     continue
                 shares, places = next(best)
                 told = tuple(names[place] for place in places)
-                shown = told[0] if shows(told[0]) else f"class {places[0]}"
-                yield Prediction(path, "", told, tuple(shares), shown)
+                yield Prediction(path, "", told, tuple(shares))
             bar.update(len(reasons))
             done += len(reasons)
             if bar.disable and options.output is not None:
@@ -187,18 +167,11 @@ class _Photographs(Dataset):
 
 
 def _find(places: list[Path]) -> list[Path]:
-    """Return the given files and the images below the given folders, except for sheets of this program.
-
-    Raises DataError if there are none.
-    """
+    """Return the given files and the images below the given folders; raise DataError if there are none."""
     found, others = [], Counter()
     for place in places:
         if place.is_dir():
-            below = files_below(place, others)
-            sheets = [path for path in below if path.suffix.lower() == ".png" and is_sheet(path)]
-            found += [path for path in below if path not in sheets]
-            for path in sheets:
-                log.info(f"left out {printable(str(path))}, a sheet of predict.py")
+            found += files_below(place, others)
         elif place.exists():
             found.append(place)
         else:
@@ -208,22 +181,16 @@ def _find(places: list[Path]) -> list[Path]:
 
 
 def _check_free(options: PredictConfig) -> None:
-    """Raise OutputError if a file cannot be written, or exists and is none of this program, unless it may be replaced."""
-    files = {"--output": (options.output, _is_table), "--sheet": (options.sheet, is_sheet)}
-    for option, (name, is_own) in files.items():
-        if name is None:
-            continue
-        check_target(Path(name), option)
-        if not options.overwrite and Path(name).exists() and not is_own(Path(name)):
-            raise OutputError(
-                f"{name} exists and is not a file of predict.py; choose another, or pass --overwrite"
-            )
-
-
-def _is_table(path: Path) -> bool:
+    """Raise OutputError if the table cannot be written, or would replace a file that is none of this program."""
+    path = Path(options.output or "")
+    if options.output is None:
+        return
+    check_target(path, "--output")
     header = ",".join((*_FIRST_COLUMNS, "class_1", "probability_1")).encode()
-    with path.open("rb") as file:
-        return file.read(len(header)) == header
+    if not options.overwrite and path.exists() and not path.read_bytes().startswith(header):
+        raise OutputError(
+            f"{path} exists and is not a file of predict.py; choose another, or pass --overwrite"
+        )
 
 
 def _line(one: Prediction) -> str:

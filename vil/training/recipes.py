@@ -24,14 +24,9 @@ _Options = TypeVar("_Options")
 
 
 def load_config(arguments: list[str], default_recipe: Path) -> TrainConfig:
-    """Load a recipe and override it with the command line.
+    """Load a recipe, by default ``default_recipe``, and override it with the command line, without the program's name.
 
-    Args:
-        arguments: Command line without the program's name.
-        default_recipe: Recipe to use without --config.
-
-    Returns:
-        Validated settings. The output folder defaults to output/<recipe>.
+    The output folder defaults to output/<recipe>.
 
     Raises:
         ConfigError: If the recipe is missing or malformed, or settings are invalid or incompatible.
@@ -71,14 +66,10 @@ def _state_help(kind: type) -> None:
 
 
 def _expanded(value: Any, name: str) -> Any:
-    """Return plain values with ~ and $NAME expanded, which shells do only at the start of a word.
+    """Return text, or nested dictionaries and lists of it, with ~ and $NAME expanded; names that exist are kept.
 
-    Args:
-        value: Text, or nested dictionaries and lists of it. A name that exists is not changed.
-        name: Name of the option, for errors.
-
-    Raises:
-        ConfigError: If a text names an unknown user or variable, or has undecodable bytes.
+    Shells expand them only at the start of a word. Raises ConfigError, which names the option, if a text names an
+    unknown user or variable, or has undecodable bytes.
     """
     if isinstance(value, dict):
         return {key: _expanded(v, f"{name}.{key}".strip(".")) for key, v in value.items()}
@@ -159,13 +150,8 @@ _Loader.add_constructor(
 def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _Options:
     """Build validated settings from plain values; used for YAML, command line and checkpoints.
 
-    Args:
-        values: Nested dictionaries, lists, numbers and strings; missing fields get their defaults.
-        origin: Prefix of error messages that names the source of the values, including a separator.
-        kind: Dataclass to build.
-
-    Raises:
-        ConfigError: If a name is unknown or a value out of range; one line lists all problems.
+    Missing fields get their defaults. Raises ConfigError, whose line begins with ``origin`` and lists all problems, if a
+    name is unknown or a value out of range.
     """
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str))

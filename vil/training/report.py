@@ -32,8 +32,6 @@ from vil.training.trackers import Tracker
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
 _COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "images_per_s", "data_wait")  # of steps.csv
-_TIMED = (3, 2.0)  # least steps and seconds to estimate the time of a run from
-_LONG = 60.0  # seconds of a run that is told how long it takes
 _CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
 # A narrow terminal cuts the end off, so what matters most comes first.
 _BAR = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt}, {remaining} left  {desc}"
@@ -65,7 +63,6 @@ class Report:
         """When this start had done its first step, which compiles, and how many steps the run had then."""
         self.mean: list[float] = []
         """Loss and gradient norm when they were read last."""
-        self.estimated = self.run.setup.world.device.type != "cpu"
         self.pulse, self.stack = pulse, ExitStack()
 
     def __enter__(self) -> "Report":
@@ -92,7 +89,7 @@ class Report:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.bar.close()
         self.stack.close()
-        self.tracker.finish(failed=kind is not None)
+        self.tracker.finish()
 
     def begin_epoch(self) -> None:
         """Start the clock of an epoch; time before and after resuming is added."""
@@ -114,8 +111,6 @@ class Report:
             self.bar.unpause()
             self.bar.set_description_str(f"epoch {len(self.state.history) + 1}/{self.epochs}")
         self.bar.update()
-        if not self.estimated:
-            self._estimate()
 
     @property
     def done(self) -> int:
@@ -343,23 +338,6 @@ class Report:
         since, step = self.paced
         steps = self.state.step - step
         return (time.monotonic() - since) / steps if steps else time.monotonic() - self.began
-
-    def _estimate(self) -> None:
-        """Print how long the run will take, when a few steps were timed; validation takes a third per image."""
-        since, step = self.paced
-        if self.state.step - step < _TIMED[0] or time.monotonic() - since < _TIMED[1]:
-            return
-        self.estimated, pace = True, self._pace
-        epochs = self.epochs - len(self.state.history)
-        val_steps = epochs * self.val_data.num_images / self.config.data.batch_size
-        seconds = pace * (self.train_data.num_steps - self.state.step + val_steps / 3)
-        if not self.is_main or seconds < _LONG:
-            return
-        about = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
-        threads = torch.get_num_threads()
-        self.pulse.say(
-            f"time     about {about} for {counted(epochs, 'epoch')} on {counted(threads, 'thread')}"
-        )
 
     def _rest(self) -> str:
         """Return the number of skipped steps, if any, and the time left at the mean pace since the first step."""

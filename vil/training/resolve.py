@@ -56,11 +56,7 @@ def read_source(source: str, ema: bool) -> Weights:
 
 
 def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConfig:
-    """Fill in model and preprocessing settings from the weights, or from defaults.
-
-    Args:
-        config: Settings as the user gave them.
-        weights: Weights of model.pretrained, or None.
+    """Fill in model and preprocessing settings from the weights of model.pretrained, or from defaults.
 
     Raises:
         ConfigError: If no model is named, the image size is not square, or a value from the weights is out of range.
@@ -134,11 +130,6 @@ def choose_exceptions(config: TrainConfig, weights: Weights | None) -> tuple[str
 
 def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConfig:
     """Fill in the number of classes, the batch size for the number of images, and the warm-up.
-
-    Args:
-        config: Settings returned by ``fill_from_weights``.
-        train: Training images.
-        val: Validation images.
 
     Raises:
         DataError: If there is one class only, or model.num_classes is not set and the data has class indices without

@@ -53,16 +53,9 @@ class MicroBatches(Sampler[list[SampledIndex]]):
     ) -> None:
         """Initialise the sampler.
 
-        Args:
-            order: Function that draws the image order of an epoch.
-            num_images: Number of images in the data set.
-            repeats: Consecutive draws of each image; 0 and 1 draw each image once.
-            batch_size: Images per step, over all processes.
-            micro_batch: Images per micro-batch of one process.
-            rank: Rank of this process.
-            world_size: Number of processes.
-            seed: Seed of the run.
-            steps: Steps to sample, counted from the start of the run.
+        ``order`` draws an epoch's order of ``num_images`` images, each of which is drawn ``repeats`` times in a row (0 is
+        once). ``batch_size`` images of all processes are a step, ``micro_batch`` of this one are a micro-batch. ``steps``
+        are counted from the start of the run.
         """
         self.order = order
         self.repeats = max(repeats, 1)

@@ -291,8 +291,8 @@ class RunConfig(Section):
     """Steps between loss readings."""
     save_minutes: Free[Number] = 10.0
     """Minutes between checkpoints within an epoch."""
-    tracker: Free[Literal["tensorboard", "wandb"] | None] = None
-    """Also send steps.csv and log.csv to this tracker; install its package. wandb reads WANDB_PROJECT etc."""
+    tracker: Free[Literal["tensorboard"] | None] = None
+    """Also send steps.csv and log.csv to this tracker; install its package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +378,7 @@ class TrainConfig(Section):
         if self.optim.best == "ema" and self.optim.model_ema_decay is None:
             yield "optim.best ema needs averaged weights, such as --optim.model-ema-decay 0.9999"
         tracker = self.run.tracker
-        # find_spec also finds a plain folder of that name, such as wandb's, but without an origin.
+        # find_spec also finds a plain folder of that name, but without an origin.
         if tracker is not None and getattr(find_spec(tracker), "origin", None) is None:
             yield f"run.tracker {tracker} needs its package; run pip install {tracker}"
 

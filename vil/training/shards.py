@@ -157,10 +157,8 @@ class ShardSource(Source):
 def _load_index(shard: Path) -> list[Sample]:
     """Return the samples of a shard from its index, or from the tar headers if the index is missing or outdated.
 
-    A new index is then saved for the next time, if the folder is writable.
-
-    Raises:
-        DataError: If the shard is missing, truncated, not a tar, or being written.
+    A new index is then saved for the next time, if the folder is writable. Raises DataError if the shard is missing,
+    truncated, not a tar, or being written.
     """
     stamp = _stamp_of(shard)
     index = _read_index(shard)

@@ -1,15 +1,12 @@
-"""TensorBoard or Weights & Biases beside a run, with the rows of steps.csv as step/... and of log.csv as epoch/..."""
+"""TensorBoard beside a run, with the rows of steps.csv as step/... and of log.csv as epoch/..."""
 
-import dataclasses
-import os
-import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from vil.messages import one_line
 from vil.training.errors import log
-from vil.training.files import write_text
 from vil.training.recipes import to_yaml
 from vil.training.settings import TrainConfig
 
@@ -20,68 +17,38 @@ class Tracker:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         """Import and write nothing yet."""
         self.config, self.folder = config, folder
-        self._log: Callable[[dict[str, float], int], object] | None = None
-        self._close: Callable[[bool], object] | None = None
+        self._writer: Any = None
 
     def start(self, done: int) -> None:
         """Start the tracker, or resume it after ``done`` steps: later steps are sent again."""
-        kind = {"tensorboard": self._tensorboard, "wandb": self._wandb}
-        self._try(kind.get(self.config.run.tracker), done)
+        if self.config.run.tracker is not None:
+            with self._failing():
+                from torch.utils.tensorboard import SummaryWriter
+
+                # TensorBoard drops its entries of this step and later ones.
+                writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done + 1)
+                writer.add_text("config", f"```yaml\n{to_yaml(self.config)}```", done + 1)
+                self._writer = writer
 
     def add(self, group: str, step: int, values: dict[str, float]) -> None:
         """Send values of a step, named group/name; steps must not decrease."""
-        self._try(self._log, {f"{group}/{name}": value for name, value in values.items()}, step)
+        with self._failing():
+            for name, value in values.items() if self._writer else ():
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
-    def finish(self, failed: bool) -> None:
+    def finish(self) -> None:
         """Wait for the tracker and close it."""
-        self._try(self._close, failed)
+        with self._failing():
+            if self._writer:
+                self._writer.close()
 
-    def _tensorboard(self, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # TensorBoard drops its entries of this step and later ones.
-        writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done + 1)
-        writer.add_text("config", f"```yaml\n{to_yaml(self.config)}```", done + 1)
-
-        def send(values: dict[str, float], step: int) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        self._log, self._close = send, lambda failed: writer.close()
-
-    def _wandb(self, done: int) -> None:
-        import wandb
-
-        name = self.folder / "wandb" / "id.txt"
-        if not name.exists():
-            name.parent.mkdir(exist_ok=True)
-            write_text(name, uuid.uuid4().hex)
-        run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "vision-longhorn"),
-            name=self.folder.name,
-            id=name.read_text(),
-            resume="allow",
-            dir=str(self.folder),
-            config=dataclasses.asdict(self.config),
-            allow_val_change=True,  # for options that may change on resume
-            settings=wandb.Settings(console="off"),  # does not disturb the progress bar
-        )
-        first = run.starting_step  # the server takes each step once, and has those before
-
-        def send(values: dict[str, float], step: int) -> None:
-            if step >= first:
-                run.log(values, step=step)
-
-        self._log, self._close = send, lambda failed: run.finish(exit_code=int(failed))
-
-    def _try(self, function: Callable[..., Any] | None, *arguments: Any) -> None:
-        """Call the tracker, if there is one; drop it if the call fails."""
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Drop the tracker if the block fails."""
         try:
-            if function is not None:
-                function(*arguments)
-        except Exception as error:  # packages, servers and disks raise many types
-            self._log = self._close = None
-            why = f"{type(error).__name__}: {one_line(error)}"
+            yield
+        except Exception as error:  # packages and disks raise many types
+            self._writer, why = None, f"{type(error).__name__}: {one_line(error)}"
             log.warning(
                 f"run.tracker {self.config.run.tracker} failed; training continues untracked: {why}"
             )

@@ -36,11 +36,8 @@ _MOST_FAILED_SAVES = 5  # consecutive failures; a full disk may be cleared in th
 def train(config: TrainConfig) -> None:
     """Train with the given settings; resume the run in the output folder if there is one.
 
-    A checkpoint is written at the start of a run, after each epoch, at time intervals and on a signal, but
-    never after an error.
-
-    Raises:
-        UserError: If the run cannot start or continue; the subclasses are in errors.py.
+    A checkpoint is written at the start of a run, after each epoch, at time intervals and on a signal, but never after an
+    error: a UserError of errors.py, if the run cannot start or continue.
     """
     with connect(config.run) as world, ExitStack() as stack:
         folder, saved = Path(config.run.output), None
@@ -227,8 +224,7 @@ class Saver:
     def write(self, seconds: float, must: bool) -> None:
         """Write a checkpoint, given the time spent on the current epoch.
 
-        Raises:
-            OutputError: If writing fails and ``must`` is set, or for the fifth time in a row.
+        Raises OutputError if writing fails and ``must`` is set, or for the fifth time in a row.
         """
         self.saved, self.run.state.seconds = time.monotonic(), seconds
         if not self.is_main:

@@ -21,14 +21,9 @@ Transform = Callable[[Image.Image | torch.Tensor], torch.Tensor]
 
 
 def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
-    """Build the augmentation of a training image, which returns a uint8 tensor (C, H, W).
+    """Build the augmentation of a training image, which returns a uint8 tensor (C, size, size), by default model.img_size.
 
-    Args:
-        config: Configuration of the run.
-        size: Height and width in pixels; None uses ``model.img_size``.
-
-    Raises:
-        ConfigError: If timm does not know the auto-augment policy.
+    Raises ConfigError if timm does not know the auto-augment policy.
     """
     augment, data, size = config.augment, config.data, size or config.model.img_size
     try:
