@@ -108,16 +108,22 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
                     f"{name} needs features_only=True or num_classes=0, got a model with a head"
                 )
     out_indices = kwargs.pop("out_indices", None)
+    feature_cfg = {
+        "out_indices": indices if out_indices is None else out_indices,
+        "feature_cls": "getter",
+    }
+    if "output_fmt" in kwargs:
+        feature_cfg["output_fmt"] = form = kwargs.pop("output_fmt")
+        if form not in ("NCHW", "NLC") or not kwargs.get("features_only"):
+            told = 'output_fmt must be "NCHW" or "NLC", with features_only=True'
+            raise ValueError(f"{told}, got {form!r}")
     model = build_model_with_cfg(
         model_cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         pretrained_strict=kwargs.pop("pretrained_strict", True),
-        feature_cfg={
-            "out_indices": indices if out_indices is None else out_indices,
-            "feature_cls": "getter",
-        },
+        feature_cfg=feature_cfg,
         depth=depth,
         **kwargs,
     )

@@ -47,11 +47,8 @@ def state_images(model: nn.Module) -> None:
 
     The size for which its weights were made is kept with their arguments, where timm looks for it first.
     """
-    cfg = model.pretrained_cfg
-    weights = {"img_size": tuple(cfg["input_size"][1:])} | getattr(
-        model, "pretrained_model_args", {}
-    )
-    model.pretrained_model_args = weights
+    cfg, args = model.pretrained_cfg, getattr(model, "pretrained_model_args", {})
+    model.pretrained_model_args = {"img_size": tuple(cfg["input_size"][1:])} | args
     cfg.update(image_cfg(model))
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from timm import create_model
 from torch import nn
 
+import vil
 from tests.clients.small_models import backbone_in
 from vil.trained_grid import bits_of
 
@@ -56,6 +57,14 @@ def test_by_the_full_names_at_any_size(images: Callable) -> None:
     model = smp.Unet("tu-vil_tiny_pyramid", encoder_weights=None, classes=4).eval()
     assert model.encoder.out_channels == [3, 0, 192, 192, 192, 192]
     assert model(images(96, 160)).shape == (1, 4, 96, 160)
+    groups = vil.param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    found = {
+        id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]
+    }
+    for name, parameter in model.encoder.named_parameters():
+        rate, decay = found[id(parameter)]
+        assert rate == 0.5**25 or not name.endswith(("pos_embed", "cls_token")), name
+        assert decay == 0 or not name.endswith(("pos_embed", "cls_token", ".D", "_bias")), name
 
 
 def test_weights_of_the_plain_model(tmp_path: Path, images: Callable) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vil.preprocess import image_notes
 from vil.training.errors import DataError
 from vil.training.images import FolderSource
 from vil.training.resolve import choose_exceptions, fill_from_data, fill_from_weights
@@ -118,7 +119,8 @@ def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
 
     old = {Path(name) for name in tmp_path.glob("*/*")}
     add_images(tmp_path, {"c": 20, "d": 20, "f": 50}, first=500)
-    described = DESCRIBED | {"num_classes": 5, "label_names": [*"abcde"]}
+    notes = image_notes(False, "none", "pillow", val_fraction=0.1)
+    described = DESCRIBED | {"num_classes": 5, "label_names": [*"abcde"], "notes": notes}
     weights = replace(make_weights(), config=asdict(new), pretrained_cfg=described)
     weights = replace(weights, val_exceptions=chosen)
     exceptions = choose_exceptions(new, weights)

@@ -27,3 +27,19 @@ def test_the_ends_of_four_quarters_are_given(depth: int, expected: tuple[int, ..
     assert len(net.model.blocks) == depth
     maps = net(torch.empty(1, 3, 32, 48, device="meta"))
     assert [tuple(m.shape) for m in maps] == [(1, 32, 4, 6)] * len(expected)
+
+
+@pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pyramid"])
+def test_features_may_be_sequences(name: str) -> None:
+    images, features = torch.randn(1, 3, 32, 48), {}
+    for output_fmt in ("NCHW", "NLC"):
+        torch.manual_seed(0)
+        net = timm.create_model(name, depth=2, output_fmt=output_fmt, **SMALL).eval()
+        features[output_fmt] = net(images)
+    for sequence, image in zip(features["NLC"], features["NCHW"], strict=True):
+        assert torch.equal(sequence, image.flatten(2).mT)
+    for wrong in ({"output_fmt": "NHWC"}, {"output_fmt": "NLC", "features_only": False}):
+        with pytest.raises(
+            ValueError, match='output_fmt must be "NCHW" or "NLC", with features_on'
+        ):
+            timm.create_model(name, depth=2, **SMALL | wrong)

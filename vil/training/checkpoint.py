@@ -183,12 +183,8 @@ def kept_checkpoints(folder: Path) -> str:
 def load_newest(folder: Path) -> dict[str, Any] | None:
     """Load last.pt; if it is damaged, load previous.pt or best.pt and rename damaged ones to *.damaged.pt.
 
-    Returns:
-        The checkpoint, with its path as "origin"; None if the folder is empty except for hidden files.
-
-    Raises:
-        OutputError: If a checkpoint cannot be read (it may be intact), or if all are damaged. Also if the
-            folder contains no checkpoint but other files, which belong to someone else.
+    Returns the checkpoint, with its path as "origin"; None if the folder is empty except for hidden files. Raises
+    OutputError if a checkpoint cannot be read (it may be intact), all are damaged, or there are only files of others.
     """
     damaged: dict[Path, DamagedError] = {}
     for path in (folder / name for name in CHECKPOINTS if is_there(folder / name)):

@@ -260,12 +260,8 @@ def list_images(
     composed first. A warning counts the files that are left out, unless ``tell`` is False. With ``all_classes``, each
     class must have images.
 
-    Returns:
-        Paths <class>/<image>, class names, and the class index of each image.
-
-    Raises:
-        DataError: If a folder cannot be read, a class has no images, two classes have one name, or an image is in the
-            wrong place.
+    Returns paths <class>/<image>, class names, and the class index of each image. Raises DataError if a folder cannot be
+    read, a class has no images, two classes have one name, or an image is in the wrong place.
     """
     names, stray, others = _look_into(folder)
     hidden = _hidden_classes(folder) if tell else []

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vil.backbone import VisionLonghorn
 from vil.messages import one_line
-from vil.timm_models import create
+from vil.timm_models import create, evaluating
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.passes import ScoringPass, TrainingPass
@@ -159,7 +159,8 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
     """Raise ConfigError if the model does not support a size of data.img_sizes; runs one image of that size."""
     try:
         device = next(model.parameters()).device
-        model.eval()(torch.zeros(1, config.in_chans, size, size, device=device))
+        with evaluating(model):
+            model(torch.zeros(1, config.in_chans, size, size, device=device))
     except (RuntimeError, ValueError, AssertionError) as error:
         cure = f"omit data.img_sizes to train at model.img_size {config.img_size}"
         if not getattr(model, "dynamic_img_size", True):
@@ -168,7 +169,6 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
             f"data.img_sizes {size}: {config.name} does not support images of {size} px "
             f"({one_line(error)}); {cure}"
         ) from error
-    model.train()
 
 
 def _check_patch_drop(model: nn.Module, size: int) -> None:

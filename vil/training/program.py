@@ -84,10 +84,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def check_workers(num_workers: int) -> None:
-    """Raise ConfigError if data-loading workers could not send images: they make sockets in the temporary folder.
-
-    Without this check, the program would wait for the first batch until its time limit.
-    """
+    """Raise ConfigError if data-loading workers could not send images, which would make the program wait for long."""
     try:
         if num_workers:
             Listener().close()

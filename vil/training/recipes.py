@@ -133,17 +133,17 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-for _tag, _form in (  # the core schema of YAML 1.2, 10.3.2
-    ("tag:yaml.org,2002:int", r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$"),
-    (
-        "tag:yaml.org,2002:float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
-    ),
-):
-    _Loader.add_implicit_resolver(_tag, re.compile(_form), list("-+.0123456789"))
+_INT = r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$"  # the core schema of YAML 1.2, 10.3.2
+_FLOAT = (
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+for _kind, _form in (("int", _INT), ("float", _FLOAT)):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(_form), [*"-+.0123456789"]
+    )
 _Loader.add_constructor(
     "tag:yaml.org,2002:int",
-    lambda _, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10),
+    lambda _, node: int(node.value, 0 if "x" in node.value or "o" in node.value else 10),
 )
 
 

@@ -61,16 +61,13 @@ class Weights:
     @property
     def val_fraction(self) -> float:
         """Fraction of the images that the run held out of training by their hash; 0 if it did not, or is unknown."""
-        stated = ((self.config or {}).get("data") or {}).get("val_fraction")
-        return stated or held_out_fraction(self.pretrained_cfg)
+        return held_out_fraction(self.pretrained_cfg)
 
     @property
     def age(self) -> str:
         """Epoch of the weights, such as "epoch 3" or "epoch 3 and 12 more steps"; "" if it is unknown."""
-        if self.epoch is None:
-            return ""
         steps = f" and {counted(self.steps_after, 'more step')}" if self.steps_after else ""
-        return f"epoch {self.epoch}{steps}"
+        return "" if self.epoch is None else f"epoch {self.epoch}{steps}"
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
