@@ -190,9 +190,7 @@ def test_unreadable_validation_images_are_left_out_from_the_first_pass_on(
     config, image_folder, num_workers
 ) -> None:
     damage(image_folder, "val/birch/1.jpg")
-    told = (
-        r"1 of 12 held-out images cannot be read.* birch/1\.jpg: Trunc.*; repair or delete them, or"
-    )
+    told = r"1 of 12 images cannot be read.* birch/1\.jpg: Trunc.*; repair or delete them, or"
     with pytest.raises(DataError, match=told.replace(" birch", ".*birch")):
         val_data(config.changed("data", num_workers=num_workers)).verify()
     data = val_data(config.changed("data", num_workers=num_workers, max_bad_images=0.1))
@@ -299,7 +297,9 @@ def test_a_run_tells_of_bad_images_and_goes_on_without_them(
     Image.new("L", (200, 1)).save(image_folder / "val" / "cedar" / "1.jpg")
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder)) == 3
-    told = r"1 of 12 held-out images .* 0.01: .*cedar/1\.jpg: resized from 200 x 1 px, it would have 64,800 pix"
+    told = (
+        r"1 of 12 images .* 0.01: .*cedar/1\.jpg: resized from 200 x 1 px, it would have 64,800 pix"
+    )
     assert re.search(told, capsys.readouterr().err)
     more = config.changed("data", max_bad_images=0.3)
     assert train(more, "--run.output", str(folder)) == 0

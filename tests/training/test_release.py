@@ -226,7 +226,7 @@ def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), **options))
     card = (folder / "README.md").read_text(encoding="utf-8")
     _, front, text = card.split("---\n", 2)
-    assert "On its split validation (12 images), among 1 epochs:" in text
+    assert "On its split validation (12 images, scored after each of 1 epoch):" in text
     assert f"vil_tiny, {count_parameters(vil.load(checkpoint)):,} parameters" in text
     described = yaml.safe_load(front)
     assert described["license"] == "cc-by-4.0"

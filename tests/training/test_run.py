@@ -42,7 +42,7 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
     assert f"python eval.py {folder / 'best.pt'}" in printed
     best = max(float(row["top1"]) for row in rows(folder))
     low, high = interval(best, 12)
-    assert f"interval {low:.1f} to {high:.1f}% (95%) for the best" in printed
+    assert f"interval {low:.1f} to {high:.1f}% (95%) for the best, chosen among 3 epochs" in printed
     assert max(len(line) for line in printed.splitlines() if line.startswith("epoch ")) <= 110
 
 

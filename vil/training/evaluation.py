@@ -206,12 +206,8 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
     if subject.own_data:
         number_as(subject.label_names, source)
     if subject.fraction:
-        part = config.data.val_fraction
-        which = (
-            f"{part:g}, {counted(source.num_images, 'image')},"
-            if part
-            else f"all {counted(source.num_images, 'image')}"
-        )
+        part, count = config.data.val_fraction, counted(source.num_images, "image")
+        which = f"{count}, {part:g}" if part else f"all {count}"
         log.warning(
             f"{which} of {printable(str(config.data.path))} are scored. The run held out {subject.fraction:g} of its "
             f"images; if these are the same, it was trained on the others: --data.val-fraction {subject.fraction:g} "

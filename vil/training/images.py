@@ -296,23 +296,27 @@ def list_images(
             f"{told} that begin with a dot are hidden; if these folders are classes, rename them"
         )
     if empty and all_classes:
+        where, others = printable(str(folder / empty[0])), _look_into(folder / empty[0])[2]
         raise DataError(
-            f"class folder {printable(str(folder / empty[0]))} has no images "
-            f"({len(empty)} of {len(classes)} class folders have none); add images, or delete the folder"
+            f"class folder {where} has no images ({len(empty)} of {len(classes)} class folders have none); add images, "
+            f"or delete the folder" + f"; {_left_out(others, where)}" * bool(others)
         )
     return paths, classes, labels
 
 
 def check_found(paths: list, others: Counter[str], where: str, within: str = "") -> None:
     """Warn of files that are left out by their extension; raise DataError if no image was found."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
-    told = f"{counted(others.total(), 'file')} left out of {where} ({kinds}), because these extensions are not read"
-    if others.keys() & {".heic", ".heif"}:
-        told += "; convert .heic files to JPEG first"
+    told = _left_out(others, where)
     if not paths:
         raise DataError(f"there are no images in {within}{where}" + f"; {told}" * bool(others))
     if others:
         log.warning(told)
+
+
+def _left_out(others: Counter[str], where: str) -> str:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
+    told = f"{counted(others.total(), 'file')} left out of {where} ({kinds}), because these extensions are not read"
+    return told + "; convert .heic files to JPEG first" * bool(others.keys() & {".heic", ".heif"})
 
 
 def natural_key(name: str) -> tuple[list[str | int], str]:

@@ -302,7 +302,7 @@ class ValData:
         if not new:
             return
         listed = named([f"{self.source.name(i)}: {found[i]}" for i in new])
-        told = f"{len(new)} of {counted(self.source.num_images, 'held-out image')} cannot be read"
+        told = f"{len(new)} of {counted(self.source.num_images, 'image')} cannot be read"
         if known is not None:
             raise DataError(f"{told} any more: {listed}", everywhere=True)
         if len(new) > share * self.source.num_images:

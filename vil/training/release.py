@@ -201,7 +201,7 @@ def _metrics(weights: Weights, config: TrainConfig) -> str:
         share = f"{data.val_fraction:g} of its images" if data.val_fraction else "360 digits"
         scored = f"{share}, held out of training"
     return (
-        f"\n## Metrics\n\nOn {scored} ({counted(row['val_images'], 'image')}), among {len(weights.history)} epochs:\n\n"
+        f"\n## Metrics\n\nOn {scored} ({counted(row['val_images'], 'image')}, scored after each of {counted(len(weights.history), 'epoch')}):\n\n"
         f"| {' | '.join(figures)} |\n|{'---|' * len(figures)}\n| {' | '.join(figures.values())} |\n"
     )
 

@@ -214,10 +214,8 @@ class Report:
             f"epoch {best['epoch']}) and {last['top1']:.2f}% (last{ema}) on {self.val_data.num_images:,} held-out "
             f"images, in {timedelta(seconds=seconds)}\n"
             f"interval {low:.1f} to {high:.1f}% (95%) for the best"
-            + (
-                f", chosen among {len(state.history)} epochs on these images: other images score less"
-                * (best != last)
-            )
+            + f", chosen among {len(state.history)} epochs on these images"
+            * (len(state.history) > 1)
             + f"\nskipped  {counted(last['skipped_images'], 'image')}, {counted(last['skipped_steps'], 'step')}"
             + (", listed in skipped.txt" if "skipped.txt" in present else "")
             + "\n"
