@@ -572,6 +572,7 @@ class VisionLonghorn(GridAware):
         if num_classes > 0:
             trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
+        self.head.train(self.training)
 
     def set_input_size(
         self,
