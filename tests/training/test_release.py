@@ -216,7 +216,8 @@ def test_transformers_load_what_was_released(checkpoint, sizes, tmp_path, monkey
     pixels = processor(image, return_tensors="pt")["pixel_values"]
     data = resolve_model_data_config(vil.load(released))
     assert torch.equal(pixels[0], create_transform(**data)(image))
-    assert pixels.shape == (1, 3, 16, 16)
+    side = sizes.get("img_size", 16)
+    assert pixels.shape == (1, 3, side, side)
 
 
 @pytest.mark.parametrize("ema", [False, True])

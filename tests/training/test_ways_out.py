@@ -81,6 +81,9 @@ WAYS = {
         before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "worker died", WORKERS
     ),
     "validation images gone": Way(before(engine, "_score"), DataError("gone"), 3, "gone"),
+    "no memory for a process": Way(
+        begins, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 2, "too little memory"
+    ),
     "no memory for a step": Way(begins, OOM, 2, "Tried to allocate 2 GiB); raise run.grad_accum"),
     "no memory on a CPU": Way(before(engine, "_update"), CPU_OOM, 2, "lower data.validation_batch"),
     "no more files to open": Way(

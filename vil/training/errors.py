@@ -112,7 +112,8 @@ def explained(error: Exception) -> UserError | None:
             f"or leave out run.torchcompile"
         )
     # Out of memory on the CPU has no exception type of its own.
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in told:
+    no_memory = any(words in told for words in ("DefaultCPUAllocator", os.strerror(errno.ENOMEM)))
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or no_memory:
         return ConfigError(
             f"too little memory ({first_line(error)}); raise run.grad_accum_steps, which keeps the batch, or lower "
             f"data.validation_batch_size or data.num_workers"
