@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from timm.optim import list_optimizers
+from torch._utils import ExceptionWrapper
 from torch.multiprocessing import reductions
 
 from tests.training.run_files import assert_same, at_step, load, rows
@@ -88,6 +89,12 @@ WAYS = {
     "no memory on a CPU": Way(before(engine, "_update"), CPU_OOM, 2, "lower data.validation_batch"),
     "no more files to open": Way(
         reads, NO_FILES, 2, "limit of open files of this process (ulimit -n)"
+    ),
+    "no more files on the machine": Way(
+        begins,
+        OSError(errno.ENFILE, os.strerror(errno.ENFILE), "/x"),
+        2,
+        "limit of open files of this machine (fs.file-max)",
     ),
     "no more processes": Way(
         begins,
@@ -265,6 +272,16 @@ def test_what_is_wrong_with_a_worker_is_no_fault_of_its_images(
 def raise_in_a_worker(error: Exception) -> None:
     if multiprocessing.parent_process() is not None:
         raise error
+
+
+def test_an_error_in_a_worker_is_told_as_everywhere_else(capsys) -> None:
+    """PyTorch adds the worker's traceback to it."""
+    try:
+        raise DataError("no image")
+    except DataError:
+        told = ExceptionWrapper(where="in DataLoader worker process 0")
+    assert run_script(told.reraise) == 3
+    assert capsys.readouterr().err == "error: no image\n"
 
 
 def test_a_program_ends_by_sigterm_also_as_the_first_process_of_a_container(capsys) -> None:
