@@ -169,6 +169,20 @@ def test_registration_of_the_triton_backend(recurrence: Recurrence, save: bool) 
         torch.library.opcheck(torch.ops.vil.mixer, (*given, recurrence, save))
 
 
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_flop_counts_include_what_is_computed_again(recurrence: Recurrence) -> None:
+    given = arguments(recurrence, torch.float32)
+    tokens, rank = 2 * B * L * 2 * C, given[4].shape[2]
+    per_state = 3 if recurrence == "longhorn_exact" else 4
+    again = tokens * (K + rank + per_state * M + 1) + tokens // 2  # taps, steps, scans and gate
+    with FlopCounterMode(display=False) as counter:
+        out = torch.ops.vil.mixer(*given, recurrence, True)[0]
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == 2 * (again + tokens * given[3].shape[1])
+    assert counter.get_total_flops() == 3 * forward + 2 * again
+
+
 def test_saves_the_projections_and_not_the_convolution() -> None:
     given = arguments("longhorn", torch.float32)
     saved = []

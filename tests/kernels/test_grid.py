@@ -83,8 +83,11 @@ def test_a_parabola_of_values_is_met_where_it_says(eighths: int) -> None:
     torch.testing.assert_close(out[1, :-margin], (column + ratio)[:-margin] ** 2, **near)
 
 
+@pytest.mark.parametrize("patch", [(4, 4), (8, 4)], ids=str)
 @pytest.mark.parametrize("size", [(6, 16), (9, 24), (6, 12), (12, 20)])
-def test_class_token_meets_the_centres_of_the_trained_patches(size: tuple[int, int]) -> None:
+def test_class_token_meets_the_centres_of_the_trained_patches(
+    size: tuple[int, int], patch: tuple[int, int]
+) -> None:
     """For values that rise evenly over the image, its result is the same at every grid."""
 
     def own_result(H: int, W: int) -> Tensor:
@@ -93,7 +96,8 @@ def test_class_token_meets_the_centres_of_the_trained_patches(size: tuple[int, i
         values = torch.cat([values.flatten()[: H * W // 2], values.flatten()[H * W // 2 - 1 :]])
         values[H * W // 2] = 1.0  # the class token
         x = values[None, :, None].expand(1, -1, D)
-        return convolve(x, *parameters(), grid_of(H, W, (3, 8)))[:, :, H * W // 2]
+        grid = GridSpec(H, W, 3, 8, *patch, *patch, class_token=1)
+        return convolve(x, *parameters(), grid)[:, :, H * W // 2]
 
     torch.testing.assert_close(own_result(*size), own_result(3, 8), rtol=1e-5, atol=1e-6)
 

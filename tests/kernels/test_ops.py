@@ -190,6 +190,9 @@ def test_backend_by_environment_and_context(monkeypatch: pytest.MonkeyPatch) -> 
         chosen("cpu", torch.float32)
     with ops.use_backend("reference"):  # overrides the environment
         assert chosen("cpu", torch.float32) == "reference"
+        with ops.use_backend("auto"):
+            pass
+        assert chosen("cpu", torch.float32) == "reference"
     with pytest.raises(ValueError, match="use_backend"), ops.use_backend("fast"):
         pass
 

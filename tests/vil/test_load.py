@@ -349,6 +349,15 @@ def test_other_size_resamples_like_set_input_size(
     assert torch.equal(features.model.pos_embed, model.pos_embed)
 
 
+def test_overlapping_patches_of_an_image_that_is_turned_are_resampled(tmp_path: Path) -> None:
+    """Both grids have as many patches; the arguments of the saved model tell which one it was."""
+    model = small(img_size=(16, 32), patch_stride=4)
+    save_for_hf(model, tmp_path / "saved", safe_serialization=True)
+    loaded = vil.load(tmp_path / "saved", img_size=(32, 16))
+    model.set_input_size((32, 16))
+    assert torch.equal(loaded.pos_embed, model.pos_embed)
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4, 6])
 def test_other_channels(checkpoint: Path, run: Trained, channels: int) -> None:
     loaded = vil.load(checkpoint, in_chans=channels)

@@ -105,6 +105,14 @@ def test_whole_models_have_timms_groups_and_others_need_a_backbone() -> None:
         vil.param_groups(model, 1.0, layer_decay=2.0)
 
 
+def test_each_of_two_backbones_has_its_rules() -> None:
+    pair = nn.ModuleList(timm.create_model("vil_tiny", **SMALL) for _ in range(2))
+    groups = vil.param_groups(pair, 1.0, 0.1, 0.5)
+    rules = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    one, other = ([rules[id(p)] for p in backbone.parameters()] for backbone in pair)
+    assert one == other
+
+
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_pyramid"])
 def test_features_recompute_their_blocks_if_asked(name: str) -> None:
     model = Detector(timm.create_model(name, features_only=True, **SMALL))

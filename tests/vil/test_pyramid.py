@@ -58,6 +58,13 @@ def test_maps_are_as_large_as_a_convolutional_networks(size: tuple, patch: dict)
     assert all(m.isfinite().all() for m in maps)
 
 
+def test_a_classifier_takes_images_of_any_size_too() -> None:
+    logits = model(num_classes=3)(images(50, 75))
+    assert logits.shape == (2, 3)
+    plain = model("vil_tiny", num_classes=3, dynamic_img_pad=True)
+    assert torch.equal(plain(images(50, 75)), logits)
+
+
 def test_all_maps_have_one_dtype_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert [m.dtype for m in features()(images())] == [torch.float32] * 4

@@ -27,24 +27,28 @@ def test_at_the_trained_grid_nothing_changes(name: str) -> None:
             assert not torch.allclose(one, other, atol=1e-3), size
 
 
+@pytest.mark.parametrize("class_token", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_to_another_size_is_one_function(name: str, tmp_path: Path) -> None:
-    model, x = small(name), images(64, 48)
+def test_every_way_to_another_size_is_one_function(
+    name: str, class_token: bool, tmp_path: Path
+) -> None:
+    pooled = {} if class_token else {"class_token": False, "global_pool": "avg"}
+    model, x = small(name, **pooled), images(64, 48)
     expected = model(x)
     resized = copy.deepcopy(model)
     resized.set_input_size((64, 48))
     assert resized.ref_feat_shape == (4, 4)
-    built = small(name, img_size=(64, 48))
+    built = small(name, img_size=(64, 48), **pooled)
     assert built.ref_feat_shape == (8, 6)
     built.load_state_dict(model.state_dict())
     save_file(resized.state_dict(), tmp_path / "resized.safetensors")
-    again = small(name, img_size=(64, 48))
+    again = small(name, img_size=(64, 48), **pooled)
     again.load_state_dict(load_file(tmp_path / "resized.safetensors"))
-    filtered = small(name, img_size=(64, 48))
+    filtered = small(name, img_size=(64, 48), **pooled)
     filtered.load_state_dict(checkpoint_filter_fn(dict(model.state_dict()), filtered))
     save_file(model.state_dict(), tmp_path / "own.safetensors")
     by_timm = timm.create_model(
-        name, **(SMALL | {"img_size": (64, 48)}), pretrained=True,
+        name, **(SMALL | {"img_size": (64, 48)} | pooled), pretrained=True,
         pretrained_cfg_overlay={"file": str(tmp_path / "own.safetensors"), "num_classes": 5},
     ).eval()  # fmt: skip
     for other in (resized, built, again, filtered, by_timm):
