@@ -170,8 +170,8 @@ def test_an_interruption_keeps_the_rows(checkpoint, image_folder, tmp_path) -> N
         except OSError:  # the program has not opened it yet
             time.sleep(0.01)
     program.terminate()
+    os.close(writer)  # else the program reads on if the signal came right before it began to
     assert program.wait() == 128 + signal.SIGTERM
-    os.close(writer)
     rows = rows_of(output)
     assert [row["path"] for row in rows] == list(map(str, images[:2]))
     assert all(row["class_4"] for row in rows)

@@ -43,7 +43,9 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
     best = max(float(row["top1"]) for row in rows(folder))
     low, high = interval(best, 12)
     assert f"interval {low:.1f} to {high:.1f}% (95%) for the best, chosen among 3 epochs" in printed
-    assert max(len(line) for line in printed.splitlines() if line.startswith("epoch ")) <= 110
+    lines = [line for line in printed.splitlines() if line.startswith("epoch ")]
+    speed = re.compile(r"[\d,]+ images/s|[\d.]+ GiB  ")  # as wide as the machine is fast
+    assert max(len(speed.sub("", line)) for line in lines) <= 100
 
 
 @pytest.mark.parametrize(("minutes", "step"), [("9999", 4), ("0", 6)])
