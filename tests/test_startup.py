@@ -1,6 +1,7 @@
 """Every program sets how OpenMP's threads wait before it loads torch, unless the user did; Ctrl-C then ends it."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -9,6 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+WRONG = {
+    "train_imagenet.py": (2, "--config", "none.yaml"),
+    "eval.py": (2, "none.pt"),
+    "predict.py": (3, "none.pt", "none.jpg"),
+    "release.py": (2, "none.pt", "none"),
+}
 PROGRAMS = sorted(
     str(path.relative_to(ROOT))
     for folder in ("", "benchmarks", "downstream", "examples", "experiments")
@@ -54,3 +61,14 @@ def test_the_policy_is_set_before_torch_is_loaded(set_by_user: dict[str, str]) -
     assert {ended[name] for name in interrupted} == {str(-signal.SIGINT)}, ended
     scripts = {"train_imagenet.py", "eval.py", "predict.py", "release.py"}
     assert {*found} >= scripts | {"examples/detect.py", "downstream/coco.py"}
+
+
+@pytest.mark.parametrize("program", WRONG)
+def test_a_script_ends_with_the_code_of_its_error(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, *words = WRONG[program]
+    monkeypatch.setattr(sys, "argv", [program, *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    assert ended.value.code == code

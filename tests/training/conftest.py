@@ -166,7 +166,8 @@ def train(request, tmp_path, monkeypatch, program) -> Callable[..., int]:
 @pytest.fixture
 def checkpoint(config, train, tmp_path) -> Path:
     """Return the last checkpoint of a run of one epoch, whose preprocessing is not the default."""
-    options = {"crop_pct": 0.8, "crop_mode": "squash", "mean": (0.1, 0.2, 0.3)}
+    options = {"crop_pct": 0.8, "crop_mode": "squash", "interpolation": "bilinear"}
+    options |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     short = config.changed("schedule", epochs=1, warmup_epochs=0).changed("data", **options)
     assert train(short, "--run.output", str(tmp_path / "run")) == 0
     return tmp_path / "run" / "last.pt"

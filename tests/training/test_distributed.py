@@ -223,6 +223,12 @@ def test_environment_of_a_launcher_is_read(monkeypatch) -> None:
     run = RunConfig(device="cpu")
     with connect(run) as world:
         assert world == World(0, 1)
+    before = torch.get_num_threads()
+    try:
+        with connect(RunConfig(device="cpu", num_threads=before + 1)):
+            assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="is missing or not an integer"), connect(run):
         pass

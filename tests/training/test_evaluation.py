@@ -11,7 +11,7 @@ import torch
 
 import vil
 from vil.training.errors import OutputError
-from vil.training.evaluation import interval
+from vil.training.evaluation import describe, interval
 from vil.training.release import ReleaseConfig, release
 
 ROOT = Path(__file__).parents[2]
@@ -119,16 +119,29 @@ def test_a_model_without_names_may_have_those_of_imagenet(
     assert "has 2 classes and the model, whose class names are unknown" in capsys.readouterr().err
 
 
-def rename_classes(released: Path, *names: str) -> None:
+def rename_classes(released: Path, names: list[str] | dict[str, str]) -> None:
     described = json.loads((released / "config.json").read_text())
     (released / "config.json").write_text(json.dumps(described | {"label_names": names}))
+
+
+def test_names_by_number_are_in_the_order_of_the_numbers(
+    released, image_folder, evaluate, tmp_path
+) -> None:
+    result, losses = tmp_path / "result.json", []
+    command = (str(released), "--data.path", str(image_folder), "--json", str(result))
+    numbered = {"2": "cedar", "0": "ash", "3": "dogwood", "1": "birch"}
+    for names in (["ash", "birch", "cedar", "dogwood"], numbered):
+        rename_classes(released, names)
+        assert evaluate(*command) == 0
+        losses.append(json.loads(result.read_text())["loss"])
+    assert losses[0] == losses[1]
 
 
 def test_classes_of_one_name_are_told_apart(
     released, image_folder, shard_config, evaluate, capsys, tmp_path
 ) -> None:
     """ImageNet has two cranes: a bird and a machine. These shards have no names of their own."""
-    rename_classes(released, "crane", "boat", "crane", "dog")
+    rename_classes(released, ["crane", "boat", "crane", "dog"])
     data = ("--data.dataset", "wds", "--data.path", shard_config.data.path)
     data += ("--data.val-split", shard_config.data.val_split, "--per-class")
     assert evaluate(str(released), *data, "--json", str(tmp_path / "result.json")) == 0
@@ -144,7 +157,7 @@ def test_classes_of_one_name_are_told_apart(
 def test_accents_of_class_names_may_have_another_form(
     released, image_folder, evaluate, capsys
 ) -> None:
-    rename_classes(released, "ash", "bi\u0301rch", "cedar", "dogwood")
+    rename_classes(released, ["ash", "bi\u0301rch", "cedar", "dogwood"])
     (image_folder / "val" / "birch").rename(image_folder / "val" / "b\u00edrch")
     assert evaluate(str(released), "--data.path", str(image_folder)) == 0
     assert "warning" not in capsys.readouterr().out
@@ -220,6 +233,29 @@ def test_other_data_has_its_own_result(
     capsys.readouterr()
     assert evaluate(str(checkpoint), "--data.path", str(again)) == 5
     assert f"has the evaluation of other data (path {whole})" in capsys.readouterr().err
+
+
+def test_the_worst_classes_and_the_commonest_mistakes_come_first() -> None:
+    result = {"model": "vil_tiny", "img_size": 16, "weights": "", "path": "photos", "split": "."}
+    result |= {"top1": 50.0, "top1_interval": [40.0, 60.0], "loss": 1.0, "num_images": 60}
+    result |= {"params": 1, "gmacs": 1.0, "images_per_s": 1.0, "device": "cpu", "versions": {}}
+    result |= {
+        "per_class": {
+            name: {"top1": top1, "num_images": 20}
+            for name, top1 in (("ash", 90.0), ("birch", 10.0), ("cedar", 50.0))
+        },
+        "confusion": {"ash": {"birch": 2}, "birch": {"ash": 15, "cedar": 3}},
+        "wrong": [{"image": f"{number}.jpg", "predicted": "ash"} for number in range(25)],
+    }
+    lines = describe(result).splitlines()
+    ordered = [line.split()[-1] for line in lines if line.startswith("class ")]
+    assert ordered == ["birch", "cedar", "ash"]
+    assert [line for line in lines if line.startswith("mistake ")] == [
+        "mistake  15 x birch taken for ash",
+        "mistake  3 x birch taken for cedar",
+        "mistake  2 x ash taken for birch",
+    ]
+    assert lines[-2:] == ["wrong    19.jpg: ash", "wrong    and 5 more images, in the JSON file"]
 
 
 def test_the_interval_is_wilsons() -> None:

@@ -137,7 +137,7 @@ def test_refusals(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
 def test_only_its_own_files_are_replaced(checkpoint, image_folder, predict, tmp_path) -> None:
     output = tmp_path / "predictions.csv"
     command = (checkpoint, image_folder / "val", "--output", output)
-    assert predict(*command) == predict(*command) == 0
+    assert predict(*command, "--top", 1) == predict(*command) == predict(*command) == 0
     own = output.read_bytes()
     output.write_bytes(b"mine")
     assert predict(*command) == 5
@@ -189,3 +189,14 @@ def test_the_options_of_a_run_are_followed(checkpoint, predict, image_folder, tm
     one, other = ([float(row[f"probability_{n}"]) for n in (1, 2)] for row in rows_of(output))
     assert one == pytest.approx(other, abs=1e-3)
     assert torch.load(checkpoint, weights_only=True)["config"]["data"]["exif_rotation"]
+
+
+def test_size_average_and_precision_are_those_asked_for(
+    checkpoint, predict, image_folder, tmp_path
+) -> None:
+    output, found = tmp_path / "one.csv", set()
+    command = (checkpoint, image_folder / "val", "--output", output, "--num-workers", 0)
+    for options in ((), ("--img-size", 24), ("--ema",), ("--amp", "True")):
+        assert predict(*command, *options) == 0
+        found.add(output.read_text())
+    assert len(found) == 4

@@ -52,7 +52,7 @@ def test_run_starts_from_the_weights(
     assert differing(last["state_dict_ema"], expected) == set()
     model, data = last["config"]["model"], last["config"]["data"]
     assert (model["name"], model["embed_dim"]) == ("vil_tiny", 16)
-    assert (data["crop_pct"], data["interpolation"]) == (0.8, "bicubic")
+    assert (data["crop_pct"], data["interpolation"]) == (0.8, "bilinear")
     assert data["crop_mode"] == "squash"
     assert tuple(data["mean"]) == last["pretrained_cfg"]["mean"] == (0.1, 0.2, 0.3)
 

@@ -175,7 +175,8 @@ def test_timm_loads_what_was_released(checkpoint, ema, tmp_path) -> None:
         assert (loaded.pretrained_cfg["label_names"], loaded.num_classes) == (CLASSES, 4)
         data = resolve_model_data_config(loaded)
         assert (data["input_size"], data["crop_pct"]) == ((3, 16, 16), 0.8)
-        assert (data["interpolation"], tuple(data["mean"])) == ("bicubic", (0.1, 0.2, 0.3))
+        assert (data["interpolation"], tuple(data["mean"])) == ("bilinear", (0.1, 0.2, 0.3))
+        assert tuple(data["std"]) == (0.4, 0.5, 0.6)
     other = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=2)
     assert other.head.out_features == 2
     described = json.loads((folder / "config.json").read_text())

@@ -79,6 +79,9 @@ def test_data_say_the_number_of_classes_the_batch_and_the_warm_up() -> None:
     filled = fill_from_data(asked, train, train)
     assert filled.model.num_classes == 3
     assert (filled.data.batch_size, filled.schedule.warmup_epochs) == (16, 4)
+    for epochs, warmup in ((300, 5), (9, 0)):
+        chosen = asked.changed("schedule", epochs=epochs)
+        assert fill_from_data(chosen, train, train).schedule.warmup_epochs == warmup
     stated = TrainConfig(model=ModelConfig(num_classes=9))
     assert fill_from_data(stated, train, train) == stated
 
@@ -118,12 +121,15 @@ def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
     assert before < twice
 
     old = {Path(name) for name in tmp_path.glob("*/*")}
-    add_images(tmp_path, {"c": 20, "d": 20, "f": 50}, first=500)
+    few = {"g": 2, "h": 2, "i": 2}
+    add_images(tmp_path, {"c": 20, "d": 20, "f": 50} | few, first=500)
     notes = image_notes(False, "none", "pillow", val_fraction=0.1)
     described = DESCRIBED | {"num_classes": 5, "label_names": [*"abcde"], "notes": notes}
     weights = replace(make_weights(), config=asdict(new), pretrained_cfg=described)
     weights = replace(weights, val_exceptions=chosen)
     exceptions = choose_exceptions(new, weights)
     assert held_out(new, exceptions) & {*map(str, old)} == before
-    assert per_class(held_out(new, exceptions))["f"] == pytest.approx(5, abs=1)
+    found = per_class(held_out(new, exceptions))
+    assert found["f"] == pytest.approx(5, abs=1)
+    assert [found[name] for name in few] == [1, 1, 1]
     assert choose_exceptions(new.changed("data", val_fraction=0.0), weights) == ()

@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.run_files import assert_same, at_step, die, load, poisoned, rows
-from vil.training.engine import interval
+from tests.training.run_files import (
+    assert_same,
+    at_step,
+    die,
+    load,
+    poisoned,
+    rows,
+    train_data,
+)
+from vil.training import train as loop
+from vil.training.engine import Score, interval
 from vil.training.recipes import read_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +47,7 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
     assert "32 images to train on, 12 held out, 4 classes" in printed
     assert "3 of 4 batches of 8, peak lr 0.001" in printed
     assert "device   cpu, float32\n" in printed
+    assert "12 images held out: with so few, the accuracy is uncertain by up to 28 po" in printed
     assert "epoch 1/3 step 3/4" in printed
     assert f"python eval.py {folder / 'best.pt'}" in printed
     best = max(float(row["top1"]) for row in rows(folder))
@@ -46,6 +56,18 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
     lines = [line for line in printed.splitlines() if line.startswith("epoch ")]
     speed = re.compile(r"[\d,]+ images/s|[\d.]+ GiB  ")  # as wide as the machine is fast
     assert max(len(speed.sub("", line)) for line in lines) <= 100
+
+
+def test_the_summary_is_of_the_best_epoch_and_of_the_last(
+    config, train, capsys, monkeypatch, tmp_path
+) -> None:
+    scores = iter([[Score(1.0, top1, 100.0, 12, 1.0)] * 2 for top1 in (25.0, 75.0, 50.0)])
+    monkeypatch.setattr(loop, "evaluate", lambda *_, **__: next(scores))
+    assert train(config, "--run.output", str(tmp_path / "run")) == 0
+    told = capsys.readouterr().out
+    low, high = interval(75.0, 12)
+    assert "top-1 75.00% (best, epoch 2) and 50.00% (last, EMA 50.00%) on 12 held-out" in told
+    assert f"interval {low:.1f} to {high:.1f}% (95%) for the best, chosen among 3 epochs" in told
 
 
 @pytest.mark.parametrize(("minutes", "step"), [("9999", 4), ("0", 6)])
@@ -109,6 +131,8 @@ def test_non_finite_steps_change_nothing_and_are_named(config, train, tmp_path) 
     named = (folder / "skipped.txt").read_text()
     assert "2 steps whose loss or gradient was not finite" in named
     assert "  step 1 of epoch 2, loss nan, its images:" in named
+    for step, listed in zip((4, 6), named.split("its images:\n")[1:], strict=True):
+        assert [line.strip() for line in listed.splitlines()[:8]] == train_data(chosen).names(step)
     assert named.count(".jpg") == 2 * 8
 
 
@@ -194,6 +218,16 @@ def test_failed_saves_are_told_and_the_last_must_succeed(
     assert train(config, "--run.output", str(tmp_path / "freed")) == 0
     assert capsys.readouterr().out.count("No space left on device; training continues") == 2
     assert load(tmp_path / "freed" / "last.pt")["epoch"] == 3
+
+    def failing_now_and_then(checkpoint: dict, file: object) -> None:
+        if checkpoint["run"]["step"] % 2:  # six times, but never twice in a row
+            raise OSError(28, "No space left on device")
+        original(checkpoint, file)
+
+    monkeypatch.setattr(torch, "save", failing_now_and_then)
+    often = ("--run.output", str(tmp_path / "often"), "--run.save-minutes", "0")
+    assert train(config, *often) == 0
+    assert capsys.readouterr().out.count("No space left on device; training continues") == 6
     monkeypatch.setattr(torch, "save", lambda *_: full_disk({"run": {"history": [1]}}, None))
     assert train(config, "--run.output", str(tmp_path / "full")) == 5
     assert "No space left on device" in capsys.readouterr().err

@@ -65,6 +65,47 @@ def test_without_anything_random_images_are_only_normalised(config) -> None:
     assert torch.equal(labels, targets)
 
 
+PLAIN = {"aa": None, "hflip": 0.0, "scale": (1.0, 1.0), "ratio": (1.0, 1.0), "reprob": 0.0}
+PLAIN |= {"mixup": 0.0, "cutmix": 0.0, "smoothing": 0.0}
+MIXED = {"mixup": 1.0, "cutmix": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        ({}, {"degrees": 90.0}),
+        ({}, {"translate": 0.5}),
+        ({}, {"zoom": (0.5, 0.5)}),
+        ({}, {"scale": (0.25, 0.25)}),
+        ({}, {"ratio": (0.5, 0.5)}),
+        ({}, {"hflip": 1.0}),
+        ({}, {"aa": "rand-m9"}),
+        ({}, {"mixup": 1.0}),
+        ({}, {"cutmix": 1.0}),
+        ({"reprob": 1.0}, {"remode": "const"}),
+        ({"reprob": 1.0}, {"recount": 9}),
+        (MIXED, {"mixup_prob": 0.0}),
+        (MIXED, {"mixup_switch_prob": 1.0}),
+        (MIXED, {"mixup_mode": "elem"}),
+        (MIXED, {"mix_size": 2}),
+        (MIXED, {"smoothing": 0.5}),
+    ],
+    ids=str,
+)
+def test_each_setting_has_an_effect(config, before, change) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8))
+    found = []
+    for setting in (before, before | change):
+        chosen, images = config.changed("augment", **PLAIN | setting), []
+        for seed in range(8):
+            seed_image(seed)
+            images.append(train_transform(chosen)(image))
+        found.append(BatchAugment(chosen, CPU)(torch.stack(images), torch.arange(8) % 4, 0, 0))
+    (images, targets), (others, other_targets) = found
+    same = targets.shape == other_targets.shape and torch.equal(targets, other_targets)
+    assert not (torch.equal(images, others) and same)
+
+
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 def test_validation_crops_as_timm_does(config, crop_mode) -> None:
     """Weights of timm say how; an image that is not square shows the difference."""
