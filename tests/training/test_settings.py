@@ -115,3 +115,16 @@ def test_what_would_fail_later_is_one_line(
     assert code == (3 if of_the_data else 2)
     assert line.startswith("error: ")
     assert line.count("\n") == 1
+
+
+def test_the_help_breaks_lines_at_the_edge_alone(program, monkeypatch, capsys) -> None:
+    """Not where the docstring of an option does."""
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        program(train_imagenet.main, "--help")
+    told = capsys.readouterr().out
+    assert (
+        "a state dict (such as official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME"
+        in told
+    )
+    assert "uses the value of model.pretrained, else 0.875." in told

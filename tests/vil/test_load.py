@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -259,6 +260,13 @@ def test_name_of_a_timm_model_stands_for_its_weights(
         "(64, 1, 7, 7); new fc.weight (3, 512), fc.bias (3,)",
         logging.WARNING,
     )
+    offline = ConnectionError("the hub cannot be reached")
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", Mock(side_effect=offline))
+    told_how = (
+        r'cannot be loaded: the hub .*; without a network, .* "Without a network" in docs/fin'
+    )
+    with pytest.raises(ValueError, match=told_how):
+        vil.load("resnet18.a1_in1k")
 
 
 @pytest.mark.ci
