@@ -6,8 +6,8 @@
 - 4: the loss is not finite
 - 5: a checkpoint or an output file cannot be read or written
 - 6: a data-loading worker or another process of the run died; repeat the command to resume
-- 130, 143, 129, 138, 140, 152: stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU
-  after writing a checkpoint; repeat the command to resume
+- 130, 143, 129, 138, 140, 152: stopped by SIGINT (Ctrl-C), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU;
+  a training writes a checkpoint first, and the same command resumes it
 
 torchrun itself always exits with 1. It restarts the processes after any exit code, up to --max-restarts times.
 """

@@ -310,7 +310,7 @@ class ValData:
             told = f"{told}, more than data.max_bad_images {share:g}: {listed}; {cure}"
             raise DataError(told, everywhere=True)
         if self.world.is_main:
-            log.warning(f"{told} and are left out: {listed}")
+            log.warning(f"{told}, left out: {listed}")
 
 
 def loader_arguments(num_workers: int | None, world: World) -> dict[str, Any]:
