@@ -230,13 +230,13 @@ def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[
         )
     names = source.classes or subject.label_names or tuple(map(str, range(model.num_classes)))
     low, high = interval(score.top1, score.num_images)
-    weights = subject.source
+    taken = subject.source
     return {
         "checkpoint": _whole_name(options.checkpoint),
         "model": config.model.name,
         "ema": options.ema,
-        "epoch": weights and weights.epoch,
-        "steps_after_epoch": weights and weights.steps_after,
+        "epoch": taken and taken.epoch,
+        "steps_after_epoch": taken and taken.steps_after,
         **_data_of(config),
         "img_size": config.model.img_size,
         "crop_pct": config.data.crop_pct,
