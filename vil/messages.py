@@ -3,7 +3,7 @@
 import difflib
 import textwrap
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _MOST = 500  # characters; errors of a hub or an unpickler can be pages long
@@ -23,6 +23,12 @@ def printable(name: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun: "1 image", "1,200 images"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def named(names: Sequence[str], most: int = 100) -> str:
+    """Return the first of the names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + more
 
 
 def nfc(names: Iterable[str]) -> tuple[str, ...]:

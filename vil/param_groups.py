@@ -17,7 +17,7 @@ def param_groups(
     Args:
         model: Model of any kind. Models of timm in it, however deep, are its backbones.
         lr: Learning rate of the parameters above the blocks, such as those of a head.
-        weight_decay: Weight decay of the others than vectors and ``no_weight_decay()`` of a backbone.
+        weight_decay: Weight decay of matrices. Vectors and what a backbone's ``no_weight_decay()`` names have none.
         layer_decay: Factor from a block's learning rate to the one below, above 0 and at most 1. With D blocks, block i
             has lr layer_decay^(D - i), and the embeddings have lr layer_decay^(D + 1), as in BEiT and ViTDet. None is 1.
 

@@ -108,7 +108,7 @@ def test_resume_with_other_images_is_refused(config, image_folder, train, capsys
     assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 3
     told = capsys.readouterr().err
     assert re.search(
-        "training images differ from .*; class ash is missing; class oak is new; res", told
+        "training images differ from .*; missing classes: ash; new classes: oak; res", told
     )
     (image_folder / "train" / "oak" / "0.jpg").unlink()
     for split in ("train", "val"):

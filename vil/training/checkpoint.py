@@ -25,7 +25,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from vil.messages import first_line, one_line, printable
+from vil.messages import first_line, named, one_line
 from vil.training.distributed import versions
 from vil.training.errors import (
     ConfigError,
@@ -298,8 +298,8 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
             told = f"the {split} images differ from those that the run in {origin} started with"
             before = saved["pretrained_cfg"].get("label_names") or ()
             now = run.train_source.classes or ()
-            for name in sorted({*before} ^ {*now}):
-                told += f"; class {printable(name)} is {'missing' if name in before else 'new'}"
+            for which, names in (("missing", {*before} - {*now}), ("new", {*now} - {*before})):
+                told += f"; {which} classes: {named(sorted(names))}" if names else ""
             told += (
                 "; restore them to resume the run, or choose another --run.output to start another"
             )

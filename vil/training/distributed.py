@@ -86,7 +86,7 @@ class World:
 def connect(run: RunConfig) -> Iterator[World]:
     """Initialise the process group for the duration of a run: gloo between CPUs, NCCL between GPUs.
 
-    Raises ConfigError if the device does not exist, the launcher's variables are invalid, or the rendezvous fails, and
+    Raises ConfigError if the device does not exist, the launcher's variables are invalid, or the rendezvous fails. Raises
     LostProcessError if another process does not join, or dies during the run.
     """
     world = _world(run)

@@ -26,11 +26,11 @@ LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 """Numbers of OSErrors that say that the process, not the file, is at a limit."""
 _THREADS = "of processes and threads (ulimit -u, or a container's pids limit)"
 _LIMIT_OF = {  # in messages, also in those of libraries and workers, which lose the number
-    os.strerror(
-        errno.ENFILE
-    ): "of open files of this machine (fs.file-max)",  # begins with the next
+    # ENFILE first: its message begins with that of EMFILE.
+    os.strerror(errno.ENFILE): "of open files of this machine (fs.file-max)",
     os.strerror(errno.EMFILE): "of open files of this process (ulimit -n)",
-    **dict.fromkeys((os.strerror(errno.EAGAIN), "can't start new thread"), _THREADS),
+    os.strerror(errno.EAGAIN): _THREADS,
+    "can't start new thread": _THREADS,
 }
 SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -358,8 +359,11 @@ def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
 
 def _hidden_classes(folder: Path) -> list[str]:
     """Return the names of folders in a folder that begin with a dot and have images."""
-    hidden = (path for path in folder.glob(".*") if path.is_dir())
-    return [path.name for path in hidden if _look_into(path)[1]]
+    found = []
+    for path in sorted(folder.glob(".*")):
+        with suppress(DataError):  # such as the trash of another user
+            found += [path.name] * bool(path.is_dir() and _look_into(path)[1])
+    return found
 
 
 def files_below(folder: Path, others: Counter[str]) -> list[Path]:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from vil.messages import counted, printable
+from vil.messages import counted, named, printable
 from vil.training.distributed import World, versions
 from vil.training.errors import SIGNALS, DataError, log
 from vil.training.images import (
@@ -46,7 +46,6 @@ from vil.training.shards import ShardSource
 from vil.training.transforms import train_transform, val_transform
 
 _MOST_TRIES = 8  # consecutive unreadable images before training stops
-_MOST_NAMED = 100  # bad validation images in a message; after a disk failure all are bad
 _MOST_TOLD = 3  # differences in a message; one extra class folder shifts all later classes
 _FEW_IMAGES = 100  # held out, below which an accuracy is uncertain by 10 points and more
 _FEW = 5  # held-out images of a class, below which an accuracy says little
@@ -88,7 +87,9 @@ def open_splits(
     _check_classes(train, val)
     _warn_of_few(val, config.data.val_fraction)
     if val.fingerprint == getattr(train, "source", train).fingerprint:  # also if train is a subset
-        log.warning("the validation images are the training images: the accuracy says nothing else")
+        log.warning(
+            "the validation images are the training images, so the accuracy says nothing about others"
+        )
     check_same(world, described(config, {"training": train, "validation": val}))
     return train, val
 
@@ -137,12 +138,6 @@ def _check_present(source: Source) -> None:
     if len(absent := np.flatnonzero(counts == 0)):
         names = named([source.classes[place] for place in absent])
         raise DataError(f"classes without training images ({len(absent)}): {names}")
-
-
-def named(names: Sequence[str], most: int = _MOST_NAMED) -> str:
-    """Return the first of the names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(printable, names[:most])) + more
 
 
 def described(config: TrainConfig, splits: Mapping[str, Source]) -> dict[str, str]:
@@ -238,19 +233,12 @@ class TrainData:
 class ValData:
     """Validation images, each exactly once over all processes."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        source: Source,
-        world: World,
-        left_out: Mapping[int, str] | None = None,
-    ) -> None:
-        """Initialise; ``left_out`` are unreadable images that the run goes on without, by index, with the reason.
-
-        If it is None, the first pass leaves out up to the fraction data.max_bad_images.
-        """
+    def __init__(self, config: TrainConfig, source: Source, world: World) -> None:
+        """Same arguments as ``TrainData``."""
         self.source, self.config, self.world = source, config, world
-        self.left_out = left_out
+        self.left_out: Mapping[int, str] | None = None
+        """Unreadable images that the run goes on without, by index, with the reason. The first pass, if this is None,
+        finds up to the fraction data.max_bad_images of them."""
         share = config.data.batch_size // (world.size * config.run.grad_accum_steps)
         self.batch_size = config.data.validation_batch_size or max(share, 1)
         self._loader: DataLoader | None = None

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from tyro.conf import Positional
 
-from vil.messages import counted, printable
+from vil.messages import counted, named, printable
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.evaluation import EvalConfig, Subject, load_subject
 from vil.training.files import check_target
 from vil.training.images import check_found, decode_for, files_below, reason
-from vil.training.loader import loader_arguments, named
+from vil.training.loader import loader_arguments
 from vil.training.passes import ScoringPass
 from vil.training.pulse import Pulse
 from vil.training.settings import Count, Section, Text, TrainConfig, Workers

@@ -70,9 +70,9 @@ class ReleaseConfig(Section):
 def release(options: ReleaseConfig) -> None:
     """Write a folder with model.safetensors, config.json and README.md atomically.
 
-    Raises ConfigError if the checkpoint does not exist, has no averaged weights, or was not written by train_imagenet.py, or
-    if the license is not a valid identifier. Raises OutputError if the checkpoint cannot be read or is invalid, or the
-    folder exists or cannot be written.
+    Raises ConfigError for an invalid license, and for a checkpoint that does not exist, lacks averaged weights or was not
+    written by train_imagenet.py. Raises OutputError if the checkpoint is unreadable or invalid, or the folder exists or
+    cannot be written.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
     if os.path.lexists(folder):

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vil.messages import counted, printable
+from vil.messages import counted, named, printable
 from vil.training.checkpoint import Run, continued, kept_checkpoints, load_newest, restore, save
 from vil.training.distributed import connect
 from vil.training.engine import Score, StepResult, evaluate, train_step
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError, log
 from vil.training.files import lock_folder
 from vil.training.images import Source
-from vil.training.loader import Step, TrainData, ValData, named, open_splits
+from vil.training.loader import Step, TrainData, ValData, open_splits
 from vil.training.model import build
 from vil.training.pulse import Pulse
 from vil.training.report import Report
@@ -50,10 +50,8 @@ def train(config: TrainConfig) -> None:
         config, asked = continued(saved, config)
         weights = read_pretrained(config.model) if saved is None else None
         config = fill_from_weights(config, weights)
-        if saved is None:
-            exceptions = choose_exceptions(config, weights)
-        else:
-            exceptions = saved["run"].get("val_exceptions", ())
+        kept = None if saved is None else saved["run"].get("val_exceptions", ())
+        exceptions = choose_exceptions(config, weights) if kept is None else kept
         train_source, val_source = open_splits(config, world, exceptions)
         config = fill_from_data(config, train_source, val_source)
         train_data = TrainData(config, train_source, world)
