@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from timm.optim import list_optimizers
+from torch._inductor import config as inductor
 from torch._utils import ExceptionWrapper
 from torch.multiprocessing import reductions
 
@@ -310,9 +311,9 @@ def test_a_folder_without_sockets_is_told_before_the_workers_start(
 def test_a_model_that_cannot_be_compiled_is_told(
     config, train, capsys, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert train(config, "--run.output", str(tmp_path / "run"), "--run.torchcompile") == 2
+    with inductor.patch({"cpp.cxx": (None, "/nowhere/g++")}):
+        assert train(config, "--run.output", str(tmp_path / "run"), "--run.torchcompile") == 2
     told = capsys.readouterr().err
     assert "install a C++ compiler such as g++, or leave out run.torchcompile" in told
     assert told.count("\n") == 1
