@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layout import name_of
-
 pytest.importorskip("build")
 pytest.importorskip("twine")
 
@@ -76,24 +74,19 @@ def test_metadata_is_what_an_index_takes(built: Path) -> None:
 
 
 def test_both_have_all_modules_and_no_test(built: Path) -> None:
-    modules = {
-        path.relative_to(ROOT).as_posix()
-        for room in ("vil", "kernels")
-        for path in (ROOT / room).rglob("*.py")
-    }
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vil").rglob("*.py")}
     (source,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert modules | {"LICENSE", "README.md", "pyproject.toml"} <= names
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    installed = {n if n.startswith("vil/") else f"vil/{n}" for n in modules} | {"vil/py.typed"}
-    assert installed <= names
+    assert modules | {"vil/py.typed"} <= names
     assert all(name.startswith(("vil/", "vision_longhorn-")) for name in names)
 
 
-def test_a_wheel_works_unpacked_or_not_beside_other_projects(built: Path, tmp_path: Path) -> None:
-    """In sys.path, and in a folder that has another project's files, also of the names that a checkout has."""
+def test_a_wheel_works_unpacked_beside_other_projects(built: Path, tmp_path: Path) -> None:
+    """In a folder that has another project's files, also of the names that a checkout has."""
     (wheel,) = built.glob("*.whl")
     project = tmp_path / "project"
     (project / "kernels").mkdir(parents=True)
@@ -102,19 +95,12 @@ def test_a_wheel_works_unpacked_or_not_beside_other_projects(built: Path, tmp_pa
     zipfile.ZipFile(wheel).extractall(project)
     code = (
         "import sys; sys.meta_path = [m for m in sys.meta_path if 'editable' not in repr(m)]\n"
-        "sys.path.insert(0, sys.argv[1]); import pkgutil, timm, torch, vil\n"
+        "sys.path.insert(0, sys.argv[1]); import timm, torch, vil\n"
         "model = timm.create_model('vil_tiny', img_size=32, depth=1, embed_dim=32).eval()\n"
-        "model(torch.randn(1, 3, 32, 32))\n"
-        "print(vil.kernels.ops.__file__); print(*(m.name for m in pkgutil.walk_packages("
-        "vil.__path__, 'vil.', onerror=print)))"
+        "model(torch.randn(1, 3, 32, 32)); print(vil.kernels.ops.__file__)"
     )
-    names = {name_of(ROOT / n) for n in (*ROOT.glob("vil/**/*.py"), *ROOT.glob("kernels/**/*.py"))}
-    for place in (wheel, project):
-        file, found = run(sys.executable, "-c", code, place, cwd=tmp_path).splitlines()
-        assert file == f"{place}/vil/kernels/ops.py"
-        assert {*found.split()} == names - {
-            "vil"
-        }  # PyInstaller's collect_submodules finds the same
+    file = run(sys.executable, "-c", code, project, cwd=tmp_path).strip()
+    assert file == f"{project}/vil/kernels/ops.py"
 
 
 def test_it_works_without_numba_and_triton_and_says_once(python: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ def test_version_is_the_same_wherever_it_is_said() -> None:
 
 @pytest.mark.parametrize("folder", ["kernels", "kernels/cpu", "kernels/triton", "tests/kernels"])
 def test_kernels_is_no_package_of_its_own(folder: str) -> None:
+    assert (ROOT / folder).is_dir()
     assert not (ROOT / folder / "__init__.py").exists()
 
 

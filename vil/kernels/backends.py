@@ -16,8 +16,6 @@ _logger = logging.getLogger(__name__)
 BACKENDS = ("reference", "cpu", "triton")
 ENVIRONMENT_VARIABLE = "VIL_BACKEND"
 
-_MODULES = {"reference": "reference", "cpu": "cpu.backend", "triton": "triton.backend"}
-
 _override: str | None = None
 
 
@@ -69,7 +67,13 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 @functools.cache
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__package__}.{_MODULES[name]}")
+    if name == "cpu":
+        from vil.kernels.cpu import backend
+    elif name == "triton":
+        from vil.kernels.triton import backend
+    else:
+        from vil.kernels import reference as backend
+    return backend
 
 
 def _checked(name: str, argument: str) -> None:
