@@ -18,9 +18,9 @@ ROOMS = (
     "scripts",
     "examples",
     "downstream",
-    "benchmarks",
-    "experiments",
-    "tools",
+    "lab.benchmarks",
+    "lab.experiments",
+    "lab",
     "tests",
 )
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
@@ -38,9 +38,7 @@ FILES = {
         "vil",
         "examples",
         "downstream",
-        "benchmarks",
-        "experiments",
-        "tools",
+        "lab",
         "tests",
     )
     for path in (ROOT / folder).rglob("*.py")

@@ -18,7 +18,7 @@ WRONG = {
 }
 PROGRAMS = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("", "benchmarks", "downstream", "examples", "experiments")
+    for folder in ("", "downstream", "examples", "lab/benchmarks", "lab/experiments")
     for path in (ROOT / folder).glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
@@ -40,7 +40,7 @@ for program in sys.argv[1:]:
         is_script = folder in ("", "examples")
         sys.path.insert(0, folder if folder == "examples" else ".")
         run = runpy.run_path if is_script else runpy.run_module
-        run(program if is_script else f"{folder}.{name}", run_name="watched")
+        run(program if is_script else f"{folder}.{name}".replace("/", "."), run_name="watched")
         os._exit(0)
     print("end", program, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """

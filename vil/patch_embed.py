@@ -6,7 +6,7 @@ Images near the trained size, or below it, are resized to the trained size insid
 token, which reads six patches near the middle of the image through its convolution. On another grid it would read
 values that are interpolated between patches. At 5/4 of the trained side this costs a tenth to a quarter of the
 accuracy, and below the trained side most of it. Resizing the image costs next to nothing and keeps the accuracy
-(``experiments/sizes.py`` measures it).
+(``lab/experiments/sizes.py`` measures it).
 """
 
 import math

@@ -29,8 +29,8 @@ ELSEWHERE = (
     "python -m vil.run",
     "pytest -n auto",
     "python -m vil.selfcheck",
-    "python -m benchmarks.loader",
-    "python -m benchmarks.models",
+    "python -m lab.benchmarks.loader",
+    "python -m lab.benchmarks.models",
     "python examples/segment.py",
     "python examples/detect.py",
     "python examples/masked.py",
@@ -43,8 +43,8 @@ SHORTER = {
     "python train_imagenet.py": SMALL,
     "python train_imagenet.py --config configs/finetune.yaml": BRIEF,
     "python train_imagenet.py --config configs/scratch.yaml": BRIEF,
-    "python -m experiments.fractals output/fractals_images": "--classes 2 --images 8 --size 32",
-    "python -m experiments.fractals output/fractals_32px": "--classes 2 --images 40 --size 32",
+    "python examples/fractals.py output/fractals_images": "--classes 2 --images 8 --size 32",
+    "python examples/fractals.py output/fractals_32px": "--classes 2 --images 40 --size 32",
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
     "--model.img-size 32 --data.batch-size 8 --augment.mix-size 8",
     "python train_imagenet.py --config configs/fashion_mnist.yaml": f"{SMALL} --data.path photos "
@@ -145,18 +145,25 @@ def test_settings_named_on_a_page_exist(page: str) -> None:
 
 DOCUMENTS = sorted(  # of named folders: pytest's cache and a user's output have documents, too
     path
-    for folder in ("", ".ci", "benchmarks", "docs", "downstream", "kernels", "tools/emulator")
+    for folder in (
+        "",
+        ".ci",
+        "docs",
+        "downstream",
+        "lab",
+        "lab/benchmarks",
+        "lab/emulator",
+        "vil/kernels",
+    )
     for path in (ROOT / folder).glob("*.md")
 )
-PATH = re.compile(
-    r"`((?:kernels|vil|configs|tests|docs|examples|downstream|benchmarks|experiments)/[\w./-]+\.\w+)`"
-)
+PATH = re.compile(r"`((?:kernels|vil|configs|tests|docs|examples|downstream|lab)/[\w./-]+\.\w+)`")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_modules_named_in_a_document_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    modules = re.findall(r"python -m ((?:vil|benchmarks|experiments|downstream|tests)[\w.]*)", text)
+    modules = re.findall(r"python -m ((?:vil|lab|downstream|tests)[\w.]*)", text)
     missing = [name for name in set(modules) if find_spec(name.rstrip(".")) is None]
     scripts = re.findall(r"python ([\w/]+\.py)", text)
     named = {name for name in PATH.findall(text) if "/results/" not in name}  # some are yet to come

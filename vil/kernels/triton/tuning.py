@@ -13,7 +13,7 @@ CHUNK = 16  # tokens per chunk of a scan: the minimum for a matrix product
 
 # Architecture -> kernel -> (channels per program, warps). Scans have one channel per lane; warps have 32
 # lanes on NVIDIA GPUs and 64 on AMD's gfx9. An architecture without a row uses the first row.
-# `python -m benchmarks.gpu_kernels blocks FILE` times the kernels, with the sizes given here.
+# `python -m lab.benchmarks.gpu_kernels blocks FILE` times the kernels, with the sizes given here.
 _DEFAULT = {
     "exact_forward": (128, 4),
     "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
