@@ -34,16 +34,16 @@ from torch import Tensor, nn
 from vil.block import Block, Recurrence
 from vil.convert import adapt_inside, checkpoint_filter_fn
 from vil.kernels.checks import check_not_onnx
-from vil.kernels.grid import TokenLayout
 from vil.patch_embed import OverlapPatchEmbed
+from vil.sizes import GridAware, TokenLayout, bits_of, resample_pos_embed, resize_tokens
 from vil.timm_models import state_images
-from vil.tokens import check_keep, class_token_to_middle, packed_intermediates, resample_pos_embed
-from vil.trained_grid import GridAware, bits_of
+from vil.tokens import check_keep, class_token_first, class_token_to_middle, packed_intermediates
 
 __all__ = ["VisionLonghorn", "checkpoint_filter_fn"]  # vil.load looks for the last here
 
 _POOLS = ("", "avg", "avgmax", "max", "token")
-torch.fx.wrap("resample_pos_embed")  # FX cannot follow its branches
+torch.fx.wrap("resample_pos_embed")  # FX cannot follow their branches
+torch.fx.wrap("resize_tokens")
 
 
 def only_backbone(module: nn.Module) -> "VisionLonghorn":
@@ -304,11 +304,13 @@ class VisionLonghorn(GridAware):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the normalised tokens (B, L, C) of images, class token first; same arguments as ``forward``."""
-        x, layout, feat_shape = self._embed(x)
-        return self._final_tokens(x, layout, feat_shape)
+        x, layout, grid, feat_shape = self._embed(x)
+        return self._final_tokens(x, layout, grid, feat_shape)
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int]]:
-        """Return the results of ``_sequence`` for images (B, in_chans, height, width), and their own grid."""
+    def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout | None, list[int], list[int]]:
+        """Return the results of ``_sequence`` for images (B, in_chans, height, width), their grid inside the model and
+        their own.
+        """
         if torch.jit.is_tracing():
             check_not_onnx()  # now, because the conversion of a traced program prints all of it
         _assert(
@@ -324,7 +326,7 @@ class VisionLonghorn(GridAware):
             grid = [int(grid[0]), int(grid[1])]
             feat_shape = [int(feat_shape[0]), int(feat_shape[1])]
         x, layout = self._sequence(x.flatten(1, 2), grid)
-        return x, layout, feat_shape
+        return x, layout, grid, feat_shape
 
     def _sequence(
         self, x: Tensor, grid: list[int], keep: Tensor | None = None
@@ -335,7 +337,7 @@ class VisionLonghorn(GridAware):
         random if ``patch_drop_rate`` is set.
 
         Returns:
-            The tokens, and their layout; None if patches are missing.
+            The tokens, and their layout; None on the trained grid, which patches may be missing from.
         """
         pos_embed = self.pos_embed
         if self.dynamic_img_size or self.resize_below_scale > 0:
@@ -348,19 +350,27 @@ class VisionLonghorn(GridAware):
         if keep is not None or (self.training and self.patch_drop_rate > 0):
             self.check_patches_can_drop(grid)
             x = self.patch_drop(x) if keep is None else x.take_along_dim(keep[:, :, None], 1)
-            layout = None
         if self.cls_token is not None:
             x = class_token_to_middle(x, self.cls_token + pos_embed[:, :1])
         return self.pos_drop(x), layout
 
-    def _final_tokens(self, x: Tensor, layout: TokenLayout | None, feat_shape: list[int]) -> Tensor:
+    def _final_tokens(
+        self, x: Tensor, layout: TokenLayout | None, grid: list[int], feat_shape: list[int]
+    ) -> Tensor:
         """Return the result of ``forward_features``, given the results of ``_embed``."""
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x = checkpoint(block, x, layout)
             else:
                 x = block(x, layout)
-        return self.norm(self._own_tokens(x, layout, feat_shape))
+        return self.norm(self._own_tokens(x, grid, feat_shape))
+
+    def _own_tokens(self, x: Tensor, grid: list[int], feat_shape: list[int]) -> Tensor:
+        """Return tokens (B, L, C) with the class token first, resized to the image's own grid."""
+        x = class_token_first(x, self.num_prefix_tokens)
+        if self.training and self.patch_drop_rate > 0:  # patches are missing
+            return x
+        return resize_tokens(x, grid, feat_shape, self.num_prefix_tokens)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits (B, num_classes) for tokens (B, L, C), or the input of the head.
@@ -409,14 +419,14 @@ class VisionLonghorn(GridAware):
             )
         grid = [x.shape[1], x.shape[2]]
         if keep is None:
-            return self._final_tokens(*self._sequence(x.flatten(1, 2), grid), grid)
+            return self._final_tokens(*self._sequence(x.flatten(1, 2), grid), grid, grid)
         if self.training and self.patch_drop_rate > 0:
             raise ValueError(
                 f"keep must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
             )
         check_keep(keep, x)
         ascending, order = keep.sort(1)
-        x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending), grid)
+        x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending), grid, grid)
         prefix, patches = x.split([self.num_prefix_tokens, keep.shape[1]], 1)
         return torch.cat([prefix, patches.take_along_dim(order.argsort(1)[..., None], 1)], 1)
 
@@ -479,14 +489,14 @@ class VisionLonghorn(GridAware):
         self, x: Tensor, blocks: list[int], num_blocks: int, norm: bool
     ) -> tuple[dict[int, Tensor], Tensor]:
         """Return tokens (B, L, C) after chosen blocks, by block, and after the last, class token first."""
-        x, layout, feat_shape = self._embed(x)
+        x, layout, grid, feat_shape = self._embed(x)
         taps = {}
         for i, block in enumerate(self.blocks[:num_blocks]):
             x = checkpoint(block, x, layout) if self.grad_checkpointing else block(x, layout)
             if i in blocks:
-                tap = self._own_tokens(x, layout, feat_shape)
+                tap = self._own_tokens(x, grid, feat_shape)
                 taps[i] = self.norm(tap) if norm else tap
-        return taps, self._own_tokens(x, layout, feat_shape)
+        return taps, self._own_tokens(x, grid, feat_shape)
 
     def _spatial(
         self, numbers: list[int], patches: list[Tensor], img_size: tuple[int, int], output_fmt: str

@@ -23,10 +23,12 @@ from torch.utils.checkpoint import (
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import func_transforms, mixer, onnx, reference
-from vil.kernels.checks import check_not_onnx, in_forward_mode, is_exporting
-from vil.kernels.grid import TokenLayout
+from vil.kernels.checks import check_not_onnx, in_forward_mode, in_transform, is_exporting
+from vil.kernels.order import Order
+from vil.sizes import Fitted, TokenLayout, fit
 
 Recurrence = Literal["longhorn", "longhorn_exact", "mamba"]
+torch.fx.wrap("fit")  # FX cannot follow its branches
 
 
 class BidirectionalMixer(nn.Module):
@@ -156,7 +158,7 @@ class BidirectionalMixer(nn.Module):
 
         Args:
             x: Tokens, (B, L, C).
-            layout: Places of the tokens on their grid; None to convolve them in sequence order.
+            layout: Layout of the tokens of a grid other than the trained one; None on the trained grid.
             save: While training, keep the scan's states for the backward pass instead of recomputing them.
             attn_mask: Must be None; timm's blocks pass it to their attention, which a mixer can replace.
             is_causal: Must be False, as ``attn_mask``.
@@ -171,51 +173,59 @@ class BidirectionalMixer(nn.Module):
                 "attn_mask must be None and is_causal False: both directions of the scan read all tokens"
             )
         xz = self.in_proj(x)  # (B, L, 2E)
-        A = None if self.A_log is None else -torch.exp(self.A_log)
-        if not torch.jit.is_scripting() and (
-            in_forward_mode() or (self.exportable and is_exporting() and not self.training)
-        ):
-            return self.proj(self._plain(xz, A, layout))
+        own = self.fitted(layout)
         save = save and self.training  # in evaluation mode, a backward pass recomputes the states
         if not torch.jit.is_scripting():
-            if torch.jit.is_tracing():
-                check_not_onnx()
-            params = self._params(A)
-            if mixer.is_eager(xz, params):
-                return self.proj(mixer.run(xz, params, self.recurrence, save, layout))
+            y = self._without_operator(xz, own, save)
+            if y is not None:
+                return self.proj(y)
         y = torch.ops.vil.mixer(
             xz,
-            self.conv_weight,
+            own.conv_weight,
             self.conv_bias,
-            self.x_proj_weight,
+            own.x_proj_weight,
             self.dt_weight,
             self.dt_bias,
-            A,
+            own.A,
             self.D,
             self.recurrence,
             save,
-            None if layout is None else layout.grid,
-            None if layout is None else layout.order,
-            None if layout is None else layout.kernel_resample,
-            None if layout is None else layout.cls_index,
-            None if layout is None else layout.cls_weight,
+            own.cls_weight,
+            own.order,
+            own.cls_index,
+            own.tokens_per_ref,
         )[0]
         return self.proj(y)
 
-    @torch.jit.unused
-    def _params(self, A: Tensor | None) -> mixer.MixerParams:
-        return mixer.MixerParams(
-            *(self.conv_weight, self.conv_bias, self.x_proj_weight, self.dt_weight),
-            *(self.dt_bias, A, self.D),
-        )
+    def fitted(self, layout: TokenLayout | None) -> Fitted:
+        """Return the parameters that depend on the grid; same argument as in ``forward``."""
+        A = None if self.A_log is None else -torch.exp(self.A_log)
+        return fit(self.conv_weight, self.x_proj_weight, A, layout, self.recurrence, self.dt_rank)
 
     @torch.jit.unused
-    def _plain(self, xz: Tensor, A: Tensor | None, layout: TokenLayout | None) -> Tensor:
-        """Compute ``vil::mixer`` in operations that ONNX and PyTorch's transforms know."""
-        arguments = (xz, *self._params(A), self.recurrence)
+    def arguments(self, own: Fitted) -> tuple[mixer.MixerParams, Order]:
+        """Return all parameters of the mixer between its outer projections, and the order of the tokens."""
+        params = mixer.MixerParams(
+            *(own.conv_weight, self.conv_bias, own.x_proj_weight, self.dt_weight),
+            *(self.dt_bias, own.A, self.D, own.cls_weight),
+        )
+        return params, Order(own.order, own.cls_index, own.tokens_per_ref)
+
+    @torch.jit.unused
+    def _without_operator(self, xz: Tensor, own: Fitted, save: bool) -> Tensor | None:
+        """Return the first output of ``vil::mixer`` where a call of the operator is slow or impossible, else None."""
+        params, order = self.arguments(own)
         if in_forward_mode():
-            return func_transforms.mixer(*arguments, False, *(layout or ()))[0]
-        return onnx.mixer(*arguments, None if layout is None else layout.grid)
+            *tensors, cls_weight = params
+            arguments = (xz, *tensors, self.recurrence, save, cls_weight, *order)
+            return func_transforms.mixer(*arguments)[0]
+        if self.exportable and is_exporting() and not self.training:
+            return onnx.mixer(xz, params, self.recurrence, order)
+        if torch.jit.is_tracing():
+            check_not_onnx()
+        if mixer.is_eager(xz, params):
+            return mixer.run(xz, params, self.recurrence, save, order)
+        return None
 
 
 class Block(nn.Module):
@@ -262,8 +272,7 @@ class Block(nn.Module):
             return False
         # Tracers have no backward pass, and torch.func has no hooks for saved tensors.
         traced = torch.jit.is_tracing() or is_exporting()
-        transformed = in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
-        return not (traced or transformed) and x.shape[1] > above
+        return not (traced or in_transform()) and x.shape[1] > above
 
     @torch.jit.unused
     def _recomputed(self, x: Tensor, layout: TokenLayout | None) -> Tensor:

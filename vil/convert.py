@@ -19,8 +19,8 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed, to_2tuple
 from timm.models._input import get_pretrained_grid_size, update_model_args
 from torch import Tensor, nn
 
+from vil.sizes import bits_of, grid_of
 from vil.tokens import class_token_first
-from vil.trained_grid import bits_of, grid_of
 
 _logger = logging.getLogger("vil")
 _PATCHES = "patch_embed.proj.weight"

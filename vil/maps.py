@@ -34,8 +34,6 @@ class _Scan(NamedTuple):
     args: ScanArgs
     recurrence: str
     kappa_scale: float
-    grid: list[int]
-    """Fields of ``kernels.grid.GridSpec``."""
 
 
 def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple[Tensor, Tensor]:
@@ -130,20 +128,19 @@ def _scan(backbone: VisionLonghorn, images: Tensor, block: int) -> _Scan:
     if not -count <= block < count:
         raise ValueError(f"block must be from {-count} to {count - 1}, got {block}")
     with evaluating(backbone):
-        x, layout, _ = backbone._embed(images)
+        x, layout, _, _ = backbone._embed(images)
         for before in backbone.blocks[: block % count]:
             x = before(x, layout)
         tokens = backbone.blocks[block].norm(x)
     mixer = backbone.blocks[block].mixer
     xz = mixer.in_proj(tokens)
-    A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
     with torch.autocast(xz.device.type, enabled=False):
-        params = mixer._params(A)
-        plan = mixer_plan(xz, params, mixer.recurrence, layout, backend=reference)
-        args, *_ = scan_args(plan, xz, params, layout)
+        params, order = mixer.arguments(mixer.fitted(layout))
+        plan = mixer_plan(xz, params, mixer.recurrence, order, backend=reference)
+        args, _ = scan_args(plan, xz, params, order)
         dt = reference.dt_proj(args.dt, args.dt_weight)
     args = args._replace(dt=dt, dt_weight=None).to(compute_dtype(args.x))
-    return _Scan(args, mixer.recurrence, plan.kappa_scale, layout.grid)
+    return _Scan(args, mixer.recurrence, plan.kappa_scale)
 
 
 @torch.no_grad()

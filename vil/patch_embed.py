@@ -1,15 +1,8 @@
-"""From images of any size to patches: checked, padded or resized in pixels, then embedded.
+"""From images to patches: checked, padded or resized (``sizes.py``) in pixels, then embedded.
 
 Patches may overlap, for Vision Mamba's finer granularity.
-
-Images near the trained size, or below it, are resized to the trained size inside the model. The reason is the class
-token, which reads six patches near the middle of the image through its convolution. On another grid it would read
-values that are interpolated between patches. At 5/4 of the trained side this costs a tenth to a quarter of the
-accuracy, and below the trained side most of it. Resizing the image costs next to nothing and keeps the accuracy
-(``lab/experiments/sizes.py`` measures it).
 """
 
-import math
 from typing import Any
 
 import torch
@@ -17,10 +10,11 @@ import torch.nn.functional as F
 from timm.layers import PatchEmbed, register_notrace_function, to_2tuple
 from timm.layers.trace_utils import _assert
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels.checks import is_exporting
-from vil.tokens import are_equal
+from vil.sizes import is_undecided, resize_images
+
+torch.fx.wrap("resize_images")  # FX cannot follow its branches
 
 
 @torch.fx.wrap
@@ -49,7 +43,7 @@ def _of_whole_patches(
 
 @torch.jit.unused
 def _check_onnx_drops_none(rest: int, name: str) -> None:
-    if torch.onnx.is_in_onnx_export() and _is_undecided(rest, 1):
+    if torch.onnx.is_in_onnx_export() and is_undecided(rest, 1):
         told = "because an ONNX program would drop pixels after the last whole patch, got a dynamic one"
         cure = "create the model with dynamic_img_pad=True to pad images"
         raise ValueError(f"Input {name} must be static, {told}; {cure}")
@@ -61,63 +55,10 @@ def _lacking(size: int, patch: int, stride: int) -> int:
     """Return by how many pixels a side must be padded so that whole patches cover all of it."""
     if stride == patch:  # exporters of any size take twice as long for the general form
         return (size + patch - 1) // patch * patch - size
-    if not torch.jit.is_scripting() and is_exporting() and _is_undecided(size, patch):
+    if not torch.jit.is_scripting() and is_exporting() and is_undecided(size, patch):
         # A branch would specialise the exported program to one of the two cases.
         return torch.sym_max(patch - size, (patch - size) % stride)
     return max(patch - size, (patch - size) % stride)
-
-
-def _inside_pixels(size: int, trained: int, patch: int, stride: int, below: float) -> int:
-    """Return the length in pixels of an image side inside the model, after any resizing.
-
-    Args:
-        size: Length of the side in pixels, covered by whole patches.
-        trained: Patches of the trained grid along the side.
-        patch: Length of a patch in pixels.
-        stride: Distance of neighbouring patches in pixels.
-        below: Sides of fewer than ``below`` times the trained patches are resized; 0 resizes none.
-    """
-    patches, limit = (size - patch) // stride + 1, math.ceil(below * trained)
-    usual = (trained - 1) * stride + patch
-    if not torch.jit.is_scripting() and is_exporting() and _is_undecided(patches, limit):
-        # A branch would specialise the exported program to one of the two cases.
-        larger = torch.sym_min(torch.sym_max(patches - limit + 1, 0), 1)
-        return usual + larger * (size - usual)
-    return usual if patches < limit else size
-
-
-@torch.jit.unused
-def _is_undecided(size: int, limit: int) -> bool:
-    """Return whether a program of torch.export is for sizes below the limit and for others.
-
-    For constants a branch is needed: PyTorch 2.11 cannot export ``torch.sym_max`` of them.
-    """
-    return not (statically_known_true(size < limit) or statically_known_true(size >= limit))
-
-
-@torch.fx.wrap  # FX cannot follow its branches
-@register_notrace_function
-def _resize_images(
-    images: Tensor,
-    ref_feat_shape: tuple[int, int],
-    patch_size: tuple[int, int],
-    stride: tuple[int, int],
-    below: float,
-) -> Tensor:
-    """Resize images (B, C, height, width) along the sides that are near the trained length or below it.
-
-    Each side is treated separately, because distances of tokens are also measured by row and by column. The other
-    arguments are those of ``_inside_pixels`` as pairs (height, width); ``ref_feat_shape`` is its ``trained``.
-    Images that need no resizing are returned as the same tensor.
-    """
-    own = [images.shape[-2], images.shape[-1]]
-    size = [
-        _inside_pixels(own[0], ref_feat_shape[0], patch_size[0], stride[0], below),
-        _inside_pixels(own[1], ref_feat_shape[1], patch_size[1], stride[1], below),
-    ]
-    if are_equal(size, own):
-        return images
-    return F.interpolate(images, size, mode="bicubic", antialias=True)
 
 
 class OverlapPatchEmbed(PatchEmbed):
@@ -200,7 +141,7 @@ class OverlapPatchEmbed(PatchEmbed):
         """
         x = self._covered(x)
         if ref_feat_shape is not None:
-            x = _resize_images(x, ref_feat_shape, self.patch_size, self.stride, resize_below_scale)
+            x = resize_images(x, ref_feat_shape, self.patch_size, self.stride, resize_below_scale)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
     def _covered(self, x: Tensor) -> Tensor:

@@ -23,14 +23,14 @@ from torch import Tensor
 import vil
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend, backend_for
-from vil.kernels.grid import GridSpec, layout_of
 from vil.kernels.plan import conv_key
 from vil.messages import first_line
+from vil.sizes import fit, token_layout
 
 SMALL = (2, 33, 40, 16)  # B, L, D, M: channel and token counts that fill no block
 MODEL = (1, 197, 384, 16)  # one image through vil_tiny
 WIDTH = 4  # taps of the convolution
-GRID = (5, 6, 3, 4, 8, 8, 8, 8, 1)  # 5 x 6 patches, trained at 3 x 4, with a class token
+GRID = ([5, 6], [3, 4], [8, 8], [8, 8])  # 5 x 6 patches of 8 px, trained at 3 x 4
 
 # Largest allowed error relative to the largest value. Rounding the result once gives eps / 2.
 TOLERANCES = {
@@ -85,9 +85,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         conv = (randn(B, L, D), randn(2, D, WIDTH), randn(2, D))
         yield Case("convolution", conv, ())
         if not low:  # each intermediate step of the mixer rounds
-            grid = GridSpec(*GRID)
             weights = (randn(2, 2 + 2 * M, D), randn(2, D, 2), randn(2, D), None, randn(2, D))
-            yield Case("mixer", (randn(B, grid.length, 2 * D), *conv[1:], *weights), ("longhorn",))
+            yield Case("mixer", (randn(B, 31, 2 * D), *conv[1:], *weights), ("longhorn",))
         for recurrence in ops.RECURRENCES:
             A = -randn(2, D, M).exp() if recurrence == "mamba" else None
             x, dt = randn(2, B, L, D), randn(2, B, L, D)
@@ -158,10 +157,16 @@ def _scan(*arguments: object) -> tuple[Tensor, Tensor]:
     return ops._scan_one_direction(arguments[:8], *arguments[8:])
 
 
-def _mixer(*arguments: object) -> Tensor:
+def _mixer(
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence
+) -> Tensor:
     """Run the mixer at a grid other than the trained one, where the convolution follows an index order."""
-    layout = layout_of(GRID, WIDTH, arguments[0].device)
-    return torch.ops.vil.mixer(*arguments, True, *layout)[0]
+    layout = token_layout(*GRID, 1, WIDTH, xz)
+    own = fit(conv_weight, x_proj_weight, A, layout, recurrence, dt_weight.shape[2])
+    return torch.ops.vil.mixer(
+        *(xz, own.conv_weight, conv_bias, own.x_proj_weight, dt_weight, dt_bias, own.A, D),
+        *(recurrence, True, own.cls_weight, own.order, own.cls_index, own.tokens_per_ref),
+    )[0]
 
 
 def largest_error(case: Case, dtype: torch.dtype, device: str) -> float:

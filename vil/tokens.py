@@ -1,67 +1,12 @@
-"""Tokens of images of any size: position embeddings, the class token, feature maps.
+"""Tokens in a sequence: the place of the class token, patches to keep, intermediates as timm returns them.
 
 Letters: B batch, H W grid of patches, N = H W patches, L = N + prefix tokens, C channels.
 """
 
-import operator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from timm.layers import register_notrace_function, resample_abs_pos_embed
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-from vil.kernels.checks import is_exporting
-
-
-def are_equal(size: list[int], other: list[int]) -> bool:
-    """Return whether sizes (height, width) are equal; for dynamic sizes of an export, whether they always are."""
-    if not torch.jit.is_scripting() and is_exporting():
-        return all(statically_known_true(size[i] == other[i]) for i in (0, 1))
-    return size[0] == other[0] and size[1] == other[1]
-
-
-@register_notrace_function
-def resize_tokens(x: Tensor, grid: list[int], feat_shape: list[int], num_prefix: int) -> Tensor:
-    """Resize patch tokens from the grid inside the model to the image's own grid.
-
-    The mean over the patches stays the same, so that averaged tokens give the logits of the resized image.
-
-    Args:
-        x: (B, num_prefix + H W, C), prefix first.
-        grid: Rows and columns (H, W) inside the model.
-        feat_shape: Rows and columns (h, w) of the image.
-        num_prefix: Number of prefix tokens, which are not resized.
-
-    Returns:
-        (B, num_prefix + h w, C), the same tensor if the grids are equal.
-    """
-    if are_equal(grid, feat_shape):
-        return x
-    patches = x[:, num_prefix:].mT.unflatten(2, [grid[0], grid[1]])
-    own = F.interpolate(patches, [feat_shape[0], feat_shape[1]], mode="bilinear", antialias=True)
-    own = own + (patches.mean((2, 3), keepdim=True) - own.mean((2, 3), keepdim=True))
-    return torch.cat([x[:, :num_prefix], own.flatten(2).mT], 1)
-
-
-@register_notrace_function
-def resample_pos_embed(
-    pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix: int
-) -> Tensor:
-    """Resample a position embedding (1, L, C) to another grid.
-
-    While exporting, timm's function resamples even to the same grid, so that the program does not depend on the size of
-    the example. If the sizes are constants of the program and equal, the same tensor is returned instead.
-    """
-    if not torch.jit.is_scripting():
-        if are_equal(grid, own_grid):  # timm asks a flag that other threads set when they export
-            return pos_embed
-        if not is_exporting() and torch.compiler.is_compiling() and torch.is_grad_enabled():
-            # PyTorch (2.15) cannot compile the gradient of this resampling to a symbolic size;
-            # index() makes it a constant of the program.
-            grid = [operator.index(size) for size in grid]
-    return resample_abs_pos_embed(pos_embed, grid, own_grid, num_prefix)
 
 
 def class_token_to_middle(patches: Tensor, class_token: Tensor) -> Tensor:

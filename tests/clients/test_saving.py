@@ -158,7 +158,7 @@ def test_moving_averages() -> None:
             torch.testing.assert_close(average.module(x), source(x), rtol=1e-3, atol=1e-4)
 
 
-TOLD = "ref_feat_bits has another grid .*load weights by load_state_dict, or call the model once"
+TOLD = "ref_feat_bits was written, but not by load_state_dict; call the model once"
 PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
     "export": lambda model, x: torch.export.export(model, (x,)).module(),
     "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
@@ -169,7 +169,7 @@ PROGRAMS: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_of_loaded_weights(program: str, tmp_path: Path) -> None:
-    """Programs made right after loading have the weights' grid, and tell when they get weights of another."""
+    """Programs made right after loading have the weights' grid, or there is an error."""
     source, x = small(ref_feat_shape=(3, 5), depth=1), torch.randn(1, 3, 48, 64)
     expected = source(x)
     right = set()
@@ -179,27 +179,22 @@ def test_programs_of_loaded_weights(program: str, tmp_path: Path) -> None:
         try:
             torch.testing.assert_close(PROGRAMS[program](target, x)(x), expected)
             right.add(load)
-        except (RuntimeError, torch.jit.Error) as error:
+        except RuntimeError as error:
             if not re.search(TOLD, str(error)):
                 raise
-    assert right >= {state_dict, assigned}
-    made = PROGRAMS[program](small(depth=1), x)
-    made(x)
+    assert right >= {state_dict, assigned, tensor_by_tensor}
     if program == "compile":
+        made = PROGRAMS[program](small(depth=1), x)
+        made(x)
         made.load_state_dict({f"_orig_mod.{n}": v for n, v in source.state_dict().items()})
         torch.testing.assert_close(made(x), expected)
-        source = small(depth=1)
-    for name, value in made.state_dict().items():
-        value.copy_(source.state_dict()[name.removeprefix("_orig_mod.")])
-    with pytest.raises((RuntimeError, torch.jit.Error), match=TOLD):
-        made(x)
 
 
 @pytest.mark.ci
 def test_onnx_of_loaded_weights(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     source, x = small(ref_feat_shape=(3, 5), depth=1), torch.randn(1, 3, 48, 64)
-    for load in (state_dict, assigned, copied_in_place, tensor_by_tensor):
+    for load in (state_dict, assigned, tensor_by_tensor):
         target = small(depth=1, exportable=True)
         load(source, target, tmp_path)
         path = tmp_path / f"{load.__name__}.onnx"
@@ -235,20 +230,10 @@ def test_functional_calls() -> None:
     )
     for logits, model in zip(together, models, strict=True):
         torch.testing.assert_close(logits, model(x))
-    base = small()
-    stacked = vmap(lambda *state: functional_call(base, state, x))(*stack_module_state(models))
-    torch.testing.assert_close(stacked, together)
-    different = stack_module_state([models[0], small()])
-    with pytest.raises(ValueError, match="modules of different ref_feat_shape need a call each"):
-        vmap(lambda *state: functional_call(base, state, x))(*different)
-    compiled = torch.compile(lambda state: functional_call(base, state, x), backend="eager")
-    torch.testing.assert_close(compiled(base.state_dict()), base(x))
-    with pytest.raises(RuntimeError, match=TOLD):
-        compiled(models[0].state_dict())
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
-    """It copies buffers in every step, so the device compares the grid, and nothing reads it to wait for a GPU."""
+    """It copies the weights of the first process at its start, and buffers in every step."""
     source, model, x = small(ref_feat_shape=(3, 5)), small(), torch.randn(2, 3, 48, 64)
     expected = source(x)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -257,11 +242,9 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         wrapped = DistributedDataParallel(model)
         for _ in range(3):
             torch.testing.assert_close(wrapped(x), expected)
-        copied_in_place(small(), model, tmp_path)
-        with pytest.raises(RuntimeError, match=TOLD):
-            wrapped(x)
-        model.load_state_dict(source.state_dict())
-        torch.testing.assert_close(wrapped(x), expected)
+        other = small()
+        copied_in_place(other, model, tmp_path)
+        torch.testing.assert_close(wrapped(x), other(x))
     finally:
         dist.destroy_process_group()
 

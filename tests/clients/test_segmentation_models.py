@@ -12,7 +12,7 @@ from torch import nn
 
 import vil
 from tests.clients.small_models import backbone_in
-from vil.trained_grid import bits_of
+from vil.sizes import bits_of
 
 smp = pytest.importorskip("segmentation_models_pytorch")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.clients.small_models import backbone_in
-from vil.trained_grid import bits_of
+from vil.sizes import bits_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tests.grids import Grid
 from vil.block import BidirectionalMixer
-from vil.kernels.grid import layout_of
 from vil.kernels.ops import (
     bidirectional_scan,
     longhorn_scan,
@@ -48,10 +48,10 @@ def _both_ways(scan: Callable[..., Tensor]) -> Function:
     return function
 
 
-def _mixer(grid: list[int] | None = None) -> Function:
+def _mixer(grid: Grid | None = None) -> Function:
     torch.manual_seed(0)
     mixer = BidirectionalMixer(D, d_state=M, dt_rank=1, dtype=torch.float64)
-    layout = None if grid is None else layout_of(grid, 4, torch.device("cpu"))
+    layout = None if grid is None else grid.layout()
     return lambda x: mixer(x, layout)
 
 
@@ -69,7 +69,7 @@ CASES: dict[str, Function] = {
     "mamba_scan": _mamba(mamba_scan),
     "bidirectional_scan": _both_ways(bidirectional_scan),
     "mixer": _mixer(),
-    "mixer on a grid": _mixer([2, 2, 1, 1, 1, 1, 1, 1, 0]),
+    "mixer on a grid": _mixer(Grid(2, 2, (1, 1), (1, 1), (1, 1), class_token=0)),
     "vil_tiny": _model("vil_tiny"),
     "vil_tiny_exact": _model("vil_tiny_exact"),
     "vim_tiny": _model("vim_tiny"),

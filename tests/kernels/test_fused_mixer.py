@@ -7,10 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.grids import Grid, convolve, mixer_arguments
 from vil.block import BidirectionalMixer, Recurrence
-from vil.kernels import grid as grids
 from vil.kernels import ops, reference
-from vil.kernels.grid import GridSpec, TokenLayout, layout_of
+from vil.sizes import TokenLayout
 
 B, L, C, M, K = 2, 6, 4, 4, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,23 +48,23 @@ def arguments(recurrence: Recurrence, dtype: torch.dtype) -> tuple[Tensor | None
 # Grids for weights trained on 2 x 2 patches, as large as possible without slow tests.
 GRIDS = {
     "the trained grid": None,
-    "2.25 times the tokens": GridSpec(3, 3, 2, 2, 4, 4, 4, 4, 1),
-    "half the tokens": GridSpec(1, 2, 2, 2, 4, 4, 4, 4, 1),
-    "step sizes alone": GridSpec(3, 3, 2, 2, 4, 4, 4, 4, 1, scale_conv=0),
-    "twice, no class token": GridSpec(2, 4, 2, 2, 4, 4, 4, 4, 0),
+    "2.25 times the tokens": Grid(3, 3, (2, 2)),
+    "half the tokens": Grid(1, 2, (2, 2)),
+    "step sizes alone": Grid(3, 3, (2, 2), scale_conv=False),
+    "twice, no class token": Grid(2, 4, (2, 2), class_token=0),
 }
 
 
-def layout_on(grid: GridSpec | None) -> TokenLayout | None:
-    return None if grid is None else layout_of(grid, K, torch.device(DEVICE))
+def layout_on(grid: Grid | None) -> TokenLayout | None:
+    return None if grid is None else grid.layout(K, DEVICE)
 
 
-def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: GridSpec | None = None) -> Tensor:
+def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: Grid | None = None) -> Tensor:
     """Mix with the reference and autograd; apply ``tokens_per_ref`` directly to every step size."""
     rank, states = mixer.dt_rank, mixer.d_state
     layout, tokens_per_ref = layout_on(grid), 1.0 if grid is None else grid.tokens_per_ref
     x, z = mixer.in_proj(x).chunk(2, dim=-1)
-    x = grids.conv_forward(reference.ConvPlan(), x, mixer.conv_weight, mixer.conv_bias, layout)
+    x = convolve(x, mixer.conv_weight, mixer.conv_bias, layout)
     x_dbl = torch.einsum("nble,nce->nblc", x, mixer.x_proj_weight)
     dt, k, q = x_dbl.split([rank, states, states], dim=-1)
     dt = torch.einsum("nblr,ner->nble", dt, mixer.dt_weight)
@@ -140,20 +140,25 @@ def test_equals_its_parts(
     [
         pytest.param("reference", None, marks=pytest.mark.ci),
         ("cpu", None),
-        ("cpu", [1, 5, 1, 2, 4, 4, 4, 4, 1]),
+        ("cpu", Grid(1, 5, (1, 2))),
     ],
 )
-def test_gradients_and_registration(name: str, grid: list | None, recurrence: Recurrence) -> None:
+def test_gradients_and_registration(name: str, grid: Grid | None, recurrence: Recurrence) -> None:
     if name == "cpu":
         pytest.importorskip("numba")
     given = [None if t is None else t.detach().cpu() for t in arguments(recurrence, torch.float64)]
     given = [None if t is None else t.requires_grad_() for t in given]
-    layout = () if grid is None else layout_of(grid, K, torch.device("cpu"))
-    options, fast = (recurrence, True, *layout), grid is not None
+    fitted = mixer_arguments(given, recurrence, grid)
     with ops.use_backend(name):
-        torch.library.opcheck(torch.ops.vil.mixer, (*given, *options))
+        fitted = [
+            t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t
+            for t in fitted
+        ]
+        torch.library.opcheck(torch.ops.vil.mixer, fitted)
         assert torch.autograd.gradcheck(
-            lambda *t: torch.ops.vil.mixer(*t, *options)[0], given, fast_mode=fast
+            lambda *t: torch.ops.vil.mixer(*mixer_arguments(t, recurrence, grid))[0],
+            given,
+            fast_mode=grid is not None,
         )
 
 

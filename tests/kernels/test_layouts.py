@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import Grid
 from tests.strategies import laid_out
 from vil.kernels import ops
-from vil.kernels.grid import GridSpec, layout_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest value; reading another token, or the gap beside it, is off by far more.
@@ -39,14 +39,18 @@ def drawn(
     if operator == "mixer":
         H, W = rng.randint(1, 4), rng.randint(1, max(tokens // 4, 1))
         class_token, rank = rng.randint(0, 1), rng.randint(1, 3)
-        grid = rng.choice([None, GridSpec(H, W, 2, 2, 4, 4, 4, 4, class_token)])
-        layout = () if grid is None else layout_of(grid, 4, torch.device(DEVICE))
+        grid = Grid(H, W, (2, 2), class_token=class_token)
+        layout = rng.choice([None, grid.layout(device=DEVICE)])
         weights = parameter(rank + 2 * states, channels), parameter(channels, rank)
-        taps = 4 if layout else rng.randint(1, 5)
+        taps, ordered = rng.randint(1, 5), ()
+        if layout is not None:
+            tokens, taps = grid.length, layout.taps.shape[1]
+            reads = parameter(channels, len(layout.cls_index)) if class_token else None
+            ordered = (reads, layout.order, layout.cls_index, layout.tokens_per_ref)
         return [
-            *(normal(B, tokens if grid is None else grid.length, 2 * channels),),
+            *(normal(B, tokens, 2 * channels),),
             *(parameter(channels, taps), parameter(channels), *weights, parameter(channels)),
-            *(rates(), parameter(channels), recurrence, True, *layout),
+            *(rates(), parameter(channels), recurrence, True, *ordered),
         ]
     rows, keys = (*lead, B, tokens, channels), (*lead, B, tokens, states)
     arguments = [normal(*rows), normal(*rows), rates(), normal(*keys), normal(*keys)]
@@ -64,8 +68,10 @@ def bits(dtype: torch.dtype) -> int:
 
 def results(operator: str, backend: str, arguments: list, seed: int) -> list[Tensor]:
     """Return outputs and gradients; the gradients of outputs have random memory layouts."""
-    leaves = [a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in arguments[:9]]
-    leaves += arguments[9:]  # options, and the tables of a layout
+    leaves = [
+        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in arguments
+    ]
     wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     with ops.use_backend(backend):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import Grid, mixer_arguments
 from vil.kernels import onnx, ops, reference
-from vil.kernels.grid import layout_of
+from vil.kernels.mixer import arguments as mixer_parts
 
 E, M, R, K = 6, 4, 3, 4
 ROUNDING = {"longhorn": 1e-11, "longhorn_exact": 1e-11, "mamba": 1e-8}  # softplus(20) is 20
@@ -27,10 +28,15 @@ def arguments(recurrence: str, length: int, key: float = 1.0, bias: float = 0.0)
     ]
 
 
-def by_reference(*given: object) -> Tensor:
+def by_reference(given: list, grid: Grid | None = None) -> Tensor:
     with ops.use_backend("reference"):
-        layout = layout_of(given[9], 4, torch.device("cpu")) if given[9:] else ()
-        return torch.ops.vil.mixer(*given[:9], False, *layout)[0]
+        return torch.ops.vil.mixer(*mixer_arguments(given[:8], given[8], grid))[0]
+
+
+def by_onnx(given: list, grid: Grid | None = None) -> Tensor:
+    xz, *inputs = mixer_arguments(given[:8], given[8], grid)
+    params, recurrence, _, order = mixer_parts(inputs)
+    return onnx.mixer(xz, params, recurrence, order)
 
 
 def to(arguments: list, dtype: torch.dtype) -> list:
@@ -41,13 +47,13 @@ def to(arguments: list, dtype: torch.dtype) -> list:
 @pytest.mark.parametrize(
     ("length", "grid"),
     [
-        *((length, []) for length in (1, 3, 8, 17)),
-        *((21, [[4, 5, *trained, 8, 8, 8, 8, 1]]) for trained in ((2, 3), (8, 9))),
+        *((length, None) for length in (1, 3, 8, 17)),
+        *((21, Grid(4, 5, trained)) for trained in ((2, 3), (8, 9))),
     ],
 )
-def test_agrees_with_the_operator(recurrence: str, length: int, grid: list) -> None:
+def test_agrees_with_the_operator(recurrence: str, length: int, grid: Grid | None) -> None:
     given = arguments(recurrence, length)
-    made, expected = onnx.mixer(*given, *grid), by_reference(*given, *grid)
+    made, expected = by_onnx(given, grid), by_reference(given, grid)
     torch.testing.assert_close(made, expected, rtol=0, atol=ROUNDING[recurrence])
 
 
@@ -58,9 +64,9 @@ def test_agrees_with_the_operator(recurrence: str, length: int, grid: list) -> N
 @pytest.mark.parametrize("key", [1e-3, 1.0, 1e3])
 def test_is_accurate_for_extreme_keys_and_steps(recurrence: str, bias: float, key: float) -> None:
     given = to(arguments(recurrence, 18, key, bias), torch.float32)
-    expected = by_reference(*to(given, torch.float64))
+    expected = by_reference(to(given, torch.float64))
     errors = [
-        (mixer(*given) - expected).abs().max() / expected.abs().max()
-        for mixer in (onnx.mixer, by_reference)
+        (mixer(given) - expected).abs().max() / expected.abs().max()
+        for mixer in (by_onnx, by_reference)
     ]
     assert errors[0] < max(2 * errors[1], 2e-6)

@@ -228,10 +228,14 @@ def test_exports_of_its_own_size_and_of_any(strict: bool) -> None:
     assert torch.equal(own.module()(images()), model(images()))
     rows, columns = (torch.export.Dim(name, min=2, max=16) for name in ("rows", "columns"))
     shapes = ({2: 8 * rows, 3: 8 * columns},)
-    program = torch.export.export(model, (images(),), dynamic_shapes=shapes, strict=strict)
-    for size in ((32, 32), (48, 64), (64, 24)):
-        logits = program.module()(images(*size))
-        assert torch.allclose(logits, model(images(*size)), atol=1e-6)
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="grid_aware=False"):
+        torch.export.export(model, (images(),), dynamic_shapes=shapes, strict=strict)
+    for grid_aware in (False, "dt"):
+        model = small(depth=1, grid_aware=grid_aware)
+        program = torch.export.export(model, (images(),), dynamic_shapes=shapes, strict=strict)
+        for size in ((32, 32), (48, 64), (64, 24)):
+            logits = program.module()(images(*size))
+            assert torch.allclose(logits, model(images(*size)), atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

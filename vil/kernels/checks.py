@@ -1,13 +1,10 @@
 """Argument checks of the operators. Every error names the argument, its value and the requirement."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from vil.kernels.args import ScanArgs, compute_dtype
-from vil.kernels.grid import GridSpec
 from vil.kernels.reference import RECURRENCES
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -16,6 +13,11 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def in_forward_mode() -> bool:
     """Return whether a level of torch.autograd.forward_ad is active, where tensors may be dual."""
     return forward_ad._current_level >= 0
+
+
+def in_transform() -> bool:
+    """Return whether torch.func transforms the call, or a level of forward_ad is active."""
+    return in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @torch.jit.unused
@@ -133,10 +135,12 @@ def check_mixer(
     dt_bias: Tensor,
     A: Tensor | None,
     D: Tensor,
+    cls_weight: Tensor | None,
     recurrence: str,
-    grid: Sequence[int] | None = None,
+    order: Tensor | None,
+    cls_index: Tensor | None,
 ) -> None:
-    """Raise ValueError for invalid arguments of ``vil::mixer``; ``grid`` has the numbers of a ``GridSpec``."""
+    """Raise ValueError for invalid arguments of ``vil::mixer``."""
     check_recurrence(recurrence, A)
     _check_activation(xz, "xz", "B, L, 2E")
     if xz.shape[1] < 1 or xz.shape[2] % 2:
@@ -162,16 +166,14 @@ def check_mixer(
     if A is not None:
         _check(A, "A", "2, E, M", (2, inner, states), dtypes, xz)
     _check(D, "D", "2, E", (2, inner), dtypes, xz)
-    if grid is not None:
-        _check_grid(xz, grid)
-
-
-def _check_grid(xz: Tensor, grid: Sequence[int]) -> None:
-    # Not min(), which would specialise a compiled program on which number is smallest.
-    optional = len(GridSpec._field_defaults)
-    counts = 0 <= len(GridSpec._fields) - len(grid) <= optional and all(n >= 1 for n in grid[:8])
-    if not counts or any(number not in (0, 1) for number in grid[8:]):
-        raise ValueError(f"grid must be {GridSpec._fields}, all positive, got {tuple(grid)}")
-    own = GridSpec(*grid)
-    if own.length != xz.shape[1]:
-        raise ValueError(f"grid has {own.length} tokens, but xz has {xz.shape[1]}")
+    if order is not None and (order.dtype != torch.int32 or order.ndim != 1):
+        raise ValueError(f"order must be int32 (P,), got {order.dtype} {tuple(order.shape)}")
+    if (cls_weight is None) != (cls_index is None):
+        raise ValueError("cls_weight and cls_index must be given together, or both be None")
+    if cls_weight is not None:
+        if order is None:
+            raise ValueError("cls_index needs an order, in which the class token has no position")
+        if cls_index.dtype != torch.int64 or cls_index.ndim != 1:
+            told = f"{cls_index.dtype} {tuple(cls_index.shape)}"
+            raise ValueError(f"cls_index must be int64 (U,), got {told}")
+        _check(cls_weight, "cls_weight", "2, E, U", (2, inner, cls_index.shape[0]), dtypes, xz)

@@ -19,8 +19,8 @@ from torch import Tensor
 from vil.kernels import autocast, reference
 from vil.kernels.args import ScanArgs
 from vil.kernels.checks import check_scan
-from vil.kernels.grid import TokenLayout
-from vil.kernels.mixer import MixerParams, plain
+from vil.kernels.mixer import arguments as mixer_arguments
+from vil.kernels.mixer import plain
 
 _FUNCTORCH = "FuncTorchDynamicLayerFrontMode"  # active during any torch.func transform
 
@@ -38,12 +38,9 @@ def scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def mixer(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the outputs of ``vil::mixer``; those for the backward pass are empty."""
-    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, _, *layout = (
-        autocast.cast("mixer", arguments)
-    )
-    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    layout = TokenLayout(*layout) if layout and layout[0] is not None else None
-    out = plain(xz, params, recurrence, layout)
+    xz, *inputs = autocast.cast("mixer", arguments)
+    params, recurrence, _, order = mixer_arguments(inputs)
+    out = plain(xz, params, recurrence, order)
     return out, *(out.new_empty(0) for _ in range(3))
 
 

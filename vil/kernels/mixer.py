@@ -2,8 +2,8 @@
 
 The mixer is a convolution, projections to step sizes, keys and queries, a scan and a gate. It saves the input, the
 small projections and the states of the scan for the backward pass. The convolution and the step sizes, each as large
-as the input, are recomputed, as in Mamba's fused block. ``grid.py`` handles grids that differ from the trained one.
-The small projections of a token are its key, its query, and its step size of low rank. Zeros pad them to a multiple of 8
+as the input, are recomputed, as in Mamba's fused block. Parameters that depend on the size of an image are given as
+that size needs them (``vil/sizes.py``), so nothing here knows of grids but an order of the tokens. The small projections of a token are its key, its query, and its step size of low rank. Zeros pad them to a multiple of 8
 columns, because matrix products on a GPU are several times slower with unaligned columns.
 
 Letters as in ``args.py``; E channels of the scan, K taps, P columns of the small projections.
@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vil.kernels import grid as grids
 from vil.kernels import reference
 from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
-from vil.kernels.grid import DtScale, GridSpec, TokenLayout, kappa_scale
+from vil.kernels.order import SEQUENCE, Order, conv_backward, conv_forward, kappa_scale
 from vil.kernels.plan import MOST_KEPT, ConvKey, ScanKey, kept_plans
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
@@ -48,6 +47,15 @@ class MixerParams(NamedTuple):
     """(2, E, M)."""
     D: Tensor
     """(2, E)."""
+    cls_weight: Tensor | None = None
+    """Weights of the tokens that the class token reads, (2, E, U), if it has no position in the order."""
+
+
+def arguments(inputs: Sequence[Any]) -> tuple[MixerParams, str, bool, Order]:
+    """Return the arguments of ``vil::mixer`` after the first: parameters, recurrence, whether to save, and order."""
+    *tensors, recurrence, save = inputs[:9]
+    cls_weight, *order = inputs[9:] or (None,)
+    return MixerParams(*tensors, cls_weight), recurrence, save, Order(*order)
 
 
 def small_columns(rank: int, states: int) -> int:
@@ -56,14 +64,14 @@ def small_columns(rank: int, states: int) -> int:
 
 
 class MixerPlan:
-    """Mixer prepared for arguments of given shapes, strides, dtypes and grid.
+    """Mixer prepared for arguments of given shapes, strides, dtypes and number of tokens in the order.
 
     Args:
         backend: Backend module.
         xz: Input, (B, L, 2 E); the plan keeps no tensor.
         params: Parameters of the mixer.
         recurrence: One of ``RECURRENCES``.
-        layout: Layout of the tokens; None to convolve them in sequence order.
+        order: Order of the tokens.
         aligned: Whether the input begins at a multiple of two elements.
 
     Raises:
@@ -76,20 +84,17 @@ class MixerPlan:
         xz: Tensor,
         params: MixerParams,
         recurrence: str,
-        layout: TokenLayout | None,
+        order: Order,
         aligned: bool,
     ) -> None:
-        check_mixer(xz, *params, recurrence, None if layout is None else layout.grid)
+        check_mixer(xz, *params, recurrence, order.order, order.cls_index)
         B, L, width = xz.shape
         _, E, taps = params.conv_weight.shape
         R = params.dt_weight.shape[2]
         M = (params.x_proj_weight.shape[1] - R) // 2
         self.recurrence, self.sizes, self.columns = recurrence, (B, L, R, M), small_columns(R, M)
-        self.tokens_per_ref, positions = 1.0, None
-        if layout is not None:
-            self.tokens_per_ref = GridSpec(*layout.grid).tokens_per_ref
-            taps, positions = layout.kernel_resample.shape[1] or taps, len(layout.order) or None
-        self.kappa_scale = kappa_scale(recurrence, self.tokens_per_ref)
+        positions = None if order.order is None else len(order.order)
+        self.kappa_scale = kappa_scale(recurrence, order.tokens_per_ref)
         self.writes_halves = backend.writes_halves
         one = (L * width, width, 1) if self.writes_halves else None
         dtype, device, half = xz.dtype, xz.device, xz.stride()
@@ -114,7 +119,7 @@ def mixer_plan(
     xz: Tensor,
     params: MixerParams,
     recurrence: str,
-    layout: TokenLayout | None = None,
+    order: Order = SEQUENCE,
     backend: ModuleType | None = None,
 ) -> MixerPlan:
     """Return the plan for the arguments; same arguments and errors as ``MixerPlan``.
@@ -129,11 +134,11 @@ def mixer_plan(
         *(backend, recurrence, xz.shape, xz.stride(), aligned, xz.dtype, xz.device),
         *[None if p is None else (p.shape, p.dtype, p.device) for p in params],
     )
-    if layout is not None:
-        key += (*layout.grid, layout.order.shape, layout.kernel_resample.shape)
+    positions = None if order.order is None else len(order.order)
+    key += (positions, *order.tokens_per_ref)
     plan = _plans.get(key)
     if plan is None:
-        plan = MixerPlan(backend, xz, params, recurrence, layout, aligned)
+        plan = MixerPlan(backend, xz, params, recurrence, order, aligned)
         if len(_plans) >= MOST_KEPT:
             _plans.clear()
         _plans[key] = plan
@@ -147,35 +152,31 @@ def scan_args(
     plan: MixerPlan,
     xz: Tensor,
     params: MixerParams,
-    layout: TokenLayout | None,
+    order: Order,
     x_dbl: Tensor | None = None,
-) -> tuple[ScanArgs, Tensor, DtScale]:
-    """Return the arguments of the scan, with low-rank step sizes.
-
-    Also returns the small projections, unless given, and the parameters that depend on the grid.
-    """
+) -> tuple[ScanArgs, Tensor]:
+    """Return the arguments of the scan, with low-rank step sizes, and the small projections, unless given."""
     B, L, R, M = plan.sizes
     x, z = xz.chunk(2, dim=-1)
-    convolved = grids.conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, layout)
-    scaled = DtScale(
-        params.x_proj_weight, params.dt_weight, params.A, plan.recurrence, plan.tokens_per_ref
+    convolved = conv_forward(
+        plan.conv, x, params.conv_weight, params.conv_bias, order, params.cls_weight
     )
     if x_dbl is None:
-        made = _small_weight(plan, scaled.x_proj_weight, convolved.dtype)
+        made = _small_weight(plan, params.x_proj_weight, convolved.dtype)
         x_dbl = torch.bmm(convolved.flatten(1, 2), made.mT)
     parts = x_dbl.view(2, B, L, plan.columns)
     dt_low, q, k = parts.narrow(3, 2 * M, R), parts.narrow(3, M, M), parts.narrow(3, 0, M)
     D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
-    args = ScanArgs(convolved, dt_low, scaled.A, q, k, D, bias, z, dt_weight=dt_weight)
-    return args, x_dbl, scaled
+    args = ScanArgs(convolved, dt_low, params.A, q, k, D, bias, z, dt_weight=dt_weight)
+    return args, x_dbl
 
 
 def forward(
-    plan: MixerPlan, xz: Tensor, params: MixerParams, layout: TokenLayout | None, save: bool
+    plan: MixerPlan, xz: Tensor, params: MixerParams, order: Order, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the output, (B, L, E), and the tensors of ``Saved``; without ``save``, the last two are None."""
-    with _as_given(xz), plan.arena:
-        args, x_dbl, _ = scan_args(plan, xz, params, layout)
+    with without_autocast(xz), plan.arena:
+        args, x_dbl = scan_args(plan, xz, params, order)
         out, _, y_pre_gate, states = plan.scan.forward(args, save)
     return out, x_dbl, y_pre_gate, states
 
@@ -185,7 +186,7 @@ def backward(
     grad: Tensor,
     xz: Tensor,
     params: MixerParams,
-    layout: TokenLayout | None,
+    order: Order,
     saved: Saved | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients for xz and the parameters.
@@ -195,7 +196,7 @@ def backward(
         grad: Gradient of the output, (B, L, E).
         xz: Same as in ``forward``.
         params: Same as in ``forward``.
-        layout: Same as in ``forward``.
+        order: Same as in ``forward``.
         saved: Tensors that ``forward`` returned after the output. The scan runs again if it saved nothing.
     """
     conv_weight, conv_bias, x_proj_weight, dt_weight = params[:4]
@@ -203,9 +204,9 @@ def backward(
     if plan.writes_halves:
         dxz = torch.empty(xz.shape, dtype=xz.dtype, device=xz.device)
         dx, dz = dxz.chunk(2, dim=-1)
-    with _as_given(xz), plan.arena:
+    with without_autocast(xz), plan.arena:
         x_dbl = None if saved is None else saved[0]
-        args, x_dbl, scaled = scan_args(plan, xz, params, layout, x_dbl)
+        args, x_dbl = scan_args(plan, xz, params, order, x_dbl)
         kept = None if saved is None or saved[2] is None else saved[1:]
         grads = plan.scan.backward(args, grad, None, kept, dz)
         x, tokens, ddt = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2), grads.dt.flatten(1, 2)
@@ -216,10 +217,10 @@ def backward(
         dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
         d_made = _sum_over_tokens(dx_dbl, tokens)
         d_x_proj_weight = torch.cat((d_made[:, 2 * M : 2 * M + R], d_made[:, : 2 * M]), 1)
-        made = _small_weight(plan, scaled.x_proj_weight, xz.dtype)
+        made = _small_weight(plan, x_proj_weight, xz.dtype)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, made).view(2, *x.shape)
-        dx, d_conv_weight, d_conv_bias = grids.conv_backward(
-            plan.conv, d_convolved, x, conv_weight, conv_bias, layout, dx
+        dx, d_conv_weight, d_conv_bias, d_cls_weight = conv_backward(
+            plan.conv, d_convolved, x, conv_weight, conv_bias, order, params.cls_weight, dx
         )
         if dxz is None:
             dxz = torch.cat((dx, grads.z), dim=-1)
@@ -227,11 +228,12 @@ def backward(
         dxz,
         d_conv_weight,
         d_conv_bias,
-        scaled.undo_x_proj(d_x_proj_weight.to(x_proj_weight.dtype)),
+        d_x_proj_weight.to(x_proj_weight.dtype),
         d_dt_weight.to(dt_weight.dtype),
         grads.bias,
-        scaled.undo_A(grads.A),
+        grads.A,
         grads.D,
+        d_cls_weight,
     )
 
 
@@ -257,9 +259,9 @@ def _sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.mm(x.mT, y, **wide) for x, y in zip(a, b, strict=True)])
 
 
-def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast, in which products keep the dtype of their operands."""
-    if torch.is_autocast_enabled(x.device.type):
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return _NOTHING
 
@@ -267,19 +269,19 @@ def _as_given(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 # ------------------------------------------------------------------------------------ function transforms
 
 
-def plain(xz: Tensor, params: MixerParams, recurrence: str, layout: TokenLayout | None) -> Tensor:
+def plain(xz: Tensor, params: MixerParams, recurrence: str, order: Order) -> Tensor:
     """Return the output by ``reference.py``, in operations that PyTorch can transform."""
-    plan = mixer_plan(xz, params, recurrence, layout, backend=reference)
-    return forward(plan, xz, params, layout, False)[0]
+    plan = mixer_plan(xz, params, recurrence, order, backend=reference)
+    return forward(plan, xz, params, order, False)[0]
 
 
 def plain_gradients(
-    grad: Tensor, inputs: Sequence[Tensor | None], recurrence: str, layout: TokenLayout | None
+    grad: Tensor, inputs: Sequence[Tensor | None], recurrence: str, order: Order
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``plain`` for xz and the parameters, which PyTorch can transform again."""
 
     def output(xz: Tensor, *params: Tensor | None) -> Tensor:
-        return plain(xz, MixerParams(*params), recurrence, layout)
+        return plain(xz, MixerParams(*params), recurrence, order)
 
     return reference.gradients(output, inputs, grad)
 
@@ -313,12 +315,12 @@ _PLAIN = {torch.nn.Parameter, Tensor, type(None)}
 
 
 def run(
-    xz: Tensor, params: MixerParams, recurrence: str, save: bool, layout: TokenLayout | None
+    xz: Tensor, params: MixerParams, recurrence: str, save: bool, order: Order = SEQUENCE
 ) -> Tensor:
     """Return the first output of ``vil::mixer``, for a call that ``is_eager`` accepts."""
     if torch.is_autocast_enabled(xz.device.type) and xz.dtype != torch.float64:
         xz = xz.to(torch.get_autocast_dtype(xz.device.type))
-    plan = mixer_plan(xz, params, recurrence, layout)
+    plan = mixer_plan(xz, params, recurrence, order)
     record = _NOTHING
     if torch.autograd.profiler._is_profiler_enabled:
         record = torch.profiler.record_function("vil::mixer")
@@ -326,8 +328,8 @@ def run(
         if torch.is_grad_enabled():
             for tensor in (xz, *params):
                 if tensor is not None and tensor.requires_grad:
-                    return _Mixer.apply(plan, layout, save, xz, *params)
-        return forward(plan, xz, params, layout, False)[0]
+                    return _Mixer.apply(plan, order, save, xz, *params)
+        return forward(plan, xz, params, order, False)[0]
 
 
 class _Mixer(torch.autograd.Function):
@@ -335,13 +337,13 @@ class _Mixer(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: MixerPlan,
-        layout: TokenLayout | None,
+        order: Order,
         save: bool,
         xz: Tensor,
         *params: Tensor | None,
     ) -> Tensor:
-        out, *saved = forward(plan, xz, MixerParams(*params), layout, save)
-        ctx.plan, ctx.layout, ctx.saves = plan, layout, save
+        out, *saved = forward(plan, xz, MixerParams(*params), order, save)
+        ctx.plan, ctx.order, ctx.saves = plan, order, save
         ctx.save_for_backward(xz, *params, *(saved if save else (None,) * 3))
         return out
 
@@ -350,15 +352,15 @@ class _Mixer(torch.autograd.Function):
         *inputs, x_dbl, y_pre_gate, states = ctx.saved_tensors
         xz, params = inputs[0], MixerParams(*inputs[1:])
         if is_transformed(grad):
-            grads = plain_gradients(grad, inputs, ctx.plan.recurrence, ctx.layout)
+            grads = plain_gradients(grad, inputs, ctx.plan.recurrence, ctx.order)
         elif not is_eager(grad, params):
             nothing = grad.new_empty(0)
             saved = (nothing if t is None else t for t in (x_dbl, y_pre_gate, states))
             grads = torch.ops.vil.mixer_backward(
-                grad, *inputs, *saved, ctx.plan.recurrence, *(ctx.layout or (None,) * 5)
+                grad, *inputs[:-1], *saved, ctx.plan.recurrence, inputs[-1], *ctx.order
             )
             grads = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
         else:
             saved = (x_dbl, y_pre_gate, states) if ctx.saves else None
-            grads = backward(ctx.plan, grad, xz, params, ctx.layout, saved)
+            grads = backward(ctx.plan, grad, xz, params, ctx.order, saved)
         return (None, None, None, *grads)

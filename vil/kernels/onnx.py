@@ -12,56 +12,36 @@ products (kernels/README.md, "The exact form in chunks").
 Letters: B batch, L tokens, E channels of the scan, K taps, R rank of the step size, M states, T = CHUNK.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops.scan import scan_op
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from vil.kernels import grid as grids
 from vil.kernels import reference
-from vil.kernels.grid import DtScale, GridSpec, TokenLayout, kappa_scale, layout_of
+from vil.kernels.mixer import MixerParams
+from vil.kernels.order import Order, conv_forward, kappa_scale
 
 CHUNK = 4  # fastest of 2, 4, 8 and 16 in ONNX Runtime, and keeps sums of products small
 
 
-def mixer(
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    x_proj_weight: Tensor,
-    dt_weight: Tensor,
-    dt_bias: Tensor,
-    A: Tensor | None,
-    D: Tensor,
-    recurrence: str,
-    grid: Sequence[int] | None = None,
-) -> Tensor:
-    """Return the first output of ``vil::mixer`` for the same arguments, without a gradient.
-
-    Raises:
-        ValueError: If the exported program takes images of any size and the grid may not be the trained one.
-    """
+def mixer(xz: Tensor, params: MixerParams, recurrence: str, order: Order) -> Tensor:
+    """Return the first output of ``vil::mixer`` for the same arguments, without a gradient."""
     dtype, compute = xz.dtype, torch.float64 if xz.dtype == torch.float64 else torch.float32
-    layout = _layout(grid, conv_weight.shape[2], xz.device)
-    tokens_per_ref = 1.0 if layout is None else GridSpec(*layout.grid).tokens_per_ref
-    steps = DtScale(x_proj_weight, dt_weight, A, recurrence, tokens_per_ref)
-    tensors = (xz, conv_weight, conv_bias, steps.x_proj_weight, dt_weight, dt_bias, D)
-    tensors = (tensor.detach().to(compute) for tensor in tensors)
-    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, D = tensors
+    tensors = (None if t is None else t.detach().to(compute) for t in (xz, *params))
+    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, cls_weight = tensors
     x, z = xz.chunk(2, dim=-1)
-    x = _convolve(x, conv_weight, conv_bias, layout)  # (B, 2, L, E)
+    x = _convolve(x, conv_weight, conv_bias, order, cls_weight)  # (B, 2, L, E)
     rank = dt_weight.shape[2]
     states = (x_proj_weight.shape[1] - rank) // 2
     # No reshape right before this: with another right after it, ONNX's optimiser (onnxscript 0.7) fails.
     dt_low, k, q = (x @ x_proj_weight.mT).split([rank, states, states], dim=-1)
     v = dt_low @ dt_weight.mT + dt_bias[:, None]
     if recurrence == "mamba":
-        y = _mamba(x, _softplus(v), q, k, steps.A.detach().to(compute))
+        y = _mamba(x, _softplus(v), q, k, A)
     else:
-        scale = kappa_scale(recurrence, tokens_per_ref)
+        scale = kappa_scale(recurrence, order.tokens_per_ref)
         step = 1 / (torch.exp(-v) + (1 + scale * k.square().sum(-1, keepdim=True)))
         read = {"longhorn": _longhorn, "longhorn_exact": _longhorn_exact}[recurrence]
         y = read(x, step, q, k)
@@ -69,25 +49,12 @@ def mixer(
     return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
 
-def _layout(grid: Sequence[int] | None, taps: int, device: torch.device) -> TokenLayout | None:
-    """Return the layout of a static grid, else None; raise ValueError if a dynamic grid may not be the trained one."""
-    if grid is None:
-        return None
-    if not any(isinstance(size, torch.SymInt) for size in grid):
-        return layout_of(grid, taps, device)
-    if not all(statically_known_true(grid[i] == grid[i + 2]) for i in (0, 1)):
-        raise ValueError(
-            "grid must be static because the model adapts to grids other than the trained "
-            f"{grid[2]} x {grid[3]}, got {grid[0]} x {grid[1]} patches: export for images of one "
-            "size, or create the model with grid_aware=False"
-        )
-    return None
-
-
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout | None) -> Tensor:
-    """Return ``grids.conv_forward`` of x, (B, L, E), as (B, 2, L, E), each direction in scan order."""
-    if layout is not None and layout.order.numel():
-        ahead, back = grids.conv_forward(reference.ConvPlan(), x, weight, bias, layout)
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor, order: Order, cls_weight: Tensor | None
+) -> Tensor:
+    """Return ``conv_forward`` of x, (B, L, E), as (B, 2, L, E), each direction in scan order."""
+    if order.order is not None:
+        ahead, back = conv_forward(reference.ConvPlan(), x, weight, bias, order, cls_weight)
         return torch.stack((ahead, back.flip(1)), 1)
     (B, L, E), taps = x.shape, weight.shape[2]
     both = torch.stack((x, x.flip(1)), 1).flatten(0, 1).mT.reshape(B, 2 * E, L)

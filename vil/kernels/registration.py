@@ -20,11 +20,10 @@ from vil.kernels.checks import (
     check_no_tangents,
     check_not_onnx,
     check_scan,
-    in_forward_mode,
 )
-from vil.kernels.grid import TokenLayout, layout_of, layout_sizes
 from vil.kernels.mixer import MixerParams, mixer_plan
-from vil.kernels.plan import MOST_KEPT, scan_key
+from vil.kernels.order import Order
+from vil.kernels.plan import scan_key
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], CustomOpDef]:
@@ -49,9 +48,8 @@ _MIXED = (
     "Tensor xz, Tensor conv_weight, Tensor conv_bias, Tensor x_proj_weight, Tensor dt_weight, "
     "Tensor dt_bias, Tensor? A, Tensor D"
 )
-_GRID = (
-    "SymInt[]? grid=None, Tensor? order=None, Tensor? kernel_resample=None, Tensor? cls_index=None, "
-    "Tensor? cls_weight=None"
+_ORDERED = (
+    "Tensor? cls_weight{0}, Tensor? order{0}, Tensor? cls_index{0}, SymInt[2] tokens_per_ref{1}"
 )
 
 
@@ -229,41 +227,35 @@ _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 # ------------------------------------------------------------------------------------ whole mixer
 
 
-@_operator("mixer", f"({_MIXED}, str recurrence, bool save, {_GRID}) -> {_tensors(4)}")
-def _mixer(
-    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, save, *layout
-) -> tuple[Tensor, ...]:
-    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    layout = _layout_from(layout)
-    plan = mixer_plan(xz, params, recurrence, layout)
-    x, k = _scanned(xz, x_proj_weight, dt_weight)
-    out, x_dbl, *saved = mixer.forward(plan, xz, params, layout, save and _are_kept(xz.device))
+@_operator(
+    "mixer",
+    f"({_MIXED}, str recurrence, bool save, {_ORDERED.format('=None', '=1')}) -> {_tensors(4)}",
+)
+def _mixer(xz: Tensor, *inputs) -> tuple[Tensor, ...]:
+    params, recurrence, save, order = mixer.arguments(inputs)
+    plan = mixer_plan(xz, params, recurrence, order)
+    x, k = _scanned(xz, params)
+    out, x_dbl, *saved = mixer.forward(plan, xz, params, order, save and _are_kept(xz.device))
     saved = _as_saved(*saved, x, k, recurrence, save)
     return out, x_dbl if save else xz.new_empty(0), *saved
 
 
-def _layout_from(arguments: Sequence) -> TokenLayout | None:
-    return TokenLayout(*arguments) if arguments and arguments[0] is not None else None
-
-
-def _scanned(xz: Tensor, x_proj_weight: Tensor, dt_weight: Tensor) -> tuple[Tensor, Tensor]:
+def _scanned(xz: Tensor, params: MixerParams) -> tuple[Tensor, Tensor]:
     """Return tensors with the shapes of the scan's x, (2, B, L, E), and keys, (2, B, L, M)."""
     B, L, width = xz.shape
-    M = (x_proj_weight.shape[1] - dt_weight.shape[2]) // 2
+    M = (params.x_proj_weight.shape[1] - params.dt_weight.shape[2]) // 2
     one = xz.new_empty(1)
     return one.expand(2, B, L, width // 2), one.expand(2, B, L, M)
 
 
 @_mixer.register_fake
-def _(
-    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, save, *layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    params = MixerParams(conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D)
-    check_mixer(xz, *params, recurrence, layout[0] if layout else None)
+def _(xz: Tensor, *inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    params, recurrence, save, order = mixer.arguments(inputs)
+    check_mixer(xz, *params, recurrence, order.order, order.cls_index)
     check_not_onnx()
-    x, k = _scanned(xz, x_proj_weight, dt_weight)
+    x, k = _scanned(xz, params)
     _, B, L, E = x.shape
-    columns = mixer.small_columns(dt_weight.shape[2], k.shape[3])
+    columns = mixer.small_columns(params.dt_weight.shape[2], k.shape[3])
     x_dbl = xz.new_empty((2, B * L, columns) if save else 0)
     return xz.new_empty(B, L, E), x_dbl, *_empty_saved(x, k, recurrence, save)
 
@@ -271,123 +263,46 @@ def _(
 @_operator(
     "mixer_backward",
     f"(Tensor grad, {_MIXED}, Tensor x_dbl, Tensor y_pre_gate, Tensor states, str recurrence, "
-    f"{_GRID.replace('=None', '')}) -> {_tensors(8)}",
+    f"{_ORDERED.format('', '')}) -> {_tensors(9)}",
 )
 def _mixer_backward(grad: Tensor, xz: Tensor, *inputs) -> tuple[Tensor, ...]:
-    *params, x_dbl, y_pre_gate, states, recurrence, grid, order, taps, reads, shares = inputs
-    params, layout = MixerParams(*params), _layout_from((grid, order, taps, reads, shares))
-    plan = mixer_plan(xz, params, recurrence, layout)
+    *params, x_dbl, y_pre_gate, states, recurrence, cls_weight, order, reads, ratio = inputs
+    params, order = MixerParams(*params, cls_weight), Order(order, reads, ratio)
+    plan = mixer_plan(xz, params, recurrence, order)
     kept = _as_kept(y_pre_gate, states) or (None, None)
     saved = (x_dbl, *kept) if x_dbl.numel() else None
-    return _pack_grads(mixer.backward(plan, grad, xz, params, layout, saved), xz)
+    return _pack_grads(mixer.backward(plan, grad, xz, params, order, saved), xz)
 
 
 @_mixer_backward.register_fake
 def _(grad: Tensor, xz: Tensor, *inputs) -> tuple[Tensor, ...]:
-    params = inputs[: len(MixerParams._fields)]
-    return _empty_gradients((xz, *params))
+    *params, _, _, _, _, cls_weight, _, _, _ = inputs
+    return _empty_gradients((xz, *params, cls_weight))
 
 
 def _mixer_setup(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.recurrence, _, ctx.grid, order, taps, reads, shares = inputs
-    ctx.save_for_backward(*tensors, *output[1:], order, taps, reads, shares)
+    *tensors, ctx.recurrence, _, cls_weight, order, reads, ctx.tokens_per_ref = inputs
+    ctx.save_for_backward(*tensors, cls_weight, *output[1:], order, reads)
     ctx.set_materialize_grads(False)
 
 
 def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     if grad is None:
-        return (None,) * 15
+        return (None,) * 14
     # Read once: checkpointing counts accesses.
-    *inputs, x_dbl, y_pre_gate, states, order, taps, reads, shares = ctx.saved_tensors
-    layout = (ctx.grid, order, taps, reads, shares)
+    *inputs, x_dbl, y_pre_gate, states, order, reads = ctx.saved_tensors
+    order = Order(order, reads, ctx.tokens_per_ref)
     if mixer.is_transformed(grad):
-        grads = mixer.plain_gradients(grad, inputs, ctx.recurrence, _layout_from(layout))
+        grads = mixer.plain_gradients(grad, inputs, ctx.recurrence, order)
     else:
         saved = (x_dbl, y_pre_gate, states)
-        grads = torch.ops.vil.mixer_backward(grad, *inputs, *saved, ctx.recurrence, *layout)
+        *tensors, cls_weight = inputs
+        grads = torch.ops.vil.mixer_backward(
+            grad, *tensors, *saved, ctx.recurrence, cls_weight, *order
+        )
         grads = _unpack_grads(grads, inputs)
-    return (*grads, *(None,) * 7)
+    *grads, d_cls_weight = grads
+    return (*grads, None, None, d_cls_weight, None, None, None)
 
 
 _mixer.register_autograd(_mixer_autograd, setup_context=_mixer_setup)
-
-# --------------------------------------------------------------------------------- tokens of a grid
-
-
-def _make_layout(
-    grid: tuple[int, ...], taps: int, device: torch.device, pinned: bool = False
-) -> TokenLayout:
-    with torch.inference_mode(False):  # else training could not save tensors made in evaluation
-        layout = layout_of(grid, taps, device)
-        tables = (t.view(torch.int32) if t.is_floating_point() else t for t in layout[1:])
-        return TokenLayout(layout.grid, *(t.pin_memory() if pinned else t for t in tables))
-
-
-_recent_layout = functools.lru_cache(MOST_KEPT)(_make_layout)
-# Never evicted: a recorded CUDA graph reads these tensors, or copies from them.
-_gpu_layout = functools.cache(_make_layout)
-
-
-def assert_grid(grid: Sequence[int], bits: Tensor) -> None:
-    """Raise RuntimeError, on a GPU without waiting for it, unless (rows, columns) have these binary digits, (2, n)."""
-    places = torch.arange(bits.shape[-1], device=bits.device)
-    rows, columns = ((bits > 0.5).long() << places).sum(-1)
-    torch._assert_async(
-        (rows == grid[0]) & (columns == grid[1]),
-        "ref_feat_bits has another grid than this program was made for: load weights by load_state_dict, or call "
-        "the model once, and then compile, export or script it",
-    )
-
-
-@_operator(
-    "token_layout",
-    f"(SymInt[] grid, SymInt taps, Tensor like, Tensor? bits=None) -> {_tensors(4)}",
-)
-def _token_layout(
-    grid: Sequence[int], taps: int, like: Tensor, bits: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Return new copies of the tensors of ``_make_layout``; check that the weights still are of its trained grid.
-
-    Tensors that an operator makes lie in the memory of a CUDA graph and must not outlive the call. A graph can
-    record copies from pinned memory.
-    """
-    if bits is not None:
-        assert_grid(grid[2:4], bits)
-    on_gpu, cpu = like.device.type == "cuda", torch.device("cpu")
-    layout = (_gpu_layout if on_gpu else _recent_layout)(tuple(grid), taps, cpu, on_gpu)
-    return tuple(t.to(like.device, non_blocking=True, copy=True) for t in layout[1:])
-
-
-@_token_layout.register_fake
-def _(
-    grid: Sequence[int], taps: int, like: Tensor, bits: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    if all(isinstance(number, int) for number in grid):
-        shapes = layout_sizes(grid, taps)
-    else:
-        P, T, U = (torch.library.get_ctx().new_dynamic_size() for _ in range(3))
-        shapes = ((P,), (taps, T), (U,), (1, 2, taps, U))
-    dtypes = (torch.int32, torch.int32, torch.int64, torch.int32)
-    return tuple(like.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
-
-
-def token_layout(
-    grid: list[int], taps: int, like: Tensor, bits: Tensor | None = None
-) -> TokenLayout:
-    """Return the layout of the tokens, for all blocks of a model.
-
-    Args:
-        grid: Numbers of a ``GridSpec``.
-        taps: Number of taps of the convolution.
-        like: Any tensor on the device of the tokens.
-        bits: Binary digits of the trained grid in the weights; a program checks them in every call.
-    """
-    if mixer.is_eager(like, ()):
-        kept = _gpu_layout if like.device.type == "cuda" else _recent_layout
-        return kept(tuple(grid), taps, like.device)
-    if not torch.compiler.is_compiling() and (
-        in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
-        return layout_of(grid, taps, like.device)
-    made = torch.ops.vil.token_layout(grid, taps, like.detach(), bits)
-    return TokenLayout(grid, made[0], made[1], made[2], made[3])  # FX cannot iterate over ``made``

@@ -8,20 +8,15 @@ import timm
 import torch
 from torch import Tensor
 
-from vil.kernels import grid as grids
+from tests.grids import Grid
+from tests.grids import convolve as convolve_on
 from vil.kernels import ops, reference
 from vil.kernels.args import ScanArgs
-from vil.kernels.grid import DtScale, GridSpec, kappa_scale, layout_of
+from vil.kernels.order import kappa_scale
 from vil.kernels.plan import MOST_KEPT
+from vil.sizes import TokenLayout, _recent_tables, fit
 
-CPU = torch.device("cpu")
 K, D = 4, 3
-
-
-def grid_of(
-    H: int, W: int, trained: tuple[int, int], patch: int = 4, stride: int = 4, class_token: int = 1
-) -> GridSpec:
-    return GridSpec(H, W, *trained, patch, patch, stride, stride, class_token)
 
 
 def parameters(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -30,14 +25,13 @@ def parameters(seed: int = 0) -> tuple[Tensor, Tensor]:
     return weight, torch.randn(2, D, dtype=torch.float64, generator=generator)
 
 
-def tokens(grid: GridSpec, batch: int = 2) -> Tensor:
+def tokens(grid: Grid, batch: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(batch, grid.length, D, dtype=torch.float64, generator=generator)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: GridSpec) -> Tensor:
-    layout = layout_of(grid, weight.shape[2], CPU)
-    return grids.conv_forward(reference.ConvPlan(), x, weight, bias, layout)
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, grid: Grid) -> Tensor:
+    return convolve_on(x, weight, bias, grid.layout(weight.shape[2]))
 
 
 def by_address(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
@@ -62,7 +56,7 @@ def test_taps_meet_the_patch_that_lies_where_it_did(
 ) -> None:
     rows, columns = ratio
     H, W = trained[0] * rows, trained[1] * columns
-    grid = grid_of(H, W, trained, class_token=0)
+    grid = Grid(H, W, trained, class_token=0)
     x, (weight, bias) = tokens(grid), parameters()
     expected = by_address(x.unflatten(1, (H, W)), weight, bias, rows, columns)
     torch.testing.assert_close(convolve(x, weight, bias, grid).unflatten(2, (H, W)), expected)
@@ -72,13 +66,13 @@ def test_taps_meet_the_patch_that_lies_where_it_did(
 def test_a_parabola_of_values_is_met_where_it_says(eighths: int) -> None:
     """Ratios 1 to 4 in steps of 1/8, away from row ends."""
     W, ratio = 3 * eighths, eighths / 8
-    grid = grid_of(1, W, (1, 24), class_token=0)
+    grid = Grid(1, W, (1, 24), class_token=0)
     column = torch.arange(W, dtype=torch.float64) + 100  # large, where SiLU is linear
     x = (column**2)[None, :, None].expand(1, W, D).contiguous()
     weight, bias = torch.zeros(2, D, K, dtype=torch.float64), torch.zeros(2, D).double()
     weight[0, :, 1], weight[1, :, 2] = 1.0, 1.0
     out, margin = convolve(x, weight, bias, grid)[:, 0, :, 0], 8 * (eighths // 8)
-    near = {"rtol": 1e-6, "atol": 0}  # the layout's factors are float32
+    near = {"rtol": 1e-7, "atol": 0}  # the layout's factors are in units of 2^-30
     torch.testing.assert_close(out[0, margin:], (column - 2 * ratio)[margin:] ** 2, **near)
     torch.testing.assert_close(out[1, :-margin], (column + ratio)[:-margin] ** 2, **near)
 
@@ -96,7 +90,7 @@ def test_class_token_meets_the_centres_of_the_trained_patches(
         values = torch.cat([values.flatten()[: H * W // 2], values.flatten()[H * W // 2 - 1 :]])
         values[H * W // 2] = 1.0  # the class token
         x = values[None, :, None].expand(1, -1, D)
-        grid = GridSpec(H, W, 3, 8, *patch, *patch, class_token=1)
+        grid = Grid(H, W, (3, 8), patch, patch)
         return convolve(x, *parameters(), grid)[:, :, H * W // 2]
 
     torch.testing.assert_close(own_result(*size), own_result(3, 8), rtol=1e-5, atol=1e-6)
@@ -104,7 +98,7 @@ def test_class_token_meets_the_centres_of_the_trained_patches(
 
 def test_patches_at_half_the_stride_are_the_trained_ones_every_second() -> None:
     """If patches overlap, 7 x 7 instead of 4 x 4 puts taps at 2 times the distance, not 7 / 4."""
-    grid = grid_of(7, 7, (4, 4), patch=4, stride=2)
+    grid = Grid(7, 7, (4, 4), (4, 4), (2, 2))
     assert grid.tokens_per_ref == 4.0
     maps = tokens(grid)[:, :49].unflatten(1, (7, 7))
     coarse, class_token = maps[:, ::2, ::2].flatten(1, 2), tokens(grid)[:, 49:]
@@ -124,7 +118,7 @@ def test_patches_at_half_the_stride_are_the_trained_ones_every_second() -> None:
 def test_every_token_is_written_once_and_keeps_a_constant(size: tuple[int, int]) -> None:
     weight, bias = torch.zeros(2, D, K, dtype=torch.float64), torch.zeros(2, D).double()
     for class_token in (0, 1):
-        grid = grid_of(*size, (4, 4), class_token=class_token)
+        grid = Grid(*size, (4, 4), class_token=class_token)
         weight[:] = 0
         weight[..., K - 1] = 1.0  # the tap of a token itself
         x = tokens(grid)
@@ -137,7 +131,7 @@ def test_every_token_is_written_once_and_keeps_a_constant(size: tuple[int, int])
             torch.testing.assert_close(within, torch.sigmoid(torch.ones_like(within)))
 
 
-def scanned(recurrence: str, tokens_per_ref: float, repeats: int, scale: float) -> Tensor:
+def scanned(recurrence: str, tokens_per_ref: list[int], repeats: int, scale: float) -> Tensor:
     """Return the state, as queries read it, after a token that was split into equal tokens."""
     generator = torch.Generator().manual_seed(2)
     x, dt = torch.randn(2, 1, 1, 1, D, dtype=torch.float64, generator=generator)
@@ -150,12 +144,13 @@ def scanned(recurrence: str, tokens_per_ref: float, repeats: int, scale: float) 
     )
     dt = dt - 4 if recurrence == "mamba" else dt
     weight = torch.ones(1, 9, 1, dtype=torch.float64)  # rows: step size, keys, queries
-    steps = DtScale(weight, torch.empty(1, D, 1), A, recurrence, tokens_per_ref)
-    k_factor, q_factor = steps.x_proj_weight[0, 1, 0], steps.x_proj_weight[0, 5, 0]
+    layout = TokenLayout(tokens_per_ref, None, None, None, None)
+    own = fit(weight, weight, A, layout, recurrence, 1)
+    k_factor, q_factor = own.x_proj_weight[0, 1, 0], own.x_proj_weight[0, 5, 0]
     k = (k * k_factor).expand(1, 1, repeats, 4)
     x, dt = x.expand(1, 1, repeats, D), dt.expand(1, 1, repeats, D)
     state = (start / q_factor)[None]
-    args = ScanArgs(x, dt, steps.A, k, k, D=None, bias=None, z=None, initial_state=state)
+    args = ScanArgs(x, dt, own.A, k, k, D=None, bias=None, z=None, initial_state=state)
     _, state, *_ = reference.scan(args, recurrence, False, kappa_scale(recurrence, tokens_per_ref))
     return state[0] * q_factor
 
@@ -166,8 +161,8 @@ def test_equal_tokens_together_do_what_one_did(recurrence: str, tokens_per_ref: 
     """They agree to first order: a step a tenth as long leaves a hundredth of the difference."""
     errors = []
     for scale in (0.3, 0.3 / 10**0.5):  # of the key; the second makes |k|^2 a tenth
-        one, split = (scanned(recurrence, a, int(a), scale) for a in (1.0, float(tokens_per_ref)))
-        still = scanned(recurrence, 1.0, 1, 0.0) if recurrence != "mamba" else one.new_zeros(())
+        one, split = (scanned(recurrence, [m, 1], m, scale) for m in (1, tokens_per_ref))
+        still = scanned(recurrence, [1, 1], 1, 0.0) if recurrence != "mamba" else one.new_zeros(())
         errors.append((split - one).abs().max().item() / (one - still).abs().max().item())
     if recurrence == "mamba":  # its step does not depend on the key, but dt is small
         assert errors[0] < 0.02
@@ -178,7 +173,7 @@ def test_equal_tokens_together_do_what_one_did(recurrence: str, tokens_per_ref: 
 
 @pytest.mark.ci
 def test_mamba_forgets_exactly_as_much() -> None:
-    one, split = (scanned("mamba", float(a), a, 0.0) for a in (1, 9))
+    one, split = (scanned("mamba", [m, 1], m, 0.0) for m in (1, 9))
     torch.testing.assert_close(one, split, rtol=1e-12, atol=1e-12)
 
 
@@ -187,29 +182,31 @@ def test_mamba_forgets_exactly_as_much() -> None:
 def test_steps_on_a_coarser_grid_stay_stable(recurrence: str) -> None:
     """A step never exceeds 1 / |k|^2, however long the key is."""
     for scale in (0.1, 1.0, 100.0):
-        state = scanned(recurrence, 1 / 16, 1, scale)
-        one = scanned(recurrence, 1.0, 1, scale)
+        state = scanned(recurrence, [1, 16], 1, scale)
+        one = scanned(recurrence, [1, 1], 1, scale)
         assert state.abs().max() < 10 * one.abs().max() + 10 / scale
 
 
-@pytest.mark.parametrize("size", [(8, 8), (4, 4)], ids=["another grid", "the trained grid"])
-def test_what_the_operator_makes_is_the_layout_and_its_own(size: tuple[int, int]) -> None:
-    grid, like = list(grid_of(*size, (4, 4))), torch.ones(1)
-    torch.library.opcheck(torch.ops.vil.token_layout, (grid, K, like))
-    made, again = (torch.ops.vil.token_layout(grid, K, like) for _ in range(2))
-    for tensor, other, expected in zip(made, again, layout_of(grid, K, CPU)[1:], strict=True):
+def test_what_the_operator_makes_is_the_layout_and_its_own() -> None:
+    grids, like = [8, 8, 4, 4, 4, 4, 4, 4, 1], torch.ones(1)
+    torch.library.opcheck(torch.ops.vil.token_tables, (grids, K, like))
+    made, again = (torch.ops.vil.token_tables(grids, K, like) for _ in range(2))
+    layout = Grid(8, 8, (4, 4)).layout(K)
+    expected = (layout.order, layout.taps, layout.cls_index, layout.cls_taps)
+    for tensor, other, kept in zip(made, again, expected, strict=True):
         assert not tensor.is_floating_point()  # trainers cast such inputs of a block
-        assert torch.equal(tensor.view(expected.dtype), expected)
-        assert not tensor.numel() or tensor.data_ptr() != other.data_ptr()
+        assert torch.equal(tensor, kept)
+        assert tensor.data_ptr() != other.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_another_default_dtype_changes_no_table(dtype: torch.dtype) -> None:
     """They are kept for all models of the process, whoever made them first."""
-    expected = layout_of(grid_of(7, 11, (4, 4)), K, CPU)
+    expected = Grid(7, 11, (4, 4)).layout(K)
     torch.set_default_dtype(dtype)
     try:
-        made = layout_of(grid_of(7, 11, (4, 4)), K, CPU)
+        _recent_tables.cache_clear()
+        made = Grid(7, 11, (4, 4)).layout(K)
         model = timm.create_model("vil_tiny", img_size=8, patch_size=4, embed_dim=16, depth=1)
     finally:
         torch.set_default_dtype(torch.float32)
