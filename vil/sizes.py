@@ -173,9 +173,9 @@ class TokenLayout(NamedTuple):
     cls_index: Tensor | None
     """Tokens that the class token reads, itself first, int64 (U,); None without a class token."""
     taps: Tensor | None
-    """Weights of the K learnt taps in the T resampled taps, int32 (K, T)."""
+    """Weights of the K learnt taps in the T resampled taps, int32 (T, K)."""
     cls_taps: Tensor | None
-    """Weights of the tokens read in the taps of the class token, int32 (2, K, U)."""
+    """Weights of the tokens read in the taps of the class token, int32 (2, U, K)."""
 
 
 class Fitted(NamedTuple):
@@ -186,7 +186,7 @@ class Fitted(NamedTuple):
     x_proj_weight: Tensor
     A: Tensor | None
     cls_weight: Tensor | None
-    """(2, E, U)."""
+    """(2, U, E)."""
     order: Tensor | None
     cls_index: Tensor | None
     tokens_per_ref: list[int]
@@ -254,10 +254,11 @@ def _fitted(
     if taps is None:
         return Fitted(conv_weight, x_proj_weight, A, None, None, None, layout.tokens_per_ref)
     wide = conv_weight if conv_weight.dtype == torch.float64 else conv_weight.float()
+    wide = wide.mT  # (2, K, E): results are contiguous along the channels, as backends read them
     cls_weight: Tensor | None = None
     if cls_taps is not None:
-        cls_weight = wide @ (cls_taps.to(wide.dtype) * 2.0**-30)
-    conv_weight = wide @ (taps.to(wide.dtype) * 2.0**-30)
+        cls_weight = (cls_taps.to(wide.dtype) * 2.0**-30) @ wide
+    conv_weight = ((taps.to(wide.dtype) * 2.0**-30) @ wide).mT
     return Fitted(
         conv_weight,
         x_proj_weight,
@@ -377,12 +378,12 @@ def _token_tables(grids: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor
 def _(grids: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
     if all(isinstance(number, int) for number in grids):
         order, resampling, reads, _ = _tables(_Grids(*grids), taps)
-        P, T, U = len(order), len(resampling[0]), len(reads)
+        P, T, U = len(order), len(resampling), len(reads)
     else:
         # From two taps on, there are two resampled ones and two reads. Inductor must know that no axis is single.
         size = torch.library.get_ctx().new_dynamic_size
         P, T, U = size(min=1), *((size(min=2), size(min=2)) if taps > 1 else (1, 1))
-    shapes = ((P,), (taps, T), (U,), (2, taps, U))
+    shapes = ((P,), (T, taps), (U,), (2, U, taps))
     dtypes = (torch.int32, torch.int32, torch.int64, torch.int32)
     return tuple(like.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
 
@@ -417,21 +418,21 @@ def _tables(grids: _Grids, taps: int) -> tuple[list, list, list, list]:
     phases = (max(rows[0] // rows[1], 1), max(columns[0] // columns[1], 1))
     resampling = _resampling(taps, columns[0], columns[1] * phases[1])
     reads, shares = _class_token_reads(grids, taps)
-    return _by_phases(grids, phases, len(resampling[0]) - 1), resampling, reads, shares
+    return _by_phases(grids, phases, len(resampling) - 1), resampling, reads, shares
 
 
 def _resampling(taps: int, numerator: int, denominator: int) -> list[list[float]]:
-    """Return the (K, T) weights that turn K taps at multiples of a quotient into T neighbouring taps."""
+    """Return the (T, K) weights that turn K taps at multiples of a quotient into T neighbouring taps."""
     reads = []
     for distance in range(taps):
         nearer, rest = divmod(distance * numerator, denominator)
         # No place is nearer than the token itself, so clamp to it.
         reads.append(_merged((max(n, 0), s) for n, s in _between(nearer, rest / denominator)))
     width = max(max(read) for read in reads) + 1
-    shares = [[0.0] * width for _ in range(taps)]
+    shares = [[0.0] * taps for _ in range(width)]
     for distance, read in enumerate(reads):
         for place, share in read.items():
-            shares[taps - 1 - distance][width - 1 - place] = share
+            shares[width - 1 - place][taps - 1 - distance] = share
     return shares
 
 
@@ -480,7 +481,7 @@ def _around(center: float, size: int) -> list[tuple[int, float]]:
 
 
 def _class_token_reads(grids: _Grids, taps: int) -> tuple[list[int], list[list[list[float]]]]:
-    """Return the U tokens that the class token's taps read, and their weights, (2, K, U)."""
+    """Return the U tokens that the class token's taps read, and their weights, (2, U, K)."""
     (rows, per_row), (columns, per_column) = grids.quotients()
     middle, trained_middle = grids.H * grids.W // 2, grids.ref_H * grids.ref_W // 2
     tokens, reads = [middle], [(0, taps - 1, 0, 1.0), (1, taps - 1, 0, 1.0)]
@@ -499,9 +500,9 @@ def _class_token_reads(grids: _Grids, taps: int) -> tuple[list[int], list[list[l
                         tokens.append(token)
                     share = row_share * column_share
                     reads.append((direction, taps - 1 - distance, tokens.index(token), share))
-    shares = [[[0.0] * len(tokens) for _ in range(taps)] for _ in range(2)]
+    shares = [[[0.0] * taps for _ in tokens] for _ in range(2)]
     for direction, tap, place, share in reads:
-        shares[direction][tap][place] += share
+        shares[direction][place][tap] += share
     return tokens, shares
 
 

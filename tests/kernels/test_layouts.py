@@ -44,8 +44,8 @@ def drawn(
         weights = parameter(rank + 2 * states, channels), parameter(channels, rank)
         taps, ordered = rng.randint(1, 5), ()
         if layout is not None:
-            tokens, taps = grid.length, layout.taps.shape[1]
-            reads = parameter(channels, len(layout.cls_index)) if class_token else None
+            tokens, taps = grid.length, layout.taps.shape[0]
+            reads = parameter(len(layout.cls_index), channels) if class_token else None
             ordered = (reads, layout.order, layout.cls_index, layout.tokens_per_ref)
         return [
             *(normal(B, tokens, 2 * channels),),

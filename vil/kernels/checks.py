@@ -176,4 +176,4 @@ def check_mixer(
         if cls_index.dtype != torch.int64 or cls_index.ndim != 1:
             told = f"{cls_index.dtype} {tuple(cls_index.shape)}"
             raise ValueError(f"cls_index must be int64 (U,), got {told}")
-        _check(cls_weight, "cls_weight", "2, E, U", (2, inner, cls_index.shape[0]), dtypes, xz)
+        _check(cls_weight, "cls_weight", "2, U, E", (2, cls_index.shape[0], inner), dtypes, xz)

@@ -48,7 +48,7 @@ class MixerParams(NamedTuple):
     D: Tensor
     """(2, E)."""
     cls_weight: Tensor | None = None
-    """Weights of the tokens that the class token reads, (2, E, U), if it has no position in the order."""
+    """Weights of the tokens that the class token reads, (2, U, E), if it has no position in the order."""
 
 
 def arguments(inputs: Sequence[Any]) -> tuple[MixerParams, str, bool, Order]:

@@ -57,7 +57,7 @@ def conv_forward(
         weight: Taps, (2, D, K).
         bias: Bias, (2, D).
         order: Order of the tokens.
-        cls_weight: Weights of the class token's reads, (2, D, U).
+        cls_weight: Weights of the class token's reads, (2, U, D).
 
     Returns:
         (2, B, L, D) in the dtype of x.
@@ -90,8 +90,8 @@ def conv_backward(
     tokens, shares, v = _class_token(x, bias, order.cls_index, cls_weight)
     s = torch.sigmoid(v)
     dv = grad[:, :, _middle(x)].to(v.dtype) * s * (1 + v * (1 - s))  # (2, B, D)
-    dtokens = torch.einsum("nbd,ndu->bud", dv, shares)
-    dshares = torch.einsum("nbd,bud->ndu", dv, tokens)
+    dtokens = (dv[:, :, None] * shares[:, None]).sum(0)
+    dshares = (dv[:, :, None] * tokens).sum(1)
     dx[:, _middle(x)] = 0
     dx[:, order.cls_index] = (dx[:, order.cls_index].to(v.dtype) + dtokens).to(dx.dtype)
     return dx, dweight, dbias + dv.sum(1).to(dbias.dtype), dshares.to(cls_weight.dtype)
@@ -105,8 +105,8 @@ def _middle(x: Tensor) -> int:
 def _class_token(
     x: Tensor, bias: Tensor, cls_index: Tensor, cls_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens read, (B, U, D), their weights, (2, D, U), and the sums before SiLU, (2, B, D)."""
+    """Return the tokens read, (B, U, D), their weights, (2, U, D), and the sums before SiLU, (2, B, D)."""
     dtype = compute_dtype(x)
     tokens, shares = x[:, cls_index].to(dtype), cls_weight.to(dtype)
-    v = torch.einsum("ndu,bud->nbd", shares, tokens) + bias.to(dtype)[:, None]
+    v = (shares[:, None] * tokens).sum(2) + bias.to(dtype)[:, None]
     return tokens, shares, v
