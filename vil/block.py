@@ -173,10 +173,14 @@ class BidirectionalMixer(nn.Module):
                 "attn_mask must be None and is_causal False: both directions of the scan read all tokens"
             )
         xz = self.in_proj(x)  # (B, L, 2E)
-        own = self.fitted(layout)
+        A = None if self.A_log is None else -torch.exp(self.A_log)
+        own = fit(self.conv_weight, self.x_proj_weight, A, layout, self.recurrence, self.dt_rank)
         save = save and self.training  # in evaluation mode, a backward pass recomputes the states
         if not torch.jit.is_scripting():
-            y = self._without_operator(xz, own, save)
+            params, order = self.arguments(own)
+            if mixer.is_eager(xz, params):
+                return self.proj(mixer.run(xz, params, self.recurrence, save, order))
+            y = self._without_operator(xz, params, order)
             if y is not None:
                 return self.proj(y)
         y = torch.ops.vil.mixer(
@@ -197,11 +201,6 @@ class BidirectionalMixer(nn.Module):
         )[0]
         return self.proj(y)
 
-    def fitted(self, layout: TokenLayout | None) -> Fitted:
-        """Return the parameters that depend on the grid; same argument as in ``forward``."""
-        A = None if self.A_log is None else -torch.exp(self.A_log)
-        return fit(self.conv_weight, self.x_proj_weight, A, layout, self.recurrence, self.dt_rank)
-
     @torch.jit.unused
     def arguments(self, own: Fitted) -> tuple[mixer.MixerParams, Order]:
         """Return all parameters of the mixer between its outer projections, and the order of the tokens."""
@@ -212,19 +211,18 @@ class BidirectionalMixer(nn.Module):
         return params, Order(own.order, own.cls_index, own.tokens_per_ref)
 
     @torch.jit.unused
-    def _without_operator(self, xz: Tensor, own: Fitted, save: bool) -> Tensor | None:
-        """Return the first output of ``vil::mixer`` where a call of the operator is slow or impossible, else None."""
-        params, order = self.arguments(own)
+    def _without_operator(
+        self, xz: Tensor, params: mixer.MixerParams, order: Order
+    ) -> Tensor | None:
+        """Return the first output of ``vil::mixer`` for transforms and exporters that take no operator, else None."""
         if in_forward_mode():
             *tensors, cls_weight = params
-            arguments = (xz, *tensors, self.recurrence, save, cls_weight, *order)
+            arguments = (xz, *tensors, self.recurrence, False, cls_weight, *order)
             return func_transforms.mixer(*arguments)[0]
         if self.exportable and is_exporting() and not self.training:
             return onnx.mixer(xz, params, self.recurrence, order)
         if torch.jit.is_tracing():
             check_not_onnx()
-        if mixer.is_eager(xz, params):
-            return mixer.run(xz, params, self.recurrence, save, order)
         return None
 
 

@@ -22,6 +22,7 @@ from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
 from vil.kernels.mixer import mixer_plan, scan_args
 from vil.kernels.plan import scan_key
+from vil.sizes import fit
 from vil.timm_models import evaluating
 from vil.tokens import class_token_first
 
@@ -135,7 +136,11 @@ def _scan(backbone: VisionLonghorn, images: Tensor, block: int) -> _Scan:
     mixer = backbone.blocks[block].mixer
     xz = mixer.in_proj(tokens)
     with torch.autocast(xz.device.type, enabled=False):
-        params, order = mixer.arguments(mixer.fitted(layout))
+        A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
+        own = fit(
+            mixer.conv_weight, mixer.x_proj_weight, A, layout, mixer.recurrence, mixer.dt_rank
+        )
+        params, order = mixer.arguments(own)
         plan = mixer_plan(xz, params, mixer.recurrence, order, backend=reference)
         args, _ = scan_args(plan, xz, params, order)
         dt = reference.dt_proj(args.dt, args.dt_weight)

@@ -28,10 +28,11 @@ def _of_whole_patches(
     keeps FX from removing the check as dead code. ``_assert`` is not used, because it always formats its message, which
     would specialise a compiled program to the size.
     """
+    exporting = not torch.jit.is_scripting() and is_exporting()
     for i, name in ((0, "height"), (1, "width")):
         size, patch = images.shape[i + 2], patch_size[i]
         rest = (size - patch) % stride[i]
-        if not torch.jit.is_scripting():
+        if exporting:
             _check_onnx_drops_none(rest, name)
         if size < patch or rest != 0:
             raise AssertionError(

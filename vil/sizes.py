@@ -69,26 +69,17 @@ def is_undecided(size: int, limit: int) -> bool:
     return not (statically_known_true(size < limit) or statically_known_true(size >= limit))
 
 
+@torch.jit.unused
+def _check_decided(size: int, limit: int) -> None:
+    """Raise ValueError if a program is for sizes below the limit and for others."""
+    if is_undecided(size, limit):
+        raise ValueError(_NOT_ANY)
+
+
 _NOT_ANY = (
     "img_size must be static, got a dynamic one: the model resizes images or measures distances of tokens in patches "
     "of ref_feat_shape. Export for images of one size, or create the model with grid_aware=False"
 )
-
-
-def _inside_pixels(size: int, trained: int, patch: int, stride: int, below: float) -> int:
-    """Return the length in pixels of an image side inside the model, after any resizing.
-
-    Args:
-        size: Length of the side in pixels, covered by whole patches.
-        trained: Patches of the trained grid along the side.
-        patch: Length of a patch in pixels.
-        stride: Distance of neighbouring patches in pixels.
-        below: Sides of fewer than ``below`` times the trained patches are resized; 0 resizes none.
-    """
-    patches, limit = (size - patch) // stride + 1, math.ceil(below * trained)
-    if not torch.jit.is_scripting() and is_exporting() and is_undecided(patches, limit):
-        raise ValueError(_NOT_ANY)
-    return (trained - 1) * stride + patch if patches < limit else size
 
 
 @register_notrace_function
@@ -101,18 +92,27 @@ def resize_images(
 ) -> Tensor:
     """Resize images (B, C, height, width) along the sides that are near the trained length or below it.
 
-    Each side is treated separately, because distances of tokens are also measured by row and by column. The other
-    arguments are those of ``_inside_pixels`` as pairs (height, width); ``ref_feat_shape`` is its ``trained``.
-    Images that need no resizing are returned as the same tensor.
+    Each side is treated separately, because distances of tokens are also measured by row and by
+    column. Images that need no resizing are returned as the same tensor.
+
+    Args:
+        images: Images whose sides are covered by whole patches.
+        ref_feat_shape: Rows and columns of the trained grid.
+        patch_size: Height and width of a patch in pixels.
+        stride: Distance of neighbouring patches in pixels.
+        below: Sides of fewer than ``below`` times the trained patches are resized; 0 resizes none.
     """
-    own = [images.shape[-2], images.shape[-1]]
-    size = [
-        _inside_pixels(own[0], ref_feat_shape[0], patch_size[0], stride[0], below),
-        _inside_pixels(own[1], ref_feat_shape[1], patch_size[1], stride[1], below),
-    ]
-    if are_equal(size, own):
-        return images
-    return F.interpolate(images, size, mode="bicubic", antialias=True)
+    exporting = not torch.jit.is_scripting() and is_exporting()
+    size, resized = [images.shape[-2], images.shape[-1]], False
+    for i in (0, 1):
+        patches = (size[i] - patch_size[i]) // stride[i] + 1
+        limit = math.ceil(below * ref_feat_shape[i])
+        if exporting:
+            _check_decided(patches, limit)
+        if patches < limit:
+            size[i] = (ref_feat_shape[i] - 1) * stride[i] + patch_size[i]
+            resized = resized or size[i] != images.shape[i - 2]
+    return F.interpolate(images, size, mode="bicubic", antialias=True) if resized else images
 
 
 @register_notrace_function
