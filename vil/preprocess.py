@@ -1,10 +1,12 @@
-"""Open images and prepare them for a model as in its training: decode, turn upright, put on a background, resize."""
+"""Open images and prepare them for a model, in the same way for training, evaluation and users."""
 
 import io
+import json
 import os
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,9 +14,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from timm.data import RandomResizedCropAndInterpolation, resolve_data_config
+from timm.data import RandomResizedCropAndInterpolation
 from timm.data import create_transform as create_timm_transform
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.transforms import ResizeKeepRatio
+from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from torchvision import transforms
@@ -23,11 +27,11 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import get_image_size
 from torchvision.transforms.v2 import functional as F
 
-from vil.messages import one_line
-from vil.timm_models import image_cfg
+from vil.messages import one_line, short_repr
+from vil.timm_models import by_channel
 
 MAX_PIXELS = 89_478_485
-# Other formats run external programs (EPS) or hold no pixels. TGA is last because it has no signature.
+# Other formats run external programs (EPS) or hold no pixels. TGA is last: it has no signature.
 _FORMATS = (
     *("JPEG", "PNG", "WEBP", "AVIF", "BMP", "DIB"),
     *("GIF", "TIFF", "PPM", "JPEG2000", "TGA"),
@@ -40,52 +44,210 @@ _TO_EIGHT_BITS: dict[str, Callable[[int], int]] = {
     "RGB;16B": lambda level: level >> 8,
 }
 _TORCHVISION_MODES = {"L": ImageReadMode.GRAY, "RGB": ImageReadMode.RGB}
-# torchvision 0.29 deprecates its function for this operator, in favour of a package that it does not install. Without
-# the operator, Pillow decodes to the same pixels in 1.2 times the time.
+# torchvision 0.29 deprecates its function for this operator, in favour of a package that it does
+# not install. Without the operator, Pillow decodes to the same pixels in 1.2 times the time.
 _decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None)
 _AnyImage = str | Path | bytes | bytearray | memoryview | BinaryIO | Image.Image | np.ndarray
 _ON_TENSORS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)  # for uint8
 _ORIENTATION = 274  # number of the EXIF tag
-# Notes in pretrained_cfg, where timm refuses fields that it does not know.
-_BACKGROUND = "transparent pixels on "
-_UPRIGHT = "photographs turned by their EXIF orientation"
-_BY_TORCHVISION = "JPEG files decoded and resized by torchvision"
-_HELD_OUT = "share of the images held out of training by hash: "
+_OF_TIMM = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # in a pretrained_cfg
+
+# The note in a pretrained_cfg, where timm refuses fields that it does not know: its prefix, and
+# what each of its values must be.
+_NOTE = "vision-longhorn "
+_NOTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "background": ("none, white or black", lambda v: v in ("none", "white", "black")),
+    "exif_rotation": ("true or false", lambda v: isinstance(v, bool)),
+    "decoder": ("torchvision or pillow", lambda v: v in ("torchvision", "pillow")),
+    "max_pixels": ("a whole number above 0", lambda v: type(v) is int and v > 0),
+    "val_fraction": ("at least 0 and below 1", lambda v: type(v) in (int, float) and 0 <= v < 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpec:
+    """How images are opened and prepared for a model, from the file to the model's input.
+
+    A checkpoint and a released model store it in their ``pretrained_cfg``.
+    """
+
+    in_chans: int = 3
+    """1 reads images as grey, 3 as RGB."""
+    img_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels."""
+    mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
+    """Mean of each channel, pixels in [0, 1]."""
+    std: tuple[float, ...] = IMAGENET_DEFAULT_STD
+    interpolation: str = "bicubic"
+    crop_pct: float = 0.875
+    """Evaluation resizes to img_size / crop_pct and crops the centre."""
+    crop_mode: str = "center"
+    """center, squash or border, as in timm."""
+    background: str = "none"
+    """Colour behind transparent pixels; "none" keeps the colours that are stored there."""
+    exif_rotation: bool = False
+    """Whether to apply the EXIF orientation; damaged EXIF data is ignored."""
+    decoder: str = "pillow"
+    """With "torchvision", a JPEG that torchvision decodes to the same pixels becomes a tensor."""
+    max_pixels: int = MAX_PIXELS
+    """Maximum pixels, as an image is stored and as it is resized before the crop."""
+
+    def __post_init__(self) -> None:
+        """Check the channels; raise ValueError if images cannot be prepared for them."""
+        if self.in_chans not in _MODES:
+            raise ValueError(
+                f"images can be prepared for 1 or 3 channels, got a model of {self.in_chans}"
+            )
+
+    @classmethod
+    def of(cls, pretrained_cfg: Mapping[str, Any], **stated: Any) -> "ImageSpec":
+        """Return what is stated and not None, else what a ``pretrained_cfg`` says, else defaults.
+
+        Mean and std of a ``pretrained_cfg`` for other channels are averaged, as in timm. Raises
+        ValueError for channels other than 1 and 3, and for a wrong note; see ``read_note``.
+        """
+        channels, *size = pretrained_cfg.get("input_size") or (3, 224, 224)
+        found = {"in_chans": channels, "img_size": tuple(size)} | read_note(pretrained_cfg)
+        found.pop("val_fraction", None)
+        found |= {key: pretrained_cfg[key] for key in _OF_TIMM if pretrained_cfg.get(key)}
+        stated = {key: value for key, value in stated.items() if value is not None}
+        channels = stated.get("in_chans", channels)
+        for key, default in (("mean", cls.mean), ("std", cls.std)):
+            found[key] = by_channel(found.get(key, default), channels)
+        return cls(**found | stated)
+
+    def pretrained_cfg(self, val_fraction: float = 0.0) -> dict[str, Any]:
+        """Return the fields of a ``pretrained_cfg`` from which ``of`` makes this specification.
+
+        ``val_fraction`` is the share of the images that training held out by their hash.
+        """
+        noted = {key: getattr(self, key) for key in _NOTED if key != "val_fraction"}
+        noted |= {"val_fraction": val_fraction} if val_fraction else {}
+        return self._timm_arguments() | {"notes": [_NOTE + json.dumps(noted)]}
+
+    def decode(self, content: bytes | Image.Image) -> Image.Image | Tensor:
+        """Decode the bytes of an image file by its content, or an image that Pillow opened.
+
+        Animations and stacks give their first image. 16-bit pixels keep their upper byte.
+
+        Returns:
+            A Pillow image, or with ``decoder`` "torchvision" a uint8 tensor (C, H, W) if possible.
+
+        Raises:
+            ValueError: If the file is not an image, is truncated, has no pixels or too many, or has
+                32-bit pixels without a defined range.
+        """
+        mode = _MODES[self.in_chans]
+        try:
+            is_file = not isinstance(content, Image.Image)
+            image = open_image(io.BytesIO(content)) if is_file else content
+            _check_size(image.width, image.height, 1.0, self.max_pixels)
+            plain = self.decoder == "torchvision" and self._is_plain_jpeg(image)
+            if plain and is_file and _decode_jpeg is not None:
+                with suppress(RuntimeError):  # Pillow decides what is damaged
+                    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                    return _decode_jpeg(data, _TORCHVISION_MODES[mode].value)
+                plain = False
+            image = _prepared(image, mode, self.exif_rotation, self.background)
+        except Exception as error:  # decoders raise many types for broken files
+            raise ValueError(one_line(error) if content else "the file is empty") from error
+        if not plain:
+            return image
+        pixels = np.array(image).reshape(image.height, image.width, -1)
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+    def transform(self) -> transforms.Compose:
+        """Return the transform for evaluation, from results of ``decode`` to uint8 (C, H, W).
+
+        It raises ValueError for an image that would be enlarged to more than ``max_pixels``.
+        """
+        recipe = create_timm_transform(**self._timm_arguments(), use_prefetcher=True)
+        recipe.transforms[-1] = to_planes
+        return accepting_tensors(recipe, self.max_pixels)
+
+    def normalizer(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return the function from uint8 images (B, C, H, W) on any device to float32 on one."""
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
+            for values in (self.mean, self.std)
+        )
+
+        def normalize(images: Tensor) -> Tensor:
+            floats = images.to(device, non_blocking=True).float()  # a copy, changed in place
+            return floats.div_(255).sub_(mean).div_(std)
+
+        return normalize
+
+    def _timm_arguments(self) -> dict[str, Any]:
+        own = {key: getattr(self, key) for key in _OF_TIMM}
+        return {"input_size": (self.in_chans, *self.img_size)} | own
+
+    def _is_plain_jpeg(self, image: Image.Image) -> bool:
+        """Return whether an image is a JPEG file whose pixels need no conversion and no turn."""
+        if image.format != "JPEG" or image.mode not in ("L", _MODES[self.in_chans]):
+            return False
+        return not self.exif_rotation or image.getexif().get(_ORIENTATION, 1) == 1
+
+
+def read_note(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``ImageSpec.pretrained_cfg`` noted, or {} without such a note.
+
+    Raises ValueError if the note is not one that this version writes.
+    """
+    notes = pretrained_cfg.get("notes") or ()
+    notes = (notes,) if isinstance(notes, str) else notes
+    text = next((note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)), "{}")
+    try:
+        noted = dict(json.loads(text))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the note {short_repr(_NOTE + text)} is not a JSON object") from error
+    for key, value in noted.items():
+        words, holds = _NOTED.get(key, ("left out, as this version does not know it", bool))
+        if key not in _NOTED or not holds(value):
+            raise ValueError(
+                f"{key} in a note of pretrained_cfg must be {words}, got {short_repr(value)}"
+            )
+    return noted
 
 
 def create_transform(
-    model: nn.Module, *, max_pixels: int = MAX_PIXELS, **timm_arguments: Any
+    model: nn.Module, *, max_pixels: int | None = None, **timm_arguments: Any
 ) -> Callable[[_AnyImage], Tensor]:
-    """Return the function that prepares an image for a model as its training and ``eval.py`` do for validation.
+    """Return the function that prepares an image for a model as its training and ``eval.py`` do.
 
-    It does what ``timm.data.create_transform`` does with the preprocessing in ``model.pretrained_cfg``, at the size and
-    with the channels of the model. Before that, it opens the image, turns photographs by their EXIF orientation and
-    puts transparent pixels on a background, if these were options of the training.
+    It does what ``timm.data.create_transform`` does with the preprocessing in
+    ``model.pretrained_cfg``, at the size and with the channels of the model. Before that, it opens
+    the image, turns photographs by their EXIF orientation and puts transparent pixels on a
+    background, if these were options of the training.
 
     Args:
-        model: A model from ``vil.load``, ``timm.create_model`` or a feature extractor of timm, of 1 or 3 channels.
-        max_pixels: Maximum pixels of an image, as it is stored and as it is resized before the crop. A thin image of a
-            few bytes can claim, or be enlarged to, any number.
-        **timm_arguments: Arguments of ``timm.data.create_transform`` that override ``model.pretrained_cfg``, such as
-            ``input_size=(3, 384, 384)`` or ``crop_pct=1.0``.
+        model: A model from ``vil.load``, ``timm.create_model`` or a feature extractor of timm, of 1
+            or 3 channels.
+        max_pixels: Maximum pixels of an image, as it is stored and as it is resized before the
+            crop. A thin image of a few bytes can claim, or be enlarged to, any number. None is the
+            limit of the training, 89,478,485 by default.
+        **timm_arguments: Arguments of ``timm.data.create_transform`` that override
+            ``model.pretrained_cfg``, such as ``input_size=(3, 384, 384)`` or ``crop_pct=1.0``.
 
     Returns:
-        A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the bytes of a file (any
-        bytes-like object), a file opened in binary mode, a Pillow image or a NumPy array. An array is uint8: grey
-        (H, W), RGB (H, W, 3) or RGBA (H, W, 4). The function raises OSError if it cannot read a file, TypeError for
-        other objects, and ValueError if the file or the array is no image that training accepts.
+        A function from an image to a normalised float32 tensor (C, H, W). The image is a path, the
+        bytes of a file (any bytes-like object), a file opened in binary mode, a Pillow image or a
+        NumPy array. An array is uint8: grey (H, W), RGB (H, W, 3) or RGBA (H, W, 4). The function
+        raises OSError if it cannot read a file, TypeError for other objects, and ValueError if the
+        file or the array is no image that training accepts.
 
     Raises:
         ValueError: If the model has another number of channels.
     """
-    cfg = model.pretrained_cfg
-    data = resolve_data_config(pretrained_cfg=cfg | image_cfg(model)) | timm_arguments
-    transform = accepting_tensors(create_timm_transform(**data), max_pixels)
-    options, mode = image_options(cfg), image_mode(data["input_size"][0])
+    cfg = model.pretrained_cfg | {"input_size": get_model_input_config(model)["input_size"]}
+    spec = ImageSpec.of(cfg, max_pixels=max_pixels)
+    arguments = spec._timm_arguments() | timm_arguments
+    spec = replace(spec, in_chans=arguments["input_size"][0])
+    transform = accepting_tensors(create_timm_transform(**arguments), spec.max_pixels)
 
     def prepare(image: _AnyImage) -> Tensor:
         try:
-            return transform(decode(_content(image), mode, max_pixels=max_pixels, **options))
+            return transform(spec.decode(_content(image)))
         except ValueError as error:
             if isinstance(image, str | os.PathLike):
                 raise ValueError(f"{image}: {error}") from error
@@ -95,7 +257,7 @@ def create_transform(
 
 
 def _content(image: _AnyImage) -> bytes | Image.Image:
-    """Return the bytes of a file, or a Pillow image; raise OSError, ValueError or TypeError if it is neither."""
+    """Return the bytes of a file, or a Pillow image; errors as in ``create_transform``."""
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, np.ndarray):
@@ -108,65 +270,25 @@ def _content(image: _AnyImage) -> bytes | Image.Image:
         return bytes(memoryview(image))
     except TypeError as error:
         raise TypeError(
-            "image must be a path, bytes, a file opened in binary mode, a Pillow image or a NumPy array, got "
-            f"{type(image).__name__}"
+            "image must be a path, bytes, a file opened in binary mode, a Pillow image or a NumPy "
+            f"array, got {type(image).__name__}"
         ) from error
 
 
 def _of_array(pixels: np.ndarray) -> Image.Image:
-    """Return an array (H, W), (H, W, 3) or (H, W, 4), uint8, as a Pillow image; raise ValueError for others."""
+    """Return a uint8 array as a Pillow image; raise ValueError for other arrays."""
     channels = pixels.shape[2:]
     is_image = pixels.ndim in (2, 3) and channels in ((), (3,), (4,)) and pixels.size
     if pixels.dtype != np.uint8 or not is_image:
         raise ValueError(
-            f"an image array must be uint8 of shape (H, W), (H, W, 3) or (H, W, 4), got {pixels.dtype} of shape "
-            f"{pixels.shape}"
+            f"an image array must be uint8 of shape (H, W), (H, W, 3) or (H, W, 4), got "
+            f"{pixels.dtype} of shape {pixels.shape}"
         )
     return Image.fromarray(pixels)
 
 
-def decode(
-    content: bytes | Image.Image,
-    mode: str,
-    exif_rotation: bool = False,
-    background: str = "none",
-    max_pixels: int = MAX_PIXELS,
-    decoder: str = "pillow",
-) -> Image.Image | Tensor:
-    """Decode an image file by its content, regardless of its extension.
-
-    Animations and stacks give their first image. 16-bit pixels keep their upper byte.
-
-    Args:
-        content: Bytes of the file, or what Pillow made of it.
-        mode: Pillow mode to convert to, RGB or L.
-        exif_rotation: Whether to apply the EXIF orientation; damaged EXIF data is ignored.
-        background: Colour behind transparent pixels; "none" keeps the colours that are stored there.
-        max_pixels: Maximum number of pixels to decode; a file of a few kilobytes can claim any number.
-        decoder: With "torchvision", the result is a uint8 tensor (C, H, W) if the file is a JPEG that torchvision
-            decodes to the same pixels as Pillow.
-
-    Raises:
-        ValueError: If the file is not an image, is truncated, has no pixels or too many, or has 32-bit pixels
-            without a defined range.
-    """
-    try:
-        is_file = not isinstance(content, Image.Image)
-        image = open_image(io.BytesIO(content)) if is_file else content
-        _check_size(image.width, image.height, 1.0, max_pixels)
-        if decoder == "torchvision" and _decode_jpeg is not None and is_file:
-            if _is_plain_jpeg(image, mode, exif_rotation):
-                with suppress(RuntimeError):  # Pillow decides what is damaged
-                    data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-                    return _decode_jpeg(data, _TORCHVISION_MODES[mode].value)
-            decoder = "pillow"
-        return _opened(image, mode, exif_rotation, background, decoder)
-    except Exception as error:  # decoders raise many types for broken files
-        raise ValueError(one_line(error) if content else "the file is empty") from error
-
-
 def open_image(file: BinaryIO) -> Image.Image:
-    """Identify an image file by its content, like ``Image.open`` but without its limit on pixels, a global.
+    """Identify an image file by its content, like ``Image.open`` without its global limit.
 
     Raises an exception of any type if the file is damaged or not an image.
     """
@@ -183,7 +305,7 @@ def open_image(file: BinaryIO) -> Image.Image:
 
 
 def _check_size(width: int, height: int, factor: float, max_pixels: int) -> None:
-    """Raise ValueError if an image has no pixels, or too many, when its sides are multiplied by a factor."""
+    """Raise ValueError if an image whose sides are scaled by a factor has no or too many pixels."""
     has = "it has" if factor == 1 else f"resized from {width} x {height} px, it would have"
     if min(round(width * factor), round(height * factor)) < 1:
         raise ValueError(f"{has} no pixels")
@@ -191,26 +313,8 @@ def _check_size(width: int, height: int, factor: float, max_pixels: int) -> None
         raise ValueError(f"{has} {pixels:,.0f} pixels, which exceeds max_pixels {max_pixels:,}")
 
 
-def _opened(
-    image: Image.Image, mode: str, exif_rotation: bool, background: str, decoder: str
-) -> Image.Image | Tensor:
-    """Return what ``decode`` returns for the file of an image; same arguments."""
-    plain = decoder == "torchvision" and _is_plain_jpeg(image, mode, exif_rotation)
-    image = _prepared(image, mode, exif_rotation, background)
-    if not plain:
-        return image
-    return torch.from_numpy(np.array(image).reshape(image.height, image.width, -1)).permute(2, 0, 1)
-
-
-def _is_plain_jpeg(image: Image.Image, mode: str, exif_rotation: bool) -> bool:
-    """Return whether an image is a JPEG file whose pixels need no conversion and no turn."""
-    if image.format != "JPEG" or image.mode not in ("L", mode):
-        return False
-    return not exif_rotation or image.getexif().get(_ORIENTATION, 1) == 1
-
-
 def _prepared(image: Image.Image, mode: str, exif_rotation: bool, background: str) -> Image.Image:
-    """Return an image in another mode, upright and on a background if asked; arguments as in ``decode``."""
+    """Return an image in another mode, upright and on a background; fields of ``ImageSpec``."""
     pixels = image.tile[0][3] if getattr(image, "tile", None) else None  # known until it is loaded
     image.load()
     form, level = image.format, image.info.get("transparency")
@@ -235,58 +339,31 @@ def _prepared(image: Image.Image, mode: str, exif_rotation: bool, background: st
     return image if image.mode == mode else image.convert(mode)
 
 
-def image_mode(in_chans: int) -> str:
-    """Return the Pillow mode for a model with 1 or 3 channels; raise ValueError for others."""
-    if in_chans not in _MODES:
-        raise ValueError(f"images can be prepared for 1 or 3 channels, got a model of {in_chans}")
-    return _MODES[in_chans]
-
-
-def image_notes(
-    exif_rotation: bool, background: str, decoder: str, val_fraction: float
-) -> list[str]:
-    """Return notes for ``pretrained_cfg`` on how images are opened, and on the share that training held out."""
-    notes = [] if background == "none" else [_BACKGROUND + background]
-    notes += [_UPRIGHT] * exif_rotation + [_BY_TORCHVISION] * (decoder == "torchvision")
-    return notes + ([_HELD_OUT + repr(val_fraction)] if val_fraction else [])
-
-
-def image_options(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how the notes of a ``pretrained_cfg`` say that images are opened, as arguments of ``decode``."""
-    notes = pretrained_cfg.get("notes") or ()
-    known = [colour for colour in ("white", "black") if _BACKGROUND + colour in notes]
-    return {
-        "exif_rotation": _UPRIGHT in notes,
-        "background": known[0] if known else "none",
-        "decoder": "torchvision" if _BY_TORCHVISION in notes else "pillow",
-    }
-
-
-def held_out_fraction(pretrained_cfg: Mapping[str, Any]) -> float:
-    """Return the share of images held out of training that the notes of a ``pretrained_cfg`` state, or 0."""
-    stated = [note for note in pretrained_cfg.get("notes") or () if note.startswith(_HELD_OUT)]
-    with suppress(ValueError):
-        return float(stated[0].removeprefix(_HELD_OUT)) if stated else 0.0
-    return 0.0
+def to_planes(image: Image.Image) -> Tensor:
+    """Convert an image to a contiguous uint8 tensor (C, H, W), which makes collating faster."""
+    planes = bytearray().join(image.tobytes("raw", band) for band in image.getbands())
+    return torch.frombuffer(planes, dtype=torch.uint8).view(-1, image.height, image.width)
 
 
 def accepting_tensors(
     recipe: transforms.Compose, max_pixels: int = MAX_PIXELS
 ) -> transforms.Compose:
-    """Make a recipe of timm take results of ``decode``, and raise ValueError instead of enlarging above max_pixels.
+    """Make a recipe of timm take results of ``ImageSpec.decode``, in place.
 
-    Its first step resizes tensors by torchvision.
+    Its first step resizes tensors by torchvision. It raises ValueError instead of enlarging an
+    image to more than ``max_pixels``.
     """
     recipe.transforms[0] = _Resize(recipe.transforms[0], max_pixels)
     return recipe
 
 
 class _Resize:
-    """A step of timm that crops or resizes; of a tensor (C, H, W) it makes a Pillow image, for the later steps."""
+    """A step of timm that crops or resizes; makes tensors (C, H, W) Pillow images."""
 
     def __init__(self, step: Callable[[Image.Image], Image.Image], max_pixels: int) -> None:
         self.step, self.max_pixels = step, max_pixels
-        # Least height and width, of steps that keep the ratio. The side that a later step crops may become very long.
+        # Least height and width, of steps that keep the ratio. The side that a later step crops
+        # may become very long.
         self.least: tuple[int, int] | None = None
         if isinstance(step, ResizeKeepRatio):
             self.least = step.size
@@ -316,7 +393,7 @@ class _Resize:
 
 
 def _resized(image: Tensor, size: list[int], interpolation: InterpolationMode) -> Tensor:
-    """Return what torchvision's resize returns. With the colours of a pixel together, it takes half of the time."""
+    """Resize as torchvision, in half of its time: the colours of a pixel lie together."""
     image = image[None].contiguous(memory_format=torch.channels_last)
     return interpolate(image, size, mode=interpolation.value, antialias=True)[0]
 
@@ -328,13 +405,13 @@ def _pillow(image: Tensor) -> Image.Image:
 
 @cache
 def _readers() -> list[tuple[Callable[[BinaryIO, str], Image.Image], Callable | None]]:
-    """Return a class or function that opens files of a format, and one that recognises them, for each format."""
+    """Return for each format what opens its files, and what recognises them."""
     Image.init()
     return [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]  # AVIF is optional
 
 
 def _of_eight_bits(image: Image.Image, form: str | None) -> Image.Image:
-    """Convert 16-bit grey to L by its upper byte, like OpenCV and libpng; Pillow's conversion would clip.
+    """Convert 16-bit grey to L by its upper byte, like OpenCV and libpng; Pillow would clip.
 
     With a transparent level, the result is LA.
     """

@@ -43,23 +43,16 @@ def create(name: str, **arguments: Any) -> nn.Module:
 
 
 def state_images(model: nn.Module) -> None:
-    """State the images that a model takes in its ``pretrained_cfg``, which timm saves and prepares images by.
+    """State the images that a model takes in its ``pretrained_cfg``: size, mean and std.
 
-    The size for which its weights were made is kept with their arguments, where timm looks for it first.
+    timm saves and prepares images by it, but keeps the images of the weights there, even if the
+    model was created with another ``img_size`` or ``in_chans``. The size for which the weights were
+    made is kept with their arguments, where timm looks for it first.
     """
     cfg, args = model.pretrained_cfg, getattr(model, "pretrained_model_args", {})
     model.pretrained_model_args = {"img_size": tuple(cfg["input_size"][1:])} | args
-    cfg.update(image_cfg(model))
-
-
-def image_cfg(model: nn.Module) -> dict[str, Any]:
-    """Return size, mean and std of the images that a model takes, by the names of its ``pretrained_cfg``.
-
-    There, timm keeps those of the weights, even if the model was created with another ``img_size`` or ``in_chans``.
-    """
-    size, cfg = get_model_input_config(model)["input_size"], model.pretrained_cfg
-    stated = {key: cfg[key] for key in ("mean", "std") if cfg.get(key)}
-    return {"input_size": size, **{k: by_channel(v, size[0]) for k, v in stated.items()}}
+    cfg["input_size"] = size = get_model_input_config(model)["input_size"]
+    cfg.update({key: by_channel(cfg[key], size[0]) for key in ("mean", "std") if cfg.get(key)})
 
 
 def by_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:

@@ -46,9 +46,10 @@ from timm.data import create_dataset, create_loader
 from lab.benchmarks import provenance
 from vil.training.distributed import World
 from vil.training.files import write_text
-from vil.training.loader import TrainData, open_source
-from vil.training.resolve import fill_from_weights
+from vil.training.loader import TrainData
+from vil.training.resolve import complete
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
+from vil.training.splits import open_source
 
 SIZE = (500, 375)
 CLASSES, SHARDS = 4, 16
@@ -135,13 +136,14 @@ def our_config(
         num_workers=workers,
     )
     schedule = ScheduleConfig(epochs=EPOCHS, warmup_epochs=0)
-    return fill_from_weights(TrainConfig(model=MODEL, data=data, schedule=schedule), None)
+    return TrainConfig(model=MODEL, data=data, schedule=schedule)
 
 
 def run_ours(root: Path, **options: Any) -> Iterator[int]:
     """Load as our trainer does; yield 0 once the data is open, then the size of each batch."""
     config = our_config(root, **options)
-    data = TrainData(config, open_source(config.data, config.model, training=True), World())
+    source = open_source(config.data, config.model.num_classes, training=True)
+    data = TrainData(complete(config, None, source, source), source, World())
     yield 0
     for step in data.steps(0):
         yield sum(len(images) for images, _ in step.micro_batches)

@@ -30,12 +30,13 @@ from lab.experiments.records import Record, Row, product, run_all, select
 from lab.experiments.statistics import CHOICE_SEED
 from vil.training.distributed import connect
 from vil.training.engine import Score, evaluate, train_step
-from vil.training.loader import TrainData, ValData, open_splits
+from vil.training.loader import TrainData, ValData
 from vil.training.model import TrainSetup, build
 from vil.training.recipes import load_config
-from vil.training.resolve import fill_from_data, fill_from_weights, read_pretrained
+from vil.training.resolve import complete, read_source
 from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
+from vil.training.splits import open_splits
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = Path("output")
@@ -192,17 +193,25 @@ def trained(data: Images, model: str, lr: float, seed: int) -> tuple[TrainSetup,
         parameters, steps, and CPU ms of a step. If scored every epoch, "curve" is top-1 over CPU seconds.
     """
     config = configure(data, model, lr, seed)
-    weights = read_pretrained(config.model)
-    config = fill_from_weights(config, weights)
+    weights, pretrained = None, config.model.pretrained
+    if pretrained is not None:
+        weights = read_source(pretrained, config.model.pretrained_ema)
     with connect(config.run) as world:
-        images, held_out = open_splits(config, world)
+        images, held_out = open_splits(config.data, config.model.num_classes, world)
+        config = complete(config, weights, images, held_out)
         length = TrainData(config, images, world).steps_per_epoch
         config = scaled(config, data.steps * int(model.partition(TIMES)[2] or 1), length)
-        config = fill_from_data(config, images, held_out)
         train_data = TrainData(config, images, world)
         seed_everything(seed)
         setup = build(config, world, train_data.steps_per_epoch, weights, images.classes)
-        val_data = ValData(config, held_out, world)
+        val_data = ValData(
+            held_out,
+            config.images,
+            world,
+            batch_size=config.data.validation_batch_size or train_data.micro_batch,
+            num_workers=config.data.num_workers,
+            max_bad_images=config.data.max_bad_images,
+        )
         losses, scores = train(setup, train_data, val_data, config, data.every_epoch)
     seconds, score = scores[-1]
     row = {

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from lab.experiments.images import Images, base, compare, trained
 from lab.experiments.records import Row
 from vil.training.distributed import World
-from vil.training.loader import ValData, open_source
+from vil.training.loader import ValData
 from vil.training.model import build_model
 from vil.training.settings import TrainConfig
-from vil.training.transforms import Normalize
+from vil.training.splits import open_source
 
 DEVICE = torch.device("cpu")
 FAR = (2.5, 3, 4)
@@ -32,13 +32,12 @@ FAR = (2.5, 3, 4)
 
 def images_at(config: TrainConfig, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return batches of normalised held-out images of a side in pixels, and their classes."""
-    normalize = Normalize(config, DEVICE)
-    model = dataclasses.replace(config.model, img_size=size)
-    data = dataclasses.replace(config.data, validation_batch_size=80)
-    config = dataclasses.replace(config, model=model, data=data)
-    source = open_source(config.data, config.model, training=False)
-    batches = ValData(config, source, World()).batches()
-    return [(_resize(normalize(images), size), targets) for images, targets in batches]
+    images, data = dataclasses.replace(config.images, img_size=(size, size)), config.data
+    normalize = images.normalizer(DEVICE)
+    source = open_source(data, config.model.num_classes, training=False)
+    limits = {"num_workers": data.num_workers, "max_bad_images": data.max_bad_images}
+    batches = ValData(source, images, World(), batch_size=80, **limits).batches()
+    return [(_resize(normalize(pixels), size), targets) for pixels, targets in batches]
 
 
 def _resize(images: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,10 +13,10 @@ from PIL import Image
 
 import eval as eval_script
 import train_imagenet
+from tests.training.run_files import completed
 from vil.training.program import run_script
 from vil.training.recipes import to_yaml
 from vil.training.release import ReleaseConfig, release
-from vil.training.resolve import fill_from_weights
 from vil.training.settings import (
     DataConfig,
     ModelConfig,
@@ -82,7 +82,7 @@ def config(image_folder) -> TrainConfig:
         schedule=ScheduleConfig(epochs=3, warmup_epochs=1, warmup_lr=1e-4),
         run=RunConfig(log_interval=3, device="cpu", save_minutes=1e6),
     )
-    return fill_from_weights(config, None)
+    return completed(config)
 
 
 @pytest.fixture

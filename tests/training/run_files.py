@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,20 +17,37 @@ import torch
 from vil.training import train as loop
 from vil.training.distributed import World
 from vil.training.engine import StepResult
-from vil.training.loader import Step, TrainData, ValData, open_source
+from vil.training.loader import Step, TrainData, ValData
 from vil.training.model import TrainSetup
+from vil.training.resolve import complete
 from vil.training.settings import TrainConfig
+from vil.training.splits import open_source
+from vil.weights.sources import Weights
 
 TIMES = ("images_per_s", "data_wait", "seconds")
 terminate = partial(signal.raise_signal, signal.SIGTERM)
 
 
+def completed(config: TrainConfig, weights: Weights | None = None) -> TrainConfig:
+    """Complete settings as for 32 images of four classes, which are not opened."""
+    source = SimpleNamespace(classes=("ash", "birch", "cedar", "dogwood"), num_images=32)
+    return complete(config, weights, source, source)
+
+
 def train_data(config: TrainConfig, world: World = World()) -> TrainData:  # noqa: B008
-    return TrainData(config, open_source(config.data, config.model, training=True), world)
+    return TrainData(config, open_source(config.data, config.model.num_classes, True), world)
 
 
 def val_data(config: TrainConfig, world: World = World()) -> ValData:  # noqa: B008
-    return ValData(config, open_source(config.data, config.model, training=False), world)
+    data, parts = config.data, world.size * config.run.grad_accum_steps
+    return ValData(
+        open_source(data, config.model.num_classes, training=False),
+        config.images,
+        world,
+        batch_size=data.validation_batch_size or max(data.batch_size // parts, 1),
+        num_workers=data.num_workers,
+        max_bad_images=data.max_bad_images,
+    )
 
 
 def load(path: Path) -> dict[str, Any]:

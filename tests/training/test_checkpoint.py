@@ -15,12 +15,12 @@ import pytest
 import timm
 import torch
 
-from vil.training.checkpoint import Run, continued, load_checkpoint, load_newest, restore, save
+from vil.training.checkpoint import Run, load_checkpoint, load_newest, merged, restore, save
 from vil.training.distributed import World
 from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, UserError
-from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.files import lock_folder, write_atomically, write_text
 from vil.training.model import build
+from vil.training.subject import load_subject
 from vil.weights import archive
 from vil.weights.archive import check_finite
 
@@ -188,7 +188,7 @@ def replaced(content: Any, path: str, value: object) -> Any:
 def go_on(saved: Path, run: Run) -> None:
     """Use a checkpoint as a run does that resumes from it."""
     found = load_checkpoint(saved) | {"origin": str(saved)}
-    continued(found, run.asked)
+    merged(found, run.asked)
     restore(run, found)
 
 
@@ -205,7 +205,7 @@ def test_content_of_another_form_is_one_line_and_no_traceback(saved, run) -> Non
     for key in ("arch", "model_args", "config", "pretrained_cfg"):
         torch.save(content | {key: 5}, saved)  # as eval.py and release.py read it
         with pytest.raises(UserError):
-            load_subject(EvalConfig(checkpoint=str(saved)))
+            load_subject(str(saved))
 
 
 def test_archive_that_torch_does_not_write_is_refused(saved) -> None:

@@ -16,12 +16,12 @@ import train_imagenet
 from tests.training.run_files import rows
 from vil.block import Block
 from vil.training.distributed import World
-from vil.training.evaluation import EvalConfig, load_subject
 from vil.training.images import FolderSource
 from vil.training.model import build
 from vil.training.recipes import read_recipe
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import ModelConfig, suitable_batch
+from vil.training.subject import load_subject
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -127,7 +127,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
     for path in ("output/scratch/config.yaml", "small/README.md", "small/config.json"):
         assert not [name for name in exceptions if name in Path(path).read_text()]
     # Images that are added change the side of none, so that no image is scored that was trained on.
-    trained = load_subject(EvalConfig(checkpoint=weights)).config.data
+    trained = load_subject(weights).settings.data
     before = FolderSource(trained, True, exceptions).paths.tolist()
     for name in ("cat", "dog", "emu"):
         for number in range(100, 120):

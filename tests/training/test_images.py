@@ -22,7 +22,7 @@ from timm.data import create_dataset
 
 from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
-from vil.preprocess import decode
+from vil.preprocess import ImageSpec
 from vil.training.errors import DataError
 from vil.training.images import FolderSource, list_images
 from vil.training.settings import DataConfig
@@ -41,6 +41,10 @@ def fill(folder: Path, *names: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     return folder
+
+
+def decode(content: bytes, mode: str, **options: Any) -> Image.Image | torch.Tensor:
+    return ImageSpec(in_chans=1 if mode == "L" else 3, **options).decode(content)
 
 
 def pixels(content: bytes, mode: str = "L", **arguments: Any) -> np.ndarray:
@@ -266,7 +270,8 @@ def test_damaged_file_is_an_image_or_an_error(kind) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of damaged metadata
             try:
-                read.append(decode(content, "RGB", turn, background, limit))
+                options = {"exif_rotation": turn, "background": background}
+                read.append(decode(content, "RGB", **options, max_pixels=limit))
             except ValueError as error:
                 told.append(str(error))
     assert read
@@ -302,8 +307,8 @@ def jpegs() -> dict[str, bytes]:
 def test_torchvision_decodes_plain_jpegs_to_the_same_pixels(mode, turn) -> None:
     taken = set()
     for name, content in jpegs().items():
-        expected = np.asarray(decode(content, mode, turn))
-        found = decode(content, mode, turn, decoder="torchvision")
+        expected = np.asarray(decode(content, mode, exif_rotation=turn))
+        found = decode(content, mode, exif_rotation=turn, decoder="torchvision")
         if isinstance(found, torch.Tensor):
             taken.add(name)
             found = found.permute(1, 2, 0).numpy().reshape(expected.shape)
@@ -323,7 +328,8 @@ def test_a_damaged_jpeg_is_what_pillow_makes_of_it() -> None:
             content, made = damaged(kinds[number % len(kinds)], draw), []
             for decoder in ("pillow", "torchvision"):
                 try:
-                    image = decode(content, "RGB", True, "none", 1 << 20, decoder)
+                    options = {"exif_rotation": True, "max_pixels": 1 << 20, "decoder": decoder}
+                    image = decode(content, "RGB", **options)
                 except ValueError as error:
                     made.append(str(error))
                     continue

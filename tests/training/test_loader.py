@@ -1,6 +1,7 @@
 """Image sources, their errors, and what happens to an unreadable image."""
 
 import csv
+import dataclasses
 import json
 import re
 import shutil
@@ -16,10 +17,11 @@ from PIL import Image
 from tests.training.run_files import rows, train_data, val_data
 from vil.training.distributed import World
 from vil.training.errors import DataError
-from vil.training.loader import Step, open_source, open_splits
+from vil.training.loader import Step
 from vil.training.recipes import to_yaml
 from vil.training.sampler import image_size_of_step
-from vil.training.settings import DataConfig, ModelConfig
+from vil.training.settings import DataConfig
+from vil.training.splits import open_source, open_splits
 
 
 def assert_same_steps(left: list[Step], right: list[Step]) -> None:
@@ -39,10 +41,9 @@ def damage(folder: Path, name: str) -> Path:
 
 
 def test_digits_hold_out_360_of_every_class_alike() -> None:
-    model = ModelConfig(num_classes=10, in_chans=1)
     data = DataConfig(dataset="digits")
-    held_out = open_source(data, model, training=False)
-    assert open_source(data, model, training=True).num_images == 1437
+    held_out = open_source(data, 10, training=False)
+    assert open_source(data, 10, training=True).num_images == 1437
     assert held_out.num_images == 360
     assert set(Counter(held_out.labels).values()) <= {35, 36, 37}
 
@@ -135,7 +136,7 @@ def test_classes_without_validation_images_are_trained(
     shutil.rmtree(image_folder / "val" / "birch")
     for path in (image_folder / "val" / "dogwood").iterdir():
         path.unlink()
-    _, val = open_splits(config, World())
+    _, val = open_splits(config.data, 4, World())
     assert val.labels.tolist() == [0] * 3 + [2] * 3
     assert val.classes == ("ash", "birch", "cedar", "dogwood")
     chosen, folder = config.changed("schedule", epochs=1, warmup_epochs=0), tmp_path / "run"
@@ -162,7 +163,7 @@ def test_splits_must_have_the_same_classes_in_the_same_order(shard_config) -> No
         splits["val"]["classes"] = classes
         Path(config.data.path, "_info.json").write_text(json.dumps({"splits": splits}))
         with pytest.raises(DataError, match=re.escape(told)):
-            open_splits(config, World())
+            open_splits(config.data, 4, World())
 
 
 def test_an_image_too_narrow_to_enlarge_is_named(config, image_folder) -> None:
@@ -174,15 +175,14 @@ def test_an_image_too_narrow_to_enlarge_is_named(config, image_folder) -> None:
 
 
 def test_accents_of_class_names_may_be_composed_or_separate(config, image_folder) -> None:
-    open_ = config.changed("model", num_classes=None)
     for split, name in (("train", "b\u00edrch"), ("val", "bi\u0301rch")):
         (image_folder / split / "birch").rename(image_folder / split / name)
-    train, val = open_splits(open_, World())
+    train, val = open_splits(config.data, None, World())
     assert train.classes == val.classes == ("ash", "b\u00edrch", "cedar", "dogwood")
     assert [*dict.fromkeys(train.labels)] == [*dict.fromkeys(val.labels)] == [0, 1, 2, 3]
     shutil.copytree(image_folder / "train" / "ash", image_folder / "train" / "bi\u0301rch")
     with pytest.raises(DataError, match=r"two folders in .* have the name"):
-        open_splits(open_, World())
+        open_splits(config.data, None, World())
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -233,7 +233,7 @@ def test_other_contents_under_the_same_names_have_other_fingerprints(
 def test_fewer_images_of_each_class_are_nested_and_read_right(config, shard_config, kind) -> None:
     chosen = config if kind == "folder" else shard_config
     configs = [chosen.changed("data", images_per_class=number) for number in (None, 3, 5, 3)]
-    sources = [open_source(one.data, one.model, training=True) for one in configs]
+    sources = [open_source(one.data, 4, training=True) for one in configs]
     whole, few, more, again = sources
     for source, count in ((few, 3), (more, 5)):
         assert Counter(source.labels.tolist()) == dict.fromkeys(range(4), count)
@@ -273,10 +273,11 @@ def test_a_program_that_leaves_loader_processes_ends(config, tmp_path) -> None:
     (tmp_path / "recipe.yaml").write_text(to_yaml(config.changed("data", num_workers=1)))
     program = (
         "from pathlib import Path; from vil.training.distributed import World\n"
-        "from vil.training.loader import TrainData, open_source\n"
+        "from vil.training.loader import TrainData\n"
+        "from vil.training.splits import open_source\n"
         "from vil.training.recipes import read_recipe\n"
         f"config = read_recipe(Path({str(tmp_path / 'recipe.yaml')!r}))\n"
-        "source = open_source(config.data, config.model, training=True)\n"
+        "source = open_source(config.data, 4, training=True)\n"
         "steps = TrainData(config, source, World()).steps(0)\n"
         "print(next(steps).number)"
     )
@@ -331,15 +332,15 @@ def test_splits_that_are_the_same_images_are_told(
 ) -> None:
     told = "the validation images are the training images"
     for chosen in (config, shard_config, config.changed("data", images_per_class=2)):
-        open_splits(chosen, World())
+        open_splits(chosen.data, 4, World())
         assert told not in caplog.text
         name = chosen.data.train_split
-        open_splits(chosen.changed("data", val_split=name), World())
+        open_splits(dataclasses.replace(chosen.data, val_split=name), 4, World())
         assert told in caplog.text
         caplog.clear()
     shutil.rmtree(image_folder / "val")
     (image_folder / "val").symlink_to(image_folder / "train")
-    open_splits(config, World())
+    open_splits(config.data, 4, World())
     assert told in caplog.text
 
 
@@ -352,22 +353,23 @@ def test_a_class_without_images_is_refused_wherever_it_is_named(
         split["classes"].append("elm")
     (shards / "_info.json").write_text(json.dumps(info))
     data = {"path": str(shards), "train_split": "train", "val_split": "validation"}
-    chosen = shard_config.changed("data", **data).changed("model", num_classes=None)
+    chosen = shard_config.changed("data", **data)
     with pytest.raises(DataError, match=r"classes without training images \(1\): elm"):
-        open_splits(chosen, World())
+        open_splits(chosen.data, None, World())
     (image_folder / "train" / "birch").rename(image_folder / "train" / ".birch")
     (image_folder / "train" / ".cache").mkdir()
     with pytest.raises(DataError, match="class birch is in the validation data only"):
-        open_splits(config.changed("model", num_classes=None), World())
+        open_splits(config.data, None, World())
     assert re.search(r"\.birch in .* left out, because names that begin with a dot", caplog.text)
     assert ".cache" not in caplog.text
 
 
 def test_a_fraction_of_a_folder_with_splits_is_refused(config) -> None:
+    data = dataclasses.replace(config.data, val_fraction=0.1, val_split="validation")
     with pytest.raises(
         DataError, match=r"has folders train and val, so .* leave out data\.val_fraction"
     ):
-        open_splits(config.changed("data", val_fraction=0.1, val_split="validation"), World())
+        open_splits(data, 4, World())
 
 
 def test_a_link_to_nothing_is_an_unreadable_image_at_once(

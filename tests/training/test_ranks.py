@@ -10,9 +10,9 @@ import pytest
 from vil.training.distributed import World
 from vil.training.errors import DataError
 from vil.training.images import fingerprint
-from vil.training.loader import check_same, described, open_source
 from vil.training.recipes import flat
 from vil.training.settings import TrainConfig
+from vil.training.splits import check_same, described, open_source
 
 OWN = {"data.path", "run.device", "run.num_threads", "run.output"}
 
@@ -73,10 +73,10 @@ def error_of(seen: list[dict[str, str]]) -> str:
 
 
 def seen_in(config: TrainConfig, path: Path) -> dict[str, str]:
-    """Describe the data in a folder as a run does, with the number of classes left to the data."""
-    config = config.changed("model", num_classes=None).changed("data", path=str(path))
-    sources = [open_source(config.data, config.model, training) for training in (True, False)]
-    return described(config, dict(zip(("training", "validation"), sources, strict=True)))
+    """Describe the data in a folder as a run does, with any number of classes."""
+    config = config.changed("data", path=str(path))
+    sources = [open_source(config.data, None, training) for training in (True, False)]
+    return described(flat(config), dict(zip(("training", "validation"), sources, strict=True)))
 
 
 @pytest.mark.parametrize("dataset", ["folder", "wds"])
@@ -113,11 +113,11 @@ def another(value: Any) -> Any:
 
 
 def test_each_setting_and_version_that_differs_is_named_with_both_values(config) -> None:
-    seen = described(config, {})
+    seen = described(flat(config), {})
     for name, value in flat(config).items():
         section, key = name.split(".")
         other = config.changed(section, **{key: another(value)})
-        told = error_of([seen, described(other, {})])
+        told = error_of([seen, described(flat(other), {})])
         if name in OWN:
             assert told == "", name
         else:

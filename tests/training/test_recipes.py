@@ -11,15 +11,16 @@ import torch
 from PIL import Image
 
 import vil  # noqa: F401  registers the models
+from tests.training.run_files import completed
+from vil.preprocess import to_planes
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
 from vil.training.model import TrainSetup, build, build_model, build_optimizer
 from vil.training.prediction import PredictConfig
 from vil.training.recipes import flat, from_dict, load_config, parse, read_recipe, to_yaml
-from vil.training.resolve import fill_from_weights
 from vil.training.settings import OptimConfig, TrainConfig
-from vil.training.transforms import Normalize, to_planes, train_transform, val_transform
+from vil.training.transforms import train_transform
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")
@@ -48,12 +49,7 @@ def built(config: TrainConfig, steps_per_epoch: int = 4) -> TrainSetup:
     """Build a small version of what a recipe trains on ImageNet."""
     classes = config.model.num_classes or 1000
     small = config.changed("model", num_classes=classes, depth=3, embed_dim=32)
-    return build(filled(small), World(), steps_per_epoch)
-
-
-def filled(config: TrainConfig) -> TrainConfig:
-    """Fill in options that a recipe leaves unset, without pretrained weights."""
-    return fill_from_weights(config, None)
+    return build(completed(small), World(), steps_per_epoch)
 
 
 @pytest.mark.parametrize(("size", "differences"), [("tiny", {}), ("small", SMALL)])
@@ -95,8 +91,8 @@ def test_rate_does_not_depend_on_how_a_batch_is_divided(world_size, accumulation
 
 
 def test_transforms_are_the_published_ones() -> None:
-    config = filled(recipe("vil_tiny"))
-    resize, flip, policy, to_tensor = train_transform(config).transforms
+    config = completed(recipe("vil_tiny"))
+    resize, flip, policy, to_tensor = train_transform(config.augment, config.images).transforms
     crop = resize.step
     assert (crop.size, crop.scale, crop.ratio) == ((224, 224), (0.08, 1.0), (3 / 4, 4 / 3))
     assert "bicubic" in repr(crop)
@@ -106,12 +102,12 @@ def test_transforms_are_the_published_ones() -> None:
     assert "PosterizeIncreasing" in {op.name for op in policy.ops}
     image = Image.new("RGB", (224, 224), (10, 20, 30))
     assert to_tensor(image).dtype == torch.uint8
-    normalized = Normalize(config, CPU)(to_tensor(image)[None])[0, :, 0, 0]
+    normalized = config.images.normalizer(CPU)(to_tensor(image)[None])[0, :, 0, 0]
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     assert torch.equal(normalized, (torch.tensor([10, 20, 30]) / 255 - mean) / std)
     big = Image.effect_noise((448, 300), 64).convert("RGB")
     resized = big.resize((382, 256), Image.Resampling.BICUBIC).crop((79, 16, 303, 240))
-    assert torch.equal(val_transform(config)(big), to_planes(resized))
+    assert torch.equal(config.images.transform()(big), to_planes(resized))
 
 
 def published_rate(epoch: int) -> float:
@@ -154,7 +150,7 @@ def test_rate_by_step_rises_from_zero_and_the_cosine_ends(sched: str, warmup_epo
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vim_tiny"])
 def test_weight_decay_falls_on_the_published_parameters(name) -> None:
-    config = filled(recipe("vil_tiny")).model
+    config = completed(recipe("vil_tiny")).model
     sizes = {"num_classes": 1000, "depth": 1, "embed_dim": 32}
     model = build_model(dataclasses.replace(config, name=name, **sizes))
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=1e-3)

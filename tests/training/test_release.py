@@ -1,5 +1,6 @@
 """A released folder gives timm and transformers the same model and the same preprocessing."""
 
+import dataclasses
 import io
 import json
 import resource
@@ -19,13 +20,12 @@ from timm.models import save_for_hf
 import vil
 from tests.strategies import encoded
 from tests.training.run_files import at_step, rows, terminate
+from vil.preprocess import ImageSpec
 from vil.profile import count_parameters
 from vil.training.engine import interval
 from vil.training.errors import OutputError
-from vil.training.evaluation import EvalConfig, load_subject
-from vil.training.images import decode_for
 from vil.training.release import ReleaseConfig, release
-from vil.training.transforms import val_transform
+from vil.training.subject import load_subject
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 CLASSES = ["ash", "birch", "cedar", "dogwood"]
@@ -56,18 +56,18 @@ def photographs() -> Iterator[bytes]:
 def test_images_are_opened_as_in_training(checkpoint, options, tmp_path) -> None:
     run, small, path = (tmp_path / name for name in ("run.pt", "small", "photo"))
     content = torch.load(checkpoint, weights_only=True)
-    content["config"]["data"] |= options
+    images = ImageSpec.of(content["pretrained_cfg"])
+    content["pretrained_cfg"] |= dataclasses.replace(images, **options).pretrained_cfg()
     torch.save(content, run)
     release(ReleaseConfig(checkpoint=str(run), folder=str(small)))
     expected = []
     for source in (small, run):
-        config = load_subject(EvalConfig(checkpoint=str(source))).config
-        data = config.data
-        assert data.background == options.get("background", "none")
-        assert data.exif_rotation == options.get("exif_rotation", False)
-        mean, deviation = (torch.tensor(v)[:, None, None] for v in (data.mean, data.std))
-        images = [val_transform(config)(decode_for(one, config)) / 255 for one in photographs()]
-        expected.append([(image - mean) / deviation for image in images])
+        images = load_subject(str(source)).images
+        assert images.background == options.get("background", "none")
+        assert images.exif_rotation == options.get("exif_rotation", False)
+        mean, deviation = (torch.tensor(v)[:, None, None] for v in (images.mean, images.std))
+        read = [images.transform()(images.decode(one)) / 255 for one in photographs()]
+        expected.append([(image - mean) / deviation for image in read])
     by_timm = [
         timm.create_model(f"local-dir:{small}", pretrained=True, features_only=features)
         for features in (False, True)

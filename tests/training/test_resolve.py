@@ -1,18 +1,18 @@
 """Unset options are filled in from the weights and the data; no other option changes."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from vil.preprocess import image_notes
+from vil.preprocess import ImageSpec
 from vil.training.errors import DataError
-from vil.training.images import FolderSource
-from vil.training.resolve import choose_exceptions, fill_from_data, fill_from_weights
+from vil.training.images import FolderSource, choose_exceptions
+from vil.training.resolve import complete
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.weights.sources import Weights
 
@@ -25,6 +25,9 @@ DESCRIBED = {
     "crop_pct": 0.9,
     "crop_mode": "squash",
 }
+
+
+NAMED = TrainConfig(model=ModelConfig(name="vil_tiny"))
 
 
 def make_weights(
@@ -46,11 +49,13 @@ def source(classes: tuple[str, ...] | None, labels: list[int]) -> SimpleNamespac
 
 
 def test_weights_say_what_the_settings_do_not() -> None:
-    filled = fill_from_weights(TrainConfig(), make_weights(embed_dim=48, depth=3, patch_size=8))
+    data = source(("a", "b"), [0, 1])
+    weights = make_weights(embed_dim=48, depth=3, patch_size=8)
+    filled = complete(TrainConfig(), weights, data, data)
     model, data = filled.model, filled.data
     assert (model.name, model.in_chans, model.img_size) == ("vil_tiny", 3, 64)
     assert (model.embed_dim, model.depth, model.patch_size) == (48, 3, 8)
-    assert model.num_classes is None  # it comes from the new data, not from the weights
+    assert model.num_classes == 2  # it comes from the new data, not from the weights
     assert (data.mean, data.std) == (DESCRIBED["mean"], DESCRIBED["std"])
     assert (data.interpolation, data.crop_pct, data.crop_mode) == ("bilinear", 0.9, "squash")
 
@@ -60,7 +65,8 @@ def test_settings_win_over_weights() -> None:
         model=ModelConfig(name="vil_tiny", img_size=96, in_chans=1, patch_size=16),
         data=DataConfig(mean=(0.7,), crop_pct=1.0),
     )
-    filled = fill_from_weights(asked, make_weights(patch_size=8))
+    train = source(("a", "b"), [0, 1])
+    filled = complete(asked, make_weights(patch_size=8), train, train)
     assert (filled.model.img_size, filled.model.patch_size) == (96, 16)
     assert (filled.data.mean, filled.data.crop_pct) == ((0.7,), 1.0)
     assert filled.data.std == pytest.approx((0.5,))  # grey has the mean over the colours
@@ -68,22 +74,24 @@ def test_settings_win_over_weights() -> None:
 
 def test_one_class_is_refused() -> None:
     with pytest.raises(DataError, match="there is one class"):
-        fill_from_data(TrainConfig(), source(("a",), [0, 0]), source(("a",), [0]))
+        complete(NAMED, None, source(("a",), [0, 0]), source(("a",), [0]))
 
 
 def test_data_say_the_number_of_classes_the_batch_and_the_warm_up() -> None:
-    asked = TrainConfig(
-        data=DataConfig(batch_size=None), schedule=ScheduleConfig(epochs=40, warmup_epochs=None)
+    rates = {"warmup_lr": 0.0, "min_lr": 0.0}  # below the peak of a small batch
+    asked = dataclasses.replace(
+        NAMED,
+        data=DataConfig(batch_size=None),
+        schedule=ScheduleConfig(epochs=40, warmup_epochs=None, **rates),
     )
     train = source(("a", "b", "c"), [0, 1, 2] * 100)
-    filled = fill_from_data(asked, train, train)
+    filled = complete(asked, None, train, train)
     assert filled.model.num_classes == 3
     assert (filled.data.batch_size, filled.schedule.warmup_epochs) == (16, 4)
     for epochs, warmup in ((300, 5), (9, 0)):
         chosen = asked.changed("schedule", epochs=epochs)
-        assert fill_from_data(chosen, train, train).schedule.warmup_epochs == warmup
-    stated = TrainConfig(model=ModelConfig(num_classes=9))
-    assert fill_from_data(stated, train, train) == stated
+        assert complete(chosen, None, train, train).schedule.warmup_epochs == warmup
+    assert complete(filled, None, train, train) == filled  # as a resumed run does
 
 
 def add_images(folder: Path, counts: dict[str, int], first: int = 0) -> None:
@@ -109,13 +117,13 @@ def per_class(names: set[str]) -> dict[str, int]:
 def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
     add_images(tmp_path, {"a": 1, "b": 2, "c": 6, "d": 57, "e": 200})
     new = TrainConfig(data=DataConfig(path=str(tmp_path), val_fraction=0.1))
-    chosen = choose_exceptions(new, None)
+    chosen = choose_exceptions(new.data, None)
     before = held_out(new, chosen)
     found = per_class(before)
     assert (found["b"], found["c"]) == (1, 1)
     assert (found["d"], found["e"]) == (pytest.approx(6, abs=1), pytest.approx(20, abs=2))
     double = new.changed("data", val_fraction=0.2)
-    twice = held_out(double, choose_exceptions(double, None))
+    twice = held_out(double, choose_exceptions(double.data, None))
     found = per_class(twice)
     assert (found["d"], found["e"]) == (pytest.approx(11, abs=1), pytest.approx(40, abs=4))
     assert before < twice
@@ -123,13 +131,14 @@ def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
     old = {Path(name) for name in tmp_path.glob("*/*")}
     few = {"g": 2, "h": 2, "i": 2}
     add_images(tmp_path, {"c": 20, "d": 20, "f": 50} | few, first=500)
-    notes = image_notes(False, "none", "pillow", val_fraction=0.1)
-    described = DESCRIBED | {"num_classes": 5, "label_names": [*"abcde"], "notes": notes}
-    weights = replace(make_weights(), config=asdict(new), pretrained_cfg=described)
-    weights = replace(weights, val_exceptions=chosen)
-    exceptions = choose_exceptions(new, weights)
+    described = ImageSpec().pretrained_cfg(val_fraction=0.1) | {"label_names": [*"abcde"]}
+    weights = dataclasses.replace(
+        make_weights(), config=dataclasses.asdict(new), pretrained_cfg=described
+    )
+    weights = dataclasses.replace(weights, val_exceptions=chosen)
+    exceptions = choose_exceptions(new.data, weights)
     assert held_out(new, exceptions) & {*map(str, old)} == before
     found = per_class(held_out(new, exceptions))
     assert found["f"] == pytest.approx(5, abs=1)
     assert [found[name] for name in few] == [1, 1, 1]
-    assert choose_exceptions(new.changed("data", val_fraction=0.0), weights) == ()
+    assert choose_exceptions(DataConfig(path=str(tmp_path)), weights) == ()

@@ -9,9 +9,9 @@ from PIL import Image
 from timm.data import create_transform
 
 from tests.strategies import encoded
-from vil.training.images import decode_for
+from vil.preprocess import ImageSpec
 from vil.training.sampler import seed_image
-from vil.training.transforms import BatchAugment, Normalize, train_transform, val_transform
+from vil.training.transforms import BatchAugment, train_transform
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def test_without_anything_random_images_are_only_normalised(config) -> None:
     plain = config.changed("augment", reprob=0.0, mixup=0.0, cutmix=0.0)
     images, targets = batch(6)
     result, labels = BatchAugment(plain, CPU)(images, targets, 0, 0)
-    assert torch.equal(result, Normalize(plain, CPU)(images))
+    assert torch.equal(result, plain.images.normalizer(CPU)(images))
     assert torch.equal(labels, targets)
 
 
@@ -99,7 +99,7 @@ def test_each_setting_has_an_effect(config, before, change) -> None:
         chosen, images = config.changed("augment", **PLAIN | setting), []
         for seed in range(8):
             seed_image(seed)
-            images.append(train_transform(chosen)(image))
+            images.append(train_transform(chosen.augment, chosen.images)(image))
         found.append(BatchAugment(chosen, CPU)(torch.stack(images), torch.arange(8) % 4, 0, 0))
     (images, targets), (others, other_targets) = found
     same = targets.shape == other_targets.shape and torch.equal(targets, other_targets)
@@ -109,9 +109,9 @@ def test_each_setting_has_an_effect(config, before, change) -> None:
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 def test_validation_crops_as_timm_does(config, crop_mode) -> None:
     """Weights of timm say how; an image that is not square shows the difference."""
-    data = dataclasses.replace(config.data, crop_mode=crop_mode, crop_pct=0.9)
+    images = dataclasses.replace(config.images, crop_mode=crop_mode, crop_pct=0.9)
     image = Image.fromarray(np.arange(30 * 60 * 3, dtype=np.uint8).reshape(30, 60, 3))
-    own = val_transform(dataclasses.replace(config, data=data))(image)
+    own = images.transform()(image)
     timms = create_transform(
         (3, 16, 16), interpolation="bicubic", crop_pct=0.9, crop_mode=crop_mode, normalize=False
     )(image)
@@ -122,18 +122,19 @@ def test_validation_crops_as_timm_does(config, crop_mode) -> None:
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border", None], ids=str)
 def test_torchvision_resizes_like_pillow(config, crop_mode, channels) -> None:
     """Of a JPEG, all that differs is how values are rounded. ``crop_mode`` None is training."""
-    model = dataclasses.replace(config.model, in_chans=channels, img_size=64)
     pixels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
     image = Image.fromarray(pixels).resize((200, 150), Image.Resampling.BICUBIC)
     content = encoded(image if channels == 3 else image.convert("L"), "JPEG")
-    values = {"mean": (0.5,) * channels, "crop_mode": crop_mode or "center"}
+    values = {"mean": (0.5,) * channels, "std": (0.5,) * channels}
+    values |= {"in_chans": channels, "img_size": (64, 64), "crop_mode": crop_mode or "center"}
     found = {}
     for decoder in ("torchvision", "pillow"):
-        data = dataclasses.replace(config.data, decoder=decoder, **values)
-        changed = dataclasses.replace(config, model=model, data=data)
-        decoded = decode_for(content, changed)
+        images = ImageSpec(decoder=decoder, **values)
+        decoded = images.decode(content)
         assert isinstance(decoded, torch.Tensor) == (decoder == "torchvision")
-        transform = train_transform(changed, 64) if crop_mode is None else val_transform(changed)
+        transform = images.transform()
+        if crop_mode is None:
+            transform = train_transform(config.augment, images)
         found[decoder] = []
         for seed in range(8 if crop_mode is None else 1):
             seed_image(seed)

@@ -20,6 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.multiprocessing import reductions
 
 from tests.training.run_files import assert_same, at_step, load, rows
+from vil.preprocess import ImageSpec
 from vil.training import engine, loader, report
 from vil.training import train as loop
 from vil.training.distributed import World
@@ -74,7 +75,7 @@ OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 CPU_OOM = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
 NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/x/photo.jpg")
 WORKERS = ("--data.num-workers", "2")
-reads = before(loader, "decode_for")
+reads = before(ImageSpec, "decode")
 WAYS = {
     "images gone": Way(reads, OSError(errno.EACCES, "Denied"), 3, "8 training images in a row"),
     "no memory to load": Way(reads, MemoryError(), 2, "too little memory"),
@@ -240,7 +241,7 @@ def test_disk_that_hangs_ends_the_run(
     chosen, image_folder, train, capsys, monkeypatch, tmp_path
 ) -> None:
     """Nobody writes to the pipes. The timeout is short here; the run must end after one of any length."""
-    monkeypatch.setattr(loader, "_PATIENCE", 3)
+    monkeypatch.setattr(loader, "TIMEOUT", 3)
 
     def hang() -> None:
         for path in image_folder.glob("train/*/*.jpg"):
@@ -259,7 +260,7 @@ def test_what_is_wrong_with_a_worker_is_no_fault_of_its_images(
     error, config, train, capsys, monkeypatch, tmp_path
 ) -> None:
     """Nor is it reported as a worker that died: that would blame memory."""
-    before(loader, "decode_for")(monkeypatch, lambda: raise_in_a_worker(error))
+    before(ImageSpec, "decode")(monkeypatch, lambda: raise_in_a_worker(error))
     command = (config, "--run.output", str(tmp_path / "run"), *WORKERS)
     if error is NO_FILES:
         assert train(*command) == 2

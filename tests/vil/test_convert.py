@@ -12,9 +12,10 @@ from huggingface_hub.utils import EntryNotFoundError
 from torch import Tensor, nn
 
 import vil
+from tests.training.run_files import completed
 from vil.training.distributed import World
 from vil.training.model import build
-from vil.training.resolve import fill_from_weights, read_pretrained
+from vil.training.resolve import read_source
 from vil.training.settings import ModelConfig, TrainConfig
 
 SIZES = {"img_size": 48, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_classes": 7}
@@ -189,8 +190,8 @@ def test_published_weights_load_by_name(hub: Callable) -> None:
 def build_pretrained(source: str) -> nn.Module:
     """Build the model of a training run that starts from weights, without its data."""
     config = TrainConfig(model=ModelConfig(pretrained=source, num_classes=1000, drop_path_rate=0.1))
-    weights = read_pretrained(config.model)
-    return build(fill_from_weights(config, weights), World(), 1, weights).model
+    weights = read_source(config.model.pretrained, config.model.pretrained_ema)
+    return build(completed(config, weights), World(), 1, weights).model
 
 
 def test_rotary_checkpoint_is_refused() -> None:

@@ -22,14 +22,21 @@ from timm.models import _hub, save_for_hf
 from torch import Tensor, nn
 
 import vil
+from tests.training.run_files import completed
 from tests.vil.test_convert import SIZES, official_logits, official_state_dict
 from vil.timm_models import create
 from vil.training.checkpoint import Run, RunState, save
 from vil.training.distributed import World
 from vil.training.model import build
 from vil.training.release import ReleaseConfig, release
-from vil.training.resolve import fill_from_weights
-from vil.training.settings import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from vil.training.settings import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from vil.weights.sources import read_weights
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}
@@ -64,9 +71,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         model=ModelConfig(name="vil_tiny", **SMALL),
         data=DataConfig(batch_size=2, crop_pct=0.9, mean=(0.1, 0.2, 0.3)),
         optim=OptimConfig(model_ema_decay=0.9),
+        schedule=ScheduleConfig(warmup_lr=0.0, min_lr=0.0),  # below the peak of this batch
         run=RunConfig(device="cpu"),
     )
-    config = fill_from_weights(config, None)
+    config = completed(config)
     training = build(config, World(), 1)
     training.model.load_state_dict(small().state_dict())
     for parameter in training.ema.module.parameters():
@@ -411,9 +419,8 @@ def test_images_are_those_that_a_model_was_created_for(
         assert model(image[None]) is not None
         if name == "vil_tiny":  # what timm's scripts, transformers and hubs read
             assert tuple(resolve_model_data_config(model)["input_size"]) == size
-    filled = fill_from_weights(
-        TrainConfig(model=ModelConfig(pretrained=folder)), read_weights(folder)
-    )
+    weights = read_weights(folder)
+    filled = completed(TrainConfig(model=ModelConfig(pretrained=folder)), weights)
     assert filled.model.img_size == 96
     made.set_input_size(img_size=64)
     assert vil.create_transform(made)(Image.new("RGB", (50, 70))).shape == (3, 64, 64)

@@ -117,17 +117,10 @@ class Run:
 
     def pretrained_cfg(self) -> dict[str, Any]:
         """Return classes and preprocessing as timm's ``pretrained_cfg``."""
-        model, data, classes = self.config.model, self.config.data, self.train_source.classes
-        names = {} if classes is None else {"label_names": list(classes)}
-        return names | {
-            "num_classes": model.num_classes,
-            "input_size": (model.in_chans, model.img_size, model.img_size),
-            "mean": data.mean,
-            "std": data.std,
-            "interpolation": data.interpolation,
-            "crop_pct": data.crop_pct,
-            "crop_mode": data.crop_mode,
-        }
+        config, classes = self.config, self.train_source.classes
+        cfg = config.images.pretrained_cfg(val_fraction=config.data.val_fraction)
+        cfg["num_classes"] = config.model.num_classes
+        return cfg if classes is None else cfg | {"label_names": list(classes)}
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -250,11 +243,16 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return saved
 
 
-def continued(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConfig, TrainConfig]:
-    """Return the settings to start or resume a run with: (all settings, settings as the user gave them).
+def merged(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConfig, TrainConfig]:
+    """Merge what the user states now with what the run to resume, if any, has.
 
-    run.allow_changes applies to this start only and is not saved with the run. Raises ConfigError if the new settings are
-    incompatible with the run being resumed.
+    run.allow_changes applies to this start only and is not saved with the run.
+
+    Returns:
+        The settings to complete, and the settings as the user gave them.
+
+    Raises:
+        ConfigError: If the new settings are incompatible with the run being resumed.
     """
     once = {"run.allow_changes": False}
     if saved is None:

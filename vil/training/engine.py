@@ -12,14 +12,12 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from vil.training.errors import DataError
 from vil.training.loader import Step, ValData
 from vil.training.model import TrainSetup
 from vil.training.passes import ScoringPass
 from vil.training.pulse import Pulse
 from vil.training.sampler import key, seed_everything
 from vil.training.settings import TrainConfig
-from vil.training.transforms import Normalize
 
 FEW_CLASSES = 5
 """With as many classes or fewer, top-5 says nothing."""
@@ -60,7 +58,7 @@ def train_step(setup: TrainSetup, step: Step, config: TrainConfig) -> StepResult
     """Run one optimizer step on a ``TrainSetup``, in place; if the gradient is not finite, change nothing.
 
     All processes have the same gradient, so they make the same decision. The decision stays on the
-    device if the optimizer can read it there and the model has no BatchNorm. Raises DataError as ``check_targets``.
+    device if the optimizer can read it there and the model has no BatchNorm.
     """
     before = [statistic.clone() for statistic in setup.statistics]
     loss = _accumulate(setup, step, config)
@@ -101,19 +99,19 @@ def evaluate(
         pulse: Prints a line if none was printed for long; None counts from now.
 
     Raises:
-        DataError: As in ``ValData.settle`` and ``check_targets``.
+        DataError: As in ``ValData.settle``.
     """
     for model in models:
         model.eval()
-    normalize = Normalize(data.config, data.world.device)
+    device = data.world.device
+    normalize = data.images.normalizer(device)
     # Loss, top-1 hits, top-5 hits, images. They stay on the device because reading waits for it.
-    sums = [torch.zeros(4, dtype=torch.float64, device=normalize.device) for _ in models]
+    sums = [torch.zeros(4, dtype=torch.float64, device=device) for _ in models]
     pulse = pulse or Pulse()
     first, start = torch.zeros_like(sums[0]), time.perf_counter()
     begun = start
     for images, targets in data.batches():
-        check_targets(targets, data.config.model.num_classes)
-        targets = targets.to(normalize.device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
         _score(models, sums, normalize(images), targets, judged)
         if begun == start:
             first = sums[0].clone()
@@ -135,16 +133,6 @@ def evaluate(
     ]
 
 
-def check_targets(targets: torch.Tensor, num_classes: int) -> None:
-    """Raise DataError if a label is not in [0, num_classes)."""
-    low, high = targets.aminmax()
-    if low < 0 or high >= num_classes:
-        wrong = int(low if low < 0 else high)
-        raise DataError(
-            f"labels must be 0 to {num_classes - 1} (model.num_classes {num_classes}), got {wrong}"
-        )
-
-
 def _accumulate(setup: TrainSetup, step: Step, config: TrainConfig) -> torch.Tensor:
     """Accumulate the gradient of a step and return its loss, a scalar tensor."""
     world, parts = setup.world, len(step.micro_batches)
@@ -152,7 +140,6 @@ def _accumulate(setup: TrainSetup, step: Step, config: TrainConfig) -> torch.Ten
     losses = []
     setup.optimizer.zero_grad()
     for part, (images, targets) in enumerate(step.micro_batches):
-        check_targets(targets, config.model.num_classes)
         place = (world.rank * parts + part) * size
         images, targets = setup.augment(images, targets, step.number, place)
         seed_everything(key("model", config.run.seed, step.number, place))

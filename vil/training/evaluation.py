@@ -10,49 +10,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import timm
 import torch
 import tyro
-from timm.data import ImageNetInfo, infer_imagenet_subset
-from torch import nn
 from tyro.conf import Positional
 
-from vil.backbone import VisionLonghorn
-from vil.messages import counted, one_line, printable
-from vil.preprocess import image_options
+from vil.messages import counted, printable
 from vil.training.distributed import World, connect, versions
 from vil.training.engine import FEW_CLASSES, evaluate, interval
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
 from vil.training.files import check_target, write_text
-from vil.training.images import fingerprint
-from vil.training.loader import ValData, check_same, described, number_as, open_source
-from vil.training.model import build_model
+from vil.training.images import choose_exceptions, fingerprint
+from vil.training.loader import ValData
 from vil.training.passes import ScoringPass
-from vil.training.recipes import from_dict
 from vil.training.report import model_size
-from vil.training.resolve import choose_exceptions, fill_from_weights, read_source
-from vil.training.sampler import seed_everything
 from vil.training.settings import (
     Background,
     Count,
     CropPct,
     DataConfig,
-    ModelConfig,
     RunConfig,
     Section,
     ShareBelowOne,
     Text,
-    TrainConfig,
     Workers,
 )
-from vil.weights.build import model_with
-from vil.weights.sources import Weights, is_model_name, no_weights
+from vil.training.splits import check_classes, check_same, described, number_as, open_source
+from vil.training.subject import Subject, load_subject
 
 _PLACE = ("dataset", "path", "val_split")  # options of data that say where it is
+_IMAGES = ("background", "exif_rotation", "decoder", "max_pixels")  # options of an ImageSpec
 _NAMED_OPTIONS = ("model", "crop_pct", "amp")  # in the name of the result, with those of data
 _SAME_RESULT = ("path", "dataset", "validation_batch_size", "num_workers")  # except for these
-_BATCH_SIZE = 128  # default if no checkpoint sets it
-_MOST_PRINTED = 20  # wrong images, and kinds of mistakes
+BATCH_SIZE = 128  # default if no checkpoint sets it
+MAX_PRINTED = 20  # wrong images, and kinds of mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,61 +103,6 @@ class EvalConfig(Section):
     Only an earlier evaluation is overwritten, never another file."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model to evaluate and its evaluation settings."""
-
-    model: nn.Module
-    config: TrainConfig
-    weights: str
-    """Description of where the weights come from."""
-    source: Weights | None
-    """The source of the weights, without its tensors; None if they are random."""
-    label_names: tuple[str, ...] | None
-    """Names of the classes; None if unknown."""
-    own_data: bool = False
-    """Whether the data are those of its run, because no option names others."""
-    fraction: float = 0.0
-    """data.val_fraction of the run, if images are scored that it may have trained on; else 0."""
-
-
-def load_subject(options: EvalConfig) -> Subject:
-    """Build the model with its weights and settings; raises ConfigError or OutputError as in ``evaluate_as``."""
-    name = options.checkpoint
-    if is_model_name(name) and not timm.is_model_pretrained(name):
-        if options.ema or options.model is not None:
-            raise ConfigError(f"--ema and --model need weights, but timm has none for {name}")
-        config = fill_from_weights(_foreign_config(name), no_weights(name))
-        config = _with_options(config, options)
-        seed_everything(config.run.seed)  # same random weights on all ranks
-        model = build_model(config.model)
-        config = config.changed("model", num_classes=model.num_classes)
-        return Subject(model, config, "RANDOM (timm has no pretrained weights)", None, None)
-    weights = read_source(name, options.ema)
-    if weights.config is None:
-        if options.model is None and weights.architecture is None:
-            raise ConfigError(f"--model is missing: {name} does not name its timm model")
-        config = fill_from_weights(_foreign_config(options.model, options.img_size), weights)
-        config = config.changed("data", **image_options(weights.pretrained_cfg))
-    else:
-        config = from_dict(weights.config, f"{name}: ")
-    config = _with_options(config, options)
-    named = any(getattr(options.data, key) is not None for key in _PLACE)
-    scored, held_out = config.data.val_fraction, weights.val_fraction
-    chosen = (options.data.val_fraction, options.data.val_split) != (None, None)
-    model, line = _model(weights, config, options)
-    config = config.changed("model", num_classes=model.num_classes)
-    return Subject(
-        model,
-        config,
-        line,
-        dataclasses.replace(weights, state_dict={}),
-        weights.label_names,
-        own_data=weights.config is not None and not named,
-        fraction=held_out if scored > held_out or not (scored or chosen) else 0.0,
-    )
-
-
 def evaluate_as(options: EvalConfig) -> None:
     """Evaluate with the given options, print the result, and write it.
 
@@ -175,17 +110,41 @@ def evaluate_as(options: EvalConfig) -> None:
 
     Raises:
         ConfigError: If an option is invalid, or the weights do not exist or do not fit the model.
-        DataError: If the data is missing or damaged, or processes have different data or settings. Also if
-            the class names of data and model match only partly.
+        DataError: If the data is missing or damaged, processes have different data or settings, or
+            the class names of data and model differ.
         NonFiniteLossError: If the loss is NaN or infinite.
         OutputError: If the weights cannot be read, or the result cannot be written.
     """
-    subject, path = load_subject(options), json_path(options)
-    with connect(subject.config.run) as world:
+    subject = load_subject(
+        options.checkpoint,
+        options.model,
+        options.img_size,
+        options.ema,
+        crop_pct=options.crop_pct,
+        **{key: getattr(options.data, key) for key in _IMAGES},
+    )
+    trained_on = DataConfig(validation_batch_size=BATCH_SIZE)
+    if subject.settings is not None:
+        trained_on = subject.settings.data
+    data = place_of_data(trained_on, options.data)
+    run = subject.run_options(options.device, options.amp, options.cuda_graphs)
+    place, path = describe_place(data), json_path(options)
+    with connect(run) as world:
         if world.is_main and path is not None:
             check_target(path, "--json")
-            _refuse_others(path, _data_of(subject.config) if options.json is None else {})
-        result = run_evaluation(subject, options, world)
+            _refuse_others(path, place if options.json is None else {})
+        scored = score(subject, data, run, world, options)
+        result = {
+            "checkpoint": _whole_name(options.checkpoint),
+            "model": subject.name,
+            "ema": options.ema,
+            "epoch": subject.weights.epoch,
+            "steps_after_epoch": subject.weights.steps_after,
+            **place,
+            **scored,
+            "device": str(world.device),
+            "versions": versions(),
+        }
     if world.is_main:
         log.info(describe(result))
         if path is not None:
@@ -193,76 +152,110 @@ def evaluate_as(options: EvalConfig) -> None:
             log.info(f"written  {path}")
 
 
-def run_evaluation(subject: Subject, options: EvalConfig, world: World) -> dict[str, Any]:
-    """Evaluate the model and return the result to print and write; raises the errors of ``evaluate_as``."""
-    config = subject.config
-    if config.data.dataset in ("folder", "wds") and config.data.path is None:
+def place_of_data(trained_on: DataConfig, options: EvalDataConfig) -> DataConfig:
+    """Return where the images to score are, with limits: what the options state, else the run's.
+
+    If an option names another place than the run's, all images of a split there are scored.
+    """
+    stated = {key: v for key, v in dataclasses.asdict(options).items() if v is not None}
+    chosen = {key: value for key, value in stated.items() if key not in _IMAGES}
+    if chosen.get("dataset") == trained_on.dataset:
+        del chosen["dataset"]
+    paths = {path and Path(path).resolve() for path in (trained_on.path, options.path)}
+    if "dataset" not in chosen and len(paths) == 1:
+        chosen.pop("path", None)  # the run's own folder, whose val_fraction applies
+    if "dataset" in chosen:
+        chosen = {"path": None} | chosen  # the path of another data set does not apply
+    dataset = chosen.get("dataset", trained_on.dataset)
+    if "path" in chosen and dataset == "folder" and "val_split" not in chosen:
+        names = [trained_on.val_split, "val"]
+        if not any(Path(chosen["path"], name).is_dir() for name in names):
+            chosen["val_split"] = "."  # the classes are in the folder itself
+    if chosen.keys() & {*_PLACE}:
+        chosen = {"val_fraction": 0.0} | chosen  # all images of a split that is named
+    data = dataclasses.replace(trained_on, **chosen)
+    if data.dataset != "digits" and data.path is None:
         raise ConfigError(
-            f"data.dataset {config.data.dataset} needs --data.path, the root folder of the data"
+            f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
         )
+    return data
+
+
+def score(
+    subject: Subject, data: DataConfig, run: RunConfig, world: World, options: EvalConfig
+) -> dict[str, Any]:
+    """Evaluate the model; return the scores and what they depend on, for ``evaluate_as``."""
+    weights, images, model = subject.weights, subject.images, subject.model.to(world.device)
     with world.main_first():
-        exceptions = choose_exceptions(config, subject.source)
-        source = open_source(config.data, config.model, False, exceptions, other_classes=True)
-    if subject.own_data:
-        number_as(subject.label_names, source)
-    if subject.fraction:
-        part, count = config.data.val_fraction, counted(source.num_images, "image")
-        which = f"{count}, {part:g}" if part else f"all {count}"
-        log.warning(
-            f"{which} of {printable(str(config.data.path))} are scored. The run held out {subject.fraction:g} of its "
-            f"images; if these are the same, it was trained on the others: --data.val-fraction {subject.fraction:g} "
-            f"scores the held-out ones"
-        )
-    tensors = [value.cpu().reshape(-1) for value in subject.model.state_dict().values()]
-    weights = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
-    check_same(world, described(config, {"validation": source}) | {"weights": weights})
-    data, model = ValData(config, source, world), subject.model.to(world.device)
-    places = _places(_trained_names(subject, source.classes), source.classes, model.num_classes)
-    scored = model if places is None else nn.Sequential(model, _Columns(places).to(world.device))
-    count = model.num_classes if places is None else len(places)
-    judged: list[torch.Tensor] | None = [] if options.per_class else None
-    scoring_pass = ScoringPass(scored, config.run, world.device)
-    [score] = evaluate([scoring_pass], data, judged)
-    if not math.isfinite(score.loss):
-        raise NonFiniteLossError(
-            f"the validation loss is {score.loss} with the weights of {options.checkpoint}",
+        exceptions = choose_exceptions(data, weights)
+        source = open_source(data, model.num_classes, False, exceptions)
+    names = weights.label_names
+    stated = {key for key in _PLACE if getattr(options.data, key) is not None}
+    if subject.settings is not None and not stated:
+        number_as(names, source)  # a class may lack held-out images
+    check_classes({"model": names, "data": source.classes})
+    if source.classes is not None and len(source.classes) != model.num_classes:
+        raise DataError(
+            f"the data has {len(source.classes)} classes and the model, whose class names are "
+            f"unknown, {model.num_classes}",
             everywhere=True,
         )
-    names = source.classes or subject.label_names or tuple(map(str, range(model.num_classes)))
-    low, high = interval(score.top1, score.num_images)
-    taken = subject.source
+    held_out, scored = weights.val_fraction, data.val_fraction
+    chosen = (options.data.val_fraction, options.data.val_split) != (None, None)
+    if scored > held_out or (held_out and not scored and not chosen):
+        part, count = data.val_fraction, counted(source.num_images, "image")
+        which = f"{count}, {part:g}" if part else f"all {count}"
+        log.warning(
+            f"{which} of {printable(str(data.path))} are scored. The run held out {held_out:g} of "
+            f"its images; if these are the same, it was trained on the others: "
+            f"--data.val-fraction {held_out:g} scores the held-out ones"
+        )
+    tensors = [value.cpu().reshape(-1) for value in model.state_dict().values()]
+    settings = {
+        f"{name}.{key}": value
+        for name, part in (("images", images), ("data", data), ("run", run))
+        for key, value in dataclasses.asdict(part).items()
+    }
+    settings["weights"] = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
+    check_same(world, described(settings, {"validation": source}))
+    val_data = ValData(
+        source,
+        images,
+        world,
+        batch_size=data.validation_batch_size or max(data.batch_size // world.size, 1),
+        num_workers=data.num_workers,
+        max_bad_images=data.max_bad_images,
+    )
+    judged: list[torch.Tensor] | None = [] if options.per_class else None
+    [found] = evaluate([ScoringPass(model, run, world.device)], val_data, judged)
+    if not math.isfinite(found.loss):
+        raise NonFiniteLossError(
+            f"the validation loss is {found.loss} with the weights of {options.checkpoint}",
+            everywhere=True,
+        )
+    names = source.classes or names or tuple(map(str, range(model.num_classes)))
+    height, width = images.img_size
+    scores = found._asdict()
+    if model.num_classes <= FEW_CLASSES:
+        del scores["top5"]
     return {
-        "checkpoint": _whole_name(options.checkpoint),
-        "model": config.model.name,
-        "ema": options.ema,
-        "epoch": taken and taken.epoch,
-        "steps_after_epoch": taken and taken.steps_after,
-        **_data_of(config),
-        "img_size": config.model.img_size,
-        "crop_pct": config.data.crop_pct,
-        "crop_mode": config.data.crop_mode,
-        **({} if places is None else {"scored_classes": f"{count} of {model.num_classes}"}),
-        "interpolation": config.data.interpolation,
-        "amp": config.run.amp,
-        "weights": subject.weights,
-        **{
-            key: value
-            for key, value in score._asdict().items()
-            if key != "top5" or count > FEW_CLASSES
-        },
-        "top1_interval": [low, high],
-        "unreadable_images": len(data.left_out),
-        **({} if judged is None else _by_class(names, judged, data)),
-        **model_size(model, config),
+        "img_size": height if height == width else [height, width],
+        "crop_pct": images.crop_pct,
+        "crop_mode": images.crop_mode,
+        "interpolation": images.interpolation,
+        "amp": run.amp,
+        "weights": subject.origin,
+        **scores,
+        "top1_interval": [*interval(found.top1, found.num_images)],
+        "unreadable_images": len(val_data.left_out),
+        **({} if judged is None else _by_class(names, judged, val_data)),
+        **model_size(model, images),
         "gmacs_count_scans": True,
-        "device": str(world.device),
-        "versions": versions(),
     }
 
 
-def _data_of(config: TrainConfig) -> dict[str, str | None]:
-    """Return what the result says of its images."""
-    data = config.data
+def describe_place(data: DataConfig) -> dict[str, str | None]:
+    """Return what a result says of its images: dataset, path and split."""
     held_out = f"{data.val_fraction:g} of the images"
     return {
         "dataset": data.dataset,
@@ -368,14 +361,14 @@ def describe(result: dict[str, Any]) -> str:
     ]
     lines += [
         f"mistake  {number:,} x {printable(true)} taken for {printable(found)}"
-        for number, true, found in sorted(mistakes, key=lambda one: -one[0])[:_MOST_PRINTED]
+        for number, true, found in sorted(mistakes, key=lambda one: -one[0])[:MAX_PRINTED]
     ]
     wrong = result.get("wrong", [])
     lines += [
-        f"wrong    {one['image']}: {printable(one['predicted'])}" for one in wrong[:_MOST_PRINTED]
+        f"wrong    {one['image']}: {printable(one['predicted'])}" for one in wrong[:MAX_PRINTED]
     ]
-    if len(wrong) > _MOST_PRINTED:
-        lines.append(f"wrong    and {len(wrong) - _MOST_PRINTED:,} more images, in the JSON file")
+    if len(wrong) > MAX_PRINTED:
+        lines.append(f"wrong    and {len(wrong) - MAX_PRINTED:,} more images, in the JSON file")
     return "\n".join(lines)
 
 
@@ -383,115 +376,3 @@ def _whole_name(source: str) -> str:
     """Return the absolute path of a file or folder, and any other source unchanged."""
     path = Path(source)
     return str(path.resolve()) if path.exists() else source
-
-
-def _trained_names(subject: Subject, found: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Return the model's class names; ImageNet's if it has none, as many classes, and the data has such names."""
-    subset = infer_imagenet_subset(subject.model)
-    if subject.label_names is not None or subset is None or found is None:
-        return subject.label_names
-    names = tuple(ImageNetInfo(subset).label_names())
-    return names if set(found) <= set(names) else None
-
-
-def _places(
-    trained: tuple[str, ...] | None, found: tuple[str, ...] | None, num_classes: int
-) -> list[int] | None:
-    """Return the model's outputs for the classes of the data, matched by name; None for all outputs in their order.
-
-    If no name matches, only warn: the names may be synonyms, which only the user can know. Raises DataError if names match
-    only partly, a name occurs twice in the model, or no name and no number matches.
-    """
-    if None in (trained, found) or trained == found:
-        if found is not None and len(found) != num_classes:
-            raise DataError(
-                f"the data has {len(found)} classes and the model, whose class names are unknown, "
-                f"{num_classes}",
-                everywhere=True,
-            )
-        return None
-    common = set(trained) & set(found)
-    if not common and len(found) == num_classes:
-        log.warning(
-            f"no class name of the data occurs in the model: class 0 is {printable(found[0])} in the "
-            f"data and {printable(trained[0])} in the model; the scores are valid only if these names "
-            f"are synonyms"
-        )
-        return None
-    strange = [name for name in found if trained.count(name) != 1]
-    if strange:
-        occurs = "occurs twice" if strange[0] in common else "does not occur"
-        raise DataError(
-            f"class {printable(strange[0])} of the data {occurs} in the model, which has "
-            f"{num_classes} classes; {len(strange)} of the {len(found)} classes do not match by name",
-            everywhere=True,
-        )
-    log.info(
-        f"classes  {len(found)} of the model's {num_classes}, matched by name; others are ignored"
-    )
-    return [trained.index(name) for name in found]
-
-
-class _Columns(nn.Module):
-    """Select outputs of a model."""
-
-    def __init__(self, places: list[int]) -> None:
-        super().__init__()
-        self.register_buffer("places", torch.tensor(places, dtype=torch.int64))
-
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits[:, self.places]
-
-
-def _model(weights: Weights, config: TrainConfig, options: EvalConfig) -> tuple[nn.Module, str]:
-    """Build the model; raise ConfigError unless the weights include its head."""
-    size = {} if options.img_size is None else {"img_size": options.img_size}
-    try:
-        model, line = model_with(weights, options.model, **size)
-        # If the model accepts any size and resizes these images, keep the weights' own grid and positions.
-        if size and isinstance(model, VisionLonghorn) and model.dynamic_img_size:
-            embed = model.patch_embed
-            if model.grid_inside(embed.img_size) != embed.grid_size:
-                model, line = model_with(weights, options.model)
-    except ValueError as error:
-        raise ConfigError(f"cannot evaluate {options.checkpoint}: {one_line(error)}") from error
-    if "; new " in line:
-        raise ConfigError(f"{options.checkpoint} has no head for {config.model.name}: {line}")
-    return model, line
-
-
-def _foreign_config(name: str | None, img_size: int | None = None) -> TrainConfig:
-    """Return the settings for a model that this package did not train."""
-    data = DataConfig(validation_batch_size=_BATCH_SIZE, decoder="pillow")
-    return TrainConfig(model=ModelConfig(name=name, img_size=img_size), data=data)
-
-
-def _with_options(config: TrainConfig, options: EvalConfig) -> TrainConfig:
-    """Merge the command line into the configuration."""
-    chosen = {k: v for k, v in dataclasses.asdict(options.data).items() if v is not None}
-    own = config.data
-    if chosen.get("dataset") == own.dataset:
-        del chosen["dataset"]
-    paths = {path and Path(path).resolve() for path in (own.path, options.data.path)}
-    if "dataset" not in chosen and len(paths) == 1:
-        chosen.pop("path", None)  # the run's own folder, whose val_fraction applies
-    if chosen.get("dataset", config.data.dataset) != config.data.dataset:
-        chosen = {"path": None} | chosen  # the path of another data set does not apply
-    if "path" in chosen and chosen.get("dataset", config.data.dataset) == "folder":
-        names = [chosen.get("val_split", config.data.val_split), "val"]
-        if "val_split" not in chosen and not any(Path(chosen["path"], n).is_dir() for n in names):
-            chosen["val_split"] = "."  # the classes are in the folder itself
-    if chosen.keys() & {*_PLACE}:
-        chosen = {"val_fraction": 0.0} | chosen  # all images of a split that is named
-    if options.crop_pct is not None:
-        chosen["crop_pct"] = options.crop_pct
-    amp = config.run.amp if options.amp is None else options.amp
-    size = config.model.img_size if options.img_size is None else options.img_size
-    run = RunConfig(
-        device=options.device,
-        amp=amp,
-        cuda_graphs=options.cuda_graphs,
-        num_threads=config.run.num_threads,
-    )
-    config = config.changed("model", img_size=size).changed("data", **chosen)
-    return from_dict(dataclasses.asdict(dataclasses.replace(config, run=run)), "")

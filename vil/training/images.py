@@ -25,10 +25,10 @@ import torch
 from PIL import Image
 
 from vil.messages import counted, nfc, one_line, printable
-from vil.preprocess import decode, image_mode
 from vil.training.errors import LIMITS, DataError, log
 from vil.training.sampler import key
-from vil.training.settings import DataConfig, TrainConfig
+from vil.training.settings import DataConfig
+from vil.weights.sources import Weights
 
 IMAGE_EXTENSIONS = frozenset(
     (
@@ -220,19 +220,6 @@ class Subset(Source):
         return drawn[drawn >= 0]
 
 
-def decode_for(content: bytes, config: TrainConfig) -> Image.Image | torch.Tensor:
-    """Decode an image file with the options of a run; errors as in ``decode``."""
-    data = config.data
-    return decode(
-        content,
-        image_mode(config.model.in_chans),
-        data.exif_rotation,
-        data.background,
-        data.max_pixels,
-        data.decoder or "pillow",
-    )
-
-
 def reason(error: Exception) -> str:
     """Return why an image cannot be read; raise the error if it says nothing about the image, but about the process."""
     if getattr(error, "errno", None) in LIMITS:
@@ -384,16 +371,26 @@ def _below(folder: Path) -> list[str]:
     )
 
 
-def exceptions_to_hash(data: DataConfig) -> tuple[str, ...]:
-    """Return the ``exceptions`` of ``FolderSource`` for the images that are there now; errors as in ``list_images``.
+def choose_exceptions(data: DataConfig, weights: Weights | None) -> tuple[str, ...]:
+    """Choose the ``exceptions`` of ``FolderSource`` for a new run with data.val_fraction.
 
-    About ``data.val_fraction`` of each class is held out, at least one image, and one is left to train on.
+    About this fraction of each class is held out, at least one image, and one is left to train on.
+    If the weights come from a run with the same fraction, its images stay on their side. Raises
+    DataError as in ``list_images``.
     """
-    paths, classes, labels = _undivided(Path(data.path), tell=False)
+    folder, fraction = Path(data.path or ""), data.val_fraction
+    if not fraction or data.path is None or not is_folder(folder):
+        return ()  # if the folder is missing, whoever opens the data says so
+    paths, classes, labels = _undivided(folder, tell=False)
     images: list[list[tuple[float, str]]] = [[] for _ in classes]
     for label, name in zip(labels, _hashed_names(paths, classes, labels), strict=True):
         images[label].append((_hashed(name), name))
-    return tuple(name for own in images for name in _moved(sorted(own), data.val_fraction))
+    exceptions = tuple(name for own in images for name in _moved(sorted(own), fraction))
+    if weights is None or not weights.config or weights.val_fraction != fraction:
+        return exceptions
+    known = {*(weights.label_names or ())}
+    new = [name for name in exceptions if name.partition("/")[0] not in known]
+    return (*weights.val_exceptions, *new)
 
 
 def _undivided(folder: Path, tell: bool) -> tuple[list[str], tuple[str, ...], list[int]]:

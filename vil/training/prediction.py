@@ -15,19 +15,19 @@ from tqdm import tqdm
 from tyro.conf import Positional
 
 from vil.messages import counted, named, printable
+from vil.preprocess import ImageSpec
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
-from vil.training.evaluation import EvalConfig, Subject, load_subject
 from vil.training.files import check_target
-from vil.training.images import check_found, decode_for, files_below, reason
+from vil.training.images import check_found, files_below, reason
 from vil.training.loader import loader_arguments
 from vil.training.passes import ScoringPass
 from vil.training.pulse import Pulse
-from vil.training.settings import Count, Section, Text, TrainConfig, Workers
-from vil.training.transforms import Normalize, val_transform
+from vil.training.settings import Count, RunConfig, Section, Text, Workers
+from vil.training.subject import Subject, load_subject
 
 _FIRST_COLUMNS = ("path", "error")
-_MOST_NAMED = 5  # unreadable images in the last line; their own lines or rows name all
+MAX_NAMED = 5  # unreadable images in the last line; their own lines or rows name all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +77,12 @@ def predict_as(options: PredictConfig) -> None:
     """
     paths = _find([Path(name) for name in options.images])
     _check_free(options)
-    subject = load_subject(
-        EvalConfig(
-            checkpoint=options.model,
-            img_size=options.img_size,
-            ema=options.ema,
-            amp=options.amp,
-            device=options.device,
-        )
-    )
-    if subject.weights.startswith("RANDOM"):
+    subject = load_subject(options.model, img_size=options.img_size, ema=options.ema)
+    if subject.origin.startswith("RANDOM"):
         raise ConfigError(f"{options.model} has no weights; pass a release or a checkpoint")
-    with connect(subject.config.run) as world:
-        coming, bad = predictions(subject, paths, options, world), []
+    run = subject.run_options(options.device, options.amp)
+    with connect(run) as world:
+        coming, bad = predictions(subject, paths, options, run, world), []
         if options.output is not None:
             most = min(options.top, subject.model.num_classes)
             coming = _written(coming, options.output, most)
@@ -98,23 +91,23 @@ def predict_as(options: PredictConfig) -> None:
             if options.output is None:
                 log.info(_line(one))
         count = counted(len(paths), "image")
-        log.info(f"{len(paths) - len(bad):,} of {count} read, with {subject.config.model.name}")
+        log.info(f"{len(paths) - len(bad):,} of {count} read, with {subject.name}")
     if options.output is not None:
         log.info(f"written  {options.output}")
     if bad:
-        raise DataError(f"{len(bad)} of {count} cannot be read: {named(bad, _MOST_NAMED)}")
+        raise DataError(f"{len(bad)} of {count} cannot be read: {named(bad, MAX_NAMED)}")
 
 
 def predictions(
-    subject: Subject, paths: list[Path], options: PredictConfig, world: World
+    subject: Subject, paths: list[Path], options: PredictConfig, run: RunConfig, world: World
 ) -> Iterator[Prediction]:
     """Yield the prediction of each image, in order."""
     model = subject.model.to(world.device).eval()
-    scoring_pass = ScoringPass(model, subject.config.run, world.device)
-    normalize = Normalize(subject.config, world.device)
-    names = subject.label_names or tuple(map(str, range(model.num_classes)))
+    scoring_pass = ScoringPass(model, run, world.device)
+    normalize = subject.images.normalizer(world.device)
+    names = subject.weights.label_names or tuple(map(str, range(model.num_classes)))
     loader = DataLoader(
-        _Photographs(paths, subject.config),
+        _Photographs(paths, subject.images),
         batch_size=options.batch_size,
         collate_fn=_collate,
         **loader_arguments(options.num_workers, world),
@@ -135,8 +128,7 @@ def predictions(
                     yield Prediction(path, why)
                     continue
                 shares, places = next(best)
-                told = tuple(names[place] for place in places)
-                yield Prediction(path, "", told, tuple(shares))
+                yield Prediction(path, "", tuple(names[i] for i in places), tuple(shares))
             bar.update(len(reasons))
             done += len(reasons)
             if bar.disable and options.output is not None:
@@ -152,15 +144,15 @@ def _collate(items: list[tuple[torch.Tensor | None, str]]) -> tuple[torch.Tensor
 class _Photographs(Dataset):
     """Images as validation crops them, uint8 (C, H, W), and "", or None and the reason."""
 
-    def __init__(self, paths: list[Path], config: TrainConfig) -> None:
-        self.paths, self.config, self.transform = paths, config, val_transform(config)
+    def __init__(self, paths: list[Path], images: ImageSpec) -> None:
+        self.paths, self.images, self.transform = paths, images, images.transform()
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor | None, str]:
         try:
-            image = decode_for(self.paths[index].read_bytes(), self.config)
+            image = self.images.decode(self.paths[index].read_bytes())
             return self.transform(image), ""
         except (ValueError, OSError) as error:
             return None, reason(error)
@@ -181,7 +173,7 @@ def _find(places: list[Path]) -> list[Path]:
 
 
 def _check_free(options: PredictConfig) -> None:
-    """Raise OutputError if the table cannot be written, or would replace a file that is none of this program."""
+    """Raise OutputError if the table cannot be written, or would replace another's file."""
     path = Path(options.output or "")
     if options.output is None:
         return
@@ -194,11 +186,11 @@ def _check_free(options: PredictConfig) -> None:
 
 
 def _line(one: Prediction) -> str:
-    told = one.error or ", ".join(
+    result = one.error or ", ".join(
         f"{printable(name)} {share:.1%}"
         for name, share in zip(one.classes, one.probabilities, strict=True)
     )
-    return f"{printable(str(one.path))}: {told}"
+    return f"{printable(str(one.path))}: {result}"
 
 
 def _written(found: Iterator[Prediction], path: str, most: int) -> Iterator[Prediction]:

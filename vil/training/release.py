@@ -18,6 +18,7 @@ from torch import nn
 from tyro.conf import Positional
 
 from vil.messages import counted, printable
+from vil.preprocess import ImageSpec
 from vil.profile import count_parameters
 from vil.training.distributed import versions
 from vil.training.engine import FEW_CLASSES, interval
@@ -120,23 +121,20 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
     names, cfg = weights.label_names, weights.pretrained_cfg
     for key in _OF_OTHER_WEIGHTS:
         model.pretrained_cfg.pop(key, None)
-    preprocessing = {
-        key: cfg[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")
-    } | {"crop_mode": cfg.get("crop_mode", "center")}
+    described = ImageSpec.of(cfg).pretrained_cfg(weights.val_fraction)
+    own = {"license": license, "notes": described.pop("notes")}
     save_for_hf(
         model,
         folder,
         safe_serialization=True,
-        data_config=preprocessing,
-        model_config={"pretrained_cfg": {"license": license}}
+        data_config=described,
+        model_config={"pretrained_cfg": own}
         | ({} if names is None else {"label_names": list(names)}),
     )
     path = folder / "config.json"
     described = json.loads(path.read_text(encoding="utf-8"))
     # config.json has the number of classes at its top level, and transformers passes it to the model.
     described["model_args"].pop("num_classes", None)
-    if cfg.get("notes"):
-        described["pretrained_cfg"]["notes"] = cfg["notes"]
     path.write_text(json.dumps(described, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     shutil.copymode(path, folder / "model.safetensors")  # safetensors lets only the owner read it
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from vil.messages import counted, one_line
+from vil.preprocess import ImageSpec
 from vil.profile import count_macs, count_parameters
 from vil.training.checkpoint import Run
 from vil.training.distributed import versions
@@ -27,7 +28,6 @@ from vil.training.loader import TrainData, ValData
 from vil.training.passes import describe
 from vil.training.pulse import Pulse
 from vil.training.recipes import to_yaml
-from vil.training.settings import TrainConfig
 from vil.training.trackers import Tracker
 
 _FILES = ("best.pt", "last.pt", "config.yaml", "log.csv", "steps.csv", "curve.png", "skipped.txt")
@@ -37,9 +37,9 @@ _CURVE_EVERY = 30.0  # minimum seconds between updates of the curve
 _BAR = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt}, {remaining} left  {desc}"
 
 
-def model_size(model: nn.Module, config: TrainConfig) -> dict[str, float]:
+def model_size(model: nn.Module, images: ImageSpec) -> dict[str, float]:
     """Return the number of parameters, params, and the GMACs of one image with scans, gmacs."""
-    size = (config.model.in_chans, config.model.img_size, config.model.img_size)
+    size = (images.in_chans, *images.img_size)
     return {"params": count_parameters(model), "gmacs": count_macs(model, size) / 1e9}
 
 
@@ -225,7 +225,7 @@ class Report:
 
     def _banner(self) -> None:
         config, state, setup = self.config, self.state, self.run.setup
-        size, world = model_size(setup.model, config), setup.world
+        size, world = model_size(setup.model, config.images), setup.world
         parts = config.run.grad_accum_steps
         excluded, done = len(self.run.train_source.excluded), len(state.history)
         sizes = ", ".join(map(str, config.data.img_sizes or ()))

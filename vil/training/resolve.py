@@ -1,18 +1,13 @@
-"""Fill in settings that are None, from the pretrained weights and from the data.
-
-Afterwards the configuration of a run is complete.
-"""
+"""Complete the settings of a run: what the user left unset comes from weights and data."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-
 from vil.messages import one_line
-from vil.timm_models import by_channel, is_own
+from vil.preprocess import ImageSpec
+from vil.timm_models import is_own
 from vil.training.errors import ConfigError, DataError, OutputError
-from vil.training.images import Source, exceptions_to_hash, is_folder
+from vil.training.images import Source
 from vil.training.recipes import from_dict
 from vil.training.settings import (
     MODEL_ARGUMENTS,
@@ -24,26 +19,12 @@ from vil.training.settings import (
 )
 from vil.weights.sources import Weights, read_weights
 
-_PREPROCESSING = {
-    "mean": IMAGENET_DEFAULT_MEAN,
-    "std": IMAGENET_DEFAULT_STD,
-    "interpolation": "bicubic",
-    "crop_pct": 0.875,
-    "crop_mode": "center",
-}
-
-
-def read_pretrained(config: ModelConfig) -> Weights | None:
-    """Return the weights of model.pretrained, or None if it is not set; errors as in ``read_source``."""
-    if config.pretrained is None:
-        return None
-    return read_source(config.pretrained, config.pretrained_ema)
-
 
 def read_source(source: str, ema: bool) -> Weights:
     """Read weights; same arguments as ``vil.weights.sources.read_weights``.
 
-    Raises ConfigError if the source or its averaged weights do not exist, OutputError if it is unreadable.
+    Raises ConfigError if the source or its averaged weights do not exist, OutputError if it is
+    unreadable.
     """
     try:
         return read_weights(source, ema)
@@ -55,88 +36,60 @@ def read_source(source: str, ema: bool) -> Weights:
         raise OutputError(one_line(error)) from error
 
 
-def fill_from_weights(config: TrainConfig, weights: Weights | None) -> TrainConfig:
-    """Fill in model and preprocessing settings from the weights of model.pretrained, or from defaults.
+def complete(
+    asked: TrainConfig, weights: Weights | None, train: Source, val: Source
+) -> TrainConfig:
+    """Return complete settings; nothing is filled in after this.
+
+    A value that is still None afterwards switches something off, keeps the default of the named
+    model, or is left to the machine of each start (workers, threads, validation batch).
+
+    Args:
+        asked: What the user wrote. None stands for what weights, data or defaults decide.
+        weights: Weights of model.pretrained; None without any, or for a run that is resumed.
+        train: Training images.
+        val: Validation images.
 
     Raises:
-        ConfigError: If no model is named, the image size is not square, or a value from the weights is out of range.
+        ConfigError: If no model is named, the image size is not square, a value from the weights is
+            out of range, or the learning rate begins or ends above its peak for this batch size.
+        DataError: If there is one class only, or the data has class indices without names and
+            model.num_classes is not set.
     """
-    model, described = config.model, {} if weights is None else weights.pretrained_cfg
+    described = {} if weights is None else weights.pretrained_cfg
+    model, data, schedule = asked.model, asked.data, asked.schedule
     name = model.name or (weights and weights.architecture)
     if not name:
         raise ConfigError(
-            "model.name is missing: "
-            + (f"{weights.origin} does not name its model; " if weights else "")
-            + "pass a timm model, for example --model.name vil_tiny"
+            "model.name is missing"
+            + (f": {weights.origin} does not name its model" if weights else "")
+            + "; pass a timm model, for example --model.name vil_tiny"
         )
-    channels, height, width = described.get("input_size", (3, 224, 224))
-    if height != width and model.img_size is None:
+    size = None if model.img_size is None else (model.img_size, model.img_size)
+    try:
+        images = ImageSpec.of(
+            described,
+            in_chans=model.in_chans,
+            img_size=size,
+            mean=data.mean,
+            std=data.std,
+            interpolation=data.interpolation,
+            crop_pct=data.crop_pct,
+            crop_mode=data.crop_mode,
+            background=data.background,
+            exif_rotation=data.exif_rotation,
+            decoder=data.decoder or "torchvision",
+            max_pixels=data.max_pixels,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{weights.origin}: {one_line(error)}") from error
+    height, width = images.img_size
+    if height != width:
         raise ConfigError(
-            f"model.img_size (eval.py: --img-size) is missing: {weights.origin} has images of "
-            f"{height} x {width} px, which are not square"
+            f"model.img_size is missing: {weights.origin} has images of {height} x {width} px, "
+            f"which are not square"
         )
-    args = {} if weights is None else weights.model_args
-    sizes = {key: args[key] for key in MODEL_SIZES if isinstance(args.get(key), int)}
-    others = {
-        key: value
-        for key, value in args.items()
-        if key not in MODEL_ARGUMENTS or key in MODEL_SIZES
-    }
-    stated = parse_args(model.args)
-    if is_own(name) and (
-        config.data.img_sizes or (weights and model.img_size not in (None, height))
-    ):
-        # The model must not resize training images internally to the size of the weights.
-        others["resize_below_scale"] = 0
-    others = {k: v for k, v in others.items() if k not in sizes and k not in stated}
-    model = replace(
-        model,
-        name=name,
-        in_chans=model.in_chans or channels,
-        img_size=model.img_size or height,
-        args=(*model.args, *(f"{key}={value!r}" for key, value in others.items())),
-        **{key: value for key, value in sizes.items() if getattr(model, key) is None},
-    )
-    data = config.data
-    for key, default in _PREPROCESSING.items():
-        if getattr(data, key) is None:
-            value = described.get(key, default)
-            if isinstance(value, tuple | list):
-                value = by_channel(value, model.in_chans)
-            data = replace(data, **{key: value})
-    data = replace(data, decoder=data.decoder or "torchvision")
-    config = from_dict(asdict(replace(config, model=model, data=data)), "")
-    for problem in config.other_channels():
-        raise ConfigError(problem, everywhere=True)
-    return config
-
-
-def choose_exceptions(config: TrainConfig, weights: Weights | None) -> tuple[str, ...]:
-    """Choose the ``exceptions`` of ``FolderSource`` for the images that a new run holds out with data.val_fraction.
-
-    If the weights come from a run with the same fraction, its images stay on the side where they were. Raises
-    DataError as in ``vil.training.images.list_images``.
-    """
-    data = config.data
-    if not data.val_fraction or data.path is None or not is_folder(Path(data.path)):
-        return ()  # if the folder is missing, open_splits says so
-    exceptions = exceptions_to_hash(data)
-    if weights is not None and weights.config and weights.val_fraction == data.val_fraction:
-        known = {*(weights.label_names or ())}
-        new = [name for name in exceptions if name.partition("/")[0] not in known]
-        exceptions = (*weights.val_exceptions, *new)
-    return exceptions
-
-
-def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConfig:
-    """Fill in the number of classes, the batch size for the number of images, and the warm-up.
-
-    Raises:
-        DataError: If there is one class only, or model.num_classes is not set and the data has class indices without
-            names.
-        ConfigError: If the schedule begins or ends above its peak rate for this batch size.
-    """
-    num_classes = config.model.num_classes
+    num_classes = model.num_classes
     if num_classes is None:
         if train.classes is None:
             largest = max(int(source.labels.max()) for source in (train, val))
@@ -147,16 +100,47 @@ def fill_from_data(config: TrainConfig, train: Source, val: Source) -> TrainConf
         num_classes = len(train.classes)
     if num_classes == 1:
         raise DataError("there is one class, which every image belongs to; training needs two")
-    batch, warmup = config.data.batch_size, config.schedule.warmup_epochs
-    if batch is None:
-        batch = suitable_batch(train.num_images)
-    if warmup is None:
-        warmup = min(config.schedule.epochs // 10, 5)
-    config = config.changed("model", num_classes=num_classes).changed("data", batch_size=batch)
-    config = config.changed("schedule", warmup_epochs=warmup)
-    for problem in config.rising_rates():
+
+    args = {} if weights is None else weights.model_args
+    sizes = {key: args[key] for key in MODEL_SIZES if isinstance(args.get(key), int)}
+    own_options = {"num_classes", "in_chans", "img_size", *sizes}
+    others = {key: value for key, value in args.items() if key not in own_options}
+    size_of_weights = described.get("input_size", (3, 224, 224))[1]
+    if is_own(name) and (data.img_sizes or (weights and height != size_of_weights)):
+        # The model must not resize training images internally to the size of the weights.
+        others["resize_below_scale"] = 0
+    stated = parse_args(model.args)
+    others = [f"{key}={value!r}" for key, value in others.items() if key not in stated]
+    batch, warmup = data.batch_size, schedule.warmup_epochs
+    settings = replace(
+        asked,
+        model=replace(
+            model,
+            name=name,
+            num_classes=num_classes,
+            in_chans=images.in_chans,
+            img_size=height,
+            args=(*model.args, *others),
+            **{key: value for key, value in sizes.items() if getattr(model, key) is None},
+        ),
+        data=replace(
+            data,
+            batch_size=suitable_batch(train.num_images) if batch is None else batch,
+            mean=images.mean,
+            std=images.std,
+            interpolation=images.interpolation,
+            crop_pct=images.crop_pct,
+            crop_mode=images.crop_mode,
+            decoder=images.decoder,
+        ),
+        schedule=replace(
+            schedule, warmup_epochs=min(schedule.epochs // 10, 5) if warmup is None else warmup
+        ),
+    )
+    settings = from_dict(asdict(settings), "")  # the values of weights may be out of range
+    for problem in (*settings.other_channels(), *settings.rising_rates()):
         raise ConfigError(problem, everywhere=True)
-    return config
+    return settings
 
 
 def model_arguments(model: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field
 
 from vil.messages import short_repr
-from vil.preprocess import MAX_PIXELS
+from vil.preprocess import MAX_PIXELS, ImageSpec
 from vil.timm_models import NOT_OF_A_MODEL
 from vil.training.errors import ConfigError
 
@@ -311,6 +311,24 @@ class TrainConfig(Section):
     def train_sizes(self) -> tuple[int, ...]:
         """Training image sizes in pixels; each step draws one."""
         return self.data.img_sizes or (self.model.img_size,)
+
+    @property
+    def images(self) -> ImageSpec:
+        """How images are opened and prepared, once the settings are complete."""
+        data, size = self.data, self.model.img_size
+        return ImageSpec(
+            in_chans=self.model.in_chans,
+            img_size=(size, size),
+            mean=data.mean,
+            std=data.std,
+            interpolation=data.interpolation,
+            crop_pct=data.crop_pct,
+            crop_mode=data.crop_mode,
+            background=data.background,
+            exif_rotation=data.exif_rotation,
+            decoder=data.decoder,
+            max_pixels=data.max_pixels,
+        )
 
     @property
     def peak_lr(self) -> float:

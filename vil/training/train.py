@@ -9,53 +9,63 @@ import numpy as np
 import torch
 
 from vil.messages import counted, named, printable
-from vil.training.checkpoint import Run, continued, kept_checkpoints, load_newest, restore, save
+from vil.training.checkpoint import Run, kept_checkpoints, load_newest, merged, restore, save
 from vil.training.distributed import connect
 from vil.training.engine import Score, StepResult, evaluate, train_step
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError, log
 from vil.training.files import lock_folder
-from vil.training.images import Source
-from vil.training.loader import Step, TrainData, ValData, open_splits
+from vil.training.images import Source, choose_exceptions
+from vil.training.loader import Step, TrainData, ValData
 from vil.training.model import build
 from vil.training.pulse import Pulse
+from vil.training.recipes import flat
 from vil.training.report import Report
-from vil.training.resolve import (
-    choose_exceptions,
-    fill_from_data,
-    fill_from_weights,
-    read_pretrained,
-)
+from vil.training.resolve import complete, read_source
 from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
 from vil.training.signals import Signals
+from vil.training.splits import check_same, described, open_splits
 
-_MOST_NAMED = 5  # unreadable images in a line; skipped.txt has all
-_MOST_FAILED_SAVES = 5  # consecutive failures; a full disk may be cleared in the meantime
+MAX_NAMED = 5  # unreadable images in a line; skipped.txt has all
+MAX_FAILED_SAVES = 5  # consecutive failures; a full disk may be cleared in the meantime
 
 
-def train(config: TrainConfig) -> None:
-    """Train with the given settings; resume the run in the output folder if there is one.
+def train(asked: TrainConfig) -> None:
+    """Train with the settings of the user; resume the run in the output folder if there is one.
 
-    A checkpoint is written at the start of a run, after each epoch, at time intervals and on a signal, but never after an
-    error: a UserError of errors.py, if the run cannot start or continue.
+    A checkpoint is written at the start of a run, after each epoch, at time intervals and on a
+    signal, but never after an error: a UserError of errors.py, if the run cannot start or continue.
     """
-    with connect(config.run) as world, ExitStack() as stack:
-        folder, saved = Path(config.run.output), None
+    with connect(asked.run) as world, ExitStack() as stack:
+        folder, saved = Path(asked.run.output), None
         if world.is_main:  # ranks need not share a disk
             stack.enter_context(lock_folder(folder))
             saved = load_newest(folder)
         saved = world.broadcast(saved)
 
-        # Take the settings from the user or from the resumed run, and fill in the rest.
-        config, asked = continued(saved, config)
-        weights = read_pretrained(config.model) if saved is None else None
-        config = fill_from_weights(config, weights)
-        kept = None if saved is None else saved["run"].get("val_exceptions", ())
-        exceptions = choose_exceptions(config, weights) if kept is None else kept
-        train_source, val_source = open_splits(config, world, exceptions)
-        config = fill_from_data(config, train_source, val_source)
+        # Take what the user or the resumed run states, and complete it from weights and data.
+        stated, asked = merged(saved, asked)
+        weights, data, pretrained = None, stated.data, stated.model.pretrained
+        if saved is None and pretrained is not None:
+            weights = read_source(pretrained, stated.model.pretrained_ema)
+        exceptions = (
+            choose_exceptions(data, weights)
+            if saved is None
+            else saved["run"].get("val_exceptions", ())
+        )
+        train_source, val_source = open_splits(data, stated.model.num_classes, world, exceptions)
+        config = complete(stated, weights, train_source, val_source)
+        splits = {"training": train_source, "validation": val_source}
+        check_same(world, described(flat(config), splits))
         train_data = TrainData(config, train_source, world)
-        val_data = ValData(config, val_source, world)
+        val_data = ValData(
+            val_source,
+            config.images,
+            world,
+            batch_size=data.validation_batch_size or train_data.micro_batch,
+            num_workers=data.num_workers,
+            max_bad_images=data.max_bad_images,
+        )
 
         # Build the model with the same seed on all ranks.
         seed_everything(config.run.seed)
@@ -108,9 +118,10 @@ def train(config: TrainConfig) -> None:
 def read_losses(
     run: Run, report: Report, data: TrainData, unread: list[tuple[Step, StepResult]]
 ) -> None:
-    """Read losses, clear their list, and record skipped images and steps; every rank must call this.
+    """Read losses, clear their list, and record skipped images and steps; all ranks call this.
 
-    Raises NonFiniteLossError or DataError if more than optim.max_bad_steps or data.max_bad_images were skipped.
+    Raises NonFiniteLossError or DataError if more than optim.max_bad_steps or data.max_bad_images
+    were skipped.
     """
     if not unread:
         return
@@ -119,16 +130,16 @@ def read_losses(
     bad = {index: why for step, _ in unread for index, why in step.bad_images.items()}
     numbers = [step.number for step, _ in unread]
     unread.clear()
-    told = world.gather((losses, bad))
-    means = [sum(values) / world.size for values in zip(*(own for own, _ in told), strict=True)]
+    ranks = world.gather((losses, bad))
+    means = [sum(values) / world.size for values in zip(*(own for own, _ in ranks), strict=True)]
     skipped, known = len(state.bad_images) + len(state.bad_steps), {*state.bad_images}
-    for _, images in told:
+    for _, images in ranks:
         state.bad_images |= images
     state.bad_images = dict(sorted(state.bad_images.items()))
     new = [f"{data.source.name(i)}: {why}" for i, why in state.bad_images.items() if i not in known]
     if new:
         count = counted(len(new), "training image")
-        log.warning(f"{count} cannot be read, replaced by others: {named(new, _MOST_NAMED)}")
+        log.warning(f"{count} cannot be read, replaced by others: {named(new, MAX_NAMED)}")
     for number, loss, norm in zip(numbers, means, norms, strict=True):
         if math.isfinite(loss) and math.isfinite(norm):
             state.loss_sum += loss
@@ -168,12 +179,15 @@ def _check_classes_are_left(source: Source, bad: dict[int, str]) -> None:
     for index, why in bad.items():
         if not rest[label := source.labels[index]]:
             name = label if source.classes is None else printable(source.classes[label])
-            told = f"no training image of class {name} can be read, for example"
-            raise DataError(f"{told} {source.name(index)}: {why}", everywhere=True)
+            raise DataError(
+                f"no training image of class {name} can be read, for example "
+                f"{source.name(index)}: {why}",
+                everywhere=True,
+            )
 
 
 def end_epoch(run: Run, report: Report, saver: "Saver", scores: list[Score]) -> None:
-    """Record and save a finished epoch, then report it; raise NonFiniteLossError for a bad validation loss."""
+    """Record, save and report a finished epoch; raise NonFiniteLossError for a bad loss."""
     state, world = run.state, run.setup.world
     raw, *averaged = scores
     if not math.isfinite(raw.loss):
@@ -200,7 +214,7 @@ def end_epoch(run: Run, report: Report, saver: "Saver", scores: list[Score]) -> 
         "seconds": report.seconds,
     }
     state.end_epoch(row)
-    # Save before anything that can hang. If the run is killed before logging, it writes the log on resume.
+    # Save before anything that can hang. A run killed before logging writes the log on resume.
     saver.write(0.0, must=len(state.history) == run.config.schedule.epochs)
     report.epoch()
 
@@ -232,6 +246,6 @@ class Saver:
             self.failed = 0
         except OutputError as error:
             self.failed += 1
-            if must or self.failed == _MOST_FAILED_SAVES:
+            if must or self.failed == MAX_FAILED_SAVES:
                 raise
             log.warning(f"{error}; training continues without this checkpoint")

@@ -12,7 +12,7 @@ from timm.data import Mixup, create_transform
 from timm.data.random_erasing import RandomErasing
 from torchvision import transforms
 
-from vil.preprocess import accepting_tensors
+from vil.preprocess import ImageSpec, accepting_tensors, to_planes
 from vil.training.errors import ConfigError
 from vil.training.sampler import key, seed_everything
 from vil.training.settings import AugmentConfig, TrainConfig
@@ -20,76 +20,36 @@ from vil.training.settings import AugmentConfig, TrainConfig
 Transform = Callable[[Image.Image | torch.Tensor], torch.Tensor]
 
 
-def train_transform(config: TrainConfig, size: int | None = None) -> Transform:
-    """Build the augmentation of a training image, which returns a uint8 tensor (C, size, size), by default model.img_size.
+def train_transform(augment: AugmentConfig, images: ImageSpec) -> Transform:
+    """Return the augmentation of one decoded training image, which makes it uint8 (C, H, W).
 
     Raises ConfigError if timm does not know the auto-augment policy.
     """
-    augment, data, size = config.augment, config.data, size or config.model.img_size
     try:
         recipe = create_transform(
-            (config.model.in_chans, size, size),
+            (images.in_chans, *images.img_size),
             is_training=True,
             scale=augment.scale,
             ratio=augment.ratio,
             hflip=augment.hflip,
             color_jitter=None,  # DeiT's 0.3 had no effect: auto-augment disables it
             auto_augment=augment.aa,
-            interpolation=data.interpolation,
-            mean=data.mean,
+            interpolation=images.interpolation,
+            mean=images.mean,
             use_prefetcher=True,  # BatchAugment does the rest
         )
     except (AssertionError, KeyError, ValueError) as error:
         raise ConfigError(f"augment.aa {augment.aa!r} is not a policy of timm: {error}") from error
     recipe.transforms[-1] = to_planes
-    if not augment.degrees and not augment.translate and augment.zoom == (1.0, 1.0):
-        return accepting_tensors(recipe)
-    affine = transforms.RandomAffine(
-        augment.degrees,
-        translate=(augment.translate, augment.translate),
-        scale=augment.zoom,
-        interpolation=transforms.InterpolationMode.BILINEAR,
-    )
-    return accepting_tensors(transforms.Compose([affine, recipe]))
-
-
-def val_transform(config: TrainConfig) -> Transform:
-    """Build the validation transform: resize, crop the centre, and convert to a uint8 tensor (C, H, W).
-
-    It raises ValueError for an image that would be enlarged to more than data.max_pixels.
-    """
-    size, data = config.model.img_size, config.data
-    recipe = create_transform(
-        (config.model.in_chans, size, size),
-        interpolation=data.interpolation,
-        crop_pct=data.crop_pct,
-        crop_mode=data.crop_mode,
-        mean=data.mean,
-        use_prefetcher=True,
-    )
-    recipe.transforms[-1] = to_planes
-    return accepting_tensors(recipe, data.max_pixels)
-
-
-def to_planes(image: Image.Image) -> torch.Tensor:
-    """Convert an image to a contiguous uint8 tensor (C, H, W), which makes collating faster."""
-    planes = bytearray().join(image.tobytes("raw", band) for band in image.getbands())
-    return torch.frombuffer(planes, dtype=torch.uint8).view(-1, image.height, image.width)
-
-
-class Normalize:
-    """Normalise uint8 images with the mean and standard deviation of the data set."""
-
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        shape = (1, config.model.in_chans, 1, 1)
-        self.mean = torch.tensor(config.data.mean, dtype=torch.float32, device=device).view(shape)
-        self.std = torch.tensor(config.data.std, dtype=torch.float32, device=device).view(shape)
-        self.device = device
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalise uint8 images (B, C, H, W) on any device; return float32 on the model's device."""
-        floats = images.to(self.device, non_blocking=True).float()  # a copy, changed in place
-        return floats.div_(255).sub_(self.mean).div_(self.std)
+    if augment.degrees or augment.translate or augment.zoom != (1.0, 1.0):
+        affine = transforms.RandomAffine(
+            augment.degrees,
+            translate=(augment.translate, augment.translate),
+            scale=augment.zoom,
+            interpolation=transforms.InterpolationMode.BILINEAR,
+        )
+        recipe = transforms.Compose([affine, recipe])
+    return accepting_tensors(recipe, images.max_pixels)
 
 
 class BatchAugment:
@@ -97,7 +57,7 @@ class BatchAugment:
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         augment = config.augment
-        self.normalize = Normalize(config, device)
+        self.normalize = config.images.normalizer(device)
         self.erase = RandomErasing(
             augment.reprob, mode=augment.remode, max_count=augment.recount, device=str(device)
         )

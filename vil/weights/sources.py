@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vil.convert import is_official_vim
 from vil.messages import counted, nfc, one_line, short_repr
-from vil.preprocess import held_out_fraction, image_notes
+from vil.preprocess import read_note
 from vil.timm_models import NOT_OF_A_MODEL, is_own, similar_model
 from vil.weights.archive import check_finite, check_plain, load_archive
 
@@ -60,8 +60,8 @@ class Weights:
 
     @property
     def val_fraction(self) -> float:
-        """Fraction of the images that the run held out of training by their hash; 0 if it did not, or is unknown."""
-        return held_out_fraction(self.pretrained_cfg)
+        """Fraction of the images that the run held out by their hash; 0 if none or unknown."""
+        return read_note(self.pretrained_cfg).get("val_fraction", 0.0)
 
     @property
     def age(self) -> str:
@@ -202,18 +202,13 @@ def _weights(
     for key, form in _FORMS.items():
         if key in described:
             _check_value(described[key], form, key, origin)
-    data = described.get("config", {}).get("data")
-    if isinstance(data, dict):
-        notes = image_notes(
-            exif_rotation=bool(data.get("exif_rotation")),
-            background=str(data.get("background", "none")),
-            decoder=str(data.get("decoder", "pillow")),
-            val_fraction=data.get("val_fraction") or 0.0,
-        )
-        described["pretrained_cfg"] = described.get("pretrained_cfg", {}) | {"notes": notes}
     cfg = _relevant(described.get("pretrained_cfg", {}))
     for key, value in cfg.items():
         _check_value(value, _CFG_FORMS[key], f"pretrained_cfg.{key}", origin)
+    try:
+        read_note(cfg)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
     for key in NOT_OF_A_MODEL:
         if key in described.get("model_args", {}):
             raise ValueError(
