@@ -198,20 +198,13 @@ def trained(data: Images, model: str, lr: float, seed: int) -> tuple[TrainSetup,
         weights = read_source(pretrained, config.model.pretrained_ema)
     with connect(config.run) as world:
         images, held_out = open_splits(config.data, config.model.num_classes, world)
-        config = complete(config, weights, images, held_out)
+        config = complete(config, weights, images, held_out, world.size)
         length = TrainData(config, images, world).steps_per_epoch
         config = scaled(config, data.steps * int(model.partition(TIMES)[2] or 1), length)
         train_data = TrainData(config, images, world)
         seed_everything(seed)
         setup = build(config, world, train_data.steps_per_epoch, weights, images.classes)
-        val_data = ValData(
-            held_out,
-            config.images,
-            world,
-            batch_size=config.data.validation_batch_size or train_data.micro_batch,
-            num_workers=config.data.num_workers,
-            max_bad_images=config.data.max_bad_images,
-        )
+        val_data = ValData(held_out, config.images, config.data, world)
         losses, scores = train(setup, train_data, val_data, config, data.every_epoch)
     seconds, score = scores[-1]
     row = {

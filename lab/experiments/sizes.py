@@ -32,11 +32,11 @@ FAR = (2.5, 3, 4)
 
 def images_at(config: TrainConfig, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return batches of normalised held-out images of a side in pixels, and their classes."""
-    images, data = dataclasses.replace(config.images, img_size=(size, size)), config.data
+    images = dataclasses.replace(config.images, img_size=(size, size))
     normalize = images.normalizer(DEVICE)
+    data = dataclasses.replace(config.data, validation_batch_size=80)
     source = open_source(data, config.model.num_classes, training=False)
-    limits = {"num_workers": data.num_workers, "max_bad_images": data.max_bad_images}
-    batches = ValData(source, images, World(), batch_size=80, **limits).batches()
+    batches = ValData(source, images, data, World()).batches()
     return [(_resize(normalize(pixels), size), targets) for pixels, targets in batches]
 
 

@@ -39,15 +39,8 @@ def train_data(config: TrainConfig, world: World = World()) -> TrainData:  # noq
 
 
 def val_data(config: TrainConfig, world: World = World()) -> ValData:  # noqa: B008
-    data, parts = config.data, world.size * config.run.grad_accum_steps
-    return ValData(
-        open_source(data, config.model.num_classes, training=False),
-        config.images,
-        world,
-        batch_size=data.validation_batch_size or max(data.batch_size // parts, 1),
-        num_workers=data.num_workers,
-        max_bad_images=data.max_bad_images,
-    )
+    source = open_source(config.data, config.model.num_classes, training=False)
+    return ValData(source, config.images, config.data, world)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -218,14 +218,7 @@ def score(
     }
     settings["weights"] = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
     check_same(world, described(settings, {"validation": source}))
-    val_data = ValData(
-        source,
-        images,
-        world,
-        batch_size=data.validation_batch_size or max(data.batch_size // world.size, 1),
-        num_workers=data.num_workers,
-        max_bad_images=data.max_bad_images,
-    )
+    val_data = ValData(source, images, data, world)
     judged: list[torch.Tensor] | None = [] if options.per_class else None
     [found] = evaluate([ScoringPass(model, run, world.device)], val_data, judged)
     if not math.isfinite(found.loss):

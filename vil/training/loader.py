@@ -28,7 +28,7 @@ from vil.training.sampler import (
     key,
     seed_image,
 )
-from vil.training.settings import TrainConfig, suitable_batch
+from vil.training.settings import DataConfig, TrainConfig, suitable_batch
 from vil.training.transforms import train_transform
 
 MAX_TRIES = 8  # consecutive unreadable images before training stops
@@ -110,29 +110,9 @@ class TrainData:
 class ValData:
     """Validation images, each exactly once over all processes."""
 
-    def __init__(
-        self,
-        source: Source,
-        images: ImageSpec,
-        world: World,
-        *,
-        batch_size: int,
-        num_workers: int | None,
-        max_bad_images: float,
-    ) -> None:
-        """Keep the arguments.
-
-        Args:
-            source: Images and labels.
-            images: How to prepare the images.
-            world: Process group.
-            batch_size: Images per process and step.
-            num_workers: Same as in ``loader_arguments``.
-            max_bad_images: Fraction of unreadable images that the first pass may find.
-        """
-        self.source, self.images, self.world = source, images, world
-        self.batch_size, self.num_workers = batch_size, num_workers
-        self.max_bad_images = max_bad_images
+    def __init__(self, source: Source, images: ImageSpec, data: DataConfig, world: World) -> None:
+        """Take batch size, workers and the limit of unreadable images from the data options."""
+        self.source, self.images, self.data, self.world = source, images, data, world
         self.left_out: Mapping[int, str] | None = None
         """Unreadable images to go on without, by index, with the reason; None before a pass."""
         self._loader: DataLoader | None = None
@@ -157,9 +137,9 @@ class ValData:
         if self._loader is None:  # keep the workers, so none is forked later in the run
             self._loader = DataLoader(
                 torch.utils.data.Subset(_ValImages(self.source, self.images), self.indices),
-                batch_size=self.batch_size,
+                batch_size=self.data.validation_batch_size,
                 collate_fn=_collate_readable,
-                **loader_arguments(self.num_workers, self.world),
+                **loader_arguments(self.data.num_workers, self.world),
             )
         for images, targets, bad in _loaded(self._loader):
             self._bad |= bad
@@ -184,7 +164,7 @@ class ValData:
         rank must call this.
         """
         found = {index: why for rank in self.world.gather(self._bad) for index, why in rank.items()}
-        known, share = self.left_out, self.max_bad_images
+        known, share = self.left_out, self.data.max_bad_images
         new = sorted(found.keys() - (known or {}).keys())
         self.left_out = (known or {}) | found
         if not new:

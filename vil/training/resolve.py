@@ -10,6 +10,7 @@ from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.images import Source
 from vil.training.recipes import from_dict
 from vil.training.settings import (
+    IMAGE_OPTIONS,
     MODEL_ARGUMENTS,
     MODEL_SIZES,
     ModelConfig,
@@ -37,22 +38,24 @@ def read_source(source: str, ema: bool) -> Weights:
 
 
 def complete(
-    asked: TrainConfig, weights: Weights | None, train: Source, val: Source
+    asked: TrainConfig, weights: Weights | None, train: Source, val: Source, world_size: int = 1
 ) -> TrainConfig:
     """Return complete settings; nothing is filled in after this.
 
     A value that is still None afterwards switches something off, keeps the default of the named
-    model, or is left to the machine of each start (workers, threads, validation batch).
+    model, or is left to the machine (workers, threads).
 
     Args:
         asked: What the user wrote. None stands for what weights, data or defaults decide.
         weights: Weights of model.pretrained; None without any, or for a run that is resumed.
         train: Training images.
         val: Validation images.
+        world_size: Number of processes, which share a batch.
 
     Raises:
         ConfigError: If no model is named, the image size is not square, a value from the weights is
-            out of range, or the learning rate begins or ends above its peak for this batch size.
+            out of range, the processes cannot share a batch, or the learning rate begins or ends
+            above its peak for this batch size.
         DataError: If there is one class only, or the data has class indices without names and
             model.num_classes is not set.
     """
@@ -67,20 +70,9 @@ def complete(
         )
     size = None if model.img_size is None else (model.img_size, model.img_size)
     try:
-        images = ImageSpec.of(
-            described,
-            in_chans=model.in_chans,
-            img_size=size,
-            mean=data.mean,
-            std=data.std,
-            interpolation=data.interpolation,
-            crop_pct=data.crop_pct,
-            crop_mode=data.crop_mode,
-            background=data.background,
-            exif_rotation=data.exif_rotation,
-            decoder=data.decoder or "torchvision",
-            max_pixels=data.max_pixels,
-        )
+        stated = {key: getattr(data, key) for key in IMAGE_OPTIONS}
+        stated["decoder"] = data.decoder or "torchvision"  # the decoder of the weights is slower
+        images = ImageSpec.of(described, in_chans=model.in_chans, img_size=size, **stated)
     except ValueError as error:
         raise ConfigError(f"{weights.origin}: {one_line(error)}") from error
     height, width = images.img_size
@@ -109,8 +101,8 @@ def complete(
     if is_own(name) and (data.img_sizes or (weights and height != size_of_weights)):
         # The model must not resize training images internally to the size of the weights.
         others["resize_below_scale"] = 0
-    stated = parse_args(model.args)
-    others = [f"{key}={value!r}" for key, value in others.items() if key not in stated]
+    own_args = parse_args(model.args)
+    others = [f"{key}={value!r}" for key, value in others.items() if key not in own_args]
     batch, warmup = data.batch_size, schedule.warmup_epochs
     settings = replace(
         asked,
@@ -126,12 +118,7 @@ def complete(
         data=replace(
             data,
             batch_size=suitable_batch(train.num_images) if batch is None else batch,
-            mean=images.mean,
-            std=images.std,
-            interpolation=images.interpolation,
-            crop_pct=images.crop_pct,
-            crop_mode=images.crop_mode,
-            decoder=images.decoder,
+            **{key: getattr(images, key) for key in IMAGE_OPTIONS},
         ),
         schedule=replace(
             schedule, warmup_epochs=min(schedule.epochs // 10, 5) if warmup is None else warmup
@@ -140,7 +127,8 @@ def complete(
     settings = from_dict(asdict(settings), "")  # the values of weights may be out of range
     for problem in (*settings.other_channels(), *settings.rising_rates()):
         raise ConfigError(problem, everywhere=True)
-    return settings
+    validation_batch = data.validation_batch_size or settings.micro_batch(world_size)
+    return settings.changed("data", validation_batch_size=validation_batch)
 
 
 def model_arguments(model: ModelConfig) -> dict[str, Any]:

@@ -164,6 +164,11 @@ class DataConfig(Section):
     mean colour (border). None uses the value of model.pretrained, else center."""
 
 
+IMAGE_OPTIONS = (
+    *("mean", "std", "interpolation", "crop_pct", "crop_mode"),
+    *("background", "exif_rotation", "decoder", "max_pixels"),
+)
+"""Options of ``DataConfig`` that are fields of ``ImageSpec``."""
 _SPLITS = (DataConfig.train_split, DataConfig.val_split)
 
 
@@ -315,20 +320,8 @@ class TrainConfig(Section):
     @property
     def images(self) -> ImageSpec:
         """How images are opened and prepared, once the settings are complete."""
-        data, size = self.data, self.model.img_size
-        return ImageSpec(
-            in_chans=self.model.in_chans,
-            img_size=(size, size),
-            mean=data.mean,
-            std=data.std,
-            interpolation=data.interpolation,
-            crop_pct=data.crop_pct,
-            crop_mode=data.crop_mode,
-            background=data.background,
-            exif_rotation=data.exif_rotation,
-            decoder=data.decoder,
-            max_pixels=data.max_pixels,
-        )
+        size, data = self.model.img_size, {key: getattr(self.data, key) for key in IMAGE_OPTIONS}
+        return ImageSpec(in_chans=self.model.in_chans, img_size=(size, size), **data)
 
     @property
     def peak_lr(self) -> float:

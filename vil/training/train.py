@@ -54,18 +54,11 @@ def train(asked: TrainConfig) -> None:
             else saved["run"].get("val_exceptions", ())
         )
         train_source, val_source = open_splits(data, stated.model.num_classes, world, exceptions)
-        config = complete(stated, weights, train_source, val_source)
+        config = complete(stated, weights, train_source, val_source, world.size)
         splits = {"training": train_source, "validation": val_source}
         check_same(world, described(flat(config), splits))
         train_data = TrainData(config, train_source, world)
-        val_data = ValData(
-            val_source,
-            config.images,
-            world,
-            batch_size=data.validation_batch_size or train_data.micro_batch,
-            num_workers=data.num_workers,
-            max_bad_images=data.max_bad_images,
-        )
+        val_data = ValData(val_source, config.images, config.data, world)
 
         # Build the model with the same seed on all ranks.
         seed_everything(config.run.seed)
