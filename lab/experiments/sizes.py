@@ -80,7 +80,7 @@ def run_sizes(data: Images, model: str, lr: float, seed: int) -> Row:
     row["grids"] = evaluate_grids(net, config)
     if base(model) != "DeiT":
         halved = dataclasses.replace(config.model, patch_stride=config.model.patch_size // 2)
-        finer = build_model(halved).eval()
+        finer = build_model(halved)[0].eval()
         finer.load_state_dict(net.state_dict())
         row["finer"] = top1(finer, images_at(config, config.model.img_size))
     return row

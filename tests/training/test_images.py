@@ -24,7 +24,8 @@ from tests.strategies import damaged, encoded, transparent
 from tests.training.run_files import train_data, val_data
 from vil.preprocess import ImageSpec
 from vil.training.errors import DataError
-from vil.training.images import FolderSource, list_images
+from vil.training.images import FolderSource
+from vil.training.listing import list_images
 from vil.training.settings import DataConfig
 
 ROOT = Path(__file__).parents[2]

@@ -152,7 +152,7 @@ def test_rate_by_step_rises_from_zero_and_the_cosine_ends(sched: str, warmup_epo
 def test_weight_decay_falls_on_the_published_parameters(name) -> None:
     config = completed(recipe("vil_tiny")).model
     sizes = {"num_classes": 1000, "depth": 1, "embed_dim": 32}
-    model = build_model(dataclasses.replace(config, name=name, **sizes))
+    model, _ = build_model(dataclasses.replace(config, name=name, **sizes))
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=1e-3)
     decay = {
         id(parameter): group["weight_decay"]

@@ -11,7 +11,8 @@ import pytest
 
 from vil.preprocess import ImageSpec
 from vil.training.errors import DataError
-from vil.training.images import FolderSource, choose_exceptions
+from vil.training.images import FolderSource
+from vil.training.listing import choose_exceptions
 from vil.training.resolve import complete
 from vil.training.settings import DataConfig, ModelConfig, ScheduleConfig, TrainConfig
 from vil.weights.sources import Weights

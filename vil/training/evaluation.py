@@ -19,7 +19,8 @@ from vil.training.distributed import World, connect, versions
 from vil.training.engine import FEW_CLASSES, evaluate, interval
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
 from vil.training.files import check_target, write_text
-from vil.training.images import choose_exceptions, fingerprint
+from vil.training.images import fingerprint
+from vil.training.listing import choose_exceptions
 from vil.training.loader import ValData
 from vil.training.passes import ScoringPass
 from vil.training.report import model_size

@@ -93,10 +93,7 @@ def build(
     Raises:
         ConfigError: If timm or the model rejects a name or value, or the weights do not fit the model.
     """
-    if weights is None:
-        model, origin = build_model(config.model), "drawn at random"
-    else:
-        model, origin = _model_from(weights, config.model, classes)
+    model, origin = build_model(config.model, weights, classes)
     model = model.to(world.device)
     for size in config.data.img_sizes or ():
         _check_size(model, config.model, size)
@@ -182,29 +179,21 @@ def _check_patch_drop(model: nn.Module, size: int) -> None:
             raise ConfigError(f"model.args patch_drop_rate={rate} at {size} px: {error}") from error
 
 
-def build_model(config: ModelConfig) -> nn.Module:
-    """Create the model with random weights; raise ConfigError if timm or the model rejects an argument."""
-    try:
-        return create(config.name, **model_arguments(config), **_drop_path(config))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _model_from(
-    weights: Weights, config: ModelConfig, classes: tuple[str, ...] | None
+def build_model(
+    config: ModelConfig, weights: Weights | None = None, classes: tuple[str, ...] | None = None
 ) -> tuple[nn.Module, str]:
-    """Create the model with the given weights, and return it with a description of what was loaded."""
-    others = None not in (classes, weights.label_names) and classes != weights.label_names
+    """Create the model, and say where its weights come from; arguments and errors as in ``build``."""
+    arguments = model_arguments(config)
+    if config.drop_path_rate:  # models without drop path would reject it
+        arguments["drop_path_rate"] = config.drop_path_rate
     try:
-        arguments = model_arguments(config) | _drop_path(config)
+        if weights is None:
+            return create(config.name, **arguments), "drawn at random"
+        others = None not in (classes, weights.label_names) and classes != weights.label_names
         return model_with(weights, config.name, keep_head=not others, **arguments)
     except ValueError as error:
-        raise ConfigError(f"model.pretrained: {one_line(error)}") from error
-
-
-def _drop_path(config: ModelConfig) -> dict[str, float]:
-    """Return drop_path_rate as a model argument if it is set; models without drop path would reject it."""
-    return {"drop_path_rate": config.drop_path_rate} if config.drop_path_rate else {}
+        origin = "" if weights is None else "model.pretrained: "
+        raise ConfigError(f"{origin}{one_line(error)}") from error
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.optim.Optimizer:

@@ -19,7 +19,8 @@ from vil.preprocess import ImageSpec
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.files import check_target
-from vil.training.images import check_found, files_below, reason
+from vil.training.images import reason
+from vil.training.listing import check_found, files_below
 from vil.training.loader import loader_arguments
 from vil.training.passes import ScoringPass
 from vil.training.pulse import Pulse

@@ -29,7 +29,8 @@ from webdataset.tariterators import base_plus_ext
 from vil.messages import nfc, printable
 from vil.training.errors import ConfigError, DataError, OutputError
 from vil.training.files import write_text
-from vil.training.images import IMAGE_EXTENSIONS, Source, fingerprint
+from vil.training.images import Source, fingerprint
+from vil.training.listing import IMAGE_EXTENSIONS
 from vil.training.settings import DataConfig
 
 _INFO_NAME = "_info.json"

@@ -11,7 +11,8 @@ import numpy as np
 from vil.messages import counted, named, printable
 from vil.training.distributed import World, versions
 from vil.training.errors import DataError, log
-from vil.training.images import DigitSource, FolderSource, Source, Subset, fingerprint, is_folder
+from vil.training.images import DigitSource, FolderSource, Source, Subset, fingerprint
+from vil.training.listing import is_folder
 from vil.training.settings import DataConfig
 from vil.training.shards import ShardSource
 

@@ -14,7 +14,8 @@ from vil.training.distributed import connect
 from vil.training.engine import Score, StepResult, evaluate, train_step
 from vil.training.errors import DataError, NonFiniteLossError, OutputError, StoppedError, log
 from vil.training.files import lock_folder
-from vil.training.images import Source, choose_exceptions
+from vil.training.images import Source
+from vil.training.listing import choose_exceptions
 from vil.training.loader import Step, TrainData, ValData
 from vil.training.model import build
 from vil.training.pulse import Pulse

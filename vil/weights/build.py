@@ -12,7 +12,7 @@ from timm.models import load_pretrained
 from timm.models._input import get_model_input_config
 from torch import Tensor, nn
 
-from vil.backbone import VisionLonghorn, only_backbone
+from vil.backbone import only_backbone
 from vil.block import BidirectionalMixer
 from vil.convert import has_levels, with_own_names
 from vil.messages import first_line, printable
@@ -74,7 +74,15 @@ def load(
             raise ValueError(
                 f"model is already built, so it takes no arguments, got {', '.join(timm_arguments)}"
             )
-        built, line = model, _load_inside(model, read_weights(source, ema))
+        weights, backbone = read_weights(source, ema), only_backbone(model)
+        if weights.architecture is not None:
+            recurrence = backbone.blocks[0].mixer.recurrence
+            _check_recurrence(weights, type(model).__name__, recurrence)
+        # What timm removed from a backbone to return features takes no weights.
+        modules = backbone.named_modules()
+        removed = [name for name, module in modules if isinstance(module, nn.Identity)]
+        removed += [f"blocks.{i}" for i in range(len(backbone.blocks), backbone.depth)]
+        built, line = model, _load(backbone, weights, True, tuple(f"{n}." for n in removed))
     else:
         built, line = model_with(read_weights(source, ema), model, **timm_arguments)
     warns = "; new " in line or _UNNAMED in line
@@ -129,14 +137,13 @@ def model_with(
         pretrained_model_args=weights.model_args,
         **arguments,
     )
-    missing, left_out = _load(model, weights, keep_head)
-    line = _load_report(model, weights, missing, left_out)
+    line = _load(model, weights, keep_head)
     state_images(model)
-    if any(key.startswith(tuple(_heads(model.pretrained_cfg))) for key in missing):
-        model.pretrained_cfg.pop("label_names", None)  # they belong to the old head
-    if features:
-        overlay = {"pretrained_cfg_overlay": _own_cfg(model)}
-        model = _created(weights, name, pretrained=True, **overlay, **arguments, **features)
+    if features:  # timm loads these weights unchanged into a new model, and takes it apart
+        own = {"num_classes": model.num_classes, "label_offset": None}
+        overlay = model.pretrained_cfg | own | {"state_dict": model.state_dict()}
+        features |= {"pretrained": True, "pretrained_cfg_overlay": overlay}
+        model = _created(weights, name, **arguments, **features)
         for module in model.modules():  # timm keeps the weights a second time there
             getattr(module, "pretrained_cfg", {}).pop("state_dict", None)
         state_images(model)
@@ -149,15 +156,6 @@ def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
         return create(name, **arguments)
     except ValueError as error:
         raise ValueError(f"{weights.origin}: {error}") from error
-
-
-def _own_cfg(model: nn.Module) -> dict[str, Any]:
-    """Return a pretrained_cfg with which timm loads this model's weights unchanged into a new model."""
-    return model.pretrained_cfg | {
-        "num_classes": model.num_classes,
-        "label_offset": None,
-        "state_dict": model.state_dict(),
-    }
 
 
 def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
@@ -191,33 +189,16 @@ def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
     return str(arguments.get("recurrence", RECURRENCES[name.partition(".")[0]]))
 
 
-def _load_inside(module: nn.Module, weights: Weights) -> str:
-    """Load the weights into the backbone inside a module; return the line of ``_load_report``."""
-    backbone = only_backbone(module)
-    if weights.architecture is not None:
-        _check_recurrence(weights, type(module).__name__, backbone.blocks[0].mixer.recurrence)
-    removed = _removed(backbone)
-    return _load_report(backbone, weights, *_load(backbone, weights, True, removed))
-
-
-def _removed(backbone: VisionLonghorn) -> tuple[str, ...]:
-    """Return name prefixes of the parameters that ``prune_intermediate_layers`` removed."""
-    modules = backbone.named_modules()
-    names = [name for name, module in modules if isinstance(module, nn.Identity)]
-    names += [f"blocks.{i}" for i in range(len(backbone.blocks), backbone.depth)]
-    return tuple(f"{name}." for name in names)
-
-
 def _load(
     model: nn.Module, weights: Weights, keep_head: bool, removed: tuple[str, ...] = ()
-) -> tuple[list[str], list[str]]:
-    """Load the weights, adapted as timm does.
+) -> str:
+    """Load the weights into a model, adapted as timm does; return the line of ``_load_report``.
 
-    Returns:
-        Names of parameters that the weights lack, and of weights left out because they begin with one of ``removed``.
+    Weights whose names begin with one of ``removed`` are left out.
     """
     # The copy keeps the record of grid and recurrence that PyTorch adds to a state dict.
     adapted = copy.copy(weights.state_dict)
+    # timm names a model's filter of weights to nobody but the model's own file.
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     result: list[Any] = []
     hook = model.register_load_state_dict_post_hook(lambda _, keys: result.append(keys))
@@ -240,13 +221,16 @@ def _load(
     finally:
         hook.remove()
     missing, unexpected = result[0]
-    lacking = [key for key in missing if not key.startswith(tuple(_heads(model.pretrained_cfg)))]
+    heads = tuple(_heads(model.pretrained_cfg))
+    lacking = [key for key in missing if not key.startswith(heads)]
     if lacking or unexpected:
         key, where = (lacking[0], "weights") if lacking else (unexpected[0], "model")
         raise _misfit(weights, model, f"{key} is missing in the {where}")
+    if missing:
+        model.pretrained_cfg.pop("label_names", None)  # they belong to the old head
     if not has_levels(weights.state_dict):
         missing += [name for name, _ in model.named_parameters() if name.startswith("pyramid.")]
-    return missing, left_out
+    return _load_report(model, weights, missing, left_out)
 
 
 def _check_dtypes(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
