@@ -19,7 +19,7 @@ from vil.training.distributed import World, connect, versions
 from vil.training.engine import FEW_CLASSES, evaluate, interval
 from vil.training.errors import ConfigError, DataError, NonFiniteLossError, OutputError, log
 from vil.training.files import check_target, write_text
-from vil.training.images import fingerprint
+from vil.training.images import Source, fingerprint
 from vil.training.listing import choose_exceptions
 from vil.training.loader import ValData
 from vil.training.passes import ScoringPass
@@ -57,8 +57,8 @@ class EvalDataConfig(Section):
     val_split: Text | None = None
     """Sub-folder (folder), or shards (wds), of the images."""
     val_fraction: ShareBelowOne | None = None
-    """Evaluate on the images that training with this fraction holds out; 0 uses val_split. None is 0 for another path
-    or val_split than the checkpoint's."""
+    """Evaluate on the images that training with this fraction holds out; 0 uses val_split. None is
+    0 for another path or val_split than the checkpoint's."""
     validation_batch_size: Count | None = None
     """Images per process and step."""
     max_pixels: Count | None = None
@@ -80,8 +80,9 @@ class EvalConfig(Section):
     """Evaluate a vision model."""
 
     checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Weights: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file, a file with
-    a state dict (official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME, or a timm model's name."""
+    """Weights: a checkpoint of train_imagenet.py, a folder of release.py, a .safetensors file, a
+    file with a state dict (official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME, or a timm
+    model's name."""
     model: Text | None = None
     """timm model that the weights belong to, if SOURCE does not name it."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
@@ -96,12 +97,13 @@ class EvalConfig(Section):
     cuda_graphs: bool = True
     """On a GPU, record the model in CUDA graphs, one for each shape of a batch."""
     per_class: bool = False
-    """Also report the top-1 accuracy of each class, the mistakes (a confusion matrix), and the wrong images."""
+    """Also report the top-1 accuracy of each class, the mistakes (a confusion matrix), and the
+    wrong images."""
     device: Text = "auto"
     """cpu, cuda, ...; auto uses CUDA if available."""
     json: Text | None = None
-    """File for the result; None names it after the checkpoint and the options, and writes none if SOURCE is a name.
-    Only an earlier evaluation is overwritten, never another file."""
+    """File for the result; None names it after the checkpoint and the options, and writes none if
+    SOURCE is a name. Only an earlier evaluation is overwritten, never another file."""
 
 
 def evaluate_as(options: EvalConfig) -> None:
@@ -134,7 +136,17 @@ def evaluate_as(options: EvalConfig) -> None:
         if world.is_main and path is not None:
             check_target(path, "--json")
             _refuse_others(path, place if options.json is None else {})
-        scored = score(subject, data, run, world, options)
+        source = open_data(subject, data, world)
+        held_out, fraction = subject.weights.val_fraction, data.val_fraction
+        chosen = (options.data.val_fraction, options.data.val_split) != (None, None)
+        if held_out and (fraction > held_out or not (fraction or chosen)):
+            count = counted(source.num_images, "image")
+            which = f"{count}, {fraction:g}" if fraction else f"all {count}"
+            log.warning(
+                f"{which} of {printable(str(data.path))} are scored. The run held out "
+                f"{held_out:g} of its images; if these are the same, it was trained on the others: "
+                f"--data.val-fraction {held_out:g} scores the held-out ones"
+            )
         result = {
             "checkpoint": _whole_name(options.checkpoint),
             "model": subject.name,
@@ -142,9 +154,7 @@ def evaluate_as(options: EvalConfig) -> None:
             "epoch": subject.weights.epoch,
             "steps_after_epoch": subject.weights.steps_after,
             **place,
-            **scored,
-            "device": str(world.device),
-            "versions": versions(),
+            **score(subject, source, data, run, world, options.per_class),
         }
     if world.is_main:
         log.info(describe(result))
@@ -182,35 +192,35 @@ def place_of_data(trained_on: DataConfig, options: EvalDataConfig) -> DataConfig
     return data
 
 
-def score(
-    subject: Subject, data: DataConfig, run: RunConfig, world: World, options: EvalConfig
-) -> dict[str, Any]:
-    """Evaluate the model; return the scores and what they depend on, for ``evaluate_as``."""
-    weights, images, model = subject.weights, subject.images, subject.model.to(world.device)
-    with world.main_first():
-        exceptions = choose_exceptions(data, weights)
-        source = open_source(data, model.num_classes, False, exceptions)
-    names = weights.label_names
-    stated = {key for key in _PLACE if getattr(options.data, key) is not None}
-    if subject.settings is not None and not stated:
-        number_as(names, source)  # a class may lack held-out images
+def open_data(subject: Subject, data: DataConfig, world: World) -> Source:
+    """Open the images to score; raise DataError unless their classes are the model's."""
+    names, num_classes = subject.weights.label_names, subject.model.num_classes
+    with world.main_first():  # rank 0 writes the shard indexes
+        exceptions = choose_exceptions(data, subject.weights)
+        source = open_source(data, num_classes, False, exceptions)
+    own = None if subject.settings is None else subject.settings.data
+    if own is not None and all(getattr(own, key) == getattr(data, key) for key in _PLACE):
+        number_as(names, source)  # a class of the run may lack held-out images
     check_classes({"model": names, "data": source.classes})
-    if source.classes is not None and len(source.classes) != model.num_classes:
+    if source.classes is not None and len(source.classes) != num_classes:
         raise DataError(
             f"the data has {len(source.classes)} classes and the model, whose class names are "
-            f"unknown, {model.num_classes}",
+            f"unknown, {num_classes}",
             everywhere=True,
         )
-    held_out, scored = weights.val_fraction, data.val_fraction
-    chosen = (options.data.val_fraction, options.data.val_split) != (None, None)
-    if scored > held_out or (held_out and not scored and not chosen):
-        part, count = data.val_fraction, counted(source.num_images, "image")
-        which = f"{count}, {part:g}" if part else f"all {count}"
-        log.warning(
-            f"{which} of {printable(str(data.path))} are scored. The run held out {held_out:g} of "
-            f"its images; if these are the same, it was trained on the others: "
-            f"--data.val-fraction {held_out:g} scores the held-out ones"
-        )
+    return source
+
+
+def score(
+    subject: Subject,
+    source: Source,
+    data: DataConfig,
+    run: RunConfig,
+    world: World,
+    per_class: bool = False,
+) -> dict[str, Any]:
+    """Evaluate the model; return the scores and what they depend on, for ``evaluate_as``."""
+    images, model = subject.images, subject.model.to(world.device)
     tensors = [value.cpu().reshape(-1) for value in model.state_dict().values()]
     settings = {
         f"{name}.{key}": value
@@ -220,14 +230,14 @@ def score(
     settings["weights"] = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
     check_same(world, described(settings, {"validation": source}))
     val_data = ValData(source, images, data, world)
-    judged: list[torch.Tensor] | None = [] if options.per_class else None
+    judged: list[torch.Tensor] | None = [] if per_class else None
     [found] = evaluate([ScoringPass(model, run, world.device)], val_data, judged)
     if not math.isfinite(found.loss):
         raise NonFiniteLossError(
-            f"the validation loss is {found.loss} with the weights of {options.checkpoint}",
+            f"the validation loss is {found.loss} with the weights {subject.origin}",
             everywhere=True,
         )
-    names = source.classes or names or tuple(map(str, range(model.num_classes)))
+    names = source.classes or subject.weights.label_names
     height, width = images.img_size
     scores = found._asdict()
     if model.num_classes <= FEW_CLASSES:
@@ -242,9 +252,11 @@ def score(
         **scores,
         "top1_interval": [*interval(found.top1, found.num_images)],
         "unreadable_images": len(val_data.left_out),
-        **({} if judged is None else _by_class(names, judged, val_data)),
+        **({} if judged is None else _by_class(names, model.num_classes, judged, val_data)),
         **model_size(model, images),
         "gmacs_count_scans": True,
+        "device": str(world.device),
+        "versions": versions(),
     }
 
 
@@ -258,17 +270,19 @@ def describe_place(data: DataConfig) -> dict[str, str | None]:
     }
 
 
-def _by_class(names: tuple[str, ...], judged: list[torch.Tensor], data: ValData) -> dict[str, Any]:
-    """Return accuracy by class, mistakes by class and predicted class, and the wrong images; every rank calls this.
+def _by_class(
+    names: tuple[str, ...] | None, num_classes: int, judged: list[torch.Tensor], data: ValData
+) -> dict[str, Any]:
+    """Return accuracy by class, mistakes by class and predicted class, and the wrong images.
 
-    Names that several classes share get the class index.
+    Every rank calls this. Names that several classes share get the class index.
     """
     own = torch.cat(judged, 1).cpu().T.tolist() if judged else []
-    told = data.world.gather(list(zip(data.indices, own, strict=True)))
-    rows = sorted(row for rank in told for row in rank)
-    count, labels = Counter(names), []
-    for index, name in enumerate(names):
-        labels.append(name if count[name] == 1 else f"{name} (class {index})")
+    ranks = data.world.gather(list(zip(data.indices, own, strict=True)))
+    rows = sorted(row for rank in ranks for row in rank)
+    names = names or tuple(map(str, range(num_classes)))
+    count = Counter(names)
+    labels = [n if count[n] == 1 else f"{n} (class {i})" for i, n in enumerate(names)]
     images = Counter(true for _, (true, _) in rows)
     pairs = Counter((true, found) for _, (true, found) in rows)
     confusion: dict[str, dict[str, int]] = {}
@@ -290,7 +304,7 @@ def _by_class(names: tuple[str, ...], judged: list[torch.Tensor], data: ValData)
 
 
 def json_path(options: EvalConfig) -> Path | None:
-    """Return the path of the result file; its name includes the options of the command that the result depends on."""
+    """Return the path of the result file, named after the options that the result depends on."""
     checkpoint = Path(options.checkpoint)
     if options.json is not None:
         return Path(options.json)
@@ -311,7 +325,7 @@ def json_path(options: EvalConfig) -> Path | None:
 
 
 def _refuse_others(path: Path, result: dict[str, Any]) -> None:
-    """Raise OutputError if a path exists and is not an earlier evaluation, on the data that ``result`` states."""
+    """Raise OutputError unless a path is free, or an evaluation on the data of ``result``."""
     if not os.path.lexists(path):
         return
     try:
@@ -323,7 +337,8 @@ def _refuse_others(path: Path, result: dict[str, Any]) -> None:
     for key in ("dataset", "path", "split"):
         if key in result and earlier.get(key) != result[key]:
             raise OutputError(
-                f"{path} has the evaluation of other data ({key} {earlier.get(key)}); choose another --json"
+                f"{path} has the evaluation of other data ({key} {earlier.get(key)}); choose "
+                f"another --json"
             )
 
 
@@ -345,7 +360,8 @@ def describe(result: dict[str, Any]) -> str:
     ]
     rows = sorted(result.get("per_class", {}).items(), key=lambda item: item[1]["top1"])
     lines += [
-        f"class    {row['top1']:6.2f}%   of {counted(row['num_images'], 'image')}   {printable(name)}"
+        f"class    {row['top1']:6.2f}%   of {counted(row['num_images'], 'image')}   "
+        f"{printable(name)}"
         for name, row in rows  # worst class first
     ]
     mistakes = [
