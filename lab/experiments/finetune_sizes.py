@@ -20,7 +20,6 @@ from lab.experiments.images import DATA, OUTPUT, WRITE, trained
 from lab.experiments.records import Record, Row, product, run_all
 from lab.experiments.sizes import images_at, top1
 from lab.experiments.statistics import CHOICE_SEED
-from vil.training.resolve import model_arguments
 from vil.weights.build import load
 
 STEPS = 80
@@ -39,7 +38,7 @@ def pretrained(dataset: str, seed: int) -> Path:
     if not folder.exists():
         setup, config, _ = trained(DATA[dataset], "ViL", PRETRAINING_RATE, seed)
         unfinished = folder.with_suffix(".part")
-        save_for_hf(setup.model, unfinished, model_args=model_arguments(config.model))
+        save_for_hf(setup.model, unfinished, model_args=config.model.arguments)
         unfinished.rename(folder)
     return folder
 
@@ -63,7 +62,7 @@ def run(dataset: str, grid: str, grid_aware: str, lr: float, seed: int) -> Row:
     data = DATA[dataset]
     data = dataclasses.replace(data, arguments=(*data.arguments, *arguments), steps=STEPS)
     _, config, row = trained(data, "ViL", lr, seed)
-    start = load(f"local-dir:{folder}", **model_arguments(config.model)).eval()
+    start = load(f"local-dir:{folder}", **config.model.arguments).eval()
     return row | {"start": top1(start, images_at(config, config.model.img_size))}
 
 

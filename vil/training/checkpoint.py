@@ -39,7 +39,6 @@ from vil.training.files import is_there, link_atomically, write_atomically
 from vil.training.images import Source
 from vil.training.model import TrainSetup
 from vil.training.recipes import flat, from_dict
-from vil.training.resolve import model_arguments
 from vil.training.settings import TrainConfig, marked
 from vil.weights.archive import check_finite, check_plain, load_archive
 
@@ -134,7 +133,7 @@ class Run:
         ema = {} if setup.ema is None else {"state_dict_ema": setup.ema.module.state_dict()}
         return ema | {
             "arch": self.config.model.name,
-            "model_args": model_arguments(self.config.model),
+            "model_args": self.config.model.arguments,
             "pretrained_cfg": self.pretrained_cfg(),
             "state_dict": setup.model.state_dict(),
             "optimizer": setup.optimizer.state_dict(),

@@ -75,7 +75,7 @@ class TrainData:
         loader = DataLoader(
             self._images,
             batch_sampler=self._stream(range(first, self.num_steps)),
-            collate_fn=_collate,
+            collate_fn=collate,
             **loader_arguments(self.config.data.num_workers, self.world),
         )
         batches = _loaded(loader)
@@ -136,9 +136,9 @@ class ValData:
         """
         if self._loader is None:  # keep the workers, so none is forked later in the run
             self._loader = DataLoader(
-                torch.utils.data.Subset(_ValImages(self.source, self.images), self.indices),
+                torch.utils.data.Subset(EvaluationImages(self.source, self.images), self.indices),
                 batch_size=self.data.validation_batch_size,
-                collate_fn=_collate_readable,
+                collate_fn=collate,
                 **loader_arguments(self.data.num_workers, self.world),
             )
         for images, targets, bad in _loaded(self._loader):
@@ -268,34 +268,28 @@ class _TrainImages(Dataset):
         )
 
 
-class _ValImages(Dataset):
-    """Validation images, uint8 (C, H, W), or why one cannot be read; with label and index."""
+class EvaluationImages(Dataset):
+    """Images, uint8 (C, H, W), with labels; if one cannot be read, None and why, by its index."""
 
     def __init__(self, source: Source, images: ImageSpec) -> None:
         self.source, self.images, self.transform = source, images, images.transform()
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor | str, int, int]:
+    def __len__(self) -> int:
+        return self.source.num_images
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor | None, int, dict[int, str]]:
+        label = int(self.source.labels[index])
         try:
             content = read_patiently(self.source.read, index)
-            image: torch.Tensor | str = self.transform(self.images.decode(content))
+            return self.transform(self.images.decode(content)), label, {}
         except (ValueError, OSError) as error:
-            image = reason(error)
-        return image, int(self.source.labels[index]), index
+            return None, label, {index: reason(error)}
 
 
-def _collate_readable(
-    items: list[tuple[torch.Tensor | str, int, int]],
+def collate(
+    items: list[tuple[torch.Tensor | None, int, dict[int, str]]],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
-    """Stack the images that could be read, and labels; return why the others cannot, by index."""
-    read = [(image, label) for image, label, _ in items if not isinstance(image, str)]
-    bad = {index: image for image, _, index in items if isinstance(image, str)}
+    """Stack the images that could be read, and their labels; merge the reports of bad images."""
+    read = [(image, label) for image, label, _ in items if image is not None]
     images, labels = default_collate(read) if read else (torch.empty(0), torch.empty(0))
-    return images, labels, bad
-
-
-def _collate(
-    items: list[tuple[torch.Tensor, int, dict[int, str]]],
-) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
-    """Stack images and labels, and merge the reports of bad images."""
-    images, labels = default_collate([(image, label) for image, label, _ in items])
     return images, labels, {index: why for _, _, bad in items for index, why in bad.items()}

@@ -18,7 +18,6 @@ from vil.timm_models import create, evaluating
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.passes import ScoringPass, TrainingPass
-from vil.training.resolve import model_arguments
 from vil.training.settings import ModelConfig, OptimConfig, TrainConfig
 from vil.training.transforms import BatchAugment
 from vil.weights.build import model_with
@@ -183,7 +182,7 @@ def build_model(
     config: ModelConfig, weights: Weights | None = None, classes: tuple[str, ...] | None = None
 ) -> tuple[nn.Module, str]:
     """Create the model, and say where its weights come from; arguments and errors as in ``build``."""
-    arguments = model_arguments(config)
+    arguments = config.arguments
     if config.drop_path_rate:  # models without drop path would reject it
         arguments["drop_path_rate"] = config.drop_path_rate
     try:

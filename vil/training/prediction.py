@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
 import tyro
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from tyro.conf import Positional
 
 from vil.messages import counted, named, printable
-from vil.preprocess import ImageSpec
 from vil.training.distributed import World, connect
 from vil.training.errors import ConfigError, DataError, OutputError, log
 from vil.training.files import check_target
-from vil.training.images import reason
+from vil.training.images import Source
 from vil.training.listing import check_found, files_below
-from vil.training.loader import loader_arguments
+from vil.training.loader import EvaluationImages, collate, loader_arguments
 from vil.training.passes import ScoringPass
 from vil.training.pulse import Pulse
 from vil.training.settings import Count, RunConfig, Section, Text, Workers
@@ -108,55 +108,46 @@ def predictions(
     normalize = subject.images.normalizer(world.device)
     names = subject.weights.label_names or tuple(map(str, range(model.num_classes)))
     loader = DataLoader(
-        _Photographs(paths, subject.images),
+        EvaluationImages(_Photographs(paths), subject.images),
         batch_size=options.batch_size,
-        collate_fn=_collate,
+        collate_fn=collate,
         **loader_arguments(options.num_workers, world),
     )
-    rest, done, pulse = iter(paths), 0, Pulse()
+    done, pulse = 0, Pulse()
     quiet = options.output is None or not sys.stderr.isatty()  # printed lines show the progress
     with tqdm(total=len(paths), unit=" images", disable=quiet) as bar:
-        for images, reasons in loader:
+        for images, labels, bad in loader:
             best: Iterator[tuple[list[float], list[int]]] = iter(())
             if len(images):
                 with torch.no_grad():
                     logits = scoring_pass(normalize(images)).float()
                 top = logits.softmax(1).topk(min(options.top, logits.shape[1]))
                 best = zip(top.values.tolist(), top.indices.tolist(), strict=True)
-            for why in reasons:
-                path = next(rest)
-                if why:
-                    yield Prediction(path, why)
+            count = len(labels) + len(bad)
+            for index in range(done, done + count):
+                if index in bad:
+                    yield Prediction(paths[index], bad[index])
                     continue
                 shares, places = next(best)
-                yield Prediction(path, "", tuple(names[i] for i in places), tuple(shares))
-            bar.update(len(reasons))
-            done += len(reasons)
+                chosen = tuple(names[place] for place in places)
+                yield Prediction(paths[index], "", chosen, tuple(shares))
+            bar.update(count)
+            done += count
             if bar.disable and options.output is not None:
                 pulse.beat(f"predicted {done:,} of {len(paths):,} images")
 
 
-def _collate(items: list[tuple[torch.Tensor | None, str]]) -> tuple[torch.Tensor, list[str]]:
-    """Stack the images that could be read; return the reasons of all, "" for these."""
-    images = [image for image, _ in items if image is not None]
-    return torch.stack(images) if images else torch.empty(0), [why for _, why in items]
+class _Photographs(Source):
+    """Image files without labels."""
 
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths, self.labels = paths, np.zeros(len(paths), dtype=np.int64)
 
-class _Photographs(Dataset):
-    """Images as validation crops them, uint8 (C, H, W), and "", or None and the reason."""
+    def read(self, index: int) -> bytes:
+        return self.paths[index].read_bytes()
 
-    def __init__(self, paths: list[Path], images: ImageSpec) -> None:
-        self.paths, self.images, self.transform = paths, images, images.transform()
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor | None, str]:
-        try:
-            image = self.images.decode(self.paths[index].read_bytes())
-            return self.transform(image), ""
-        except (ValueError, OSError) as error:
-            return None, reason(error)
+    def name(self, index: int) -> str:
+        return printable(str(self.paths[index]))
 
 
 def _find(places: list[Path]) -> list[Path]:

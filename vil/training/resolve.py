@@ -1,7 +1,6 @@
 """Complete the settings of a run: what the user left unset comes from weights and data."""
 
 from dataclasses import asdict, replace
-from typing import Any
 
 from vil.messages import one_line
 from vil.preprocess import ImageSpec
@@ -11,9 +10,7 @@ from vil.training.images import Source
 from vil.training.recipes import from_dict
 from vil.training.settings import (
     IMAGE_OPTIONS,
-    MODEL_ARGUMENTS,
     MODEL_SIZES,
-    ModelConfig,
     TrainConfig,
     parse_args,
     suitable_batch,
@@ -129,9 +126,3 @@ def complete(
         raise ConfigError(problem, everywhere=True)
     validation_batch = data.validation_batch_size or settings.micro_batch(world_size)
     return settings.changed("data", validation_batch_size=validation_batch)
-
-
-def model_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments for timm's model entry point."""
-    given = {key: getattr(model, key) for key in MODEL_ARGUMENTS if getattr(model, key) is not None}
-    return given | parse_args(model.args)

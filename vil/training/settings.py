@@ -102,6 +102,12 @@ class ModelConfig(Section):
     args: tuple[Text, ...] = ()
     """Additional model arguments as key=value, such as global_pool=avg norm_layer=layernorm."""
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments for timm's model entry point that identify the model."""
+        options = {key: getattr(self, key) for key in MODEL_ARGUMENTS}
+        return {key: v for key, v in options.items() if v is not None} | parse_args(self.args)
+
 
 Background = Literal["none", "white", "black"]
 

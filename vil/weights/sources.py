@@ -220,9 +220,17 @@ def _weights(
     renamed = {new: state_dict[old] for new, old in names.items()}
     state_dict = _with_metadata(renamed, state_dict, names)
     if is_official_vim(state_dict):
-        described = described or _describe_official_vim(state_dict)
+        shape = tuple(state_dict["pos_embed"].shape) if "pos_embed" in state_dict else (0, 0, 0)
+        finer = {"patch_stride": 8} if shape[1:2] == (_FINER_PATCHES + 1,) else {}
+        name = _OFFICIAL_VIM.get(shape[-1])
+        described = described or {"architecture": name, "model_args": finer}
     described = {"model_args": {}} | described
-    described["pretrained_cfg"] = cfg | _images_of(described["model_args"], cfg, origin)
+    args, (channels, *size) = described["model_args"], cfg.get("input_size", (3, 224, 224))
+    if args.get("img_size") is not None or args.get("in_chans") is not None:
+        size = (args.get("in_chans") or channels, *to_2tuple(args.get("img_size") or size))
+        _check_value(size, _SIZE, "in_chans and img_size of model_args", origin)
+        cfg["input_size"] = size  # the description may lack it
+    described["pretrained_cfg"] = cfg
     if is_own(described.get("architecture") or ""):
         # Set fc_norm from the weights: by default, another pooling would move the norm.
         place = any(key.startswith("fc_norm.") for key in state_dict)
@@ -234,16 +242,6 @@ def _weights(
                 f"{origin}: model_args has num_classes {stated}, but head.weight has {rows} classes"
             )
     return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
-
-
-def _images_of(args: dict[str, Any], cfg: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the input_size of a model's arguments, which a pretrained_cfg may lack, or {} if they state none."""
-    channels, *size = cfg.get("input_size", (3, 224, 224))
-    if args.get("img_size") is None and args.get("in_chans") is None:
-        return {}
-    size = (args.get("in_chans") or channels, *to_2tuple(args.get("img_size") or size))
-    _check_value(size, _SIZE, "in_chans and img_size of model_args", origin)
-    return {"input_size": size}
 
 
 def _with_metadata(
@@ -386,13 +384,6 @@ _CFG_FORMS: dict[str, _Form] = {
     "license": _TEXT,
     "notes": ("a string or a list of strings", lambda v: _is_text(v) or _are(_is_text)(v)),
 }
-
-
-def _describe_official_vim(state_dict: dict[str, Tensor]) -> dict[str, Any]:
-    """Identify an official Vision Mamba model by the shapes of its weights."""
-    shape = state_dict["pos_embed"].shape if "pos_embed" in state_dict else ()
-    args = {"patch_stride": 8} if tuple(shape[1:2]) == (_FINER_PATCHES + 1,) else {}
-    return {"architecture": _OFFICIAL_VIM.get(shape[-1]) if shape else None, "model_args": args}
 
 
 def _from_folder(folder: Path, name: str) -> Weights:
