@@ -205,6 +205,16 @@ def test_other_data_has_its_own_result(
     assert f"has the evaluation of other data (path {whole})" in capsys.readouterr().err
 
 
+def test_a_fraction_of_images_of_others_has_no_warning(
+    released, image_folder, evaluate, capsys, tmp_path
+) -> None:
+    """The weights do not say that a fraction was held out."""
+    data = ("--data.path", str(image_folder / "train"), "--data.val-fraction", "0.4")
+    assert evaluate(str(released), *data, "--json", str(tmp_path / "result.json")) == 0
+    assert "0.4 of the images" in (told := capsys.readouterr().out)
+    assert "held out" not in told
+
+
 def test_the_worst_classes_and_the_commonest_mistakes_come_first() -> None:
     result = {"model": "vil_tiny", "img_size": 16, "weights": "", "path": "photos", "split": "."}
     result |= {"top1": 50.0, "top1_interval": [40.0, 60.0], "loss": 1.0, "num_images": 60}
