@@ -168,7 +168,7 @@ def test_order_is_that_of_timm(tmp_path) -> None:
     images = ["10.jpg", "9.jpg", "x9y10.JPEG", "x10y9.png", "A.jpg", "b.jpg", "a b.jpg", "a-1.jpg"]
     fill(tmp_path, *(f"{name}/{image}" for name in classes for image in images))
     reader = create_dataset("", root=str(tmp_path), search_split=False).reader
-    paths, classes, labels = list_images(tmp_path)
+    _, paths, classes, labels = list_images(tmp_path)
     found = [(str(tmp_path / path), label) for path, label in zip(paths, labels, strict=True)]
     assert (found, classes) == (reader.samples, tuple(reader.class_to_idx))
 

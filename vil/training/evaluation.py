@@ -227,8 +227,8 @@ def score(
         for name, part in (("images", images), ("data", data), ("run", run))
         for key, value in dataclasses.asdict(part).items()
     }
-    settings["weights"] = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
-    check_same(world, described(settings, {"validation": source}))
+    weights = fingerprint(*(value.view(torch.uint8).numpy() for value in tensors))
+    check_same(world, described(settings, {"validation": source}) | {"weights": weights})
     val_data = ValData(source, images, data, world)
     judged: list[torch.Tensor] | None = [] if per_class else None
     [found] = evaluate([ScoringPass(model, run, world.device)], val_data, judged)

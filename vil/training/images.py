@@ -1,7 +1,7 @@
 """Map-style image sources with random access: digits and folders here, shards in shards.py.
 
-With random access, any process can read any image. This allows equal steps on every rank, evaluating each
-validation image exactly once, and exact resuming.
+With random access, any process can read any image. This allows equal steps on every rank,
+evaluating each validation image exactly once, and exact resuming.
 """
 
 import errno
@@ -23,7 +23,7 @@ from PIL import Image
 
 from vil.messages import one_line, printable
 from vil.training.errors import LIMITS, DataError
-from vil.training.listing import divided, find_split, list_images
+from vil.training.listing import list_split
 from vil.training.sampler import key
 from vil.training.settings import DataConfig
 
@@ -31,7 +31,7 @@ _DIGITS_HELD_OUT = 360
 T = TypeVar("T")
 _CONTENTS = 256  # images whose content enters the fingerprint, evenly spaced
 _THREADS = 16  # more than cores, since they mostly wait for the disk
-# Number of retries after transient disk errors, and for a file that a network disk does not show yet.
+# Number of retries after transient disk errors, and for a file that a network disk hides for now.
 _PASSING = {errno.EIO: 9, errno.ESTALE: 9, errno.ETIMEDOUT: 9, errno.ENOTCONN: 9, errno.ENOENT: 3}
 
 
@@ -54,7 +54,10 @@ class Source(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the listing and the content of up to 256 images, not of their location; may raise DataError."""
+        """Hash of the listing and the content of up to 256 images, not of their location.
+
+        Raises DataError if an image cannot be read.
+        """
         count = min(self.num_images, _CONTENTS)
         chosen = np.linspace(0, self.num_images - 1, count).round().astype(np.int64).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -68,7 +71,7 @@ class Source(ABC):
         """Return the bytes of an image file; raise OSError if it cannot be read or is corrupted."""
 
     def checksum(self, index: int) -> int | None:
-        """Return the CRC32 of an image file; thread-safe. None if the listing already covers the content."""
+        """Return the CRC32 of an image file; None if the listing covers it. Thread-safe."""
         return None
 
     @abstractmethod
@@ -76,7 +79,7 @@ class Source(ABC):
         """Return the name by which a user can find an image."""
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the order of an epoch: each index once, int64 (num_images,). By default a full shuffle."""
+        """Draw the order of an epoch: each index once, int64 (num_images,); here a full shuffle."""
         return torch.randperm(self.num_images, generator=generator)
 
     def _checksum(self, index: int) -> int | None:
@@ -128,17 +131,9 @@ class FolderSource(Source):
     """One folder per class, indexed in timm's order of the class names."""
 
     def __init__(self, data: DataConfig, training: bool, exceptions: Collection[str] = ()) -> None:
-        """List data.path/<split>/<class>/<image>, or one side of data.val_fraction; errors as in ``list_images``.
-
-        ``exceptions`` are images, as <class>/<name>, that are on the other side than their hash says.
-        """
-        if data.val_fraction:
-            self.folder = Path(data.path)
-            paths, self.classes, labels = divided(self.folder, data, training, exceptions)
-        else:
-            self.folder = find_split(data, training)
-            paths, self.classes, labels = list_images(self.folder, all_classes=training)
-        # An array, because a million Python strings would be copied into every data-loading worker.
+        """List the images; arguments and errors as in ``list_split``."""
+        self.folder, paths, self.classes, labels = list_split(data, training, exceptions)
+        # An array: a million Python strings would be copied into every data-loading worker.
         self.paths = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
         self.listing = fingerprint(self.paths, self.labels)
@@ -167,7 +162,10 @@ class FolderSource(Source):
 
 
 class Subset(Source):
-    """A fixed number of images per class of another source, the same in every run; smaller subsets are nested."""
+    """The same number of images per class of another source, equal in all runs.
+
+    Smaller subsets are contained in larger ones.
+    """
 
     def __init__(self, source: Source, per_class: int, num_classes: int | None) -> None:
         """Select the images; raise DataError if a class has fewer than ``per_class``."""
@@ -176,8 +174,8 @@ class Subset(Source):
         if counts[least] < per_class:
             name = least if source.classes is None else source.classes[least]
             raise DataError(
-                f"data.images_per_class must be at most the {counts[least]} training images that class {name} has, "
-                f"got {per_class}"
+                f"data.images_per_class must be at most the {counts[least]} training images that "
+                f"class {name} has, got {per_class}"
             )
         generator = torch.Generator().manual_seed(key("images of a class"))
         drawn = torch.randperm(source.num_images, generator=generator).numpy()
@@ -201,7 +199,7 @@ class Subset(Source):
         return self.source.name(int(self.kept[index]))
 
     def order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the order of the whole split, which keeps shards together, and drop unselected images."""
+        """Draw the order of the whole split, which keeps shards together, and drop the others."""
         places = torch.full((self.source.num_images,), -1)
         places[torch.from_numpy(self.kept)] = torch.arange(self.num_images)
         drawn = places[self.source.order(generator)]
@@ -209,14 +207,14 @@ class Subset(Source):
 
 
 def reason(error: Exception) -> str:
-    """Return why an image cannot be read; raise the error if it says nothing about the image, but about the process."""
+    """Return why an image cannot be read; raise an error that is about the process instead."""
     if getattr(error, "errno", None) in LIMITS:
         raise error
     return getattr(error, "strerror", None) or one_line(error)
 
 
 def read_patiently(read: Callable[[int], T], index: int) -> T:
-    """Read an image file; retry transient disk errors for up to a minute, then raise the OSError."""
+    """Read an image file; retry transient disk errors for a minute, then raise the OSError."""
     for attempt in range(max(_PASSING.values()) + 1):
         try:
             return read(index)
