@@ -37,8 +37,8 @@ def create(name: str, **arguments: Any) -> nn.Module:
         return timm.create_model(name, **arguments)
     except Exception as error:  # models raise various errors
         if "img_size" not in arguments or "'img_size'" not in str(error):
-            told = f"cannot create model {name}: {one_line(error)}{_meant(name, str(error))}"
-            raise ValueError(told) from error
+            hint = _meant(name, str(error))
+            raise ValueError(f"cannot create model {name}: {one_line(error)}{hint}") from error
     return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
 
 
@@ -61,11 +61,11 @@ def by_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return tuple(values) if own else (sum(values) / len(values),) * channels
 
 
-def _meant(name: str, told: str) -> str:
+def _meant(name: str, message: str) -> str:
     """Return a suggestion if the error of ``timm.create_model`` is about a misspelt model or argument, else ""."""
     if not timm.is_model(name):
         return similar_model(name)
-    wrong = re.search(r"unexpected keyword argument '(\w+)'(?!.*Did you mean)", told)
+    wrong = re.search(r"unexpected keyword argument '(\w+)'(?!.*Did you mean)", message)
     if wrong is None:
         return ""
     module = sys.modules[timm.model_entrypoint(name).__module__]

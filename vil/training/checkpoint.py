@@ -232,11 +232,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise OutputError(f"checkpoint {path} does not exist") from error
     except (OSError, MemoryError) as error:
-        told = getattr(error, "strerror", None) or one_line(error)
-        raise OutputError(f"checkpoint {path} cannot be read: {told}") from error
+        message = getattr(error, "strerror", None) or one_line(error)
+        raise OutputError(f"checkpoint {path} cannot be read: {message}") from error
     except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        told = f"checkpoint {path} was not written by train_imagenet.py: {one_line(error)}"
-        raise DamagedError(told) from error
+        message = f"checkpoint {path} was not written by train_imagenet.py: {one_line(error)}"
+        raise DamagedError(message) from error
     except ValueError as error:  # from vil.weights; the message names the file
         raise DamagedError(f"checkpoint {error}") from error
     return saved
@@ -266,12 +266,12 @@ def merged(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConfig,
     }
     refused = sorted(changed - allowed)
     if refused:
-        told = ", ".join(f"{key} ({filled[key]} -> {after[key]})" for key in refused)
+        changes = ", ".join(f"{key} ({filled[key]} -> {after[key]})" for key in refused)
         how = "choose another --run.output, or repeat the run's options to resume it"
         if set(refused) <= marked("changeable"):
             how += "; --run.allow-changes resumes it with these changes"
         raise ConfigError(
-            f"options differ from those of the run in {saved['origin']}: {told}; {how}",
+            f"options differ from those of the run in {saved['origin']}: {changes}; {how}",
             everywhere=True,
         )
     if new.schedule.epochs < saved["epoch"]:
@@ -292,25 +292,25 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
     origin = saved["origin"]
     for split, fingerprint in run.fingerprints.items():
         if saved["data"].get(split) != fingerprint:
-            told = f"the {split} images differ from those that the run in {origin} started with"
+            message = f"the {split} images differ from those that the run in {origin} started with"
             before = saved["pretrained_cfg"].get("label_names") or ()
             now = run.train_source.classes or ()
             for which, names in (("missing", {*before} - {*now}), ("new", {*now} - {*before})):
-                told += f"; {which} classes: {named(sorted(names))}" if names else ""
-            told += (
+                message += f"; {which} classes: {named(sorted(names))}" if names else ""
+            message += (
                 "; restore them to resume the run, or choose another --run.output to start another"
             )
-            raise DataError(told, everywhere=True)
+            raise DataError(message, everywhere=True)
     try:
         _load(run.setup.model, saved["state_dict"])
         for model in run.setup.averages:
             _load(model, saved["state_dict_ema"])
         run.setup.optimizer.load_state_dict(saved["optimizer"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        told = (
+        message = (
             f"checkpoint {origin} does not fit {run.config.model.name} and {run.config.optim.opt}"
         )
-        raise OutputError(f"{told}: {first_line(error)}", everywhere=True) from error
+        raise OutputError(f"{message}: {first_line(error)}", everywhere=True) from error
     state = _STATE.validate_python(saved["run"])
     run.state = dataclasses.replace(state, best_key=run.state.best_key)
 

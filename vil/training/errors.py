@@ -88,8 +88,8 @@ class StoppedError(UserError):
 
     def __init__(self, number: int) -> None:
         name = signal.Signals(number).name
-        told = f"stopped by {name}; the run is saved, and the same command resumes it"
-        super().__init__(told, everywhere=True)
+        message = f"stopped by {name}; the run is saved, and the same command resumes it"
+        super().__init__(message, everywhere=True)
         self.exit_code = 128 + number
 
 
@@ -103,25 +103,27 @@ def explained(error: Exception) -> UserError | None:
     """Return the error as a UserError, or None if it needs a traceback."""
     if isinstance(error, UserError):
         return error
-    told = str(error)
-    limit = next((limit for words, limit in _LIMIT_OF.items() if words in told), None)
+    message = str(error)
+    limit = next((limit for words, limit in _LIMIT_OF.items() if words in message), None)
     if limit is not None:
         return ConfigError(f"the limit {limit} is reached; raise it, or lower data.num_workers")
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) or (
-        "Failed to find C compiler" in told  # Triton
+        "Failed to find C compiler" in message  # Triton
     ):
         return ConfigError(
             f"the model or its kernels cannot be compiled ({first_line(error)}); install a C++ compiler such as g++, "
             f"or leave out run.torchcompile"
         )
     # Out of memory on the CPU has no exception type of its own.
-    no_memory = any(words in told for words in ("DefaultCPUAllocator", os.strerror(errno.ENOMEM)))
+    no_memory = any(
+        words in message for words in ("DefaultCPUAllocator", os.strerror(errno.ENOMEM))
+    )
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or no_memory:
         return ConfigError(
             f"too little memory ({first_line(error)}); raise run.grad_accum_steps, which keeps the batch, or lower "
             f"data.validation_batch_size or data.num_workers"
         )
-    if "more than 1 value per channel" in told:  # in PyTorch's BatchNorm
+    if "more than 1 value per channel" in message:  # in PyTorch's BatchNorm
         return ConfigError(
             f"a BatchNorm of the model has one value per channel: {first_line(error)}; raise data.batch_size or "
             f"model.img_size, or lower run.grad_accum_steps"

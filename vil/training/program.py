@@ -41,15 +41,15 @@ def run_script(body: Callable[[], None]) -> int:
         _say("interrupted")
         return 130
     except (UserError, RuntimeError, MemoryError, OSError, ValueError) as error:
-        told = explained(error)
-        if told is None:
+        known = explained(error)
+        if known is None:
             raise
         rank = os.environ.get("RANK", "0")
-        if not told.everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+        if not known.everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
             which = "" if rank == "0" else f"process {rank}: "
-            what = "" if isinstance(told, StoppedError) else "error: "
-            _say(f"{which}{what}{message_of(told)}")
-        return told.exit_code
+            what = "" if isinstance(known, StoppedError) else "error: "
+            _say(f"{which}{what}{message_of(known)}")
+        return known.exit_code
     finally:
         log.removeHandler(handler)
         for number, handler in former.items():

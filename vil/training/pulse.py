@@ -18,14 +18,14 @@ class Pulse:
         """Whether no line was printed for 30 seconds."""
         return time.monotonic() - self.last >= _SECONDS
 
-    def told(self) -> None:
+    def restart(self) -> None:
         """Remember that something was printed now."""
         self.last = time.monotonic()
 
     def say(self, line: str) -> None:
         """Print a line."""
         log.info(line)
-        self.told()
+        self.restart()
 
     def beat(self, line: str) -> None:
         """Print a line if it is due."""

@@ -172,7 +172,7 @@ class Report:
         )
         if not self.bar.disable:
             self.bar.set_description_str(f"{title}  {status.removesuffix(self._rest())}")
-            self.pulse.told()
+            self.pulse.restart()
         elif self.done < self.length:
             self.pulse.say(f"{title} step {self.done}/{self.length}  {status}")
 
@@ -284,8 +284,8 @@ class Report:
         with (self.folder / "steps.csv").open("a") as file:
             for step, epoch, *numbers, speed, wait in rows:
                 # Nine digits represent a float32 exactly.
-                told = ",".join(f"{number:.9g}" for number in numbers)
-                file.write(f"{step},{epoch},{told},{speed:.1f},{wait:.1f}\n")
+                values = ",".join(f"{number:.9g}" for number in numbers)
+                file.write(f"{step},{epoch},{values},{speed:.1f},{wait:.1f}\n")
         sync(self.folder / "steps.csv")
 
     def _write_log(self) -> None:
@@ -327,8 +327,8 @@ class Report:
         except Exception as error:  # disks and matplotlib raise many types
             if is_dead_loader(error):
                 raise
-            told = f"{type(error).__name__}: {one_line(error)}"
-            log.warning(f"{told}; training continues without this file")
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            log.warning(f"{reason}; training continues without this file")
 
     @property
     def _pace(self) -> float:

@@ -362,8 +362,10 @@ class TrainConfig(Section):
         """Yield a message for each missing option and each conflict between options."""
         model, data, schedule = self.model, self.data, self.schedule
         if ":" in (model.name or ""):
-            told = f"model.name must be a timm model, got {model.name}"
-            yield f"{told}; pass --model.pretrained {model.name}"
+            yield (
+                f"model.name must be a timm model, got {model.name}; pass --model.pretrained "
+                f"{model.name}"
+            )
         if model.pretrained is None and model.name is None:
             yield "model.name is missing; pass --model.name vil_tiny, or --model.pretrained SOURCE"
         if model.pretrained is None and model.pretrained_ema:

@@ -37,9 +37,9 @@ _INFO_NAME = "_info.json"
 _USUAL_IMAGES = ("jpg", "jpeg", "png", "webp")  # preferred image of a sample, in order
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's own records
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-_MOST_OPEN_FILES = 64  # below the usual limit of 1024 per process
+MAX_OPEN_FILES = 64  # below the usual limit of 1024 per process
 _INDEX_THREADS = 16  # more than cores, since they mostly wait for the disk
-_MOST_CLASSES = 1 << 20  # limit if the number of classes is unknown
+MAX_CLASSES = 1 << 20  # limit if the number of classes is unknown
 
 
 class Sample(NamedTuple):
@@ -117,8 +117,8 @@ class ShardSource(Source):
         keys = [key for shard in shards for key in shard.keys]
         self._keys, self._key_starts = b"".join(keys), np.cumsum([0, *map(len, keys)])
         self.labels = self._places[:, 2].copy()
-        told = json.dumps([Path(name).name for name in names]).encode()
-        self.listing = fingerprint(told, self._starts, self._places)
+        content = json.dumps([Path(name).name for name in names]).encode()
+        self.listing = fingerprint(content, self._starts, self._places)
         self._names, self._files = names, _Files([root / name for name in names])
         self._shuffle_shards = data.shuffle_shards
 
@@ -255,10 +255,10 @@ def _read_info(root: Path) -> dict[str, Split]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        told = error.errors()[0]
-        place = ".".join(map(str, told["loc"]))
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
         raise DataError(
-            f"{path} is not in timm's format for shards: {place}: {told['msg']}"
+            f"{path} is not in timm's format for shards: {place}: {problem['msg']}"
         ) from error
     for name, split in splits.items():
         if len(split.get("shard_lengths", split["filenames"])) != len(split["filenames"]):
@@ -291,7 +291,7 @@ class _Files:
         """Read a part of a file; fewer bytes at the end of the file."""
         descriptor = self.descriptors.pop(number, None)
         if descriptor is None:
-            while len(self.descriptors) >= _MOST_OPEN_FILES:
+            while len(self.descriptors) >= MAX_OPEN_FILES:
                 os.close(self.descriptors.popitem(last=False)[1])
             descriptor = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -402,8 +402,8 @@ def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | No
             if offset is None:
                 fault = "no image, or its name has another dot than that of its kind"
             excluded.append(f"{name}: {key}: {fault}")
-        elif not 0 <= label < (num_classes or _MOST_CLASSES):
-            limit = f"must be 0 to {(num_classes or _MOST_CLASSES) - 1} (number of classes - 1)"
+        elif not 0 <= label < (num_classes or MAX_CLASSES):
+            limit = f"must be 0 to {(num_classes or MAX_CLASSES) - 1} (number of classes - 1)"
             raise DataError(f"shard {root / name}: label of sample {key} {limit}, got {label}")
         else:
             places.append((offset, size, label))

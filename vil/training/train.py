@@ -46,15 +46,14 @@ def train(asked: TrainConfig) -> None:
 
         # Take what the user or the resumed run states, and complete it from weights and data.
         stated, asked = merged(saved, asked)
-        weights, data, pretrained = None, stated.data, stated.model.pretrained
-        if saved is None and pretrained is not None:
-            weights = read_source(pretrained, stated.model.pretrained_ema)
-        exceptions = (
-            choose_exceptions(data, weights)
-            if saved is None
-            else saved["run"].get("val_exceptions", ())
-        )
-        train_source, val_source = open_splits(data, stated.model.num_classes, world, exceptions)
+        weights, data, model = None, stated.data, stated.model
+        if saved is not None:
+            exceptions = saved["run"].get("val_exceptions", ())
+        else:
+            if model.pretrained is not None:
+                weights = read_source(model.pretrained, model.pretrained_ema)
+            exceptions = choose_exceptions(data, weights)
+        train_source, val_source = open_splits(data, model.num_classes, world, exceptions)
         config = complete(stated, weights, train_source, val_source, world.size)
         splits = {"training": train_source, "validation": val_source}
         check_same(world, described(flat(config), splits))

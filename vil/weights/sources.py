@@ -118,8 +118,9 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
         return _released(name, "as weights: ", read_config, lambda _: load_file(path), path.parent)
     if is_model_name(name):
         return _from_timm(name)
-    told = f"{name} is not a file, a folder, hf-hub:NAME or a timm model"
-    raise FileNotFoundError(told + similar_model(name))
+    raise FileNotFoundError(
+        f"{name} is not a file, a folder, hf-hub:NAME or a timm model{similar_model(name)}"
+    )
 
 
 def is_model_name(source: str) -> bool:
@@ -216,7 +217,7 @@ def _weights(
             )
     prefix = _prefix(state_dict, origin)
     names = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
-    origin += _told_of(prefix, [name for name in state_dict if not name.startswith(prefix)])
+    origin += _describe_prefix(prefix, [name for name in state_dict if not name.startswith(prefix)])
     renamed = {new: state_dict[old] for new, old in names.items()}
     state_dict = _with_metadata(renamed, state_dict, names)
     if is_official_vim(state_dict):
@@ -290,10 +291,10 @@ def _prefix(names: Collection[str], origin: str) -> str:
     return _shared_prefix(names)
 
 
-def _told_of(prefix: str, left_out: list[str]) -> str:
+def _describe_prefix(prefix: str, left_out: list[str]) -> str:
     """Return what to say of a prefix, except for those of DDP and torch.compile, and of names without it."""
-    told = re.sub(r"^(module\.|_orig_mod\.)+", "", prefix)
-    parts = [f"names without {told[:50]}"] if told else []
+    named = re.sub(r"^(module\.|_orig_mod\.)+", "", prefix)
+    parts = [f"names without {named[:50]}"] if named else []
     if left_out:
         parts.append(f"left out: {', '.join(name[:50] for name in left_out[:5])}")
         parts[-1] += f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
