@@ -52,15 +52,15 @@ _ON_TENSORS = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)  # for uin
 _ORIENTATION = 274  # number of the EXIF tag
 _OF_TIMM = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # in a pretrained_cfg
 
-# The note in a pretrained_cfg, where timm refuses fields that it does not know: its prefix, and
-# what each of its values must be.
+# Prefix of the note in a pretrained_cfg, where timm refuses fields that it does not know.
 _NOTE = "vision-longhorn "
-_NOTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "background": ("none, white or black", lambda v: v in ("none", "white", "black")),
-    "exif_rotation": ("true or false", lambda v: isinstance(v, bool)),
-    "decoder": ("torchvision or pillow", lambda v: v in ("torchvision", "pillow")),
-    "max_pixels": ("a whole number above 0", lambda v: type(v) is int and v > 0),
-    "val_fraction": ("at least 0 and below 1", lambda v: type(v) in (int, float) and 0 <= v < 1),
+_NOTED = ("background", "exif_rotation", "decoder", "max_pixels", "val_fraction")
+_CHOICES = {
+    "interpolation": ("bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"),
+    "crop_mode": ("center", "squash", "border"),
+    "background": ("none", "white", "black"),
+    "exif_rotation": (False, True),
+    "decoder": ("torchvision", "pillow"),
 }
 
 
@@ -93,18 +93,30 @@ class ImageSpec:
     """Maximum pixels, as an image is stored and as it is resized before the crop."""
 
     def __post_init__(self) -> None:
-        """Check the channels; raise ValueError if images cannot be prepared for them."""
+        """Raise ValueError for a value that is out of range; files from outside may have any."""
         if self.in_chans not in _MODES:
             raise ValueError(
                 f"images can be prepared for 1 or 3 channels, got a model of {self.in_chans}"
             )
+        allowed = {key: f"one of {', '.join(map(str, own))}" for key, own in _CHOICES.items()}
+        wrong = [key for key, own in _CHOICES.items() if getattr(self, key) not in own]
+        for key, low in (("mean", 0.0), ("std", 1e-9)):
+            values, allowed[key] = getattr(self, key), f"{self.in_chans} numbers from {low:g} to 1"
+            if len(values) != self.in_chans or not all(low <= value <= 1 for value in values):
+                wrong.append(key)
+        allowed |= {"crop_pct": "above 0, at most 2", "max_pixels": "a whole number above 0"}
+        wrong += [] if 0 < self.crop_pct <= 2 else ["crop_pct"]
+        wrong += [] if type(self.max_pixels) is int and self.max_pixels > 0 else ["max_pixels"]
+        if wrong:
+            value = short_repr(getattr(self, wrong[0]))
+            raise ValueError(f"{wrong[0]} of images must be {allowed[wrong[0]]}, got {value}")
 
     @classmethod
     def of(cls, pretrained_cfg: Mapping[str, Any], **stated: Any) -> "ImageSpec":
         """Return what is stated and not None, else what a ``pretrained_cfg`` says, else defaults.
 
         Mean and std of a ``pretrained_cfg`` for other channels are averaged, as in timm. Raises
-        ValueError for channels other than 1 and 3, and for a wrong note; see ``read_note``.
+        ValueError for values out of range, and for a wrong note; see ``read_note``.
         """
         channels, *size = pretrained_cfg.get("input_size") or (3, 224, 224)
         found = {"in_chans": channels, "img_size": tuple(size)} | read_note(pretrained_cfg)
@@ -201,12 +213,11 @@ def read_note(pretrained_cfg: Mapping[str, Any]) -> dict[str, Any]:
         noted = dict(json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the note {short_repr(_NOTE + text)} is not a JSON object") from error
-    for key, value in noted.items():
-        words, holds = _NOTED.get(key, ("left out, as this version does not know it", bool))
-        if key not in _NOTED or not holds(value):
-            raise ValueError(
-                f"{key} in a note of pretrained_cfg must be {words}, got {short_repr(value)}"
-            )
+    if unknown := noted.keys() - {*_NOTED}:
+        raise ValueError(f"a note of pretrained_cfg has {min(unknown)}, unknown to this version")
+    fraction = noted.get("val_fraction", 0.0)
+    if type(fraction) not in (int, float) or not 0 <= fraction < 1:
+        raise ValueError(f"val_fraction must be at least 0 and below 1, got {short_repr(fraction)}")
     return noted
 
 

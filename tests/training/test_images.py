@@ -45,7 +45,7 @@ def fill(folder: Path, *names: str) -> Path:
 
 
 def decode(content: bytes, mode: str, **options: Any) -> Image.Image | torch.Tensor:
-    return ImageSpec(in_chans=1 if mode == "L" else 3, **options).decode(content)
+    return ImageSpec.of({}, in_chans=1 if mode == "L" else 3, **options).decode(content)
 
 
 def pixels(content: bytes, mode: str = "L", **arguments: Any) -> np.ndarray:

@@ -71,7 +71,8 @@ def complete(
         stated["decoder"] = data.decoder or "torchvision"  # the decoder of the weights is slower
         images = ImageSpec.of(described, in_chans=model.in_chans, img_size=size, **stated)
     except ValueError as error:
-        raise ConfigError(f"{weights.origin}: {one_line(error)}") from error
+        origin = "" if weights is None else f"{weights.origin}: "
+        raise ConfigError(f"{origin}{one_line(error)}") from error
     height, width = images.img_size
     if height != width:
         raise ConfigError(
@@ -122,7 +123,7 @@ def complete(
         ),
     )
     settings = from_dict(asdict(settings), "")  # the values of weights may be out of range
-    for problem in (*settings.other_channels(), *settings.rising_rates()):
+    for problem in settings.rising_rates():
         raise ConfigError(problem, everywhere=True)
     validation_batch = data.validation_batch_size or settings.micro_batch(world_size)
     return settings.changed("data", validation_batch_size=validation_batch)

@@ -221,9 +221,9 @@ def _weights(
     renamed = {new: state_dict[old] for new, old in names.items()}
     state_dict = _with_metadata(renamed, state_dict, names)
     if is_official_vim(state_dict):
-        shape = tuple(state_dict["pos_embed"].shape) if "pos_embed" in state_dict else (0, 0, 0)
+        shape = tuple(state_dict["pos_embed"].shape) if "pos_embed" in state_dict else ()
         finer = {"patch_stride": 8} if shape[1:2] == (_FINER_PATCHES + 1,) else {}
-        name = _OFFICIAL_VIM.get(shape[-1])
+        name = _OFFICIAL_VIM.get(shape[-1]) if shape else None
         described = described or {"architecture": name, "model_args": finer}
     described = {"model_args": {}} | described
     args, (channels, *size) = described["model_args"], cfg.get("input_size", (3, 224, 224))
