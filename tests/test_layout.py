@@ -92,7 +92,8 @@ def test_there_is_no_circle() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_knows_no_other_and_is_chosen_in_one_place(backend: str) -> None:
-    allowed = (backend, *(f"vil.kernels.{n}" for n in ("args", "plan", "reference", "workspace")))
+    shared = ("interface", "plan", "reference", "workspace")
+    allowed = (backend, *(f"vil.kernels.{name}" for name in shared))
     for name, others in IMPORTS.items():
         if name.startswith(backend):
             assert all(n.startswith(allowed) for n in others), name

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from vil.backbone import VisionLonghorn, only_backbone
 from vil.kernels import reference
-from vil.kernels.args import ScanArgs, compute_dtype
 from vil.kernels.backends import backend_for
+from vil.kernels.interface import ScanArgs, compute_dtype, scan_key
 from vil.kernels.mixer import mixer_plan, scan_args
-from vil.kernels.plan import scan_key
 from vil.sizes import fit
 from vil.timm_models import evaluating
 from vil.tokens import class_token_first

@@ -23,7 +23,7 @@ from torch import Tensor
 import vil
 from vil.kernels import ops
 from vil.kernels.backends import automatic_backend, backend_for
-from vil.kernels.plan import conv_key
+from vil.kernels.interface import conv_key
 from vil.messages import first_line
 from vil.sizes import fit, token_layout
 

@@ -47,7 +47,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import mixer
 from vil.kernels.checks import in_transform, is_exporting
-from vil.kernels.plan import MOST_KEPT
+from vil.kernels.plan import MAX_KEPT
 from vil.tokens import class_token_first
 
 # ------------------------------------------------------------------------------ images and tokens
@@ -407,7 +407,7 @@ def _in_units(weights: list, device: torch.device) -> Tensor:
     return (torch.tensor(weights, dtype=torch.float64) * 2.0**30).round().to(torch.int32).to(device)
 
 
-_recent_tables = functools.lru_cache(MOST_KEPT)(_tensors)
+_recent_tables = functools.lru_cache(MAX_KEPT)(_tensors)
 # Never evicted: a recorded CUDA graph reads these tensors, or copies from them.
 _gpu_tables = functools.cache(_tensors)
 

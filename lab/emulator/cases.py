@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from vil.kernels.args import ScanArgs
+from vil.kernels.interface import ScanArgs
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -136,7 +136,7 @@ def scan_run(
     c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
 ) -> tuple[list, list]:
     """Return the outputs and gradients of the kernels."""
-    from vil.kernels.plan import scan_key
+    from vil.kernels.interface import scan_key
     from vil.kernels.triton import backend
 
     plan = backend.scan_plan(scan_key(inputs, _recurrence(c), c.reverse, c.kappa_scale))
@@ -215,7 +215,7 @@ def conv_order(c: Case) -> torch.Tensor | None:
 def conv_errors(c: Case) -> dict[str, float]:
     """Return the errors of the convolution, forward and backward."""
     from vil.kernels import reference
-    from vil.kernels.plan import conv_key
+    from vil.kernels.interface import conv_key
     from vil.kernels.triton import conv
 
     g = torch.Generator().manual_seed(c.L * c.D + c.K)

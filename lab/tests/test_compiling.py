@@ -82,7 +82,7 @@ import os, threading
 import torch
 from lab.benchmarks.kernels import target
 from triton import knobs
-from vil.kernels.plan import conv_key
+from vil.kernels.interface import conv_key
 from vil.kernels.triton import backend, launch
 
 def run():

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from vil.kernels import reference
-from vil.kernels.args import ScanArgs, compute_dtype
-from vil.kernels.plan import conv_key, scan_key
+from vil.kernels.interface import ScanArgs, compute_dtype, conv_key, scan_key
 
 Shape = tuple[int, int, int, int]  # B, L, D, M
 Results = dict[str, Tensor]

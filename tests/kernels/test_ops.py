@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vil.kernels import backends, ops, reference
-from vil.kernels.args import ScanArgs
+from vil.kernels.interface import Backend, ScanArgs, scan_key
 
 B, L, D, M = 2, 5, 3, 4
 
@@ -226,3 +226,20 @@ def test_automatic_choice(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.records
         assert chosen("cuda", torch.float64) == "reference"
     assert "float64 on a GPU" in caplog.text
+
+
+@pytest.mark.parametrize("name", ops.BACKENDS)
+def test_a_backend_states_all_that_is_asked_of_it(name: str) -> None:
+    package = {"cpu": "numba", "triton": "triton"}.get(name)
+    if package is not None:
+        pytest.importorskip(package)
+    assert isinstance(backends._module(name), Backend)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_backend_for_cpus_saves_nothing() -> None:
+    module, x = backends.backend_for(torch.device("cpu"), torch.float32), randn(1, B, L, D)
+    args = ScanArgs(x, x, None, x, x, None, None, None)
+    plan = module.scan_plan(scan_key(args, "longhorn", False, 1.0))
+    assert plan.forward(args, True)[2:] == (None, None)
+    assert module.saved_shapes(tuple(x.shape), D, "longhorn", x.dtype) is None

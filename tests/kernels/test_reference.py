@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from vil.kernels import reference
-from vil.kernels.args import ScanArgs
+from vil.kernels.interface import ScanArgs
 
 B, L, D, M = 2, 7, 5, 4
 

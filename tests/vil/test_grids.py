@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.grids import Grid
 from tests.grids import convolve as convolve_on
 from vil.kernels import ops, reference
-from vil.kernels.args import ScanArgs
+from vil.kernels.interface import ScanArgs
 from vil.kernels.order import kappa_scale
-from vil.kernels.plan import MOST_KEPT
+from vil.kernels.plan import MAX_KEPT
 from vil.sizes import TokenLayout, _recent_tables, fit
 
 K, D = 4, 3
@@ -223,9 +223,9 @@ def test_memory_for_image_sizes_is_bounded() -> None:
     for number, (rows, columns) in enumerate(sizes, 1):
         with torch.no_grad():
             model(torch.zeros(1, 3, 4 * rows, 4 * columns))
-        if number in (MOST_KEPT + 40, 650):
+        if number in (MAX_KEPT + 40, 650):
             gc.collect()
             tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
             counts.append(sum(not value.is_floating_point() for value in tensors))
             del tensors
-    assert counts[1] < counts[0] + MOST_KEPT / 2
+    assert counts[1] < counts[0] + MAX_KEPT / 2

@@ -7,9 +7,11 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
+
+from vil.kernels.interface import Backend, SavedShapes
+from vil.kernels.triton import states as triton_states
 
 _logger = logging.getLogger(__name__)
 
@@ -40,8 +42,8 @@ def use_backend(name: str) -> Iterator[None]:
         _override = previous
 
 
-def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """Return the module that implements the operations for tensors on a device.
+def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Return the backend that implements the operations for tensors on a device.
 
     Args:
         device: Device of the tensors.
@@ -65,8 +67,21 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> ModuleType:
     return _module(name)
 
 
+def operator_saves(
+    device: torch.device, shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
+) -> SavedShapes | None:
+    """Return what an operator saves of a scan on a device, in the form of ``Backend.saved_shapes``.
+
+    A compiled program needs the shapes before its backend is known. So tensors on a GPU have those
+    of the Triton backend, whichever backend computes them.
+    """
+    if device.type != "cuda" or dtype == torch.float64:
+        return None
+    return triton_states.saved_shapes(shape, states, recurrence, dtype)
+
+
 @functools.cache
-def _module(name: str) -> ModuleType:
+def _module(name: str) -> Backend:
     if name == "cpu":
         from vil.kernels.cpu import backend
     elif name == "triton":

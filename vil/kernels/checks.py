@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from vil.kernels.args import ScanArgs, compute_dtype
+from vil.kernels.interface import ScanArgs, compute_dtype
 from vil.kernels.reference import RECURRENCES
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

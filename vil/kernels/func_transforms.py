@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vil.kernels import autocast, reference
-from vil.kernels.args import ScanArgs
 from vil.kernels.checks import check_scan
+from vil.kernels.interface import ScanArgs
 from vil.kernels.mixer import arguments as mixer_arguments
 from vil.kernels.mixer import plain
 

@@ -12,7 +12,6 @@ Letters as in ``args.py``; E channels of the scan, K taps, P columns of the smal
 import contextlib
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vil.kernels import reference
-from vil.kernels.args import ScanArgs
 from vil.kernels.backends import backend_for
 from vil.kernels.checks import check_mixer, in_forward_mode
+from vil.kernels.interface import Backend, ConvKey, ScanArgs, ScanKey
 from vil.kernels.order import SEQUENCE, Order, conv_backward, conv_forward, kappa_scale
-from vil.kernels.plan import MOST_KEPT, ConvKey, ScanKey, kept_plans
+from vil.kernels.plan import MAX_KEPT, kept_plans
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
 """The small projections, (2, B L, P), and, if the backend keeps them, the sum of both directions and states."""
@@ -58,16 +57,16 @@ def arguments(inputs: Sequence[Any]) -> tuple[MixerParams, str, bool, Order]:
     return MixerParams(*tensors, cls_weight), recurrence, save, Order(*order)
 
 
-def small_columns(rank: int, states: int) -> int:
-    """Return the number of columns P of the small projections."""
-    return math.ceil((2 * states + rank) / 8) * 8
+def small_columns(rows: int) -> int:
+    """Return the number of columns P of the small projections, for the rows of their weight."""
+    return math.ceil(rows / 8) * 8
 
 
 class MixerPlan:
     """Mixer prepared for arguments of given shapes, strides, dtypes and number of tokens in the order.
 
     Args:
-        backend: Backend module.
+        backend: Backend of the convolution and the scan.
         xz: Input, (B, L, 2 E); the plan keeps no tensor.
         params: Parameters of the mixer.
         recurrence: One of ``RECURRENCES``.
@@ -80,7 +79,7 @@ class MixerPlan:
 
     def __init__(
         self,
-        backend: ModuleType,
+        backend: Backend,
         xz: Tensor,
         params: MixerParams,
         recurrence: str,
@@ -92,7 +91,8 @@ class MixerPlan:
         _, E, taps = params.conv_weight.shape
         R = params.dt_weight.shape[2]
         M = (params.x_proj_weight.shape[1] - R) // 2
-        self.recurrence, self.sizes, self.columns = recurrence, (B, L, R, M), small_columns(R, M)
+        self.recurrence, self.sizes = recurrence, (B, L, R, M)
+        self.columns = small_columns(R + 2 * M)
         positions = None if order.order is None else len(order.order)
         self.kappa_scale = kappa_scale(recurrence, order.tokens_per_ref)
         self.writes_halves = backend.writes_halves
@@ -108,7 +108,7 @@ class MixerPlan:
                 recurrence, False, self.kappa_scale, (2, B, L, E), M, R, strides, False, dtype, device, one
             )
         )  # fmt: skip
-        self.arena = getattr(backend, "arena", _NOTHING)
+        self.arena = backend.arena
 
 
 _NOTHING = contextlib.nullcontext()
@@ -120,7 +120,7 @@ def mixer_plan(
     params: MixerParams,
     recurrence: str,
     order: Order = SEQUENCE,
-    backend: ModuleType | None = None,
+    backend: Backend | None = None,
 ) -> MixerPlan:
     """Return the plan for the arguments; same arguments and errors as ``MixerPlan``.
 
@@ -139,7 +139,7 @@ def mixer_plan(
     plan = _plans.get(key)
     if plan is None:
         plan = MixerPlan(backend, xz, params, recurrence, order, aligned)
-        if len(_plans) >= MOST_KEPT:
+        if len(_plans) >= MAX_KEPT:
             _plans.clear()
         _plans[key] = plan
     return plan

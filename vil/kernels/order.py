@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vil.kernels.args import compute_dtype
-from vil.kernels.interface import ConvPlan
+from vil.kernels.interface import ConvPlan, compute_dtype
 
 
 class Order(NamedTuple):

@@ -14,6 +14,7 @@ Per batch element, channel i, token t and state j, with queries q and keys k sha
     all             y_i  =  q.S_i + D_i x_i
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vil.kernels.args import ScanArgs, compute_dtype
-from vil.kernels.plan import ConvKey, ScanKey
+from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey, compute_dtype
 
 RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
 
@@ -98,7 +98,7 @@ def scan(
 
     Returns:
         The output, (B, L, D), in the dtype of x. For one direction, the last state, (1, B, D, M), in
-        ``compute_dtype``, else None. The two tensors of ``registration.saved_shapes``, or None.
+        ``compute_dtype``, else None. Two tensors for the backward pass, or None.
     """
     args = args._replace(dt=dt_proj(args.dt, args.dt_weight), dt_weight=None)
     raised = args.to(compute_dtype(args.x))
@@ -162,7 +162,7 @@ def scan_backward(
 
 
 class ScanPlan(NamedTuple):
-    """Scan for a ``plan.ScanKey``, with the interface of every backend. Prepares nothing."""
+    """Scan for a ``ScanKey``; prepares nothing."""
 
     key: ScanKey
 
@@ -184,9 +184,6 @@ class ScanPlan(NamedTuple):
         """Return the result of ``scan_backward``."""
         key = self.key
         return scan_backward(args, grad, grad_final, key.recurrence, key.reverse, key.kappa_scale)
-
-
-scan_plan = ScanPlan
 
 
 def dt_proj(dt_low: Tensor, dt_weight: Tensor | None) -> Tensor:
@@ -295,7 +292,7 @@ def causal_conv1d_bidirectional_backward(
 
 
 class ConvPlan(NamedTuple):
-    """Convolution for a ``plan.ConvKey``, with the interface of every backend. Prepares nothing."""
+    """Convolution for a ``ConvKey``; prepares nothing."""
 
     key: ConvKey | None = None
     out_strides = ()
@@ -320,5 +317,14 @@ class ConvPlan(NamedTuple):
         return causal_conv1d_bidirectional_backward(grad, x, weight, bias, order)
 
 
-conv_plan = ConvPlan
-writes_halves = False
+# ------------------------------------------------------------------------ as ``interface.Backend``
+
+scan_plan, conv_plan = ScanPlan, ConvPlan
+writes_halves, arena = False, contextlib.nullcontext()
+
+
+def saved_shapes(
+    shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
+) -> SavedShapes | None:
+    """Return None: the backward pass scans again."""
+    return None

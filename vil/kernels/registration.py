@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from vil.kernels import mixer, reference
-from vil.kernels.args import ScanArgs, compute_dtype, kept_dtype
-from vil.kernels.backends import backend_for
+from vil.kernels.backends import backend_for, operator_saves
 from vil.kernels.checks import (
     check_mixer,
     check_no_tangents,
     check_not_onnx,
     check_scan,
 )
+from vil.kernels.interface import SavedShapes, ScanArgs, compute_dtype, scan_key
 from vil.kernels.mixer import MixerParams, mixer_plan
 from vil.kernels.order import Order
-from vil.kernels.plan import scan_key
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], CustomOpDef]:
@@ -93,46 +92,18 @@ def _unpack_grads(
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
 
 
-def saved_shapes(
-    x: Tensor, k: Tensor, recurrence: str
-) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of the tensors that an operator saves: the sum of both directions, and states.
-
-    The shapes match the Triton kernels wherever these may run, and are empty elsewhere. A compiled program needs
-    the shapes before its backend is known.
-    """
-    N, B, L, D = x.shape
-    M, exact = k.shape[3], recurrence == "longhorn_exact"
-    compute = compute_dtype(x)
-    if not _are_kept(x.device) or x.dtype == torch.float64:
-        return ((0,), compute), ((0,), compute)
-    lead = (N, B, -(-L // 16))  # chunks
-    states = (*lead, D, max(16, 1 << (M - 1).bit_length())) if exact else (*lead, -(-M // 4), D, 4)
-    kept = kept_dtype(x.dtype)
-    return ((B, L, D) if N == 2 else (0,), kept if exact else compute), (states, kept)
-
-
-def _are_kept(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _empty_saved(x: Tensor, k: Tensor, recurrence: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return uninitialised tensors of ``saved_shapes``; empty unless ``save``."""
-    none = ((0,), compute_dtype(x))
-    shapes = saved_shapes(x, k, recurrence) if save else (none, none)
-    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+def _empty_saved(like: Tensor, shapes: SavedShapes | None) -> tuple[Tensor, Tensor]:
+    """Return uninitialised tensors for what an operator saves of a scan; empty if it saves nothing."""
+    if shapes is None:
+        return tuple(like.new_empty(0, dtype=compute_dtype(like)) for _ in range(2))
+    return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
 def _as_saved(
-    y_pre_gate: Tensor | None,
-    states: Tensor | None,
-    x: Tensor,
-    k: Tensor,
-    recurrence: str,
-    save: bool,
+    y_pre_gate: Tensor | None, states: Tensor | None, like: Tensor, shapes: SavedShapes | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the saved outputs of an operator, given a backend's; NaN if the backend saves nothing."""
-    empty = _empty_saved(x, k, recurrence, save)
+    """Return the saved outputs of an operator, for a backend's; NaN if the backend saves nothing."""
+    empty = _empty_saved(like, shapes)
     if states is None:
         return tuple(t.fill_(torch.nan) for t in empty)
     return empty[0] if y_pre_gate is None else y_pre_gate, states
@@ -150,13 +121,17 @@ def _scan(*inputs) -> tuple[Tensor, ...]:
     *tensors, recurrence, reverse, save = inputs
     args = ScanArgs(*tensors)
     check_scan(args, recurrence)
-    x = args.x
+    x, shapes = args.x, _scan_saves(args, recurrence) if save else None
     plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
-    out, final, *saved = plan.forward(args, save and _are_kept(x.device))
+    out, final, *saved = plan.forward(args, shapes is not None)
     # A new empty tensor for no state: two outputs of an operator must not be the same.
     final = x.new_empty(0, dtype=compute_dtype(x)) if final is None else final
-    saved = _as_saved(*saved, x, args.k, recurrence, save)
-    return out.contiguous(), final.contiguous(), *saved
+    return out.contiguous(), final.contiguous(), *_as_saved(*saved, x, shapes)
+
+
+def _scan_saves(args: ScanArgs, recurrence: str) -> SavedShapes | None:
+    x = args.x
+    return operator_saves(x.device, tuple(x.shape), args.k.shape[3], recurrence, x.dtype)
 
 
 @_scan.register_fake
@@ -164,14 +139,11 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, recurrence, _, save = inputs
     args = ScanArgs(*tensors)
     check_scan(args, recurrence)
-    N, B, _, D = args.x.shape
+    x, shapes = args.x, _scan_saves(args, recurrence) if save else None
+    N, B, _, D = x.shape
     shape = (0,) if args.z is not None else (N, B, D, args.k.shape[3])
-    final = args.x.new_empty(shape, dtype=compute_dtype(args.x))
-    return (
-        args.x.new_empty(args.x.shape[1:]),
-        final,
-        *_empty_saved(args.x, args.k, recurrence, save),
-    )
+    final = x.new_empty(shape, dtype=compute_dtype(x))
+    return x.new_empty(x.shape[1:]), final, *_empty_saved(x, shapes)
 
 
 @_operator(
@@ -234,18 +206,15 @@ _scan.register_autograd(_scan_autograd, setup_context=_scan_setup)
 def _mixer(xz: Tensor, *inputs) -> tuple[Tensor, ...]:
     params, recurrence, save, order = mixer.arguments(inputs)
     plan = mixer_plan(xz, params, recurrence, order)
-    x, k = _scanned(xz, params)
-    out, x_dbl, *saved = mixer.forward(plan, xz, params, order, save and _are_kept(xz.device))
-    saved = _as_saved(*saved, x, k, recurrence, save)
-    return out, x_dbl if save else xz.new_empty(0), *saved
+    shapes = _mixer_saves(xz, params, recurrence) if save else None
+    out, x_dbl, *saved = mixer.forward(plan, xz, params, order, shapes is not None)
+    return out, x_dbl if save else xz.new_empty(0), *_as_saved(*saved, xz, shapes)
 
 
-def _scanned(xz: Tensor, params: MixerParams) -> tuple[Tensor, Tensor]:
-    """Return tensors with the shapes of the scan's x, (2, B, L, E), and keys, (2, B, L, M)."""
+def _mixer_saves(xz: Tensor, params: MixerParams, recurrence: str) -> SavedShapes | None:
     B, L, width = xz.shape
     M = (params.x_proj_weight.shape[1] - params.dt_weight.shape[2]) // 2
-    one = xz.new_empty(1)
-    return one.expand(2, B, L, width // 2), one.expand(2, B, L, M)
+    return operator_saves(xz.device, (2, B, L, width // 2), M, recurrence, xz.dtype)
 
 
 @_mixer.register_fake
@@ -253,11 +222,11 @@ def _(xz: Tensor, *inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     params, recurrence, save, order = mixer.arguments(inputs)
     check_mixer(xz, *params, recurrence, order.order, order.cls_index)
     check_not_onnx()
-    x, k = _scanned(xz, params)
-    _, B, L, E = x.shape
-    columns = mixer.small_columns(params.dt_weight.shape[2], k.shape[3])
-    x_dbl = xz.new_empty((2, B * L, columns) if save else 0)
-    return xz.new_empty(B, L, E), x_dbl, *_empty_saved(x, k, recurrence, save)
+    B, L, width = xz.shape
+    shapes = _mixer_saves(xz, params, recurrence) if save else None
+    rows = params.x_proj_weight.shape[1]
+    x_dbl = xz.new_empty((2, B * L, mixer.small_columns(rows)) if save else 0)
+    return xz.new_empty(B, L, width // 2), x_dbl, *_empty_saved(xz, shapes)
 
 
 @_operator(

@@ -25,7 +25,7 @@ from tests.kernels.scans import (
     results_of,
 )
 from vil.kernels import reference
-from vil.kernels.args import ScanArgs
+from vil.kernels.interface import ScanArgs
 from vil.kernels.reference import RECURRENCES
 
 pytest.importorskip("numba")

@@ -20,8 +20,8 @@ from tests.kernels.scans import (
     random_gradients,
     results_of,
 )
-from vil.kernels import ops, reference, registration
-from vil.kernels.args import ScanArgs
+from vil.kernels import backends, ops, reference
+from vil.kernels.interface import ScanArgs
 from vil.kernels.ops import RECURRENCES
 from vil.kernels.plan import forget_plans
 from vil.kernels.triton import tuning
@@ -220,16 +220,17 @@ def test_step_sizes_of_low_rank_are_their_products(
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N", [1, 2])
-def test_operators_know_what_is_saved(
-    recurrence: str, dtype: torch.dtype, N: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = args_of(recurrence, (1, 1, 4, 4), N, dtype)
-    _, _, y_pre_gate, states = plan_of(backend, args, recurrence).forward(args, True)
-    summed = states.dtype if recurrence == EXACT else torch.float32
-    y_pre_gate = args.x.new_empty(0, dtype=summed) if y_pre_gate is None else y_pre_gate
-    monkeypatch.setattr(registration, "_are_kept", lambda device: True)
-    shapes = registration.saved_shapes(args.x, args.k, recurrence)
-    assert shapes == tuple((t.shape, t.dtype) for t in (y_pre_gate, states))
+def test_operators_know_what_is_saved(recurrence: str, dtype: torch.dtype, N: int) -> None:
+    """Operators on a GPU ask for the shapes before they know the backend."""
+    for shape in ((1, 1, 4, 4), (1, 17, 4, 5)):
+        args = args_of(recurrence, shape, N, dtype)
+        _, _, y_pre_gate, states = plan_of(backend, args, recurrence).forward(args, True)
+        summed = states.dtype if recurrence == EXACT else torch.float32
+        y_pre_gate = args.x.new_empty(0, dtype=summed) if y_pre_gate is None else y_pre_gate
+        saved = tuple((t.shape, t.dtype) for t in (y_pre_gate, states))
+        of_scan = (tuple(args.x.shape), shape[3], recurrence, dtype)
+        assert backend.saved_shapes(*of_scan) == saved
+        assert backends.operator_saves(torch.device("cuda"), *of_scan) == saved
 
 
 @pytest.mark.ci

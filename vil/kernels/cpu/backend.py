@@ -24,10 +24,9 @@ from numba.core.ccallback import CFunc
 from torch import Tensor
 
 from vil.kernels import workspace
-from vil.kernels.args import ScanArgs
 from vil.kernels.cpu import loops
-from vil.kernels.plan import ConvKey, ScanKey, plans
-from vil.kernels.workspace import arena  # noqa: F401  (``mixer.MixerPlan`` reads it)
+from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey
+from vil.kernels.plan import plans
 
 _TYPES = {
     torch.float64: types.float64,
@@ -381,9 +380,6 @@ class ScanPlan:
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
 
-scan_plan = plans(ScanPlan)
-
-
 # ------------------------------------------------------------------------------------ convolution
 
 
@@ -468,5 +464,14 @@ class ConvPlan:
         return _in_dtypes_of((x, weight, bias), grads)
 
 
-conv_plan = plans(ConvPlan)
-writes_halves = True  # gradients for x and z go directly to their destination
+# ------------------------------------------------------------------------ as ``interface.Backend``
+
+scan_plan, conv_plan = plans(ScanPlan), plans(ConvPlan)
+writes_halves, arena = True, workspace.arena
+
+
+def saved_shapes(
+    shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
+) -> SavedShapes | None:
+    """Return None: the backward pass scans again."""
+    return None

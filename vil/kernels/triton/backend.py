@@ -3,7 +3,11 @@
 An operation that no kernel supports raises an error.
 """
 
-from vil.kernels.plan import ScanKey, plans
+import contextlib
+
+from vil.kernels.interface import ScanKey
+from vil.kernels.plan import plans
+from vil.kernels.triton import states
 from vil.kernels.triton.chunk import ChunkPlan
 from vil.kernels.triton.conv import ConvPlan
 from vil.kernels.triton.recurrent import RecurrentPlan
@@ -38,4 +42,5 @@ def scan_plan(key: ScanKey) -> ScanPlan:
 
 
 conv_plan = plans(ConvPlan)
-writes_halves = True
+writes_halves, arena = True, contextlib.nullcontext()
+saved_shapes = states.saved_shapes

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels.args import ScanArgs, kept_dtype
-from vil.kernels.plan import ScanKey
+from vil.kernels.interface import ScanArgs, ScanKey
 from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
 from vil.kernels.triton.chunk_parts import (
@@ -34,7 +33,6 @@ from vil.kernels.triton.chunk_parts import (
     load_gram,
     load_keys,
     load_read,
-    padded_states,
     place_of_program,
     split_state,
     store_states,
@@ -454,7 +452,7 @@ class ChunkPlan(ScanPlan):
 
     def __init__(self, key: ScanKey) -> None:
         super().__init__(key)
-        self.block_m, self.sum_dtype = padded_states(key.states), kept_dtype(key.dtype)
+        self.block_m = self.state[1]
         precision = tuning.dot_precision(key.dtype)
         backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
         ahead = self.launch_config("exact_forward", self.B, _LEAST_FOR_SPLITS)
@@ -495,9 +493,6 @@ class ChunkPlan(ScanPlan):
             **of_keys, **self.strides("dt", "z", back=True, full_rank=True), **_splits(back, block),
             **({"maxnreg": _MOST_REGISTERS} if fast else {}),
         )  # fmt: skip
-
-    def state_shape(self, *lead: int) -> tuple[int, ...]:
-        return (*lead, self.D, self.block_m)
 
     def to_kernel(self, state: Tensor | None) -> Tensor | None:
         if state is None:

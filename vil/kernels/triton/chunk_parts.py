@@ -30,11 +30,6 @@ RUN_TIME = (
 )
 
 
-def padded_states(states: int) -> int:
-    """Return the M of the kernels: a power of two and at least 16, for matrix products."""
-    return max(16, triton.next_power_of_2(states))
-
-
 @triton.jit
 def place_of_program(num_splits, DIRECTIONS: tl.constexpr, BLOCKS: tl.constexpr):
     """Return batch element, split, direction and block of this program; blocks vary fastest."""

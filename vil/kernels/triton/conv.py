@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels.plan import ConvKey
+from vil.kernels.interface import ConvKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.tiles import one_row, sigmoid

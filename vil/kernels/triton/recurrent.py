@@ -14,14 +14,12 @@ kernels), S splits. With N = 2 directions, index 1 runs from the last token to t
 
 import math
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels.args import ScanArgs
-from vil.kernels.plan import ScanKey
+from vil.kernels.interface import ScanArgs, ScanKey
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.recurrent_parts import (
@@ -38,7 +36,6 @@ from vil.kernels.triton.recurrent_parts import (
     load_rates,
     load_states,
     pack_kernel,
-    padded_states,
     place_of_program,
     step_size,
     step_size_and_slope,
@@ -47,6 +44,7 @@ from vil.kernels.triton.recurrent_parts import (
 )
 from vil.kernels.triton.recurrent_splits import recurrent_carry_kernel, recurrent_summary_kernel
 from vil.kernels.triton.scan_plan import ScanPlan
+from vil.kernels.triton.states import padded_states
 from vil.kernels.triton.tiles import TF32_SCALE, half_silu, load_row, one_row, token_mask
 
 
@@ -428,11 +426,10 @@ def _group_size(padded: int) -> int:
 class RecurrentPlan(ScanPlan):
     """Launches of a scan token by token; states are (*lead, M' / 4, D, 4)."""
 
-    sum_dtype = torch.float32
-
     def __init__(self, key: ScanKey) -> None:
         super().__init__(key)
-        self.M, self.group = padded_states(key.states), _group_size(padded_states(key.states))
+        self.M = padded_states(key.states, key.recurrence)
+        self.group = _group_size(self.M)
         sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
         ahead = self.launch_config("recurrent_forward", self.B, _LEAST_FOR_SPLITS)
         back = self.launch_config("recurrent_backward", sequences, _LEAST_FOR_SPLITS, ahead[3:])
@@ -483,9 +480,6 @@ class RecurrentPlan(ScanPlan):
             )
             for adjoint in (0, 1)
         ]  # fmt: skip
-
-    def state_shape(self, *lead: int) -> tuple[int, ...]:
-        return (*lead, self.M // 4, self.D, 4)
 
     def to_kernel(self, state: Tensor | None) -> Tensor | None:
         if state is None:

@@ -302,8 +302,3 @@ def place_of_program(num_splits, B, D: tl.constexpr, BLOCK_D: tl.constexpr):
     direction = sequence // B
     block, split = tl.program_id(0) - rest * blocks, rest - sequence * num_splits
     return block, split, direction, (sequence - direction * B).to(tl.int64)
-
-
-def padded_states(states: int) -> int:
-    """Return the M of the kernels: a multiple of 4, for 128-bit loads."""
-    return 4 * triton.cdiv(states, 4)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from vil.kernels.args import ScanArgs, kept_dtype
-from vil.kernels.plan import ScanKey
+from vil.kernels.interface import ScanArgs, ScanKey
 from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
 from vil.kernels.triton.launch import Kernel
+from vil.kernels.triton.states import saved_shapes, state_shape
 
 Saved = tuple[Tensor | None, Tensor]
 _ROWS = ("x", "dt", "q", "k", "z")  # arguments with tokens, in the order of a key's strides
@@ -56,6 +56,9 @@ class ScanPlan:
         self.L = max(self.length, self.least_tokens)
         self.missing = self.L - self.length
         self.chunks, self.reverse = triton.cdiv(self.L, tuning.CHUNK), key.reverse and self.N == 1
+        self.state = state_shape(self.D, key.states, key.recurrence)
+        saved = saved_shapes(key.shape, key.states, key.recurrence, key.dtype)
+        (_, self.sum_dtype), (self.saved_states, self.saved_dtype) = saved
         self._copied, self._strides = self._layout()
         # The gradient for z is written with the strides of z. If these do not fit dz, z is copied.
         self.writes_dz = key.dz is not None and not self.missing and key.dz == self._strides["z"]
@@ -66,12 +69,6 @@ class ScanPlan:
     backward_kernel: Kernel
     num_splits: int
     """Splits of the backward pass."""
-    sum_dtype: torch.dtype
-    """Dtype of the sum of both directions before the gate."""
-
-    def state_shape(self, *lead: int) -> tuple[int, ...]:
-        """Return the kernel shape of states (*lead, D, M)."""
-        raise NotImplementedError
 
     def to_kernel(self, state: Tensor | None) -> Tensor | None:
         """Convert states (1, B, D, M) to the kernel shape, zero beyond M."""
@@ -189,7 +186,7 @@ class ScanPlan:
 
     def empty_states(self, *lead: int) -> Tensor:
         """Return an uninitialised tensor for states (*lead, D, M)."""
-        return self.empty(*self.state_shape(*lead))
+        return self.empty(*lead, *self.state)
 
     def forward(
         self, args: ScanArgs, save: bool
@@ -202,10 +199,7 @@ class ScanPlan:
         out = self.empty(*rows, dtype=self.key.dtype)
         y_pre_gate = self.empty(*rows, dtype=self.sum_dtype) if self.N == 2 else None
         final = self.empty_states(1, self.B) if self.N == 1 else None
-        states = None
-        if save:
-            shape = self.state_shape(self.N, self.B, self.chunks)
-            states = self.empty(*shape, dtype=kept_dtype(self.key.dtype))
+        states = self.empty(*self.saved_states, dtype=self.saved_dtype) if save else None
         self.forward_kernel(
             out, **inputs, skip_ptr=args.D.contiguous(), split_states_ptr=split_states, y_ptr=y_pre_gate,
             out_ptr=out, states_ptr=states, final_ptr=final,
