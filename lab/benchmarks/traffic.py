@@ -53,7 +53,7 @@ MULTIPROCESSORS = 132
 # Kernel -> argument -> (reads, writes) of each element. An argument that is None at a launch counts as 0.
 # A scan that saves states writes `y` once more (see `touches`). Parameters are read once.
 _SCAN = dict.fromkeys(("x", "dt", "z", "bias", "skip"), (1, 0))
-_RECURRENT = _SCAN | {"kq": (1, 0), "rates": (1, 0)}
+_DIAGONAL = _SCAN | {"kq": (1, 0), "rates": (1, 0)}
 _EXACT = _SCAN | dict.fromkeys(("keys", "gram", "kappa", "dt_weight"), (1, 0))
 _FORWARD = {"y": (1, 1), "out": (0, 1), "states": (0, 1), "final": (0, 1), "split_states": (1, 0)}
 _BACKWARD = dict.fromkeys(("dx", "ddt", "dz", "dskip", "dbias", "dinitial"), (0, 1))
@@ -61,9 +61,9 @@ _BACKWARD |= {"dout": (1, 0), "y": (1, 0), "states": (1, 0)}
 _CONV = {"x": (1, 0), "weight": (1, 0), "bias": (1, 0), "order": (1, 0)}
 TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
     "pack_kernel": {"q": (1, 0), "k": (1, 0), "kq": (0, 1)},
-    "recurrent_forward_kernel": _RECURRENT | _FORWARD,
+    "diagonal_forward_kernel": _DIAGONAL | _FORWARD,
     # The scratch memory of the programs that run at one time stays in L2.
-    "recurrent_backward_kernel": _RECURRENT
+    "diagonal_backward_kernel": _DIAGONAL
     | _BACKWARD
     | {"split_states": (1, 0), "scratch": (0, 0), "dkq": (0, 1), "drates": (0, 1)},
     "gram_kernel": {

@@ -24,8 +24,8 @@ def test_kernels_compile(arch: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     for kernel in (
-        "recurrent_backward, vil_tiny, batch, train",
-        "recurrent_backward, vim_tiny, long, train",
+        "diagonal_backward, vil_tiny, batch, train",
+        "diagonal_backward, vim_tiny, long, train",
         "exact_backward, vil_tiny_exact, batch, train",
         "exact_states, vil_tiny_exact, long, train",
         "conv_backward, vil_tiny, grid, train",

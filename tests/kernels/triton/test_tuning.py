@@ -7,7 +7,7 @@ from tests.kernels.scans import plan_of, random_args
 
 tuning = pytest.importorskip("vil.kernels.triton.tuning")
 
-KERNELS = {"exact_forward": 2.5, "exact_backward": 2.5, "recurrent_forward": 4.0}
+KERNELS = {"exact_forward": 2.5, "exact_backward": 2.5, "diagonal_forward": 4.0}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -37,5 +37,5 @@ def test_sums_within_a_warp_refuse_more_warps(monkeypatch: pytest.MonkeyPatch) -
     backend = pytest.importorskip("vil.kernels.triton.backend")
     monkeypatch.setattr(tuning, "fast", lambda device: 90)
     monkeypatch.setattr(tuning, "blocks", lambda kernel, *_: (32, 2))
-    with pytest.raises(ValueError, match=r"recurrent_backward \(32, 1\), got \(32, 2\)"):
+    with pytest.raises(ValueError, match=r"diagonal_backward \(32, 1\), got \(32, 2\)"):
         plan_of(backend, random_args("longhorn", (1, 21, 32, 4)), "longhorn")

@@ -8,16 +8,16 @@ import contextlib
 from vil.kernels.interface import ScanKey
 from vil.kernels.plan import plans
 from vil.kernels.triton import states
-from vil.kernels.triton.chunk import ChunkPlan
 from vil.kernels.triton.conv import ConvPlan
-from vil.kernels.triton.recurrent import RecurrentPlan
+from vil.kernels.triton.diagonal import DiagonalPlan
+from vil.kernels.triton.exact import ExactPlan
 from vil.kernels.triton.scan_plan import ScanPlan
 
 # Recurrence -> plan and largest d_state. Larger states exceed registers or shared memory.
 _FAMILIES: dict[str, tuple[type[ScanPlan], int]] = {
-    "longhorn_exact": (ChunkPlan, 128),
-    "longhorn": (RecurrentPlan, 64),
-    "mamba": (RecurrentPlan, 64),
+    "longhorn_exact": (ExactPlan, 128),
+    "longhorn": (DiagonalPlan, 64),
+    "mamba": (DiagonalPlan, 64),
 }
 
 

@@ -1,4 +1,4 @@
-"""The diagonal Longhorn recurrence, token by token, in Triton; ``recurrent.py`` scans with it.
+"""The diagonal Longhorn recurrence, token by token, in Triton; ``diagonal.py`` scans with it.
 
 Per channel and state j, with eps = 1 / (1 + n |k|^2 + exp(-(dt + bias))), n = kappa_scale:
 

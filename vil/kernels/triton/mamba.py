@@ -1,4 +1,4 @@
-"""Mamba's selective recurrence, token by token, in Triton; ``recurrent.py`` scans with it.
+"""Mamba's selective recurrence, token by token, in Triton; ``diagonal.py`` scans with it.
 
 Per channel and state j, with delta = softplus(dt + bias) and a_j = exp(delta A_j):
 

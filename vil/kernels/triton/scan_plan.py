@@ -1,7 +1,7 @@
 """Launches of the kernels of a scan, for any recurrence.
 
 A plan is made once for all calls with arguments of the same shapes, strides and dtype. It has the blocks, splits,
-strides and options; a call adds its tensors. The plans in ``chunk.py`` and ``recurrent.py`` derive
+strides and options; a call adds its tensors. The plans in ``exact.py`` and ``diagonal.py`` derive
 from the plan here.
 """
 

@@ -1,15 +1,15 @@
 """Scans token by token, cut in splits: the states that splits start from.
 
-A split is several chunks of INTERVAL tokens: all of them, unless there are too few channels to fill the
+A split is several chunks of 16 tokens: all of them, unless there are too few channels to fill the
 GPU. Then splits run in parallel, from start states that the kernels here find first. A scan is linear in
 its state, so the effect of a split is one product and one sum per channel and state. Letters as in
-``recurrent.py``.
+``diagonal.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vil.kernels.triton.recurrent_parts import (
+from vil.kernels.triton.diagonal_parts import (
     RUN_TIME,
     advance,
     apply_decay,
@@ -34,13 +34,13 @@ def _gated(row, step, z_row, z_step, tokens, count, d, D: tl.constexpr, FAST: tl
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def recurrent_summary_kernel(
+def diagonal_summary_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, kq_ptr, rates_ptr, bias_ptr, split_end_ptr, split_decay_ptr,
     B, L, num_splits, split_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, MAMBA: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Find the effect of a split on a state s, decay s + end, both (N, B, S, M / 4, D, 4).
@@ -63,7 +63,7 @@ def recurrent_summary_kernel(
     if ADJOINT:  # the gradient takes the place of x
         x_row, x_step = dout_ptr + (b * L + start) * D, D
         z_row = None if N == 1 else z_ptr + b * z_stride_b + start * z_stride_l
-    kq = kq_ptr + (sequence * tl.cdiv(L, INTERVAL) * INTERVAL + start) * (2 * M + 4)
+    kq = kq_ptr + (sequence * tl.cdiv(L, CHUNK) * CHUNK + start) * (2 * M + 4)
     end, product = full_states(0.0, M, BLOCK_D), full_states(1.0, M, BLOCK_D)
     order = tl.arange(0, GROUP)
     order = tl.where(back == 1, GROUP - 1 - order, order)
@@ -97,7 +97,7 @@ def recurrent_summary_kernel(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def recurrent_carry_kernel(
+def diagonal_carry_kernel(
     split_end_ptr, split_decay_ptr, initial_ptr, B, num_splits,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -1,7 +1,7 @@
 """Building blocks of the exact Longhorn scan in chunks: a program's place, a chunk's substitutions, its keys.
 
 The kernels at the end process data without channels: keys, queries and their Gram matrices, before the scans and
-after the backward scan. Equations and letters are in ``chunk.py``.
+after the backward scan. Equations and letters are in ``exact.py``.
 """
 
 import triton

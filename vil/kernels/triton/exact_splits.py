@@ -2,13 +2,13 @@
 
 Sequences too few to fill the device are cut in splits of whole chunks, which run in parallel. Before that, the
 kernel here goes through all chunks in order. It only updates the state, and stores it before every split. The backward
-pass has a kernel of its own, ``chunk_splits_backward.py``. Equations and letters are in ``chunk.py``.
+pass has a kernel of its own, ``exact_splits_backward.py``. Equations and letters are in ``exact.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vil.kernels.triton.chunk_parts import (
+from vil.kernels.triton.exact_parts import (
     RUN_TIME,
     forward_substitution,
     load_gram,

@@ -11,8 +11,8 @@ atomics and gradients are bit-identical from run to run. Derivation: kernels/REA
 
 Chunk n holds tokens 16 n to 16 n + 15 in either direction, with rows in scan order. In reverse, a
 ragged chunk comes first and begins with its dead rows, whose keys are zero and leave the state
-unchanged. This file has the scan and its backward pass. ``chunk_parts.py`` makes the matrices that all
-channels share, and ``chunk_splits.py`` the states that splits start from.
+unchanged. This file has the scan and its backward pass. ``exact_parts.py`` makes the matrices that all
+channels share, and ``exact_splits.py`` the states that splits start from.
 Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from vil.kernels.interface import ScanArgs, ScanKey
 from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
-from vil.kernels.triton.chunk_parts import (
+from vil.kernels.triton.exact_parts import (
     RUN_TIME,
     backward_substitution,
     forward_substitution,
@@ -37,8 +37,8 @@ from vil.kernels.triton.chunk_parts import (
     split_state,
     store_states,
 )
-from vil.kernels.triton.chunk_splits import exact_states_kernel
-from vil.kernels.triton.chunk_splits_backward import STATES_OF_LANE, exact_gradients_kernel
+from vil.kernels.triton.exact_splits import exact_states_kernel
+from vil.kernels.triton.exact_splits_backward import STATES_OF_LANE, exact_gradients_kernel
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import LaunchConfig, ScanPlan
 from vil.kernels.triton.tiles import (
@@ -445,7 +445,7 @@ def _splits(config: LaunchConfig, block_d: int) -> dict[str, int]:
     return {"num_splits": num_splits, "split_chunks": length, "BLOCK_D": block_d}
 
 
-class ChunkPlan(ScanPlan):
+class ExactPlan(ScanPlan):
     """Launches of a scan in chunks; states are (*lead, D, BLOCK_M)."""
 
     least_tokens = tuning.CHUNK

@@ -1,12 +1,12 @@
 """Scans token by token, diagonal Longhorn and Mamba: Triton kernels, then their plan.
 
-``longhorn.py`` and ``mamba.py`` define the update for one token, called through ``recurrent_parts.py``.
-``recurrent_splits.py`` finds the states that splits start from. This file has the rest: both directions,
+``longhorn.py`` and ``mamba.py`` define the update for one token, called through ``diagonal_parts.py``.
+``diagonal_splits.py`` finds the states that splits start from. This file has the rest: both directions,
 the gate, saved states. A program owns one split of one batch element and BLOCK_D channels, one per lane.
 The states stay in registers as a tuple over j; keys and queries are broadcast loads of packed float32 rows.
 Sums over channels are products with ones, so there are no atomics and gradients are bit-identical from run to run.
 
-Everything is in token order. A chunk is INTERVAL tokens, and a split is several chunks.
+Everything is in token order. A chunk is 16 tokens, and a split is several chunks.
 
 Letters: N directions, B batch, L tokens, D channels, M state size (padded to a multiple of 4 in the
 kernels), S splits. With N = 2 directions, index 1 runs from the last token to the first.
@@ -21,9 +21,7 @@ from torch import Tensor
 
 from vil.kernels.interface import ScanArgs, ScanKey
 from vil.kernels.triton import tuning
-from vil.kernels.triton.launch import Kernel
-from vil.kernels.triton.recurrent_parts import (
-    INTERVAL,
+from vil.kernels.triton.diagonal_parts import (
     ROW_TAIL,
     RUN_TIME,
     advance,
@@ -42,7 +40,8 @@ from vil.kernels.triton.recurrent_parts import (
     store_states,
     store_sums_over_channels,
 )
-from vil.kernels.triton.recurrent_splits import recurrent_carry_kernel, recurrent_summary_kernel
+from vil.kernels.triton.diagonal_splits import diagonal_carry_kernel, diagonal_summary_kernel
+from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import ScanPlan
 from vil.kernels.triton.states import padded_states
 from vil.kernels.triton.tiles import TF32_SCALE, half_silu, load_row, one_row, token_mask
@@ -55,7 +54,7 @@ def _forward_direction(
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     direction: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scan a split in one direction, by groups of tokens.
@@ -71,12 +70,12 @@ def _forward_direction(
     rates = load_rates(rates_ptr, direction, d, mask, D, M, MAMBA)
     sequence, start = direction * B + b, (split * split_tokens).to(tl.int64)
     count = tl.minimum(L - split * split_tokens, split_tokens)
-    groups, all_chunks = tl.cdiv(count, GROUP), tl.cdiv(L, INTERVAL)
+    groups, all_chunks = tl.cdiv(count, GROUP), tl.cdiv(L, CHUNK)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + start * x_stride_l
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + start * dt_stride_l
     place = (b * L + start) * D
-    kq = kq_ptr + (sequence * all_chunks * INTERVAL + start) * (2 * M + 4)
-    saved = sequence * all_chunks + start // INTERVAL
+    kq = kq_ptr + (sequence * all_chunks * CHUNK + start) * (2 * M + 4)
+    saved = sequence * all_chunks + start // CHUNK
     state = first_states(split_states_ptr, sequence * num_splits + split, d, mask, D, M, BLOCK_D)
     group, order = (groups - 1) * REVERSE, tl.arange(0, GROUP)
     order = (GROUP - 1 - order) if REVERSE else order
@@ -97,9 +96,9 @@ def _forward_direction(
             next_y = load_group(y_ptr + place, D, ahead, count, d, D)
         if states_ptr is not None:
             # The short chunk is the last chunk of the sequence in either direction.
-            in_chunk = group % (INTERVAL // GROUP)
-            if (i == 0) | (in_chunk == REVERSE * (INTERVAL // GROUP - 1)):
-                row = saved + group // (INTERVAL // GROUP)
+            in_chunk = group % (CHUNK // GROUP)
+            if (i == 0) | (in_chunk == REVERSE * (CHUNK // GROUP - 1)):
+                row = saved + group // (CHUNK // GROUP)
                 store_states(states_ptr + row * (M * D), state, d, mask, D, M)
         first = group * GROUP + last
         token = kq + first * (2 * M + 4)
@@ -137,13 +136,13 @@ def _forward_direction(
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def recurrent_forward_kernel(
+def diagonal_forward_kernel(
     x_ptr, dt_ptr, z_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, split_states_ptr,
     y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scan a split of one batch element and BLOCK_D channels.
 
@@ -162,7 +161,7 @@ def recurrent_forward_kernel(
             y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
-            direction, N, 1 if direction == 1 else REVERSE, MAMBA, D, M, INTERVAL, GROUP, BLOCK_D, FAST,
+            direction, N, 1 if direction == 1 else REVERSE, MAMBA, D, M, CHUNK, GROUP, BLOCK_D, FAST,
         )  # fmt: skip
 
 
@@ -173,7 +172,7 @@ def recurrent_forward_kernel(
 def _scan_again(
     state, scratch, x_row, dt_row, kq, bias, rates, x_stride_l, dt_stride_l,
     back, sign, num_valid, first_group, end_group, d, channel,
-    MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, INTERVAL: tl.constexpr,
+    MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Store the states before each group of a chunk's tokens in the scratch memory."""
@@ -181,7 +180,7 @@ def _scan_again(
     store_states(scratch + first_group * (M * BLOCK_D), state, lane, channel, BLOCK_D, M)
     for group in range(first_group + 1, end_group):
         for t in tl.static_range(GROUP):
-            r = (INTERVAL - 1) * back + sign * ((group - 1) * GROUP + t)
+            r = (CHUNK - 1) * back + sign * ((group - 1) * GROUP + t)
             mask = token_mask(r, num_valid, d, D, BLOCK_D)
             x = load_row(x_row + r * x_stride_l, mask)
             v = load_row(dt_row + r * dt_stride_l, mask) + bias
@@ -198,7 +197,7 @@ def _load_group(
     x_row, dt_row, z_row, dout_ptr, y_ptr, kq, bias, x_stride_l, dt_stride_l, z_stride_l,
     back, sign, num_valid, group, row, d, gate_channels,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Return tuples over a group's tokens: x, step sizes and slopes, gradients of y and of z.
 
@@ -206,7 +205,7 @@ def _load_group(
     """
     xs, steps, slopes, dys, dzs = (), (), (), (), ()
     for t in tl.static_range(GROUP):
-        r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
+        r = (CHUNK - 1) * back + sign * (group * GROUP + t)
         mask = token_mask(r, num_valid, d, D, BLOCK_D)
         offset = row + r * D
         dy = load_row(dout_ptr + offset, mask)
@@ -230,7 +229,7 @@ def _group_backward(
     grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, kq, partial,
     dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d, gate_channels, kappa_scale,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through a group of tokens, given the state before it; return the gradients so far."""
@@ -238,13 +237,13 @@ def _group_backward(
     SCALE: tl.constexpr = TF32_SCALE if FAST >= 80 and PRECISION == "tf32" else 1.0
     history, keys = state, ()
     for t in tl.static_range(GROUP - 1):
-        r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
+        r = (CHUNK - 1) * back + sign * (group * GROUP + t)
         k = load_broadcast_row(kq + r * (2 * M + 4), M, BLOCK_D)
         state = advance(state, xs[t], steps[t], k, rates, M, MAMBA, FAST)
         history += state
         keys += k
     for t in tl.static_range(GROUP - 1, -1, -1):
-        r = (INTERVAL - 1) * back + sign * (group * GROUP + t)
+        r = (CHUNK - 1) * back + sign * (group * GROUP + t)
         x, step, dy = xs[t], steps[t], dys[t]
         row = kq + r * (2 * M + 4)
         if MAMBA and FAST and t < GROUP - 1:  # registers are short for Longhorn, and on AMD
@@ -285,7 +284,7 @@ def _chunk_backward(
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    INTERVAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through a chunk by groups, the last first; return the gradients so far.
@@ -296,10 +295,10 @@ def _chunk_backward(
     lane, channel = tl.arange(0, BLOCK_D), token_mask(0, 1, d, D, BLOCK_D)
     sign = 1 - 2 * back
     gate_channels = tl.where(direction == 0, D, 0)  # channels whose dz this program writes
-    num_valid = tl.minimum(L - chunk * INTERVAL, INTERVAL)
-    first_group = back * ((INTERVAL - num_valid) // GROUP)
-    end_group = tl.where(back == 1, INTERVAL // GROUP, tl.cdiv(num_valid, GROUP))
-    first = (chunk * INTERVAL).to(tl.int64)
+    num_valid = tl.minimum(L - chunk * CHUNK, CHUNK)
+    first_group = back * ((CHUNK - num_valid) // GROUP)
+    end_group = tl.where(back == 1, CHUNK // GROUP, tl.cdiv(num_valid, GROUP))
+    first = (chunk * CHUNK).to(tl.int64)
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + first * x_stride_l + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b + first * dt_stride_l + d
     z_row, dz_row = z_ptr, dz_ptr
@@ -309,14 +308,14 @@ def _chunk_backward(
     sequence = direction * B + b
     shared_row = (b * L + first) * D + d  # of tensors shared by both directions
     own_row = (sequence * L + first) * D + d
-    saved = sequence * tl.cdiv(L, INTERVAL) + chunk
-    kq = kq_ptr + saved * (INTERVAL * (2 * M + 4))
+    saved = sequence * tl.cdiv(L, CHUNK) + chunk
+    kq = kq_ptr + saved * (CHUNK * (2 * M + 4))
     partial = dkq_ptr + (((block * N + direction) * B + b) * L + first) * (2 * M)
     state = load_states(states_ptr + saved * (M * D), d, channel, D, M)
     _scan_again(
         state, scratch, x_row, dt_row, kq, bias, rates, x_stride_l, dt_stride_l,
         back, sign, num_valid, first_group, end_group, d, channel,
-        MAMBA, D, M, INTERVAL, GROUP, BLOCK_D, FAST,
+        MAMBA, D, M, CHUNK, GROUP, BLOCK_D, FAST,
     )  # fmt: skip
     for group_back in range(end_group - first_group):
         group = end_group - 1 - group_back
@@ -325,33 +324,33 @@ def _chunk_backward(
         xs, steps, slopes, dys, dzs = _load_group(
             x_row, dt_row, z_row, dout_ptr, y_ptr, kq, bias, x_stride_l, dt_stride_l, z_stride_l,
             back, sign, num_valid, group, shared_row, d, gate_channels,
-            N, MAMBA, D, M, INTERVAL, GROUP, BLOCK_D, FAST,
+            N, MAMBA, D, M, CHUNK, GROUP, BLOCK_D, FAST,
         )  # fmt: skip
         state = load_states(scratch + group * (M * BLOCK_D), lane, channel, BLOCK_D, M)
         grad, drates, dskip, dbias = _group_backward(
             grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, kq, partial,
             dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d, gate_channels,
             kappa_scale,
-            N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
+            N, MAMBA, D, M, BITS, CHUNK, GROUP, BLOCK_D, FAST, PRECISION,
         )  # fmt: skip
     return grad, drates, dskip, dbias
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
-def recurrent_backward_kernel(
+def diagonal_backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
     split_states_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, dkq_ptr, drates_ptr, dskip_ptr, dbias_ptr,
     dinitial_ptr, B, L, num_splits, split_tokens, kappa_scale,
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, BITS: tl.constexpr, INTERVAL: tl.constexpr,
+    M: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through a split of one direction, batch element and BLOCK_D channels.
 
     From every saved state the scan is repeated, which stores the states before each GROUP of tokens in
-    ``scratch``, (programs, INTERVAL / GROUP, M, BLOCK_D). Then groups are processed from the last to the
+    ``scratch``, (programs, CHUNK / GROUP, M, BLOCK_D). Then groups are processed from the last to the
     first, with the states inside a group in registers. dkq (blocks, N, B, L, 2 M): dk and dq summed over
     the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
     split_states (N, B, S, M / 4, D, 4): gradients of the states after splits, zeros if not given. With two
@@ -365,10 +364,10 @@ def recurrent_backward_kernel(
     bias = load_row(bias_ptr + direction * D + d, channel)
     skip = load_row(skip_ptr + direction * D + d, channel)
     sequence = direction * B + b
-    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (INTERVAL // GROUP * M * BLOCK_D)
+    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (CHUNK // GROUP * M * BLOCK_D)
     back = direction if N == 2 else REVERSE
     start = split * split_tokens
-    chunks = tl.cdiv(tl.minimum(L - start, split_tokens), INTERVAL)
+    chunks = tl.cdiv(tl.minimum(L - start, split_tokens), CHUNK)
     place = sequence * num_splits + split
     sums = place * D + d
     rates, drates = load_rates(rates_ptr, direction, d, channel, D, M, MAMBA), ()
@@ -377,14 +376,14 @@ def recurrent_backward_kernel(
     grad = first_states(split_states_ptr, place, d, channel, D, M, BLOCK_D)
     dskip, dbias = tl.zeros((BLOCK_D,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     for c in range(chunks):
-        chunk = start // INTERVAL + tl.where(back == 1, c, chunks - 1 - c)
+        chunk = start // CHUNK + tl.where(back == 1, c, chunks - 1 - c)
         grad, drates, dskip, dbias = _chunk_backward(
             grad, drates, dskip, dbias, bias, skip, rates, scratch,
             x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, kq_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr,
             dkq_ptr, B, L, kappa_scale, block, direction, b, back, chunk, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
-            N, MAMBA, D, M, BITS, INTERVAL, GROUP, BLOCK_D, FAST, PRECISION,
+            N, MAMBA, D, M, BITS, CHUNK, GROUP, BLOCK_D, FAST, PRECISION,
         )  # fmt: skip
     if MAMBA:
         store_states(drates_ptr + place * (M * D), drates, d, channel, D, M)
@@ -423,7 +422,7 @@ def _group_size(padded: int) -> int:
     return 2 if padded <= 16 else 1
 
 
-class RecurrentPlan(ScanPlan):
+class DiagonalPlan(ScanPlan):
     """Launches of a scan token by token; states are (*lead, M' / 4, D, 4)."""
 
     def __init__(self, key: ScanKey) -> None:
@@ -431,30 +430,30 @@ class RecurrentPlan(ScanPlan):
         self.M = padded_states(key.states, key.recurrence)
         self.group = _group_size(self.M)
         sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
-        ahead = self.launch_config("recurrent_forward", self.B, _LEAST_FOR_SPLITS)
-        back = self.launch_config("recurrent_backward", sequences, _LEAST_FOR_SPLITS, ahead[3:])
+        ahead = self.launch_config("diagonal_forward", self.B, _LEAST_FOR_SPLITS)
+        back = self.launch_config("diagonal_backward", sequences, _LEAST_FOR_SPLITS, ahead[3:])
         if fast >= 80 and back[:2] != (32, 1):  # one warp adds up a program's channels
-            raise ValueError(f"tuning.BLOCKS must give recurrent_backward (32, 1), got {back[:2]}")
+            raise ValueError(f"tuning.BLOCKS must give diagonal_backward (32, 1), got {back[:2]}")
         self.num_splits, self.blocks = back.num_splits, back.blocks
         programs = self.blocks * self.num_splits
-        self._scratch = programs * sequences * INTERVAL // self.group * self.M * back.block_d
+        self._scratch = programs * sequences * tuning.CHUNK // self.group * self.M * back.block_d
         shared = {
             **self.strides("x", "dt", "z"), "B": self.B, "L": self.L, "num_splits": self.num_splits,
-            "split_tokens": ahead.split_chunks * INTERVAL, "N": self.N,
+            "split_tokens": ahead.split_chunks * tuning.CHUNK, "N": self.N,
             "REVERSE": int(self.reverse), "MAMBA": mamba, "D": self.D, "M": self.M,
-            "INTERVAL": INTERVAL, "FAST": fast,
+            "CHUNK": tuning.CHUNK, "FAST": fast,
         }  # fmt: skip
         shared_back = shared | self.strides("z", back=True)
         wide = ahead.blocks * self.num_splits
         most = {"maxnreg": _forward_registers(self.M, mamba)} if fast else {}
         self.forward_kernel = Kernel(
-            recurrent_forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d,
+            diagonal_forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d,
             GROUP=_forward_group(self.M), **shared, **most,
         )  # fmt: skip
         # With more registers, Longhorn's backward pass would take 5 % fewer instructions, but only two warps would fit.
         limit = {"maxnreg": tuning.THREE_WARPS} if fast and not mamba and self.M <= 16 else {}
         self.backward_kernel = Kernel(
-            recurrent_backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
+            diagonal_backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
             kappa_scale=key.kappa_scale, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
             PRECISION=tuning.dot_precision(key.dtype), **limit,
         )  # fmt: skip
@@ -462,19 +461,19 @@ class RecurrentPlan(ScanPlan):
         self._pack = Kernel(
             pack_kernel, self.chunks * sequences, 4, False, B=self.B, L=self.L,
             kappa_scale=key.kappa_scale, **self.strides("q", "k"), STATES=key.states, M=self.M,
-            BLOCK_M=triton.next_power_of_2(self.M), TOKENS=INTERVAL,
+            BLOCK_M=triton.next_power_of_2(self.M), TOKENS=tuning.CHUNK,
         )  # fmt: skip
         size, block = self.M * self.D, 256
         self._summaries = [
             Kernel(
-                recurrent_summary_kernel, wide * sequences, ahead.num_warps, **constants, **most,
+                diagonal_summary_kernel, wide * sequences, ahead.num_warps, **constants, **most,
                 BLOCK_D=ahead.block_d, ADJOINT=adjoint, GROUP=_forward_group(self.M),
             )
             for adjoint, constants in enumerate((shared, shared_back))
         ]  # fmt: skip
         self._carries = [
             Kernel(
-                recurrent_carry_kernel, triton.cdiv(size, block) * sequences, 4, B=self.B, N=self.N,
+                diagonal_carry_kernel, triton.cdiv(size, block) * sequences, 4, B=self.B, N=self.N,
                 num_splits=self.num_splits, REVERSE=int(self.reverse), ADJOINT=adjoint, SIZE=size,
                 BLOCK=block,
             )
@@ -491,7 +490,7 @@ class RecurrentPlan(ScanPlan):
         return state.transpose(-3, -2).flatten(-2)[..., : self.key.states]
 
     def packed_inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
-        kq = self.empty(self.N, self.B, self.chunks * INTERVAL, 2 * self.M + ROW_TAIL)
+        kq = self.empty(self.N, self.B, self.chunks * tuning.CHUNK, 2 * self.M + ROW_TAIL)
         self._pack(args.k, q_ptr=args.q, k_ptr=args.k, kq_ptr=kq)
         # The kernels compute powers of 2.
         rates = None if args.A is None else self.to_kernel(args.A.float() / math.log(2.0))

@@ -7,13 +7,13 @@ The kernel here goes through all chunks against the scan. With G the gradient of
 It has few programs, so its time is that of its longest chain of instructions. Matrix products would lengthen it: their
 results take long to come back. So the states of a channel are divided among lanes, four each, in float32. It takes a
 group of eight tokens at a time: all k_t.G first, with one exchange between the lanes of a channel, then the
-substitution, in every lane. Equations and letters are in ``chunk.py``.
+substitution, in every lane. Equations and letters are in ``exact.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vil.kernels.triton.chunk_parts import RUN_TIME, place_of_program
+from vil.kernels.triton.exact_parts import RUN_TIME, place_of_program
 from vil.kernels.triton.tiles import half_silu, load_quads, longhorn_eps, no_lane
 
 STATES_OF_LANE = 4  # P below: one vector load

@@ -1,12 +1,12 @@
 """Building blocks of scans token by token: places, states, token updates, packed rows.
 
-``longhorn.py`` and ``mamba.py`` define the token update of each recurrence. Letters as in ``recurrent.py``.
+``longhorn.py`` and ``mamba.py`` define the token update of each recurrence. Letters as in ``diagonal.py``.
 """
 
 import triton
 import triton.language as tl
 
-from vil.kernels.triton import longhorn, mamba, tuning
+from vil.kernels.triton import longhorn, mamba
 from vil.kernels.triton.tiles import (
     LANES_NEXT,
     columns,
@@ -19,9 +19,6 @@ from vil.kernels.triton.tiles import (
     sigmoid,
 )
 
-# Tokens from one saved state to the next. The backward pass keeps 2 KB of scratch memory per program and
-# token of the interval. With 16 tokens, all programs that an H200 runs at a time need 26 MB, which stays in L2.
-INTERVAL = tuning.CHUNK
 ROW_TAIL = 4  # floats of a packed row after k and q: 1 + kappa_scale |k|^2, and padding to 128 bits
 
 # Arguments that vary between calls but need no separate compilation.
