@@ -116,12 +116,15 @@ def conv_key(x: Tensor, weight: Tensor, order: Tensor | None) -> ConvKey:
     )  # fmt: skip
 
 
+ScanResult = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Output, (B, L, D), and the last state of one direction, (1, B, D, M). Then, if the backend saves
+them, the sum of both directions before the gate, (B, L, D), and states, in the backend's form."""
+
+
 class ScanPlan(Protocol):
     """Scan for a ``ScanKey``."""
 
-    def forward(
-        self, args: ScanArgs, save: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
         """Return the result of ``reference.scan``; with ``save``, also what the backend saves."""
 
     def backward(

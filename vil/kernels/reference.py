@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey, compute_dtype
+from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey, ScanResult, compute_dtype
 
 RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
 
@@ -84,7 +84,7 @@ def scan(
     reverse: bool = False,
     kappa_scale: float = 1.0,
     save: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> ScanResult:
     """Scan one direction, or scan both, average and gate: silu(z) (y0 + y1) / 2.
 
     The second form is Vision Mamba's bidirectional composition ("v2" with divided output), for any recurrence.
@@ -166,9 +166,7 @@ class ScanPlan(NamedTuple):
 
     key: ScanKey
 
-    def forward(
-        self, args: ScanArgs, save: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
         """Return the result of ``scan``."""
         key = self.key
         return scan(args, key.recurrence, key.reverse, key.kappa_scale, save)

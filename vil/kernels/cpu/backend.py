@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vil.kernels import workspace
 from vil.kernels.cpu import loops
-from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey
+from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey, ScanResult
 from vil.kernels.plan import plans
 
 _TYPES = {
@@ -319,9 +319,7 @@ class ScanPlan:
         """Return a state (N, B, D, M) as (N, B, M, padded D)."""
         return _rows(state.mT, self.dtype, self.shape[3])
 
-    def forward(
-        self, args: ScanArgs, save: bool = False
-    ) -> tuple[Tensor, Tensor | None, None, None]:
+    def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
         """Return the result of ``reference.scan``."""
         N, B, L, P, M = self.shape
         y = torch.empty((B, L, P), dtype=self.stored, device="cpu")

@@ -4,17 +4,17 @@ An operation that no kernel supports raises an error.
 """
 
 import contextlib
+from collections.abc import Callable
 
-from vil.kernels.interface import ScanKey
+from vil.kernels.interface import ScanKey, ScanPlan
 from vil.kernels.plan import plans
-from vil.kernels.triton import states
+from vil.kernels.triton import states, tuning
 from vil.kernels.triton.conv import ConvPlan
 from vil.kernels.triton.diagonal import DiagonalPlan
-from vil.kernels.triton.exact import ExactPlan
-from vil.kernels.triton.scan_plan import ScanPlan
+from vil.kernels.triton.exact import ExactPlan, ShortPlan
 
 # Recurrence -> plan and largest d_state. Larger states exceed registers or shared memory.
-_FAMILIES: dict[str, tuple[type[ScanPlan], int]] = {
+_FAMILIES: dict[str, tuple[Callable[[ScanKey], ScanPlan], int]] = {
     "longhorn_exact": (ExactPlan, 128),
     "longhorn": (DiagonalPlan, 64),
     "mamba": (DiagonalPlan, 64),
@@ -32,12 +32,14 @@ def scan_plan(key: ScanKey) -> ScanPlan:
         raise NotImplementedError(
             f'backend "triton" does not support recurrence {key.recurrence}; use "reference"'
         )
-    family, most = _FAMILIES[key.recurrence]
-    if key.states > most:
+    family, max_states = _FAMILIES[key.recurrence]
+    if key.states > max_states:
         raise NotImplementedError(
-            f'backend "triton" supports up to {most} states of {key.recurrence}, '
+            f'backend "triton" supports up to {max_states} states of {key.recurrence}, '
             f'k has {key.states}; use "reference"'
         )
+    if family is ExactPlan and key.shape[2] < tuning.CHUNK:
+        family = ShortPlan
     return family(key)
 
 

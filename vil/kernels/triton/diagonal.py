@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels.interface import ScanArgs, ScanKey
+from vil.kernels.interface import ScanArgs, ScanKey, ScanResult
 from vil.kernels.triton import tuning
 from vil.kernels.triton.diagonal_parts import (
     ROW_TAIL,
@@ -397,137 +397,159 @@ def diagonal_backward_kernel(
 # -------------------------------------------------------------------------------------- plan
 
 
-# In splits, finding their start states is about as much work as the scan. On an H200, a training step of a
-# block took 0.81 of the time with 4 splits (512 px, batch 32), and 1.5 with 3 (224 px, batch 64).
-_LEAST_FOR_SPLITS = 4.0
-
-
-def _forward_registers(padded: int, mamba: bool) -> int:
-    """Return the registers of the forward pass on an NVIDIA GPU; see ``tuning.THREE_WARPS``."""
-    return tuning.THREE_WARPS if padded <= (16 if mamba else 64) else 255
-
-
-def _forward_group(padded: int) -> int:
-    """Return the number of tokens that the forward pass loads at a time; a group keeps its keys in registers."""
-    return 4 if padded <= 16 else 2 if padded <= 32 else 1
-
-
-def _group_size(padded: int) -> int:
-    """Return the number of tokens between accesses of the backward pass to its scratch memory.
-
-    The states of a group stay in registers. Groups of 4 would halve the traffic, not the number of
-    instructions. They need 232 registers instead of 165 (sm_90, M = 16), so two warps fit on every
-    scheduler instead of three.
-    """
-    return 2 if padded <= 16 else 1
+# In splits, finding their start states is about as much work as the scan. On an H200, a training
+# step of a block took 0.81 of the time with 4 splits (512 px, batch 32), and 1.5 with 3 (224 px,
+# batch 64).
+_MIN_FIT_FOR_SPLITS = 4.0
 
 
 class DiagonalPlan(ScanPlan):
-    """Launches of a scan token by token; states are (*lead, M' / 4, D, 4)."""
+    """Scan token by token; states are (*lead, M' / 4, D, 4)."""
 
     def __init__(self, key: ScanKey) -> None:
         super().__init__(key)
-        self.M = padded_states(key.states, key.recurrence)
-        self.group = _group_size(self.M)
-        sequences, mamba, fast = self.N * self.B, key.recurrence == "mamba", tuning.fast(key.device)
-        ahead = self.launch_config("diagonal_forward", self.B, _LEAST_FOR_SPLITS)
-        back = self.launch_config("diagonal_backward", sequences, _LEAST_FOR_SPLITS, ahead[3:])
+        self.M = M = padded_states(key.states, key.recurrence)
+        sequences, strides = self.N * self.B, self.strides
+        mamba, fast = key.recurrence == "mamba", tuning.fast(key.device)
+        # Tokens that the forward pass loads at a time: registers hold their keys.
+        group = 4 if M <= 16 else 2 if M <= 32 else 1
+        # Tokens between accesses of the backward pass to its scratch memory: registers hold their
+        # states. Groups of 4 would halve the traffic, not the number of instructions. They need 232
+        # registers instead of 165 (sm_90, M = 16): two warps fit on every scheduler, not three.
+        group_back = 2 if M <= 16 else 1
+        ahead = self.launch_config("diagonal_forward", self.B, _MIN_FIT_FOR_SPLITS)
+        back = self.launch_config("diagonal_backward", sequences, _MIN_FIT_FOR_SPLITS, ahead[3:])
         if fast >= 80 and back[:2] != (32, 1):  # one warp adds up a program's channels
             raise ValueError(f"tuning.BLOCKS must give diagonal_backward (32, 1), got {back[:2]}")
         self.num_splits, self.blocks = back.num_splits, back.blocks
-        programs = self.blocks * self.num_splits
-        self._scratch = programs * sequences * tuning.CHUNK // self.group * self.M * back.block_d
+        programs, wide = self.blocks * self.num_splits, ahead.blocks * self.num_splits
+        self.scratch = programs * sequences * tuning.CHUNK // group_back * M * back.block_d
         shared = {
-            **self.strides("x", "dt", "z"), "B": self.B, "L": self.L, "num_splits": self.num_splits,
-            "split_tokens": ahead.split_chunks * tuning.CHUNK, "N": self.N,
-            "REVERSE": int(self.reverse), "MAMBA": mamba, "D": self.D, "M": self.M,
+            **strides["x"], **strides["dt"], "B": self.B, "L": self.L,
+            "num_splits": self.num_splits, "split_tokens": ahead.split_chunks * tuning.CHUNK,
+            "N": self.N, "REVERSE": int(self.reverse), "MAMBA": mamba, "D": self.D, "M": M,
             "CHUNK": tuning.CHUNK, "FAST": fast,
         }  # fmt: skip
-        shared_back = shared | self.strides("z", back=True)
-        wide = ahead.blocks * self.num_splits
-        most = {"maxnreg": _forward_registers(self.M, mamba)} if fast else {}
-        self.forward_kernel = Kernel(
-            diagonal_forward_kernel, wide * self.B, ahead.num_warps, BLOCK_D=ahead.block_d,
-            GROUP=_forward_group(self.M), **shared, **most,
-        )  # fmt: skip
-        # With more registers, Longhorn's backward pass would take 5 % fewer instructions, but only two warps would fit.
-        limit = {"maxnreg": tuning.THREE_WARPS} if fast and not mamba and self.M <= 16 else {}
-        self.backward_kernel = Kernel(
-            diagonal_backward_kernel, programs * sequences, back.num_warps, BLOCK_D=back.block_d, **shared_back,
-            kappa_scale=key.kappa_scale, BITS=max(4, (2 * self.M - 1).bit_length()), GROUP=self.group,
-            PRECISION=tuning.dot_precision(key.dtype), **limit,
-        )  # fmt: skip
+        most = tuning.THREE_WARPS if (16 if mamba else 64) >= M else 255
+        registers = {"maxnreg": most} if fast else {}
         # No fusion: with it, sums of 1 + |k|^2 across lanes would differ in the last place.
         self._pack = Kernel(
             pack_kernel, self.chunks * sequences, 4, False, B=self.B, L=self.L,
-            kappa_scale=key.kappa_scale, **self.strides("q", "k"), STATES=key.states, M=self.M,
-            BLOCK_M=triton.next_power_of_2(self.M), TOKENS=tuning.CHUNK,
+            kappa_scale=key.kappa_scale, **strides["q"], **strides["k"], STATES=key.states, M=M,
+            BLOCK_M=triton.next_power_of_2(M), TOKENS=tuning.CHUNK,
         )  # fmt: skip
-        size, block = self.M * self.D, 256
-        self._summaries = [
+        size, block = M * self.D, 256
+        self._summary, self._summary_back = (
             Kernel(
-                diagonal_summary_kernel, wide * sequences, ahead.num_warps, **constants, **most,
-                BLOCK_D=ahead.block_d, ADJOINT=adjoint, GROUP=_forward_group(self.M),
+                diagonal_summary_kernel, wide * sequences, ahead.num_warps, **shared, **strides[z],
+                BLOCK_D=ahead.block_d, ADJOINT=adjoint, GROUP=group, **registers,
             )
-            for adjoint, constants in enumerate((shared, shared_back))
-        ]  # fmt: skip
-        self._carries = [
+            for adjoint, z in enumerate(("z", "z_back"))
+        )  # fmt: skip
+        self._carry, self._carry_back = (
             Kernel(
                 diagonal_carry_kernel, triton.cdiv(size, block) * sequences, 4, B=self.B, N=self.N,
                 num_splits=self.num_splits, REVERSE=int(self.reverse), ADJOINT=adjoint, SIZE=size,
                 BLOCK=block,
             )
             for adjoint in (0, 1)
-        ]  # fmt: skip
+        )  # fmt: skip
+        self._forward = Kernel(
+            diagonal_forward_kernel, wide * self.B, ahead.num_warps, **shared, **strides["z"],
+            BLOCK_D=ahead.block_d, GROUP=group, **registers,
+        )  # fmt: skip
+        # With more registers, Longhorn's backward pass would take 5 % fewer instructions, but only
+        # two warps would fit.
+        limit = {"maxnreg": tuning.THREE_WARPS} if fast and not mamba and M <= 16 else {}
+        self._backward = Kernel(
+            diagonal_backward_kernel, programs * sequences, back.num_warps, **shared,
+            **strides["z_back"], BLOCK_D=back.block_d, GROUP=group_back, kappa_scale=key.kappa_scale,
+            BITS=max(4, (2 * M - 1).bit_length()), PRECISION=tuning.dot_precision(key.dtype), **limit,
+        )  # fmt: skip
 
-    def to_kernel(self, state: Tensor | None) -> Tensor | None:
+    def _packed(self, args: ScanArgs) -> dict[str, Tensor | None]:
+        """Launch the kernel that packs keys and queries; return the arguments of all others."""
+        kq = self.empty(self.N, self.B, self.chunks * tuning.CHUNK, 2 * self.M + ROW_TAIL)
+        self._pack(args.k, q_ptr=args.q, k_ptr=args.k, kq_ptr=kq)
+        # The kernels compute powers of 2.
+        rates = None if args.A is None else self._to_kernel(args.A.float() / math.log(2.0))
+        return {
+            "x_ptr": args.x, "dt_ptr": args.dt, "z_ptr": args.z, "bias_ptr": args.bias,
+            "kq_ptr": kq, "rates_ptr": rates,
+        }  # fmt: skip
+
+    def _to_kernel(self, state: Tensor | None) -> Tensor | None:
+        """Return states (1, B, D, M) as (1, B, M' / 4, D, 4), zero beyond M."""
         if state is None:
             return None
         state = F.pad(state, (0, self.M - state.shape[-1]))
         return state.unflatten(-1, (-1, 4)).transpose(-3, -2).contiguous()
 
-    def from_kernel(self, state: Tensor) -> Tensor:
+    def _from_kernel(self, state: Tensor | None) -> Tensor | None:
+        """Return states (..., M' / 4, D, 4) as (..., D, M)."""
+        if state is None:
+            return None
         return state.transpose(-3, -2).flatten(-2)[..., : self.key.states]
 
-    def packed_inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
-        kq = self.empty(self.N, self.B, self.chunks * tuning.CHUNK, 2 * self.M + ROW_TAIL)
-        self._pack(args.k, q_ptr=args.q, k_ptr=args.k, kq_ptr=kq)
-        # The kernels compute powers of 2.
-        rates = None if args.A is None else self.to_kernel(args.A.float() / math.log(2.0))
-        return {
-            "x_ptr": args.x, "dt_ptr": args.dt, "z_ptr": args.z,
-            "bias_ptr": args.bias.contiguous(), "kq_ptr": kq, "rates_ptr": rates,
-        }  # fmt: skip
+    def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
+        """Return the output, the last state, the sum of both directions and saved states."""
+        args = self.prepared(args)
+        inputs = self._packed(args)
+        split_states = start = self._to_kernel(args.initial_state)
+        if self.num_splits > 1:
+            lead = self.N, self.B, self.num_splits
+            split_states, decay = (self.empty(*lead, *self.state) for _ in range(2))
+            ends = {"split_end_ptr": split_states, "split_decay_ptr": decay}
+            self._summary(split_states, **inputs, dout_ptr=None, **ends)
+            self._carry(split_states, **ends, initial_ptr=start)
+        rows, both = (self.B, self.L, self.D), self.N == 2
+        out = self.empty(*rows, dtype=self.key.dtype)
+        y_pre_gate = self.empty(*rows, dtype=self.sum_dtype) if both else None
+        final = None if both else self.empty(1, self.B, *self.state)
+        states = self.empty(*self.saved_states, dtype=self.saved_dtype) if save else None
+        self._forward(
+            out, **inputs, skip_ptr=args.D, split_states_ptr=split_states, y_ptr=y_pre_gate,
+            out_ptr=out, states_ptr=states, final_ptr=final,
+        )  # fmt: skip
+        return out, self._from_kernel(final), y_pre_gate if save else None, states
 
-    def split_states(
-        self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
-    ) -> Tensor | None:
-        if self.num_splits == 1:
-            return start
-        adjoint = dout is not None
-        split_end, split_decay = (
-            self.empty_states(self.N, self.B, self.num_splits) for _ in range(2)
-        )
-        self._summaries[adjoint](
-            split_end, **inputs, dout_ptr=dout, split_end_ptr=split_end, split_decay_ptr=split_decay
-        )
-        self._carries[adjoint](
-            split_end, split_end_ptr=split_end, split_decay_ptr=split_decay, initial_ptr=start
-        )
-        return split_end
-
-    def empty_sums(self) -> dict[str, Tensor | None]:
-        mamba = self.key.recurrence == "mamba"
-        return {
-            "scratch_ptr": self.empty(self._scratch),
-            "dkq_ptr": self.empty(self.blocks, self.N, self.B, self.L, 2 * self.M),
-            "drates_ptr": self.empty_states(self.N, self.B, self.num_splits) if mamba else None,
-        }
-
-    def final_gradients(
-        self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        dkq, drates, M = sums["dkq_ptr"].sum(0), sums["drates_ptr"], self.key.states
-        dA = None if drates is None else self.from_kernel(drates.sum((1, 2))).to(args.A.dtype)
-        dq, dk = dkq[..., self.M : self.M + M], dkq[..., :M]
-        return dA, dq.to(args.q.dtype), dk.to(args.k.dtype)
+    def backward(
+        self,
+        args: ScanArgs,
+        grad: Tensor,
+        grad_final: Tensor | None,
+        saved: tuple[Tensor | None, Tensor] | None = None,
+        dz: Tensor | None = None,
+    ) -> ScanArgs:
+        """Return the gradients of ``forward``, as described in ``interface.ScanPlan``."""
+        y_pre_gate, states = self.forward(args, True)[2:] if saved is None else saved
+        own, grad = self.prepared(args), grad.contiguous()
+        if own.z is not None and not self.writes_dz:
+            own = own._replace(z=own.z.contiguous())
+        inputs, lead = self._packed(own), (self.N, self.B, self.num_splits)
+        split_states = start = self._to_kernel(grad_final)
+        if self.num_splits > 1:
+            split_states, decay = (self.empty(*lead, *self.state) for _ in range(2))
+            ends = {"split_end_ptr": split_states, "split_decay_ptr": decay}
+            self._summary_back(split_states, **inputs, dout_ptr=grad, **ends)
+            self._carry_back(split_states, **ends, initial_ptr=start)
+        dx, ddt = (self.empty(*args.x.shape, dtype=self.key.dtype) for _ in range(2))
+        own_dz = dz
+        if own.z is not None and not self.writes_dz:
+            own_dz = self.empty(*own.z.shape, dtype=self.key.dtype)
+        dskip, dbias = self.empty(2, *lead, self.D)
+        dkq = self.empty(self.blocks, self.N, self.B, self.L, 2 * self.M)
+        drates = None if args.A is None else self.empty(*lead, *self.state)
+        dinitial = None if args.initial_state is None else self.empty(1, self.B, *self.state)
+        self._backward(
+            grad, **inputs, skip_ptr=own.D, scratch_ptr=self.empty(self.scratch), dout_ptr=grad,
+            y_ptr=y_pre_gate, states_ptr=states, split_states_ptr=split_states, dx_ptr=dx,
+            ddt_ptr=ddt, dz_ptr=own_dz, dkq_ptr=dkq, drates_ptr=drates, dskip_ptr=dskip,
+            dbias_ptr=dbias, dinitial_ptr=dinitial,
+        )  # fmt: skip
+        dk, dq = (part[..., : self.key.states] for part in dkq.sum(0).split(self.M, -1))
+        dA = None if drates is None else self._from_kernel(drates.sum((1, 2))).to(args.A.dtype)
+        return self.gradients(
+            args, dz, dskip, dbias, x=dx, dt=ddt, A=dA, q=dq.to(args.q.dtype),
+            k=dk.to(args.k.dtype), z=own_dz, initial_state=self._from_kernel(dinitial),
+        )  # fmt: skip

@@ -16,12 +16,14 @@ channels share, and ``exact_splits.py`` the states that splits start from.
 Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 """
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vil.kernels.interface import ScanArgs, ScanKey
+from vil.kernels.interface import ScanArgs, ScanKey, ScanResult
 from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_parts import (
@@ -432,12 +434,14 @@ def exact_backward_kernel(
 
 
 # Largest rank of step sizes that the kernels make; twice that would use up their shared memory.
-_MOST_RANK = 64
-# Finding the states that splits start from takes a fifth of the scan's time if the device is not full. On an H200,
-# the scans took 0.73 of the time with 4 splits (512 px, batch 32, forward), and 1.15 with 2 (224 px, batch 64).
-_LEAST_FOR_SPLITS = 2.5
-# As an aim, too (see ``tuning.THREE_WARPS``): left alone, ptxas moves the loads of the next tokens to their use.
-_MOST_REGISTERS = 240
+_MAX_RANK = 64
+# Finding the states that splits start from takes a fifth of the scan's time if the device is not
+# full. On an H200, the scans took 0.73 of the time with 4 splits (512 px, batch 32, forward), and
+# 1.15 with 2 (224 px, batch 64).
+_MIN_FIT_FOR_SPLITS = 2.5
+# As an aim, too (see ``tuning.THREE_WARPS``): left alone, ptxas moves the loads of the next tokens
+# to their use.
+_MAX_REGISTERS = 240
 
 
 def _splits(config: LaunchConfig, block_d: int) -> dict[str, int]:
@@ -446,98 +450,178 @@ def _splits(config: LaunchConfig, block_d: int) -> dict[str, int]:
 
 
 class ExactPlan(ScanPlan):
-    """Launches of a scan in chunks; states are (*lead, D, BLOCK_M)."""
-
-    least_tokens = tuning.CHUNK
+    """Scan of 16 tokens or more; states are (*lead, D, BLOCK_M)."""
 
     def __init__(self, key: ScanKey) -> None:
-        super().__init__(key)
+        super().__init__(key, _MAX_RANK)
         self.block_m = self.state[1]
-        precision = tuning.dot_precision(key.dtype)
+        precision, fast = tuning.dot_precision(key.dtype), tuning.fast(key.device)
         backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
-        ahead = self.launch_config("exact_forward", self.B, _LEAST_FOR_SPLITS)
-        back = self.launch_config(backward, self.N * self.B, _LEAST_FOR_SPLITS)
-        self.num_splits, self.blocks = back.num_splits, back.blocks
-        self.makes_steps, fast = 0 < (key.rank or 0) <= _MOST_RANK, tuning.fast(key.device)
+        sequences, strides = self.N * self.B, self.strides
+        ahead = self.launch_config("exact_forward", self.B, _MIN_FIT_FOR_SPLITS)
+        back = self.launch_config(backward, sequences, _MIN_FIT_FOR_SPLITS)
+        self.splits_ahead, self.splits_back = ahead.num_splits, back.num_splits
+        self.blocks = back.blocks
         of_keys = {
             "B": self.B, "L": self.L, "REVERSE": self.reverse, "BLOCK_M": self.block_m,
             "PRECISION": precision, "FAST": fast,
         }  # fmt: skip
+        norms = {"M": key.states, "kappa_scale": key.kappa_scale}
         of_steps = {"D": self.D, "RANK": key.rank if self.makes_steps else 0}
-        shared = of_keys | of_steps | self.strides("x", "dt", "z")
-        shared_back = shared | self.strides("z", back=True)
+        shared = of_keys | of_steps | strides["x"] | strides["dt"]
         limit = {"maxnreg": tuning.THREE_WARPS} if 90 <= fast < 100 and self.block_m == 16 else {}
-        self.forward_kernel = Kernel(
-            exact_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
-            **_splits(ahead, ahead.block_d), **limit,
-        )  # fmt: skip
-        self.backward_kernel = Kernel(
-            exact_backward_kernel, self.N * self.B * back.blocks * back.num_splits, back.num_warps,
-            **shared_back, **_splits(back, back.block_d),
-        )  # fmt: skip
-        sequences = self.N * self.B * self.chunks
-        keys = {"M": key.states, "kappa_scale": key.kappa_scale}
-        self._pack = Kernel(gram_kernel, sequences, 1, **of_keys, **keys, **self.strides("q", "k"))
-        self._unpack = Kernel(keys_kernel, sequences, 1, **of_keys, **keys, blocks=back.blocks)
-        self.splits_ahead, sequences = ahead.num_splits, self.N * self.B
+        chunks, of_norms = sequences * self.chunks, norms | strides["q"] | strides["k"]
+        self._gram = Kernel(gram_kernel, chunks, 1, **of_keys, **of_norms)
         block, warps = tuning.blocks("exact_states", self.D, key.device)
-        self._states = Kernel(
-            exact_states_kernel, sequences * triton.cdiv(self.D, block), warps, DIRECTIONS=self.N,
-            **of_keys, **of_steps, **self.strides("x", "dt"), **_splits(ahead, block),
+        self._split_states = Kernel(
+            exact_states_kernel, sequences * triton.cdiv(self.D, block), warps,
+            DIRECTIONS=self.N, **shared, **_splits(ahead, block),
+        )  # fmt: skip
+        self._forward = Kernel(
+            exact_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps,
+            **shared, **strides["z"], **_splits(ahead, ahead.block_d), **limit,
         )  # fmt: skip
         lanes, warps = tuning.blocks("exact_gradients", self.D, key.device)
         block = lanes * STATES_OF_LANE // self.block_m
-        del of_keys["PRECISION"]
-        self._gradients = Kernel(
-            exact_gradients_kernel, sequences * triton.cdiv(self.D, block), warps, D=self.D, zero=0,
-            **of_keys, **self.strides("dt", "z", back=True, full_rank=True), **_splits(back, block),
-            **({"maxnreg": _MOST_REGISTERS} if fast else {}),
+        self._split_gradients = Kernel(
+            exact_gradients_kernel, sequences * triton.cdiv(self.D, block), warps, B=self.B,
+            L=self.L, REVERSE=self.reverse, BLOCK_M=self.block_m, FAST=fast, D=self.D, zero=0,
+            **strides["dt_full"], **strides["z_back"], **_splits(back, block),
+            **({"maxnreg": _MAX_REGISTERS} if fast else {}),
         )  # fmt: skip
+        self._backward = Kernel(
+            exact_backward_kernel, sequences * back.blocks * back.num_splits, back.num_warps,
+            **shared, **strides["z_back"], **_splits(back, back.block_d),
+        )  # fmt: skip
+        self._keys = Kernel(keys_kernel, chunks, 1, **of_keys, **norms, blocks=back.blocks)
 
-    def to_kernel(self, state: Tensor | None) -> Tensor | None:
-        if state is None:
-            return None
-        return F.pad(state, (0, self.block_m - self.key.states)).contiguous()
-
-    def from_kernel(self, state: Tensor) -> Tensor:
-        return state[..., : self.key.states].contiguous()
-
-    def packed_inputs(self, args: ScanArgs) -> dict[str, Tensor | None]:
+    def _packed(self, args: ScanArgs) -> dict[str, Tensor]:
+        """Launch the kernel that packs keys and queries; return its results."""
         T, lead = tuning.CHUNK, (self.N, self.B, self.chunks)
         packed = {
             "keys_ptr": self.empty(*lead, T, 2 * self.block_m),
             "gram_ptr": self.empty(*lead, 2, T, T),
             "kappa_ptr": self.empty(*lead, 2, T),
         }
-        self._pack(args.k, q_ptr=args.q, k_ptr=args.k, **packed)
-        bias = args.bias.contiguous()
-        of_steps = {"dt_ptr": args.dt, "dt_weight_ptr": args.dt_weight, "bias_ptr": bias}
-        return {"x_ptr": args.x, "z_ptr": args.z, **of_steps, **packed}
+        self._gram(args.k, q_ptr=args.q, k_ptr=args.k, **packed)
+        return packed
 
-    def split_states(
-        self, inputs: dict[str, Tensor | None], start: Tensor | None, dout: Tensor | None
-    ) -> Tensor | None:
-        num_splits = self.splits_ahead if dout is None else self.num_splits
-        if num_splits == 1:
-            return start
-        found = self.empty_states(self.N, self.B, num_splits)
-        given = inputs | {"start_ptr": start, "split_states_ptr": found}
-        if dout is None:
-            del given["z_ptr"]
-            self._states(found, **given)
-        else:
-            del given["x_ptr"]
-            given["dt_ptr"] = dt_proj(given["dt_ptr"], given.pop("dt_weight_ptr"))
-            self._gradients(found, **given, dout_ptr=dout)
-        return found
+    def _padded(self, state: Tensor | None) -> Tensor | None:
+        """Return a state (1, B, D, M) with zeros beyond M, (1, B, D, BLOCK_M)."""
+        if state is None:
+            return None
+        return F.pad(state, (0, self.block_m - self.key.states)).contiguous()
 
-    def empty_sums(self) -> dict[str, Tensor | None]:
-        T, lead = tuning.CHUNK, (self.blocks, self.N, self.B, self.chunks)
-        return {"sums_ptr": self.empty(*lead, T * (3 * self.block_m + 2 * T))}
+    def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
+        """Return the output, the last state, the sum of both directions and saved states."""
+        args = self.prepared(args)
+        packed = self._packed(args)
+        inputs = {
+            "x_ptr": args.x, "dt_ptr": args.dt, "dt_weight_ptr": args.dt_weight,
+            "bias_ptr": args.bias, **packed,
+        }  # fmt: skip
+        split_states = start = self._padded(args.initial_state)
+        if self.splits_ahead > 1:
+            split_states = self.empty(self.N, self.B, self.splits_ahead, *self.state)
+            self._split_states(
+                split_states, **inputs, start_ptr=start, split_states_ptr=split_states
+            )
+        rows, both = (self.B, self.L, self.D), self.N == 2
+        out = self.empty(*rows, dtype=self.key.dtype)
+        y_pre_gate = self.empty(*rows, dtype=self.sum_dtype) if both else None
+        final = None if both else self.empty(1, self.B, *self.state)
+        states = self.empty(*self.saved_states, dtype=self.saved_dtype) if save else None
+        self._forward(
+            out, **inputs, z_ptr=args.z, skip_ptr=args.D, split_states_ptr=split_states,
+            y_ptr=y_pre_gate, out_ptr=out, states_ptr=states, final_ptr=final,
+        )  # fmt: skip
+        final = None if final is None else final[..., : self.key.states].contiguous()
+        return out, final, y_pre_gate if save else None, states
 
-    def final_gradients(
-        self, args: ScanArgs, inputs: dict[str, Tensor | None], sums: dict[str, Tensor | None]
-    ) -> tuple[None, Tensor, Tensor]:
+    def backward(
+        self,
+        args: ScanArgs,
+        grad: Tensor,
+        grad_final: Tensor | None,
+        saved: tuple[Tensor | None, Tensor] | None = None,
+        dz: Tensor | None = None,
+    ) -> ScanArgs:
+        """Return the gradients of ``forward``, as described in ``interface.ScanPlan``."""
+        y_pre_gate, states = self.forward(args, True)[2:] if saved is None else saved
+        own, grad = self.prepared(args), grad.contiguous()
+        z = own.z if own.z is None or self.writes_dz else own.z.contiguous()
+        packed = self._packed(own)
+        inputs = {"z_ptr": z, "dout_ptr": grad, "bias_ptr": own.bias, **packed}
+        split_states = start = self._padded(grad_final)
+        if self.splits_back > 1:
+            split_states = self.empty(self.N, self.B, self.splits_back, *self.state)
+            self._split_gradients(
+                split_states, **inputs, dt_ptr=dt_proj(own.dt, own.dt_weight), start_ptr=start,
+                split_states_ptr=split_states,
+            )  # fmt: skip
+        rows, lead = (self.B, self.L, self.D), (self.N, self.B)
+        dx, ddt = (self.empty(self.N, *rows, dtype=self.key.dtype) for _ in range(2))
+        own_dz = dz
+        if z is not None and not self.writes_dz:
+            own_dz = self.empty(*rows, dtype=self.key.dtype)
+        dskip, dbias = self.empty(2, *lead, self.splits_back, self.D)
+        dinitial = None if args.initial_state is None else self.empty(1, self.B, *self.state)
+        width = tuning.CHUNK * (3 * self.block_m + 2 * tuning.CHUNK)
+        sums = self.empty(self.blocks, *lead, self.chunks, width)
+        self._backward(
+            grad, **inputs, x_ptr=own.x, dt_ptr=own.dt, dt_weight_ptr=own.dt_weight, sums_ptr=sums,
+            skip_ptr=own.D, y_ptr=y_pre_gate, states_ptr=states, split_states_ptr=split_states,
+            dx_ptr=dx, ddt_ptr=ddt, dz_ptr=own_dz, dskip_ptr=dskip, dbias_ptr=dbias,
+            dinitial_ptr=dinitial,
+        )  # fmt: skip
         dq, dk = (self.empty(*args.k.shape, dtype=self.key.dtype) for _ in range(2))
-        self._unpack(dq, **sums, keys_ptr=inputs["keys_ptr"], dq_ptr=dq, dk_ptr=dk)
-        return None, dq, dk
+        self._keys(dq, sums_ptr=sums, keys_ptr=packed["keys_ptr"], dq_ptr=dq, dk_ptr=dk)
+        dinitial = None if dinitial is None else dinitial[..., : self.key.states].contiguous()
+        return self.gradients(
+            args, dz, dskip, dbias, x=dx, dt=ddt, A=None, q=dq, k=dk, z=own_dz,
+            initial_state=dinitial,
+        )  # fmt: skip
+
+
+class ShortPlan:
+    """Scan of fewer than 16 tokens: that of 16, of which the last are zeros.
+
+    Zero keys leave the state unchanged in either direction.
+    """
+
+    def __init__(self, key: ScanKey) -> None:
+        N, B, self.L, D = key.shape
+        shape = (N, B, tuning.CHUNK, D)
+        # No kernel takes such strides, so the plan is for contiguous tensors.
+        strides = tuple(None if own is None else (0,) * len(own) for own in key.strides)
+        self.plan = ExactPlan(key._replace(shape=shape, strides=strides, dz=None))
+
+    def _padded(self, rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else F.pad(rows, (0, 0, 0, tuning.CHUNK - self.L))
+
+    def _cut(self, rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows[..., : self.L, :].contiguous()
+
+    def _of_rows(self, change: Callable, args: ScanArgs) -> ScanArgs:
+        names = ("x", "dt", "q", "k", "z")
+        return args._replace(**{name: change(getattr(args, name)) for name in names})
+
+    def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
+        """Return the same results as ``ExactPlan``."""
+        args = self._of_rows(self._padded, args)
+        out, final, y_pre_gate, states = self.plan.forward(args, save)
+        return self._cut(out), final, self._cut(y_pre_gate), states
+
+    def backward(
+        self,
+        args: ScanArgs,
+        grad: Tensor,
+        grad_final: Tensor | None,
+        saved: tuple[Tensor | None, Tensor] | None = None,
+        dz: Tensor | None = None,
+    ) -> ScanArgs:
+        """Return the same gradients as ``ExactPlan``."""
+        args, grad = self._of_rows(self._padded, args), self._padded(grad)
+        saved = None if saved is None else (self._padded(saved[0]), saved[1])
+        grads = self._of_rows(self._cut, self.plan.backward(args, grad, grad_final, saved))
+        return grads if dz is None else grads._replace(z=dz.copy_(grads.z))

@@ -100,7 +100,7 @@ def processors(device: torch.device) -> int:
 
 
 def num_splits(
-    kernel: str, warps: int, chunks: int, device: torch.device, least: float
+    kernel: str, warps: int, chunks: int, device: torch.device, min_fit: float
 ) -> tuple[int, int]:
     """Return the number of splits of a sequence and the number of chunks per split.
 
@@ -109,12 +109,13 @@ def num_splits(
         warps: Warps of the scan in one piece.
         chunks: Chunks of the sequence.
         device: Device of the scan.
-        least: Times that a scan in one piece must fit onto the device for splits to be worth their own work.
+        min_fit: Times that a scan in one piece must fit onto the device for splits to be worth
+            their own work.
     """
     resident = _RESIDENT.get(kernel, _RESIDENT_OTHERS) * processors(device)
     fitting = resident / max(warps, 1)  # an empty batch has no warps
     count = min(int(fitting), chunks // SHORTEST_SPLIT)
-    if fitting < least or count < 2:
+    if fitting < min_fit or count < 2:
         return 1, chunks
     length = -(-chunks // count)
     return -(-chunks // length), length
