@@ -261,7 +261,7 @@ def mixer_errors(c: Case) -> dict[str, float]:
     A = None if m.A_log is None else -m.A_log.exp()
     xz = torch.randn(c.B, c.L, 4 * c.D).to(DTYPES[c.dtype])
     weights = (m.conv_weight, m.conv_bias, m.x_proj_weight, m.dt_weight, m.dt_bias, A, m.D)
-    given = {"xz": xz} | dict(zip(mixer.MixerParams._fields, weights, strict=True))
+    given = {"xz": xz} | mixer.MixerParams(*weights)._asdict()
     given = {name: t for name, t in given.items() if t is not None}
     grad = torch.randn(c.B, c.L, 2 * c.D).to(xz)
 
@@ -270,7 +270,7 @@ def mixer_errors(c: Case) -> dict[str, float]:
         xz, *params = (leaves[name].requires_grad_() for name in given)
         params = mixer.MixerParams(**({"A": None} | dict(zip([*given][1:], params, strict=True))))
         with ops.use_backend(backend):
-            out = mixer.run(xz, params, recurrence, True, None)
+            out = mixer.run(xz, params, recurrence, True)
             grads = torch.autograd.grad(out, [*leaves.values()], grad.to(out.dtype))
         return [out.detach(), *grads]
 
