@@ -1,7 +1,8 @@
 """Automatic mixed precision for the operators: activations are cast, parameters are not.
 
 Rates, biases, skips and taps keep their dtype: the kernels compute in float32 and read few of them.
-By contrast, torch.library.register_autocast would cast every tensor, to one dtype chosen in advance.
+By contrast, torch.library.register_autocast would cast every tensor, to one dtype chosen in
+advance.
 """
 
 import torch

@@ -25,10 +25,12 @@ _override: str | None = None
 def use_backend(name: str) -> Iterator[None]:
     """Use the named backend for every operation of this process within a ``with`` block.
 
-    The setting is process-wide, not per thread, because autograd runs backward passes in separate threads.
+    The setting is process-wide, not per thread, because autograd runs backward passes in separate
+    threads.
 
     Args:
-        name: "auto", "reference", "cpu" or "triton". Overrides the environment variable VIL_BACKEND.
+        name: "auto", "reference", "cpu" or "triton". Overrides the environment variable
+            VIL_BACKEND.
 
     Raises:
         ValueError: If no backend has that name.
@@ -51,8 +53,8 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
 
     Raises:
         ValueError: If VIL_BACKEND holds an unknown name.
-        RuntimeError: If a backend requested by name does not support the device. Also if its package is
-            not installed or cannot be imported.
+        RuntimeError: If a backend requested by name does not support the device. Also if its
+            package is not installed or cannot be imported.
     """
     if _override is not None:
         name, asked_by = _override, "use_backend"
@@ -112,7 +114,7 @@ def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
 
 @functools.cache
 def _missing(package: str) -> str | None:
-    """Return why a package cannot be used; an installed package may not fit other installed ones."""
+    """Return why a package cannot be used; an installed one may not fit others."""
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     try:

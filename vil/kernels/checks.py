@@ -1,4 +1,4 @@
-"""Argument checks of the operators. Every error names the argument, its value and the requirement."""
+"""Argument checks of the operators; errors name the argument, its value and the requirement."""
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ def in_transform() -> bool:
 def is_exporting() -> bool:
     """Return whether torch.export runs in this thread.
 
-    Until PyTorch 2.11, ``torch.compiler.is_exporting`` is also true within torch.compile. In all versions it is also
-    true in other threads, which compute as always: they trace nothing.
+    Until PyTorch 2.11, ``torch.compiler.is_exporting`` is also true within torch.compile. In all
+    versions it is also true in other threads, which compute as always: they trace nothing.
     """
     return torch.compiler._is_exporting_flag and (
         torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -51,15 +51,16 @@ def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
 def check_not_onnx() -> None:
     """Check that no ONNX export is running, because ONNX has none of this library's operators.
 
-    Fake implementations call this, which every export calls but that of a traced program, which mixers refuse.
+    Fake implementations call this, which every export calls but that of a traced program, which
+    mixers refuse.
 
     Raises:
         RuntimeError: If an ONNX export is running.
     """
     if torch.onnx.is_in_onnx_export():
         raise RuntimeError(
-            "ONNX has no operator vil::mixer: create the model with exportable=True, call its eval(), and "
-            "give it to torch.onnx.export with dynamo=True"
+            "ONNX has no operator vil::mixer: create the model with exportable=True, call its "
+            "eval(), and give it to torch.onnx.export with dynamo=True"
         )
 
 
@@ -87,7 +88,7 @@ def _parameter_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
 
 
 def check_recurrence(recurrence: str, A: Tensor | None) -> None:
-    """Raise ValueError unless the recurrence is known, and A is given for Mamba and for no other."""
+    """Raise ValueError unless the recurrence is known and A is given for Mamba only."""
     if recurrence not in RECURRENCES:
         raise ValueError(f"recurrence must be one of {RECURRENCES}, got {recurrence!r}")
     if (A is not None) != (recurrence == "mamba"):
@@ -98,7 +99,7 @@ def check_recurrence(recurrence: str, A: Tensor | None) -> None:
 
 
 def check_scan(args: ScanArgs, recurrence: str) -> None:
-    """Raise ValueError for invalid arguments of a scan; messages for one direction omit its axis."""
+    """Raise ValueError for invalid arguments of a scan; one direction has no axis in messages."""
     check_recurrence(recurrence, args.A)
     both = args.z is not None
     lead, N = ("2, ", (2,)) if both else ("", ())
@@ -174,6 +175,6 @@ def check_mixer(
         if order is None:
             raise ValueError("cls_index needs an order, in which the class token has no position")
         if cls_index.dtype != torch.int64 or cls_index.ndim != 1:
-            told = f"{cls_index.dtype} {tuple(cls_index.shape)}"
-            raise ValueError(f"cls_index must be int64 (U,), got {told}")
+            got = f"{cls_index.dtype} {tuple(cls_index.shape)}"
+            raise ValueError(f"cls_index must be int64 (U,), got {got}")
         _check(cls_weight, "cls_weight", "2, U, E", (2, cls_index.shape[0], inner), dtypes, xz)

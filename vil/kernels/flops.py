@@ -2,9 +2,9 @@
 
 Per token, channel and state, the diagonal and the Mamba scan take 4 multiply-adds: decay times
 state, the write and its product, the read by q. The exact scan takes 3: recall k.S, write, read.
-Exponentials and divisions, one per state for Mamba and one per channel for Longhorn, are not counted.
-A backward pass counts as two forward passes, as torch counts matrix products. It recomputes scans, convolution
-and step sizes, which adds one forward pass of these.
+Exponentials and divisions, one per state for Mamba and one per channel for Longhorn, are not
+counted. A backward pass counts as two forward passes, as torch counts matrix products. It
+recomputes scans, convolution and step sizes, which adds one forward pass of these.
 """
 
 import math

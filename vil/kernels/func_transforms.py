@@ -1,14 +1,16 @@
-"""The operators under PyTorch's function transforms: torch.func, forward-mode and second derivatives.
+"""The operators under torch.func, forward-mode and second derivatives.
 
-Here each operator is composed from ``reference.py``, in operations that PyTorch can transform. This is
-correct for any nesting of grad, vjp, jvp, jacrev, jacfwd, hessian and vmap, but slow, token by token.
+Here each operator is composed from ``reference.py``, in operations that PyTorch can transform. This
+is correct for any nesting of grad, vjp, jvp, jacrev, jacfwd, hessian and vmap, but slow, token by
+token.
 Three routes lead here:
 
     torch.func          A kernel at functorch's dispatch key serves every call of an operator.
-    dual tensors        torch.autograd.forward_ad has no such key. The model and the functions of ``ops.py``
-                        check for dual tensors. An operator that gets one by another route raises.
-    second derivatives  A backward pass whose result is differentiated again, or comes in batches, is the reference's
-                        (``mixer.is_transformed``).
+    dual tensors        torch.autograd.forward_ad has no such key. The model and the functions of
+                        ``ops.py`` check for dual tensors. An operator that gets one by another
+                        route raises.
+    second derivatives  A backward pass whose result is differentiated again, or comes in batches,
+                        is the reference's (``mixer.is_transformed``).
 """
 
 from typing import Any

@@ -1,10 +1,12 @@
-"""The token mixer between its two outer projections, shared by the operator, eager calls and torch.func.
+"""The token mixer between its outer projections, for the operator, eager calls and torch.func.
 
-The mixer is a convolution, projections to step sizes, keys and queries, a scan and a gate. It saves the input, the
-small projections and the states of the scan for the backward pass. The convolution and the step sizes, each as large
-as the input, are recomputed, as in Mamba's fused block. Parameters that depend on the size of an image are given as
-that size needs them (``vil/sizes.py``), so nothing here knows of grids but an order of the tokens. The small projections of a token are its key, its query, and its step size of low rank. Zeros pad them to a multiple of 8
-columns, because matrix products on a GPU are several times slower with unaligned columns.
+The mixer is a convolution, projections to step sizes, keys and queries, a scan and a gate. It saves
+the input, the small projections and the states of the scan for the backward pass. The convolution
+and the step sizes, each as large as the input, are recomputed, as in Mamba's fused block.
+Parameters that depend on the size of an image are given as that size needs them (``vil/sizes.py``),
+so nothing here knows of grids but an order of the tokens. The small projections of a token are its
+key, its query, and its step size of low rank. Zeros pad them to a multiple of 8 columns, because
+matrix products on a GPU are several times slower with unaligned columns.
 
 Letters as in ``args.py``; E channels of the scan, K taps, P columns of the small projections.
 """
@@ -26,7 +28,7 @@ from vil.kernels.order import SEQUENCE, Order, conv_backward, conv_forward, kapp
 from vil.kernels.plan import MAX_KEPT, kept_plans
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None]
-"""The small projections, (2, B L, P), and, if the backend keeps them, the sum of both directions and states."""
+"""Small projections, (2, B L, P), and, if the backend saves them, sum of directions and states."""
 
 
 class MixerParams(NamedTuple):
@@ -47,11 +49,11 @@ class MixerParams(NamedTuple):
     D: Tensor
     """(2, E)."""
     cls_weight: Tensor | None = None
-    """Weights of the tokens that the class token reads, (2, U, E), if it has no position in the order."""
+    """Weights of the tokens that the class token reads, (2, U, E), if the order lacks it."""
 
 
 def arguments(inputs: Sequence[Any]) -> tuple[MixerParams, str, bool, Order]:
-    """Return the arguments of ``vil::mixer`` after the first: parameters, recurrence, whether to save, and order."""
+    """Return the arguments of ``vil::mixer`` after the first."""
     *tensors, recurrence, save = inputs[:9]
     cls_weight, *order = inputs[9:] or (None,)
     return MixerParams(*tensors, cls_weight), recurrence, save, Order(*order)
@@ -63,7 +65,7 @@ def small_columns(rows: int) -> int:
 
 
 class MixerPlan:
-    """Mixer prepared for arguments of given shapes, strides, dtypes and number of tokens in the order.
+    """Mixer prepared for arguments of the same shapes, strides, dtypes and length of the order.
 
     Args:
         backend: Backend of the convolution and the scan.
@@ -74,7 +76,8 @@ class MixerPlan:
         aligned: Whether the input begins at a multiple of two elements.
 
     Raises:
-        ValueError, NotImplementedError: If an argument is invalid, or the backend does not support it.
+        ValueError, NotImplementedError: If an argument is invalid, or the backend does not support
+            it.
     """
 
     def __init__(
@@ -105,7 +108,8 @@ class MixerPlan:
         strides = (self.conv.out_strides, x_dbl, x_dbl, x_dbl, half)
         self.scan = backend.scan_plan(
             ScanKey(
-                recurrence, False, self.kappa_scale, (2, B, L, E), M, R, strides, False, dtype, device, one
+                recurrence, False, self.kappa_scale, (2, B, L, E), M, R, strides, False, dtype,
+                device, one,
             )
         )  # fmt: skip
         self.arena = backend.arena
@@ -145,7 +149,7 @@ def mixer_plan(
     return plan
 
 
-# -------------------------------------------------------------------------- forward and backward pass
+# ------------------------------------------------------------------------ forward and backward pass
 
 
 def scan_args(
@@ -155,15 +159,15 @@ def scan_args(
     order: Order,
     x_dbl: Tensor | None = None,
 ) -> tuple[ScanArgs, Tensor]:
-    """Return the arguments of the scan, with low-rank step sizes, and the small projections, unless given."""
+    """Return the arguments of the scan, with low-rank step sizes, and the small projections."""
     B, L, R, M = plan.sizes
     x, z = xz.chunk(2, dim=-1)
     convolved = conv_forward(
         plan.conv, x, params.conv_weight, params.conv_bias, order, params.cls_weight
     )
     if x_dbl is None:
-        made = _small_weight(plan, params.x_proj_weight, convolved.dtype)
-        x_dbl = torch.bmm(convolved.flatten(1, 2), made.mT)
+        weight = _small_weight(plan, params.x_proj_weight, convolved.dtype)
+        x_dbl = torch.bmm(convolved.flatten(1, 2), weight.mT)
     parts = x_dbl.view(2, B, L, plan.columns)
     dt_low, q, k = parts.narrow(3, 2 * M, R), parts.narrow(3, M, M), parts.narrow(3, 0, M)
     D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
@@ -174,7 +178,7 @@ def scan_args(
 def forward(
     plan: MixerPlan, xz: Tensor, params: MixerParams, order: Order, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the output, (B, L, E), and the tensors of ``Saved``; without ``save``, the last two are None."""
+    """Return the output, (B, L, E), and ``Saved``, whose last two are None without ``save``."""
     with without_autocast(xz), plan.arena:
         args, x_dbl = scan_args(plan, xz, params, order)
         out, _, y_pre_gate, states = plan.scan.forward(args, save)
@@ -197,7 +201,8 @@ def backward(
         xz: Same as in ``forward``.
         params: Same as in ``forward``.
         order: Same as in ``forward``.
-        saved: Tensors that ``forward`` returned after the output. The scan runs again if it saved nothing.
+        saved: Tensors that ``forward`` returned after the output. The scan runs again if it saved
+            nothing.
     """
     conv_weight, conv_bias, x_proj_weight, dt_weight = params[:4]
     dxz = dx = dz = None
@@ -215,10 +220,12 @@ def backward(
         d_low = torch.bmm(ddt, F.pad(dt_weight.to(ddt.dtype), padding))
         d_dt_weight = _sum_over_tokens(ddt, x_dbl[..., 2 * M :])[..., :R].contiguous()
         dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
-        d_made = _sum_over_tokens(dx_dbl, tokens)
-        d_x_proj_weight = torch.cat((d_made[:, 2 * M : 2 * M + R], d_made[:, : 2 * M]), 1)
-        made = _small_weight(plan, x_proj_weight, xz.dtype)
-        d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, made).view(2, *x.shape)
+        d_small_weight = _sum_over_tokens(dx_dbl, tokens)
+        d_x_proj_weight = torch.cat(
+            (d_small_weight[:, 2 * M : 2 * M + R], d_small_weight[:, : 2 * M]), 1
+        )
+        small_weight = _small_weight(plan, x_proj_weight, xz.dtype)
+        d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, small_weight).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias, d_cls_weight = conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, order, params.cls_weight, dx
         )
@@ -238,17 +245,17 @@ def backward(
 
 
 def _small_weight(plan: MixerPlan, x_proj_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x_proj_weight``, (2, R + 2 M, E), with its rows in the order of the small projections, (2, P, E)."""
+    """Return ``x_proj_weight`` with its rows in the order of small projections, (2, P, E)."""
     _, _, R, M = plan.sizes
-    made = x_proj_weight.new_empty((2, plan.columns, x_proj_weight.shape[2]), dtype=dtype)
-    made[:, : 2 * M] = x_proj_weight[:, R:]
-    made[:, 2 * M : 2 * M + R] = x_proj_weight[:, :R]
-    made[:, 2 * M + R :] = 0
-    return made
+    weight = x_proj_weight.new_empty((2, plan.columns, x_proj_weight.shape[2]), dtype=dtype)
+    weight[:, : 2 * M] = x_proj_weight[:, R:]
+    weight[:, 2 * M : 2 * M + R] = x_proj_weight[:, :R]
+    weight[:, 2 * M + R :] = 0
+    return weight
 
 
 def _sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sums over tokens, (2, C, D), of the products of columns (2, B L, C) and (2, B L, D).
+    """Return the sums over tokens, (2, C, D), of the products of (2, B L, C) and (2, B L, D).
 
     cuBLAS divides such a long sum among processors for one matrix, but not for a batch of two.
     """
@@ -266,7 +273,7 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return _NOTHING
 
 
-# ------------------------------------------------------------------------------------ function transforms
+# ------------------------------------------------------------------------------ function transforms
 
 
 def plain(xz: Tensor, params: MixerParams, recurrence: str, order: Order) -> Tensor:
@@ -278,7 +285,7 @@ def plain(xz: Tensor, params: MixerParams, recurrence: str, order: Order) -> Ten
 def plain_gradients(
     grad: Tensor, inputs: Sequence[Tensor | None], recurrence: str, order: Order
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``plain`` for xz and the parameters, which PyTorch can transform again."""
+    """Return the gradients of ``plain``, which PyTorch can transform again."""
 
     def output(xz: Tensor, *params: Tensor | None) -> Tensor:
         return plain(xz, MixerParams(*params), recurrence, order)
@@ -287,14 +294,14 @@ def plain_gradients(
 
 
 def is_transformed(grad: Tensor) -> bool:
-    """Return whether gradients are to be differentiated again, or come in batches (``is_grads_batched``)."""
+    """Return whether gradients are differentiated again, or batched (``is_grads_batched``)."""
     return torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
-# ---------------------------------------------------------------------------------------- eager calls
+# -------------------------------------------------------------------------------------- eager calls
 #
-# A registered operator is visible to compilers, exporters and transforms, but calling it costs more than all the
-# Python code here. Calls that none of these tools sees bypass the operator.
+# A registered operator is visible to compilers, exporters and transforms, but calling it costs more
+# than all the Python code here. Calls that none of these tools sees bypass the operator.
 
 
 def is_eager(xz: Tensor, params: MixerParams) -> bool:

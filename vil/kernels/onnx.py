@@ -1,15 +1,17 @@
 """The mixer for exporters without custom operators, such as ONNX, and for inference only.
 
-Computes the same function as the operator, for runtimes that execute node by node. There the cost depends on
-the nodes per token and on how often a whole sequence goes through memory. From the convolution on, both
-directions are in scan order, the second flipped, and share one loop over time. The loop is the higher-order op
-``scan``, which an exporter keeps as one node. Its body reads nothing from outside, which OpenVINO refuses. Numbers such
-as in ``1 - x`` would also be outside. States are (M, E), so operations on all channels access consecutive memory.
-Diagonal Longhorn and Mamba take one token per step. Two tokens of diagonal Longhorn in one product, possible because
-its decays are bilinear, were no faster in ONNX Runtime. Exact Longhorn takes ``CHUNK`` tokens per step in matrix
-products (kernels/README.md, "The exact form in chunks").
+Computes the same function as the operator, for runtimes that execute node by node. There the cost
+depends on the nodes per token and on how often a whole sequence goes through memory. From the
+convolution on, both directions are in scan order, the second flipped, and share one loop over time.
+The loop is the higher-order op ``scan``, which an exporter keeps as one node. Its body reads
+nothing from outside, which OpenVINO refuses. Numbers such as in ``1 - x`` would also be outside.
+States are (M, E), so operations on all channels access consecutive memory. Diagonal Longhorn and
+Mamba take one token per step. Two tokens of diagonal Longhorn in one product, possible because its
+decays are bilinear, were no faster in ONNX Runtime. Exact Longhorn takes ``CHUNK`` tokens per step
+in matrix products (kernels/README.md, "The exact form in chunks").
 
-Letters: B batch, L tokens, E channels of the scan, K taps, R rank of the step size, M states, T = CHUNK.
+Letters: B batch, L tokens, E channels of the scan, K taps, R rank of the step size, M states,
+T = CHUNK.
 """
 
 from collections.abc import Callable
@@ -35,7 +37,8 @@ def mixer(xz: Tensor, params: MixerParams, recurrence: str, order: Order) -> Ten
     x = _convolve(x, conv_weight, conv_bias, order, cls_weight)  # (B, 2, L, E)
     rank = dt_weight.shape[2]
     states = (x_proj_weight.shape[1] - rank) // 2
-    # No reshape right before this: with another right after it, ONNX's optimiser (onnxscript 0.7) fails.
+    # No reshape right before this: with another right after it, ONNX's optimiser (onnxscript 0.7)
+    # fails.
     dt_low, k, q = (x @ x_proj_weight.mT).split([rank, states, states], dim=-1)
     v = dt_low @ dt_weight.mT + dt_bias[:, None]
     if recurrence == "mamba":
@@ -64,7 +67,7 @@ def _convolve(
 
 
 def _softplus(v: Tensor) -> Tensor:
-    """Return log(1 + exp(v)) by Kahan's method for log(1 + e), because ONNX Runtime's softplus is slow."""
+    """Return log(1 + exp(v)) by Kahan's method: ONNX Runtime's softplus is slow."""
     e = torch.exp(-v.abs())
     rounded = 1 + e
     log = torch.where(rounded == 1, e, torch.log(rounded) * (e / (rounded - 1)))
@@ -77,8 +80,8 @@ def _scan(
     """Return the outputs of ``advance`` for each token, or chunk, along axis 2: (B, 2, L, T, E).
 
     Args:
-        advance: Takes a state (B, 2, M, E), the constants and one token of each of ``tokens``. Returns the
-            next state, copies of the constants and an output (B, 2, T, E).
+        advance: Takes a state (B, 2, M, E), the constants and one token of each of ``tokens``.
+            Returns the next state, copies of the constants and an output (B, 2, T, E).
         tokens: Tensors (B, 2, L, rows, columns); the first has E columns.
         M: States per channel, zero before the first token.
         *constants: Tensors passed with every token.
@@ -86,14 +89,15 @@ def _scan(
     B, E = tokens[0].shape[0], tokens[0].shape[4]
     state = tokens[0].new_zeros(B, 2, M, E)
     tokens = [tensor.permute(2, 0, 1, 3, 4) for tensor in tokens]
-    # Not ``scan``: it calls the compiler for each block, and strict exports accept it. PyTorch tries a strict
-    # export for ONNX after another export raised, and it treats dynamic sizes as fixed numbers.
+    # Not ``scan``: it calls the compiler for each block, and strict exports accept it. PyTorch
+    # tries a strict export for ONNX after another export raised, and it treats dynamic sizes as
+    # fixed numbers.
     y = scan_op(advance, [state, *constants], tokens, ())[-1]
     return y.permute(1, 2, 0, 3, 4)
 
 
 def _longhorn(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return the values that queries read, (B, 2, L, E); x and step are (B, 2, L, E), q and k (B, 2, L, M)."""
+    """Return what queries read, (B, 2, L, E), like x and step; q and k are (B, 2, L, M)."""
 
     def advance(state, step, value, key, query):
         state = state + key * (value - key * step * state)
@@ -117,8 +121,9 @@ def _mamba(x: Tensor, step: Tensor, q: Tensor, k: Tensor, A: Tensor) -> Tensor:
 def _longhorn_exact(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Return the result of ``_longhorn`` for the exact form.
 
-    The writes of a chunk, C = step (x - k.S0 - before C), are found by repeated substitution for C. Each
-    token depends only on earlier ones, so it is exact after as many substitutions as tokens precede it.
+    The writes of a chunk, C = step (x - k.S0 - before C), are found by repeated substitution for C.
+    Each token depends only on earlier ones, so it is exact after as many substitutions as tokens
+    precede it.
     """
     L = x.shape[2]
     x, step, q, k = (  # padding tokens have zero step and key
@@ -127,10 +132,10 @@ def _longhorn_exact(x: Tensor, step: Tensor, q: Tensor, k: Tensor) -> Tensor:
     before, until = (k @ k.mT).tril(-1), (q @ k.mT).tril()
 
     def advance(state, x, step, key, column, query, before, until):
-        wanted = x - key @ state
-        written = step * wanted
+        error = x - key @ state
+        written = step * error
         for _ in range(CHUNK - 1):
-            written = step * (wanted - before @ written)
+            written = step * (error - before @ written)
         return [state + column @ written, query @ state + until @ written]
 
     y = _scan(advance, (x, step, k, k.mT, q, before, until), k.shape[-1])

@@ -1,9 +1,9 @@
 """The public operations.
 
 Each is a torch.library operator (``registration.py``) with rules for automatic mixed
-precision and for counting FLOPs. Each raises NotImplementedError if the backend does not support the
-arguments: Triton takes up to 64 states, 128 for longhorn_exact. It raises RuntimeError if a backend
-that you chose by name cannot be used.
+precision and for counting FLOPs. Each raises NotImplementedError if the backend does not support
+the arguments: Triton takes up to 64 states, 128 for longhorn_exact. It raises RuntimeError if a
+backend that you chose by name cannot be used.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``).
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vil.kernels import autocast, flops, func_transforms, registration  # noqa: F401  (registers all)
+from vil.kernels import autocast, flops, func_transforms, registration  # noqa: F401  (register)
 from vil.kernels.backends import BACKENDS, use_backend
 from vil.kernels.checks import in_forward_mode
 from vil.kernels.reference import RECURRENCES
@@ -58,7 +58,8 @@ def longhorn_scan(
         k: Keys, (B, L, M), dtype of x.
         D: Skip weights, (D,), dtype of x or float32; no skip if None.
         bias: Added to beta, (D,), dtype of x or float32.
-        recurrence: "longhorn" (the paper's models) or "longhorn_exact" (the closed-form solution of Eq. 5).
+        recurrence: "longhorn" (the paper's models) or "longhorn_exact" (the closed-form solution of
+            Eq. 5).
         reverse: Scan from the last token to the first.
         initial_state: (B, D, M), float64 if x is, else float32; zeros if None.
         return_final_state: Return the state after the last token scanned as well.
@@ -172,5 +173,5 @@ def _has_gradients(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Return an operator, or its plain form where tensors may be dual (torch.autograd.forward_ad)."""
+    """Return an operator, or its plain form in forward mode, where tensors may be dual."""
     return getattr(func_transforms if in_forward_mode() else torch.ops.vil, name)

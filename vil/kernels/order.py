@@ -1,10 +1,12 @@
 """The mixer's convolution along an order of the tokens, with the class token's own reads.
 
-Tokens may be convolved in another order than that of their sequence (``reference.causal_conv1d_bidirectional``). The
-class token then has no position in it. It reads U tokens, itself first, each with a weight per channel, and is
-convolved here: U products for B of the B L tokens.
+Tokens may be convolved in another order than that of their sequence
+(``reference.causal_conv1d_bidirectional``). The class token then has no position in it. It reads U
+tokens, itself first, each with a weight per channel, and is convolved here: U products for B of the
+B L tokens.
 
-Letters: B batch, L tokens, D channels, K taps, P positions in the order, U tokens that the class token reads.
+Letters: B batch, L tokens, D channels, K taps, P positions in the order, U tokens that the class
+token reads.
 """
 
 from collections.abc import Sequence
@@ -23,9 +25,9 @@ class Order(NamedTuple):
     order: Tensor | None = None
     """Token at each position, int32 (P,); None for sequence order."""
     cls_index: Tensor | None = None
-    """Tokens that the class token reads, int64 (U,); None or empty if it is convolved like the others."""
+    """Tokens that the class token reads, int64 (U,); None or empty if it is like the others."""
     tokens_per_ref: Sequence[int] = (1, 1)
-    """Numerator and denominator of the number of tokens per token of the trained grid; see ``kappa_scale``."""
+    """Numerator and denominator of the number of tokens per trained token; see ``kappa_scale``."""
 
 
 SEQUENCE = Order()
@@ -33,7 +35,7 @@ SEQUENCE = Order()
 
 
 def kappa_scale(recurrence: str, tokens_per_ref: Sequence[int]) -> float:
-    """Return the factor of |k|^2 in a step size, for keys that are scaled for this number of tokens (``sizes.py``)."""
+    """Return the factor of |k|^2 in a step size, for keys scaled as in ``sizes.py``."""
     if recurrence == "mamba":
         return 1.0
     area = max(tokens_per_ref[0] / tokens_per_ref[1], 1.0)
@@ -79,9 +81,10 @@ def conv_backward(
     cls_weight: Tensor | None,
     dx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of ``conv_forward`` for x, weight, bias and cls_weight, bit-identical in every run.
+    """Return the gradients of ``conv_forward`` for x, weight, bias and cls_weight.
 
-    ``grad`` is the gradient of the output, (2, B, L, D). The gradient for x is written to ``dx``, (B, L, D), if given.
+    They are bit-identical in every run. ``grad`` is the gradient of the output, (2, B, L, D). The
+    gradient for x is written to ``dx``, (B, L, D), if given.
     """
     dx, dweight, dbias = conv.backward(grad, x, weight, bias, order.order, dx)
     if cls_weight is None or not order.cls_index.numel():
@@ -104,7 +107,7 @@ def _middle(x: Tensor) -> int:
 def _class_token(
     x: Tensor, bias: Tensor, cls_index: Tensor, cls_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens read, (B, U, D), their weights, (2, U, D), and the sums before SiLU, (2, B, D)."""
+    """Return the tokens, (B, U, D), weights, (2, U, D), and sums before SiLU, (2, B, D)."""
     dtype = compute_dtype(x)
     tokens, shares = x[:, cls_index].to(dtype), cls_weight.to(dtype)
     v = (shares[:, None] * tokens).sum(2) + bias.to(dtype)[:, None]

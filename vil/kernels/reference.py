@@ -46,9 +46,10 @@ def step_size(
     v = dt if bias is None else dt + bias
     if recurrence == "mamba":
         return F.softplus(v)
-    # Not beta / (1 + beta kappa): the terms of its gradient cancel for long keys. Bounded so that gradients are finite.
-    decay = torch.exp((-v).clamp(max=0.9 * math.log(torch.finfo(v.dtype).max)))
-    return 1 / (1 + kappa_scale * k.square().sum(-1, keepdim=True) + decay)
+    # Not beta / (1 + beta kappa): the terms of its gradient cancel for long keys. Bounded so that
+    # gradients are finite.
+    exp_minus_v = torch.exp((-v).clamp(max=0.9 * math.log(torch.finfo(v.dtype).max)))
+    return 1 / (1 + kappa_scale * k.square().sum(-1, keepdim=True) + exp_minus_v)
 
 
 def advance(
@@ -87,7 +88,8 @@ def scan(
 ) -> ScanResult:
     """Scan one direction, or scan both, average and gate: silu(z) (y0 + y1) / 2.
 
-    The second form is Vision Mamba's bidirectional composition ("v2" with divided output), for any recurrence.
+    The second form is Vision Mamba's bidirectional composition ("v2" with divided output), for any
+    recurrence.
 
     Args:
         args: Tensors of the scan.
@@ -97,8 +99,8 @@ def scan(
         save: Also return tensors for the backward pass; this backend saves none.
 
     Returns:
-        The output, (B, L, D), in the dtype of x. For one direction, the last state, (1, B, D, M), in
-        ``compute_dtype``, else None. Two tensors for the backward pass, or None.
+        The output, (B, L, D), in the dtype of x. For one direction, the last state, (1, B, D, M),
+        in ``compute_dtype``, else None. Two tensors for the backward pass, or None.
     """
     args = args._replace(dt=dt_proj(args.dt, args.dt_weight), dt_weight=None)
     raised = args.to(compute_dtype(args.x))
@@ -144,7 +146,8 @@ def scan_backward(
     """Return the gradients of ``scan``.
 
     Args:
-        args: Same as in ``scan``. With ``dt_weight``, the gradient for dt is still (N, B, L, D), of full rank.
+        args: Same as in ``scan``. With ``dt_weight``, the gradient for dt is still (N, B, L, D), of
+            full rank.
         grad: Gradient of the output, (B, L, D).
         grad_final: Gradient of the last state, (1, B, D, M), for one direction.
         recurrence: Same as in ``scan``.
@@ -200,15 +203,15 @@ def dt_proj(dt_low: Tensor, dt_weight: Tensor | None) -> Tensor:
 def causal_conv1d_bidirectional(
     x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> Tensor:
-    """Convolve every channel over time, causally (index 0) and anti-causally (index 1), then apply SiLU.
+    """Convolve every channel causally (index 0) and anti-causally (index 1), then apply SiLU.
 
     Index 1 is the causal convolution of the reversed sequence, reversed back: its tap K - 1 meets
     token t and tap 0 meets token t + K - 1 (Vision Mamba's ``conv1d`` and ``conv1d_b``).
 
-    With an ``order``, the convolution runs over P positions, and a token gets the result at its position. A
-    position holds a token t >= 0 or is empty (-1), which counts as zeros. A token has at most one position.
-    Without one, its result and gradient are zeros here, and other backends do not write them. K - 1 empty
-    positions separate sequences that must not read from each other.
+    With an ``order``, the convolution runs over P positions, and a token gets the result at its
+    position. A position holds a token t >= 0 or is empty (-1), which counts as zeros. A token has
+    at most one position. Without one, its result and gradient are zeros here, and other backends do
+    not write them. K - 1 empty positions separate sequences that must not read from each other.
 
     Args:
         x: Input, (B, L, D).
@@ -258,11 +261,11 @@ def gradients(
     grad: Tensor | tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradient for each input (None for None), by autograd through ``function``."""
-    given = [i for i, tensor in enumerate(inputs) if tensor is not None]
+    present = [i for i, tensor in enumerate(inputs) if tensor is not None]
 
-    def of_given(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def of_present(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         filled = list(inputs)
-        for i, tensor in zip(given, tensors, strict=True):
+        for i, tensor in zip(present, tensors, strict=True):
             filled[i] = tensor
         return function(*filled)
 
@@ -270,10 +273,11 @@ def gradients(
     for key in _TRANSFORMS:
         excluded = excluded.remove(key)
     grads: list[Tensor | None] = [None] * len(inputs)
-    # Use torch.func: torch.autograd.grad is disabled inside the implementation of a custom operator.
+    # Use torch.func: torch.autograd.grad is disabled inside the implementation of a custom
+    # operator.
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        _, pull_back = torch.func.vjp(of_given, *(inputs[i] for i in given))
-        for i, g in zip(given, pull_back(grad), strict=True):
+        _, pull_back = torch.func.vjp(of_present, *(inputs[i] for i in present))
+        for i, g in zip(present, pull_back(grad), strict=True):
             grads[i] = (
                 g.clone()
             )  # g may be the incoming gradient, which an operator must not return

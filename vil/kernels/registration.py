@@ -1,8 +1,8 @@
 """The operations as torch.library operators: registration, autograd, dispatch to a backend.
 
-FX, TorchScript, torch.export and torch.compile see one opaque node instead of a loop over tokens. Checks
-run inside both the operator and its fake implementation, so every call is checked. Tensors that the
-backward pass needs are additional outputs of the operator. Letters as in ``ops.py``.
+FX, TorchScript, torch.export and torch.compile see one opaque node instead of a loop over tokens.
+Checks run inside both the operator and its fake implementation, so every call is checked. Tensors
+that the backward pass needs are additional outputs of the operator. Letters as in ``ops.py``.
 """
 
 import functools
@@ -71,8 +71,8 @@ def _empty_gradients(inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 def _pack_grads(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """Replace None by an empty tensor and views by copies.
 
-    Operators cannot return None, and two outputs must not share memory. For one token of one sequence,
-    dq and dk would.
+    Operators cannot return None, and two outputs must not share memory. For one token of one
+    sequence, dq and dk would.
     """
     return tuple(like.new_empty(0) if g is None else _own_memory(g) for g in grads)
 
@@ -93,7 +93,7 @@ def _unpack_grads(
 
 
 def _empty_saved(like: Tensor, shapes: SavedShapes | None) -> tuple[Tensor, Tensor]:
-    """Return uninitialised tensors for what an operator saves of a scan; empty if it saves nothing."""
+    """Return uninitialised tensors for what an operator saves; empty if it saves nothing."""
     if shapes is None:
         return tuple(like.new_empty(0, dtype=compute_dtype(like)) for _ in range(2))
     return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
@@ -102,7 +102,7 @@ def _empty_saved(like: Tensor, shapes: SavedShapes | None) -> tuple[Tensor, Tens
 def _as_saved(
     y_pre_gate: Tensor | None, states: Tensor | None, like: Tensor, shapes: SavedShapes | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the saved outputs of an operator, for a backend's; NaN if the backend saves nothing."""
+    """Return the saved outputs of an operator: a backend's, or NaN if it saves nothing."""
     empty = _empty_saved(like, shapes)
     if states is None:
         return tuple(t.fill_(torch.nan) for t in empty)
@@ -148,8 +148,8 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @_operator(
     "scan_backward",
-    f"(Tensor grad, Tensor grad_final, {_SCANNED}, Tensor y_pre_gate, Tensor states, str recurrence, "
-    f"bool reverse) -> {_tensors(9)}",
+    f"(Tensor grad, Tensor grad_final, {_SCANNED}, Tensor y_pre_gate, Tensor states, "
+    f"str recurrence, bool reverse) -> {_tensors(9)}",
 )
 def _scan_backward(grad: Tensor, grad_final: Tensor, *inputs) -> tuple[Tensor, ...]:
     *tensors, y_pre_gate, states, recurrence, reverse = inputs

@@ -1,8 +1,8 @@
 """CPU memory for tensors that an operator needs only while it runs, kept for the next call.
 
-These tensors are as large as those that a training step keeps, and would lie between them. The malloc of glibc fills
-the gaps that they leave badly: a block of tensors for 1024 px took twice the memory of its live tensors.
-Keeping the memory also avoids page faults in every call.
+These tensors are as large as those that a training step keeps, and would lie between them. The
+malloc of glibc fills the gaps that they leave badly: a block of tensors for 1024 px took twice the
+memory of its live tensors. Keeping the memory also avoids page faults in every call.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-_MOST = 256 << 20  # bytes kept per thread; calls that need more allocate the rest and free it
-_MOST_VIEWS = 1024
+_MAX_BYTES = 256 << 20  # bytes kept per thread; calls that need more allocate the rest and free it
+_MAX_VIEWS = 1024
 _ALIGNMENT = 64
 
 _View = tuple[int, tuple[int, ...], torch.dtype]  # start, shape, dtype
@@ -27,7 +27,7 @@ class _Memory(threading.local):
         self.buffer: Tensor | None = None
         self.capacity = 0
         self.views: dict[_View, tuple[Tensor, int]] = {}
-        """Tensors returned before, each with the start of the next: a lookup is faster than making a tensor."""
+        """Tensors returned before, each with the start of the next: faster than new ones."""
 
 
 _memory = _Memory()
@@ -39,7 +39,7 @@ class _Arena:
 
     def __exit__(self, *_: object) -> None:
         needed, _memory.taken = _memory.taken, None
-        if _memory.capacity < needed <= _MOST:
+        if _memory.capacity < needed <= _MAX_BYTES:
             _memory.views.clear()  # views keep the old buffer alive
             _memory.buffer = None
             with torch.inference_mode(False):  # else other code could not write to it
@@ -65,7 +65,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     _memory.taken = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
     if start == end or end > _memory.capacity:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    if len(_memory.views) == _MOST_VIEWS:
+    if len(_memory.views) == _MAX_VIEWS:
         _memory.views.clear()
     with torch.inference_mode(False), torch.no_grad():
         tensor = _memory.buffer[start:end].view(dtype).view(shape)

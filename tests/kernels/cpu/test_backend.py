@@ -321,7 +321,7 @@ def test_a_full_disk_and_no_folder_are_told_of(
     assert loops.compiled(small_kernel, numba.types.float32).address
     assert "No space left on device" in caplog.text
     monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])
-    monkeypatch.setattr(loops, "_given", set())
+    monkeypatch.setattr(loops, "_warned", set())
     for dtype in (numba.types.float32, numba.types.float64):
         assert loops.compiled(small_kernel, dtype).address
     assert caplog.text.count("set NUMBA_CACHE_DIR to a folder that can be written") == 1

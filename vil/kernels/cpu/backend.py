@@ -1,10 +1,10 @@
 """The operations of ``reference.py`` in compiled, vectorised, multi-threaded loops for CPUs.
 
 Functions and arguments are the same as there. Computes in float64 for float64 inputs and in float32
-otherwise. The loops read and write large bfloat16 tensors directly. Work is cut into tasks, one per batch
-element and vector (or group of vectors) of channels, and threads take one task after another. A task
-writes only its own results, and sums over tasks have a fixed order, so results are bit-identical for any
-number of threads.
+otherwise. The loops read and write large bfloat16 tensors directly. Work is cut into tasks, one per
+batch element and vector (or group of vectors) of channels, and threads take one task after another.
+A task writes only its own results, and sums over tasks have a fixed order, so results are
+bit-identical for any number of threads.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``), K convolution width.
 """
 
@@ -40,13 +40,15 @@ _RECURRENCES = {
 }
 # A second thread pays off from about 0.1 ms of work.
 _UPDATES_PER_THREAD = 500_000
-# Partial sums for dq and dk, over groups of channels: more groups are more parallel and take more memory.
-_MOST_GROUPS = 8
+# Partial sums for dq and dk, over groups of channels: more groups are more parallel and take more
+# memory.
+_MAX_GROUPS = 8
 
 
-# A process that has freed a large block keeps freed memory of that size, at most 32 MiB; glibc adapts its threshold.
-# Before, it may return the memory of each layer to the system, and the next layer faults it in again, which can take
-# half of the time of inference once more. Nothing writes to this block, so it takes no memory.
+# A process that has freed a large block keeps freed memory of that size, at most 32 MiB; glibc
+# adapts its threshold. Before, it may return the memory of each layer to the system, and the next
+# layer faults it in again, which can take half of the time of inference once more. Nothing writes
+# to this block, so it takes no memory.
 torch.empty((32 << 20) - (1 << 14), dtype=torch.uint8, device="cpu")
 
 
@@ -85,7 +87,7 @@ def _openmp() -> Callable[[object, object, int, int], None] | None:
 
 @functools.cache
 def _compiled(kernel: Callable[..., None], dtype: torch.dtype) -> tuple[CFunc, Callable]:
-    """Return a kernel compiled for a dtype, and a function that calls it without holding the GIL."""
+    """Return a kernel compiled for a dtype, and a function that calls it without the GIL."""
     function = loops.compiled(kernel, _TYPES[dtype])
     return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)
 
@@ -128,10 +130,10 @@ class _Loop:
     def __call__(self, *tensors: Tensor | None) -> None:
         """Run all tasks on torch's number of threads.
 
-        These are torch's own OpenMP threads where possible. After every torch operation, they keep their
-        cores busy for milliseconds while they wait for the next, so other threads would wait for them.
-        In a forked process OpenMP hangs and is not used. Numba's threads are not used: its threading
-        layers abort on concurrent calls or after a fork.
+        These are torch's own OpenMP threads where possible. After every torch operation, they keep
+        their cores busy for milliseconds while they wait for the next, so other threads would wait
+        for them. In a forked process OpenMP hangs and is not used. Numba's threads are not used:
+        its threading layers abort on concurrent calls or after a fork.
         """
         threads = min(torch.get_num_threads(), self.tasks, self.updates // _UPDATES_PER_THREAD) or 1
         scratch = workspace.empty((threads * self.scratch,), self.dtype)
@@ -152,7 +154,8 @@ class _Loop:
             else:
                 helpers = [_pool().submit(call, address) for _ in range(threads - 1)]
                 call(address)
-                # Cancel helpers that have not started; wait for the rest, which write to memory of this call.
+                # Cancel helpers that have not started; wait for the rest, which write to memory of
+                # this call.
                 concurrent.futures.wait([helper for helper in helpers if not helper.cancel()])
 
 
@@ -160,7 +163,7 @@ class _Loop:
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the loops' dtype of tensors with tokens and channels: bfloat16, or at least float32."""
+    """Return the loops' dtype of tensors with tokens and channels; float16 becomes float32."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -191,13 +194,13 @@ def _view(*shape: int, strides: Sequence[int] | None = None) -> tuple[int, int, 
 
 
 class _Form:
-    """Form in which the loops take an argument of four axes: the tensor itself, or a copy by ``_rows``.
+    """Form in which the loops take an argument of four axes: itself, or a copy by ``_rows``.
 
     Args:
         shape: Shape of the argument.
         strides: Strides of the argument.
-        given: Dtype of the argument.
-        wanted: Dtype that the loops take.
+        dtype: Dtype of the argument.
+        loop_dtype: Dtype that the loops take.
         columns: Size that the loops take for the last axis.
     """
 
@@ -205,13 +208,13 @@ class _Form:
         self,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-        given: torch.dtype,
-        wanted: torch.dtype,
+        dtype: torch.dtype,
+        loop_dtype: torch.dtype,
         columns: int,
     ) -> None:
         adjacent = strides[-1] == 1 or shape[-1] == 1
-        self.copies = not (given == wanted and shape[-1] == columns and adjacent)
-        self.wanted, self.columns = wanted, columns
+        self.copies = not (dtype == loop_dtype and shape[-1] == columns and adjacent)
+        self.dtype, self.columns = loop_dtype, columns
         self.view = _view(*shape[:3], columns, strides=None if self.copies else strides)
 
 
@@ -280,9 +283,9 @@ class ScanPlan:
         self.dz = None
         if key.dz is not None:
             self.dz = _Form((1, B, L, D), (0, *key.dz), key.dtype, self.stored, P)
-        gate = out if self.dz is None or self.dz.copies else self.dz.view
+        dz = out if self.dz is None or self.dz.copies else self.dz.view
         scalars, blocks = (_RECURRENCES[key.recurrence], int(key.reverse)), P // loops.WIDTH
-        self.groups, self.columns = min(blocks, _MOST_GROUPS), loops.num_columns(M)
+        self.groups, self.columns = min(blocks, _MAX_GROUPS), loops.num_columns(M)
         updates = N * B * L * P * M
         self._forward = _Loop(
             loops.scan_blocks, self.stored, B * blocks, updates, loops.scratch_size(L, M),
@@ -293,7 +296,7 @@ class ScanPlan:
             loops.backward_scratch_size(L, M), (*scalars, self.groups, *self.shape),
             (
                 *(*inputs, out, none if N == 2 else state, both, both, states),
-                *(_view(self.groups * N, B, L, self.columns), sums, sums, state, gate),
+                *(_view(self.groups * N, B, L, self.columns), sums, sums, state, dz),
             ),
         )  # fmt: skip
 
@@ -304,10 +307,10 @@ class ScanPlan:
         if args.dt_weight is not None:  # of low rank
             dt = workspace.bmm(dt.flatten(1, 2), args.dt_weight.to(dt.dtype).mT)
             dt = dt.view(args.x.shape)
-        given = [args.x, dt, args.q, args.k, args.z]
+        rows = [args.x, dt, args.q, args.k, args.z]
         for i, form in self.copied:
-            given[i] = _rows(given[i], form.wanted, form.columns)
-        x, dt, q, k, z = given
+            rows[i] = _rows(rows[i], form.dtype, form.columns)
+        x, dt, q, k, z = rows
         # The loops compute powers of 2.
         A = None if A is None else _rows(A.mT, self.dtype, P) * math.log2(math.e)
         skip = self.zeros if args.D is None else _rows(args.D, self.dtype, P)
@@ -349,13 +352,13 @@ class ScanPlan:
         dqk = workspace.empty((self.groups * N, B, L, self.columns), self.dtype).zero_()
         sums = self._zeros(2, N, B, P)
         dstate = torch.empty((1, B, M, P), dtype=self.dtype, device="cpu") if N == 1 else None
-        gate = dz
+        own_dz = dz
         if N == 2 and (self.dz is None or self.dz.copies):
-            gate = workspace.empty((B, L, P), self.stored)
+            own_dz = workspace.empty((B, L, P), self.stored)
         self._backward(
             *self._inputs(args), _rows(grad, self.stored, P),
             self.zeros if N == 2 else self._states(grad_final),
-            *(dx, ddt, dA, dqk, sums[0], sums[1], dstate, gate),
+            *(dx, ddt, dA, dqk, sums[0], sums[1], dstate, own_dz),
         )  # fmt: skip
         dqk = _sum(dqk.view(self.groups, N, B, L, self.columns), 0)
         dskip, dbias = _cut(_sum(sums, 2), D).unbind()
@@ -367,10 +370,10 @@ class ScanPlan:
             k=dqk.narrow(3, M, M),
             D=None if args.D is None else dskip,
             bias=None if args.bias is None else dbias,
-            z=None if gate is None else _cut(gate, D),
+            z=None if own_dz is None else _cut(own_dz, D),
             initial_state=None if args.initial_state is None else _cut(dstate, D).mT,
         )
-        if dz is not None and gate is not dz:
+        if dz is not None and own_dz is not dz:
             grads = grads._replace(z=dz.copy_(grads.z))
         return ScanArgs(*_in_dtypes_of(args._replace(dt_weight=None), grads))
 
@@ -422,7 +425,7 @@ class ConvPlan:
         return x, _rows(weight.mT, self.dtype, self.padded), _rows(bias, self.dtype, self.padded)
 
     def _in_pairs(self, order: Tensor | None) -> Tensor:
-        """Return an order (P,), or sequence order if None, as int64 with an even number of positions."""
+        """Return an order (P,), by default the sequence's, as int64 with positions in pairs."""
         if order is None:
             return self.in_sequence
         return F.pad(order.to(torch.int64), (0, self.missing), value=-1).contiguous()
@@ -445,20 +448,20 @@ class ConvPlan:
         order: Tensor | None,
         dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients for x, weight and bias; the one for x is written to ``dx`` if given."""
+        """Return the gradients of ``forward``, as described in ``interface.ConvPlan``."""
         (B, L, D), K, P = self.key.shape, self.key.taps, self.padded
-        grad, given = _rows(grad, self.stored, P), dx
+        grad, own_dx = _rows(grad, self.stored, P), dx
         if dx is None or self.dx.copies:
-            dx = workspace.empty((B, L, P), self.stored)
+            own_dx = workspace.empty((B, L, P), self.stored)
         sums = torch.zeros((2, B, K + 1, P), dtype=self.dtype, device="cpu")
         of_bias = sums.select(2, K)
         self._backward(
-            *self._inputs(x, weight, bias), grad, dx, sums, of_bias, self._in_pairs(order)
+            *self._inputs(x, weight, bias), grad, own_dx, sums, of_bias, self._in_pairs(order)
         )
-        if given is not None and dx is not given:
-            dx = given.copy_(dx[..., :D])
+        if dx is not None and own_dx is not dx:
+            own_dx = dx.copy_(own_dx[..., :D])
         sums = _cut(_sum(sums, 1), D)
-        grads = (_cut(dx, D), sums.narrow(1, 0, K).mT, sums.select(1, K))
+        grads = (_cut(own_dx, D), sums.narrow(1, 0, K).mT, sums.select(1, K))
         return _in_dtypes_of((x, weight, bias), grads)
 
 

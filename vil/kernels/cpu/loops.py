@@ -1,18 +1,18 @@
 """The compiled loops of the CPU backend: explicit vectors over channels, in numba.
 
-A value of type ``Vector`` holds WIDTH neighbouring channels. LLVM splits it into the registers of the
-machine (4 of AVX-512, 8 of AVX2, 16 of NEON for WIDTH 64 in float32). The loops below are thus the
-formulas of ``reference.py`` with no loop over channels. Letters as there; i direction, b batch element,
-c first channel of a block, t token.
+A value of type ``Vector`` holds WIDTH neighbouring channels. LLVM splits it into the registers of
+the machine (4 of AVX-512, 8 of AVX2, 16 of NEON for WIDTH 64 in float32). The loops below are thus
+the formulas of ``reference.py`` with no loop over channels. Letters as there; i direction, b batch
+element, c first channel of a block, t token.
 
 A kernel is a C function of one pointer, to a table of integers. The table holds HEADER entries (see
-``_begin``), SCALARS scalars, and the views of all tensors. A ``view`` is the address of a tensor with four
-axes and the strides of the first three; the last axis is contiguous. Several threads call a kernel with
-the same table, and each takes tasks until none is left.
+``_begin``), SCALARS scalars, and the views of all tensors. A ``view`` is the address of a tensor
+with four axes and the strides of the first three; the last axis is contiguous. Several threads call
+a kernel with the same table, and each takes tasks until none is left.
 
-The pointer's type only gives the type of values, ``like``, for tensors with tokens and channels and for
-their gradients. All other tensors and all computations use the type of ``wide``, which differs only for
-bfloat16: float32. Bfloat16 is BFLOAT16 here, because neither numba nor numpy supports it.
+The pointer's type only gives the type of values, ``like``, for tensors with tokens and channels and
+for their gradients. All other tensors and all computations use the type of ``wide``, which differs
+only for bfloat16: float32. Bfloat16 is BFLOAT16 here, because neither numba nor numpy supports it.
 ``rows`` are a pair: pointer to the first row, distance between two rows.
 
 Products and sums may be contracted into fused multiply-adds. Otherwise they are taken in the order
@@ -46,7 +46,7 @@ from numba.extending import (
 )
 
 _logger = logging.getLogger(__name__)
-_given: set[str] = set()  # advice on numba's cache
+_warned: set[str] = set()  # advice on numba's cache
 
 WIDTH = 64  # channels per vector; channels are padded to a multiple of WIDTH
 LANES = 16  # rows and columns of the transposing sum, divides WIDTH
@@ -171,8 +171,9 @@ def _control(builder, action: str, slot) -> None:
 def flush_subnormals(typingctx):
     """Let this thread treat subnormal numbers as zeros, and return its previous setting.
 
-    Each subnormal takes a hundred times as long on Intel's processors only. Nothing changes on processors
-    that are not x86. Gradients of Mamba's states decay over many tokens, to many subnormals.
+    Each subnormal takes a hundred times as long on Intel's processors only. Nothing changes on
+    processors that are not x86. Gradients of Mamba's states decay over many tokens, to many
+    subnormals.
     """
 
     def codegen(context, builder, signature, args):
@@ -329,8 +330,8 @@ def total(typingctx, vector):
 def add_row_sums(typingctx, rows, sums):
     """Add the sums of LANES rows of LANES values to ``sums[0]`` ... ``sums[LANES - 1]``.
 
-    Transposes while it adds: each step halves every row and puts two rows into one vector. This takes
-    about a third of the instructions of separate sums.
+    Transposes while it adds: each step halves every row and puts two rows into one vector. This
+    takes about a third of the instructions of separate sums.
     """
     align = rows.dtype.bitwidth // 8
 
@@ -493,16 +494,17 @@ def compiled(kernel: Callable[..., None], dtype: types.Number) -> CFunc:
 
 
 def _warn_of_cache(kernel: Callable[..., None], error: Exception) -> None:
-    """Warn that numba's cache cannot be used for a kernel; once per process if there is no folder for any."""
+    """Warn that numba's cache cannot be used for a kernel, once per process and advice."""
     try:
         folder = FunctionCache(kernel).cache_path
         advice = f"delete or make writable {folder}/loops.{kernel.__name__}-*"
     except Exception:  # numba finds no folder that it can write to
         advice = "set NUMBA_CACHE_DIR to a folder that can be written"
-    if advice not in _given:
-        _given.add(advice)
+    if advice not in _warned:
+        _warned.add(advice)
         _logger.warning(
-            "numba's cache cannot be used, so kernels are compiled again in every process (%s: %s); %s",
+            "numba's cache cannot be used, so kernels are compiled again in every process "
+            "(%s: %s); %s",
             type(error).__name__,
             " ".join(str(error).split()),
             advice,
@@ -513,8 +515,8 @@ def _warn_of_cache(kernel: Callable[..., None], error: Exception) -> None:
 def _begin(like):
     """Return the table, the counter of tasks, the number of tasks and this thread's scratch memory.
 
-    A table starts with the counters of threads and tasks, the number of tasks, the address of the scratch
-    memory and its bytes per thread.
+    A table starts with the counters of threads and tasks, the number of tasks, the address of the
+    scratch memory and its bytes per thread.
     """
     table = integers(like)
     thread = take(table)
@@ -581,7 +583,7 @@ def copy(source, target, count):
 
 @njit(forceinline=True)
 def step_size(recurrence, M, v, k, kappa_scale):
-    """Return eps, with |k|^2 times kappa_scale (Longhorn), or softplus(v) (Mamba); v is dt + bias."""
+    """Return eps, with |k|^2 times kappa_scale (Longhorn), or softplus(v); v is dt + bias."""
     if recurrence == MAMBA:
         return softplus(v)
     kappa = k[0] * k[0]
@@ -638,10 +640,10 @@ def advance(recurrence, M, before, after, x, step, A, k, q):
 
 @njit(forceinline=True)
 def advance_backward(recurrence, M, before, after, adjoint, x, step, g, A, k, q, dq, dk, dA):
-    """Backpropagate through one token; ``adjoint`` is the gradient for the state after it, then before it.
+    """Backpropagate through one token.
 
-    g is the gradient for y. Leaves LANES partial sums of the gradients for q and k in dq and dk, and adds to
-    dA. The sums for k exclude the part that passes through the step size.
+    g is the gradient for y. Leaves LANES partial sums of the gradients for q and k in dq and dk,
+    and adds to dA. The sums for k exclude the part that passes through the step size.
 
     Returns:
         Gradients for x, without the skip, and for the step size.
@@ -691,7 +693,7 @@ def advance_backward(recurrence, M, before, after, adjoint, x, step, g, A, k, q,
 
 
 class Direction(NamedTuple):
-    """Inputs of a scan for one direction, batch element and vector of channels: rows and a number."""
+    """Inputs of a scan for one direction, batch element and vector of channels."""
 
     x: tuple
     dt: tuple
@@ -719,10 +721,10 @@ def direction_of(table, like, i, b, c):
 
 @njit
 def scan_direction(recurrence, M, L, backwards, inputs, state, y, add, steps, checkpoints, keep):
-    """Scan; ``state`` becomes the final state, and outputs are written to y or, with ``add``, added to it.
+    """Scan; ``state`` becomes the final state, outputs are written or, with ``add``, added to y.
 
-    With ``keep``, also store every step size in ``steps`` and the state before each chunk of CHUNK tokens
-    in ``checkpoints``.
+    With ``keep``, also store every step size in ``steps`` and the state before each chunk of CHUNK
+    tokens in ``checkpoints``.
     """
     skip, bias = load(inputs.skip[0]), load(inputs.bias[0])
     for n in range(L):
@@ -742,9 +744,9 @@ def scan_direction(recurrence, M, L, backwards, inputs, state, y, add, steps, ch
 def scan_blocks(like):
     """Scan. A task is all directions of one vector of channels.
 
-    Two directions are averaged and gated by z. A single direction has no gate, but a final state. Scalars:
-    recurrence, reverse, vectors of channels, directions, B, L, D, M. Views: fields of ``Direction``,
-    initial state, z, y, final state.
+    Two directions are averaged and gated by z. A single direction has no gate, but a final state.
+    Scalars: recurrence, reverse, vectors of channels, directions, B, L, D, M. Views: fields of
+    ``Direction``, initial state, z, y, final state.
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
@@ -790,9 +792,9 @@ def backward_scratch_size(L: int, M: int) -> int:
 def scan_direction_backward(recurrence, M, L, backwards, inputs, kept, g, adjoint, gradients):
     """Backpropagate the gradients g (L rows) through a scan that kept its steps and checkpoints.
 
-    ``adjoint`` is the gradient for the final state and becomes the gradient for the initial state. Writes
-    the gradients for x and dt, and adds to all others. The gradients for q and k are the first 2 M columns
-    of one tensor.
+    ``adjoint`` is the gradient for the final state and becomes the gradient for the initial state.
+    Writes the gradients for x and dt, and adds to all others. The gradients for q and k are the
+    first 2 M columns of one tensor.
     """
     dx, ddt, dA, dqk, dskip, dbias = gradients
     steps, checkpoints, states, sums = kept
@@ -839,7 +841,7 @@ def add_sums_over_channels(recurrence, M, sums, minus_dkappa, k, dqk, t):
 
 @njit
 def scan_block_backward(like, table, scratch, group, b, c):
-    """Backpropagate all directions of the vector of channels from c on; see ``scan_blocks_backward``."""
+    """Backpropagate all directions of a vector of channels; see ``scan_blocks_backward``."""
     recurrence, reverse = scalar(table, 0), scalar(table, 1)
     directions, L, M = scalar(table, 3), scalar(table, 5), scalar(table, 7)
     g, y, steps = rows_after(scratch, 0), rows_after(scratch, L), rows_after(scratch, 2 * L)
@@ -882,8 +884,8 @@ def scan_blocks_backward(like):
     Scalars: recurrence, reverse, groups, directions, B, L, D, M. Views: fields of ``Direction``,
     initial state, z, gradients for y and the final state; then the gradients for x, dt, A, (q, k),
     skip, bias, initial state and z. The gradients that are sums (A, skip, bias) are per batch
-    element. The gradients for q and k are per group, with group * directions + direction on the leading
-    axis. All of these are zero at the start.
+    element. The gradients for q and k are per group, with group * directions + direction on the
+    leading axis. All of these are zero at the start.
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
@@ -913,9 +915,11 @@ def gate_gradients(directions, L, grad, z, g):
 
 # ------------------------------------------------------------------------------------ convolution
 #
-# An order names the token at each of P positions, -1 if there is none. Rows are copied to scratch memory in this
-# order. Empty positions and K rows at both ends are zeros, so that no tap needs a check.
-# Rows and taps are processed in pairs: loads, not products, take the time, and a pair shares its loads.
+# An order names the token at each of P positions, -1 if there is none. Rows are copied to scratch
+# memory in this order. Empty positions and K rows at both ends are zeros, so that no tap needs a
+# check.
+# Rows and taps are processed in pairs: loads, not products, take the time, and a pair shares its
+# loads.
 
 
 @njit
@@ -980,7 +984,8 @@ def convolve(step, K, P, x, weight, bias, y, tokens):
 def conv_blocks(like):
     """Convolve. A task is both directions of one vector of channels.
 
-    Scalars: vectors of channels, K, and P, which is even. Views: x, weight, bias, y, and the order in int64.
+    Scalars: vectors of channels, K, and P, which is even. Views: x, weight, bias, y, and the order
+    in int64.
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)
@@ -1059,9 +1064,9 @@ def conv_input_gradient(table, like, b, c, dv_0, dv_1, P, tokens):
 def conv_blocks_backward(like):
     """Backpropagate through the convolution. A task is both directions of one vector of channels.
 
-    Scalars: same as in ``conv_blocks``. Views: x, weight, bias, gradient for y; then the gradients for x,
-    weight and bias; then the order. The gradients for weight and bias are per batch element and zero at
-    the start.
+    Scalars: same as in ``conv_blocks``. Views: x, weight, bias, gradient for y; then the gradients
+    for x, weight and bias; then the order. The gradients for weight and bias are per batch element
+    and zero at the start.
     """
     before = flush_subnormals()
     table, counter, tasks, scratch = _begin(like)

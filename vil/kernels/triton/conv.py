@@ -1,15 +1,16 @@
 """The bidirectional depthwise convolution with SiLU in Triton: one kernel forward, one backward.
 
-Computes ``reference.causal_conv1d_bidirectional``, in float32 for any input dtype. Both directions come
-from one pass over x, and the backward pass recomputes the pre-activations rather than reading them.
+Computes ``reference.causal_conv1d_bidirectional``, in float32 for any input dtype. Both directions
+come from one pass over x, and the backward pass recomputes the pre-activations rather than reading
+them.
 
 Letters: B batch, L tokens, D channels, K taps. A tile is BLOCK_L tokens of BLOCK_D channels. Its
-tokens are unrolled and its channels lie across the lanes, so a row of x, once loaded, feeds all 2K taps
-from registers. A tile also reads K - 1 rows on either side, from its neighbours or zeros beyond the ends
-of the sequence. Hence ``x[r]`` is token first + r - (K - 1) throughout.
+tokens are unrolled and its channels lie across the lanes, so a row of x, once loaded, feeds all 2K
+taps from registers. A tile also reads K - 1 rows on either side, from its neighbours or zeros
+beyond the ends of the sequence. Hence ``x[r]`` is token first + r - (K - 1) throughout.
 
-Given an order, all this applies to positions instead of tokens. Rows are read from and written to the tokens
-in the table, without a copy. Rows of tokens without a position are not written.
+Given an order, all this applies to positions instead of tokens. Rows are read from and written to
+the tokens in the table, without a copy. Rows of tokens without a position are not written.
 """
 
 import torch
@@ -23,9 +24,9 @@ from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.tiles import one_row, sigmoid
 
 BLOCK_L = 16
-# Programs of the backward pass, each with separate sums of the parameters' gradients: eight for every
-# multiprocessor of a large GPU, all resident at once. A constant, so that every device adds up in the
-# same order.
+# Programs of the backward pass, each with separate sums of the parameters' gradients: eight for
+# every multiprocessor of a large GPU, all resident at once. A constant, so that every device adds
+# up in the same order.
 BACKWARD_PROGRAMS = 1024
 
 
@@ -33,8 +34,8 @@ BACKWARD_PROGRAMS = 1024
 def _in_every_lane(number, FAST: tl.constexpr):
     """Return a number in a form that hides from the compiler that all lanes agree on it.
 
-    The compiler moves such a number to the registers of a warp and back for every use. With all loads
-    through a table, this takes 97 more instructions in the forward pass (K = 4, sm_90).
+    The compiler moves such a number to the registers of a warp and back for every use. With all
+    loads through a table, this takes 97 more instructions in the forward pass (K = 4, sm_90).
     """
     if FAST:
         return tl.inline_asm_elementwise(
@@ -84,10 +85,10 @@ def _rows(
     row_ptr, stride_l, order, first, L, channel, D: tl.constexpr, BEFORE: tl.constexpr,
     HALO: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to SIZE rows of channels from row START on, and the mask of those in the sequence.
+    """Return pointers to SIZE rows from row START on, and the mask of those in the sequence.
 
-    The first BEFORE rows precede token ``first``, at whose channels ``row_ptr`` points. Given an order, whose
-    first HALO entries precede the tile, ``row_ptr`` points at the channels of token 0.
+    The first BEFORE rows precede token ``first``, at whose channels ``row_ptr`` points. Given an
+    order, whose first HALO entries precede the tile, ``row_ptr`` points at the channels of token 0.
     """
     if order is None:
         row = START + tl.arange(0, SIZE)
@@ -128,7 +129,7 @@ def _store_rows(
     row_ptr, stride_l, order, rows, first, L, channel, D: tl.constexpr, HALO: tl.constexpr,
     START: tl.constexpr,
 ):  # fmt: skip
-    """Store four rows from row START on; no row precedes token ``first``. For places see ``_rows``."""
+    """Store four rows from row START on (see ``_rows``); no row precedes token ``first``."""
     row = tl.arange(0, 4)
     tile = tl.zeros((4, channel.shape[0]), tl.float32)
     for i in tl.static_range(4):
@@ -141,8 +142,8 @@ def _store_rows(
 def _load_taps(weight_ptr, channel, D: tl.constexpr, K: tl.constexpr):
     """Return the K taps of a direction, each [BLOCK_D] in float32, from (D, K).
 
-    Loaded as one tile, so that the taps of a channel come in one access. One access per tap would touch
-    the same cache lines K times, which costs more than loading the rows of x.
+    Loaded as one tile, so that the taps of a channel come in one access. One access per tap would
+    touch the same cache lines K times, which costs more than loading the rows of x.
     """
     column = tl.arange(0, triton.next_power_of_2(K))[None, :]
     mask = (channel[:, None] < D) & (column < K)
@@ -179,8 +180,8 @@ def conv_forward_kernel(
     """Convolve one tile of (B, L, D) into (2, B, L, D).
 
     With order (positions,), int32, a tile consists of positions.
-    Strides are in units of UNIT elements, which is all that the compiler knows about alignment. A lane then
-    has UNIT neighbouring channels. ``stride_l`` is the stride of contiguous tokens.
+    Strides are in units of UNIT elements, which is all that the compiler knows about alignment. A
+    lane then has UNIT neighbouring channels. ``stride_l`` is the stride of contiguous tokens.
     """
     NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     ROWS: tl.constexpr = BLOCK_L + 2 * (K - 1)
@@ -233,13 +234,13 @@ def conv_backward_kernel(
 ):  # fmt: skip
     """Write dx and each program's sums of the parameters' gradients.
 
-    grad is (2, B, L, D), and dx is (B, L, D) with any strides. dweight is (programs, 2, K, D) and dbias
-    (programs, 2, D), both float32. Program p of P takes tiles p, p + P, p + 2P, ... of its channels. order
-    is the same as in the forward pass.
+    grad is (2, B, L, D), and dx is (B, L, D) with any strides. dweight is (programs, 2, K, D) and
+    dbias (programs, 2, D), both float32. Program p of P takes tiles p, p + P, p + 2P, ... of its
+    channels. order is the same as in the forward pass.
 
-    A tile of dx needs the gradients dv of the pre-activations of K - 1 more tokens: after it in the causal
-    direction, before it in the other direction. The same K rows of x make one of each: rows i to i + K - 1
-    give dv_0[i] of token first + i and dv_1[i] of token first + i - (K - 1).
+    A tile of dx needs the gradients dv of the pre-activations of K - 1 more tokens: after it in the
+    causal direction, before it in the other direction. The same K rows of x make one of each: rows
+    i to i + K - 1 give dv_0[i] of token first + i and dv_1[i] of token first + i - (K - 1).
     """
     NUM_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     HALO: tl.constexpr = K - 1
@@ -289,10 +290,12 @@ def conv_backward_kernel(
                     i + 2 * HALO, min(i + 4, BLOCK_L) + 2 * HALO,
                 )  # fmt: skip
                 grad_0 += _load_rows(
-                    grad_row_0, D, order, first, L, channel, D, 0, HALO, i, min(i + 4, BLOCK_L + HALO),
+                    grad_row_0, D, order, first, L, channel, D, 0, HALO, i,
+                    min(i + 4, BLOCK_L + HALO),
                 )  # fmt: skip
                 grad_1 += _load_rows(
-                    grad_row_1, D, order, first, L, channel, D, HALO, HALO, i, min(i + 4, BLOCK_L + HALO),
+                    grad_row_1, D, order, first, L, channel, D, HALO, HALO, i,
+                    min(i + 4, BLOCK_L + HALO),
                 )  # fmt: skip
             v_0 = bias_0
             v_1 = bias_1
@@ -326,17 +329,9 @@ def conv_backward_kernel(
                 dxs += (dx,)
                 if (i - HALO) % 4 == 3:
                     _store_rows(
-                        dx_row,
-                        UNIT * dx_stride_l,
-                        order,
-                        dxs,
-                        first,
-                        L,
-                        channel,
-                        D,
-                        HALO,
+                        dx_row, UNIT * dx_stride_l, order, dxs, first, L, channel, D, HALO,
                         i - HALO - 3,
-                    )
+                    )  # fmt: skip
                     dxs = ()
 
     mask = channel < D
@@ -347,23 +342,6 @@ def conv_backward_kernel(
         tl.store(dweight_row + (K + tap) * D, dtaps_1[tap], mask=mask)
     tl.store(dbias_row, dbias_0, mask=mask)
     tl.store(dbias_row + D, dbias_1, mask=mask)
-
-
-def _constants(key: ConvKey, block_d: int) -> dict[str, int | None]:
-    """Return the arguments of both kernels, except tensors.
-
-    Strides of x and of contiguous tensors are in units of the channels per lane: two if strides and address
-    allow it, as in the backbone, else one.
-    """
-    B, L, D = key.shape
-    strides = (*key.strides[:2], *(key.dx or (L * D, D))[:2], D)
-    unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
-    names = ("x_stride_b", "x_stride_l", "dx_stride_b", "dx_stride_l", "stride_l")
-    return {
-        "B": B, "L": L, "positions": key.positions, "UNIT": unit,
-        "D": D, "K": key.taps, "BLOCK_L": BLOCK_L, "FAST": tuning.fast(key.device), "BLOCK_D": block_d,
-        **{name: stride // unit for name, stride in zip(names, strides, strict=True)},
-    }  # fmt: skip
 
 
 class ConvPlan:
@@ -388,19 +366,32 @@ class ConvPlan:
         self.key, self.out_strides = key, (B * L * D, L * D, D, 1)
         block_d, warps = tuning.blocks("conv", D, key.device)
         rows = B * triton.cdiv(L if key.positions is None else key.positions, BLOCK_L)
-        blocks, constants = triton.cdiv(D, block_d), _constants(key, block_d)
+        blocks = triton.cdiv(D, block_d)
         # One sum per program, added up at the end: atomics would add in another order every time.
         self._sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
-        ahead = {name: c for name, c in constants.items() if not name.startswith("dx")}
-        self._forward = Kernel(conv_forward_kernel, rows * blocks, warps, **ahead)
-        self._backward = Kernel(conv_backward_kernel, self._sums * blocks, warps, **constants)
+        # Strides of x and of contiguous tensors are in units of the channels per lane: two if
+        # strides and address allow it, as in the backbone, else one.
+        strides = (*key.strides[:2], D, *(key.dx or (L * D, D))[:2])
+        unit = 2 if key.aligned and not any(s % 2 for s in strides) else 1
+        x_b, x_l, token, dx_b, dx_l = (s // unit for s in strides)
+        shared = {
+            "B": B, "L": L, "positions": key.positions, "D": D, "K": key.taps, "UNIT": unit,
+            "BLOCK_L": BLOCK_L, "BLOCK_D": block_d, "FAST": tuning.fast(key.device),
+            "x_stride_b": x_b, "x_stride_l": x_l, "stride_l": token,
+        }  # fmt: skip
+        self._forward = Kernel(conv_forward_kernel, rows * blocks, warps, **shared)
+        self._backward = Kernel(
+            conv_backward_kernel, self._sums * blocks, warps, **shared, dx_stride_b=dx_b,
+            dx_stride_l=dx_l,
+        )  # fmt: skip
 
     def _inputs(
         self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
     ) -> dict[str, Tensor | None]:
         return {
             "x_ptr": x.contiguous() if self._copies else x, "weight_ptr": weight.contiguous(),
-            "bias_ptr": bias.contiguous(), "order_ptr": None if order is None else order.contiguous(),
+            "bias_ptr": bias.contiguous(),
+            "order_ptr": None if order is None else order.contiguous(),
         }  # fmt: skip
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> Tensor:
@@ -418,7 +409,7 @@ class ConvPlan:
         order: Tensor | None,
         dx: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients for x, weight and bias; the one for x is written to ``dx`` if given."""
+        """Return the gradients of ``forward``, as described in ``interface.ConvPlan``."""
         D, K = self.key.shape[2], self.key.taps
         if dx is None:
             dx = torch.empty(self.key.shape, dtype=x.dtype, device=x.device)

@@ -1,10 +1,11 @@
 """Scans token by token, diagonal Longhorn and Mamba: Triton kernels, then their plan.
 
-``longhorn.py`` and ``mamba.py`` define the update for one token, called through ``diagonal_parts.py``.
-``diagonal_splits.py`` finds the states that splits start from. This file has the rest: both directions,
-the gate, saved states. A program owns one split of one batch element and BLOCK_D channels, one per lane.
-The states stay in registers as a tuple over j; keys and queries are broadcast loads of packed float32 rows.
-Sums over channels are products with ones, so there are no atomics and gradients are bit-identical from run to run.
+``longhorn.py`` and ``mamba.py`` define the update for one token, called through
+``diagonal_parts.py``. ``diagonal_splits.py`` finds the states that splits start from. This file has
+the rest: both directions, the gate, saved states. A program owns one split of one batch element and
+BLOCK_D channels, one per lane. The states stay in registers as a tuple over j; keys and queries are
+broadcast loads of packed float32 rows. Sums over channels are products with ones, so there are no
+atomics and gradients are bit-identical from run to run.
 
 Everything is in token order. A chunk is 16 tokens, and a split is several chunks.
 
@@ -59,8 +60,8 @@ def _forward_direction(
 ):  # fmt: skip
     """Scan a split in one direction, by groups of tokens.
 
-    With two directions, index 0 leaves its y. Index 1 adds its own, gates and stores the result. Missing tokens of
-    a group have keys (Mamba: a step) of zero, which leave the state unchanged.
+    With two directions, index 0 leaves its y. Index 1 adds its own, gates and stores the result.
+    Missing tokens of a group have keys (Mamba: a step) of zero, which leave the state unchanged.
     """
     sign: tl.constexpr = 1 - 2 * REVERSE
     last: tl.constexpr = REVERSE * (GROUP - 1)
@@ -87,7 +88,8 @@ def _forward_direction(
         y_other = load_group(y_ptr + place, D, group * GROUP + order, count, d, D)
     for i in range(groups):
         group = groups - 1 - i if REVERSE else i
-        # A group takes about as long as a load from memory, so the next group's rows are loaded first.
+        # A group takes about as long as a load from memory, so the next group's rows are loaded
+        # first.
         ahead = (group + sign) * GROUP + order
         next_x = load_group(x_row, x_stride_l, ahead, count, d, D)
         next_dt = load_group(dt_row, dt_stride_l, ahead, count, d, D)
@@ -146,10 +148,10 @@ def diagonal_forward_kernel(
 ):  # fmt: skip
     """Scan a split of one batch element and BLOCK_D channels.
 
-    N = 2: both directions, averaged and gated; y (B, L, D) receives their sum. N = 1: one direction, set by
-    REVERSE; final (B, M / 4, D, 4) receives its last state. If given, states (N, B, chunks, M / 4, D, 4) receive
-    the state before every chunk. split_states (N, B, S, M / 4, D, 4): states that splits start from, zeros if
-    not given.
+    N = 2: both directions, averaged and gated; y (B, L, D) receives their sum. N = 1: one
+    direction, set by REVERSE; final (B, M / 4, D, 4) receives its last state. If given, states (N,
+    B, chunks, M / 4, D, 4) receive the state before every chunk. split_states (N, B, S, M / 4, D,
+    4): states that splits start from, zeros if not given.
     """
     block, split, _, b = place_of_program(num_splits, B, D, BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -161,7 +163,8 @@ def diagonal_forward_kernel(
             y_ptr, out_ptr, states_ptr, final_ptr, B, L, num_splits, split_tokens, split, b, d,
             x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
             z_stride_b, z_stride_l,
-            direction, N, 1 if direction == 1 else REVERSE, MAMBA, D, M, CHUNK, GROUP, BLOCK_D, FAST,
+            direction, N, 1 if direction == 1 else REVERSE, MAMBA, D, M, CHUNK, GROUP, BLOCK_D,
+            FAST,
         )  # fmt: skip
 
 
@@ -227,12 +230,15 @@ def _load_group(
 @triton.jit
 def _group_backward(
     grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, kq, partial,
-    dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d, gate_channels, kappa_scale,
-    N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d, gate_channels,
+    kappa_scale, N: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    BITS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Backpropagate through a group of tokens, given the state before it; return the gradients so far."""
+    """Backpropagate through a group of tokens; return the gradients so far.
+
+    ``state`` is the one before the group.
+    """
     # Tensor cores truncate the terms of dk and dq, which this factor makes up for.
     SCALE: tl.constexpr = TF32_SCALE if FAST >= 80 and PRECISION == "tf32" else 1.0
     history, keys = state, ()
@@ -252,8 +258,8 @@ def _group_backward(
             k = load_broadcast_row(row, M, BLOCK_D)
         q = load_broadcast_row(row + M, M, BLOCK_D)
         grad, drates, recalled, dstep, dk, dq = advance_backward(
-            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, kappa_scale, SCALE, M,
-            MAMBA, FAST,
+            grad, drates, history[t * M : t * M + M], x, step, k, q, dy, rates, kappa_scale, SCALE,
+            M, MAMBA, FAST,
         )  # fmt: skip
         ddt = dstep * slopes[t]
         dx = step * recalled + skip * dy
@@ -289,8 +295,8 @@ def _chunk_backward(
 ):  # fmt: skip
     """Backpropagate through a chunk by groups, the last first; return the gradients so far.
 
-    Token r of the chunk is the i-th in scan order. Dead tokens of a short chunk come last or, in reverse,
-    first. Their keys are zero.
+    Token r of the chunk is the i-th in scan order. Dead tokens of a short chunk come last or, in
+    reverse, first. Their keys are zero.
     """
     lane, channel = tl.arange(0, BLOCK_D), token_mask(0, 1, d, D, BLOCK_D)
     sign = 1 - 2 * back
@@ -328,10 +334,10 @@ def _chunk_backward(
         )  # fmt: skip
         state = load_states(scratch + group * (M * BLOCK_D), lane, channel, BLOCK_D, M)
         grad, drates, dskip, dbias = _group_backward(
-            grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, kq, partial,
-            dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d, gate_channels,
-            kappa_scale,
-            N, MAMBA, D, M, BITS, CHUNK, GROUP, BLOCK_D, FAST, PRECISION,
+            grad, drates, dskip, dbias, state, xs, steps, slopes, dys, dzs, skip, rates, kq,
+            partial, dx_ptr, ddt_ptr, dz_row, back, sign, num_valid, group, own_row, z_stride_l, d,
+            gate_channels, kappa_scale, N, MAMBA, D, M, BITS, CHUNK, GROUP, BLOCK_D, FAST,
+            PRECISION,
         )  # fmt: skip
     return grad, drates, dskip, dbias
 
@@ -339,23 +345,22 @@ def _chunk_backward(
 @triton.jit(do_not_specialize=RUN_TIME)
 def diagonal_backward_kernel(
     x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr, kq_ptr, rates_ptr, skip_ptr, bias_ptr, states_ptr,
-    split_states_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, dkq_ptr, drates_ptr, dskip_ptr, dbias_ptr,
-    dinitial_ptr, B, L, num_splits, split_tokens, kappa_scale,
-    x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
-    z_stride_b, z_stride_l,
-    N: tl.constexpr, REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr,
-    M: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    split_states_ptr, scratch_ptr, dx_ptr, ddt_ptr, dz_ptr, dkq_ptr, drates_ptr, dskip_ptr,
+    dbias_ptr, dinitial_ptr, B, L, num_splits, split_tokens, kappa_scale, x_stride_dir, x_stride_b,
+    x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l, z_stride_b, z_stride_l, N: tl.constexpr,
+    REVERSE: tl.constexpr, MAMBA: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    BITS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through a split of one direction, batch element and BLOCK_D channels.
 
-    From every saved state the scan is repeated, which stores the states before each GROUP of tokens in
-    ``scratch``, (programs, CHUNK / GROUP, M, BLOCK_D). Then groups are processed from the last to the
-    first, with the states inside a group in registers. dkq (blocks, N, B, L, 2 M): dk and dq summed over
-    the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
-    split_states (N, B, S, M / 4, D, 4): gradients of the states after splits, zeros if not given. With two
-    directions, the first writes dz. With one, dinitial (B, M / 4, D, 4) receives the gradient of its first
-    state. Mamba does not use kappa_scale.
+    From every saved state the scan is repeated, which stores the states before each GROUP of tokens
+    in ``scratch``, (programs, CHUNK / GROUP, M, BLOCK_D). Then groups are processed from the last
+    to the first, with the states inside a group in registers. dkq (blocks, N, B, L, 2 M): dk and dq
+    summed over the channels of a block. drates (N, B, S, M / 4, D, 4); dskip, dbias (N, B, S, D).
+    split_states (N, B, S, M / 4, D, 4): gradients of the states after splits, zeros if not given.
+    With two directions, the first writes dz. With one, dinitial (B, M / 4, D, 4) receives the
+    gradient of its first state. Mamba does not use kappa_scale.
     """
     block, split, direction, b = place_of_program(num_splits, B, D, BLOCK_D)
     lane = tl.arange(0, BLOCK_D)
@@ -463,8 +468,9 @@ class DiagonalPlan(ScanPlan):
         limit = {"maxnreg": tuning.THREE_WARPS} if fast and not mamba and M <= 16 else {}
         self._backward = Kernel(
             diagonal_backward_kernel, programs * sequences, back.num_warps, **shared,
-            **strides["z_back"], BLOCK_D=back.block_d, GROUP=group_back, kappa_scale=key.kappa_scale,
-            BITS=max(4, (2 * M - 1).bit_length()), PRECISION=tuning.dot_precision(key.dtype), **limit,
+            **strides["z_back"], BLOCK_D=back.block_d, GROUP=group_back,
+            kappa_scale=key.kappa_scale, BITS=max(4, (2 * M - 1).bit_length()),
+            PRECISION=tuning.dot_precision(key.dtype), **limit,
         )  # fmt: skip
 
     def _packed(self, args: ScanArgs) -> dict[str, Tensor | None]:

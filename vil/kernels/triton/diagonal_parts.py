@@ -1,6 +1,7 @@
 """Building blocks of scans token by token: places, states, token updates, packed rows.
 
-``longhorn.py`` and ``mamba.py`` define the token update of each recurrence. Letters as in ``diagonal.py``.
+``longhorn.py`` and ``mamba.py`` define the token update of each recurrence. Letters as in
+``diagonal.py``.
 """
 
 import triton
@@ -10,7 +11,7 @@ from vil.kernels.triton import longhorn, mamba
 from vil.kernels.triton.tiles import (
     LANES_NEXT,
     columns,
-    decay_and_eps,
+    exp_and_eps,
     join_columns,
     load_quads,
     longhorn_eps,
@@ -112,11 +113,12 @@ def load_rates(
 
 
 def _ptx_of_warp_sums() -> str:
-    """Return PTX that sums 32 values of each lane over the lanes: operand 0 is one sum, operand 1 its index.
+    """Return PTX that sums 32 values of each lane over the lanes; operand 1 is the sum's index.
 
-    Operands A of eight products are the lanes' values, four each. B has ones in column 2 i for the first four columns
-    of A, in column 2 i + 1 for the others. The i-th product so adds up its values over four lanes, and its results go
-    to other lanes than those of products before it. Lanes then exchange halves of what is left, three times.
+    Operands A of eight products are the lanes' values, four each. B has ones in column 2 i for the
+    first four columns of A, in column 2 i + 1 for the others. The i-th product so adds up its
+    values over four lanes, and its results go to other lanes than those of products before it.
+    Lanes then exchange halves of what is left, three times.
     """
     ones, sums = ([f"{name}{i}" for i in range(8)] for name in ("one", "s"))
     lines = [
@@ -147,7 +149,8 @@ def _ptx_of_warp_sums() -> str:
                 f"add.f32 {lower}, {lower}, t;",
             ]
     lines += ["mov.f32 $0, s0;", "and.b32 $1, lane, 16;"]
-    # Of the sums of 16 values, bits 1 and 0 of the lane are the product, bits 3 and 2 the value within it.
+    # Of the sums of 16 values, bits 1 and 0 of the lane are the product, bits 3 and 2 the value
+    # within it.
     lines += ["and.b32 n, lane, 3;", "shl.b32 n, n, 2;", "add.u32 $1, $1, n;"]
     lines += ["shr.u32 n, lane, 2;", "and.b32 n, n, 3;", "add.u32 $1, $1, n;"]
     return "{\n" + "\n".join(lines) + "\n}"
@@ -159,13 +162,14 @@ _WARP_OPERANDS = tl.constexpr("=f,=r" + ",r" * 32)
 
 @triton.jit
 def _warp_sums(v):
-    """Return a sum over the channels of a warp, of one of 32 columns, and the index of that column."""
+    """Return a sum over the channels of a warp, of one of 32 columns, and the column."""
     return tl.inline_asm_elementwise(
         _WARP_SUMS,
         _WARP_OPERANDS,
         [
-            v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15],
-            v[16], v[17], v[18], v[19], v[20], v[21], v[22], v[23], v[24], v[25], v[26], v[27], v[28], v[29], v[30], v[31],
+            v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
+            v[14], v[15], v[16], v[17], v[18], v[19], v[20], v[21], v[22], v[23], v[24], v[25],
+            v[26], v[27], v[28], v[29], v[30], v[31],
         ],
         dtype=(tl.float32, tl.int32),
         is_pure=True,
@@ -175,15 +179,15 @@ def _warp_sums(v):
 
 @triton.jit
 def store_sums_over_channels(
-    pointer, values, count, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr,
+    pointer, values, count, N: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Store the first ``count`` of the sums of N columns [BLOCK_D], next to each other.
 
-    On NVIDIA GPUs from sm_80 on, a program is one warp, and tensor cores add up what the lanes have in registers. A
-    product with a matrix of ones, which other GPUs take, reads its operand from shared memory: half of what the kernel
-    reads and writes there and in the L1 cache, its busiest unit. A butterfly of shuffles per column would cost more
-    than the scan itself.
+    On NVIDIA GPUs from sm_80 on, a program is one warp, and tensor cores add up what the lanes have
+    in registers. A product with a matrix of ones, which other GPUs take, reads its operand from
+    shared memory: half of what the kernel reads and writes there and in the L1 cache, its busiest
+    unit. A butterfly of shuffles per column would cost more than the scan itself.
     """
     if FAST >= 80:
         for _ in tl.static_range(N, (N + 31) // 32 * 32):
@@ -220,8 +224,8 @@ def step_size_and_slope(v, kappa_1_ptr, mask, MAMBA: tl.constexpr, FAST: tl.cons
     """Return the step size, and the ratio of ddt to the step gradient from ``advance_backward``."""
     if MAMBA:
         return tl.where(mask, mamba.softplus(v), 0.0), tl.where(mask, mamba.sigmoid(v), 0.0)
-    decay, eps = decay_and_eps(v, tl.zeros_like(v), tl.load(kappa_1_ptr), FAST)
-    return eps, eps * (eps * decay)
+    exp_minus_v, eps = exp_and_eps(v, tl.zeros_like(v), tl.load(kappa_1_ptr), FAST)
+    return eps, eps * (eps * exp_minus_v)
 
 
 @triton.jit

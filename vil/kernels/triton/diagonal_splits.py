@@ -1,9 +1,9 @@
 """Scans token by token, cut in splits: the states that splits start from.
 
 A split is several chunks of 16 tokens: all of them, unless there are too few channels to fill the
-GPU. Then splits run in parallel, from start states that the kernels here find first. A scan is linear in
-its state, so the effect of a split is one product and one sum per channel and state. Letters as in
-``diagonal.py``.
+GPU. Then splits run in parallel, from start states that the kernels here find first. A scan is
+linear in its state, so the effect of a split is one product and one sum per channel and state.
+Letters as in ``diagonal.py``.
 """
 
 import triton
@@ -26,7 +26,7 @@ from vil.kernels.triton.tiles import half_silu, load_row, one_row, token_mask
 
 @triton.jit
 def _gated(row, step, z_row, z_step, tokens, count, d, D: tl.constexpr, FAST: tl.constexpr):
-    """Load the rows of tokens, x or the gradient of the output; with z, return the gradient of y."""
+    """Load rows of tokens: x, or the gradient of the output; with z, make that of y."""
     rows = load_group(row, step, tokens, count, d, D)
     if z_row is not None:
         rows *= half_silu(load_group(z_row, z_step, tokens, count, d, D), FAST)
@@ -40,12 +40,13 @@ def diagonal_summary_kernel(
     x_stride_dir, x_stride_b, x_stride_l, dt_stride_dir, dt_stride_b, dt_stride_l,
     z_stride_b, z_stride_l,
     N: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr, MAMBA: tl.constexpr,
-    D: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
-    FAST: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Find the effect of a split on a state s, decay s + end, both (N, B, S, M / 4, D, 4).
 
-    With ADJOINT, find the effect on the gradient of the state after the split, in the backward pass.
+    With ADJOINT, find the effect on the gradient of the state after the split, in the backward
+    pass.
     """
     block, split, direction, b = place_of_program(num_splits, B, D, BLOCK_D)
     sequence = direction * B + b
@@ -104,7 +105,8 @@ def diagonal_carry_kernel(
 ):  # fmt: skip
     """Replace the ends of splits by their start states, in place.
 
-    split_end, split_decay (N, B, S, SIZE). initial (N, B, SIZE): state of the first split, zero if not given.
+    split_end, split_decay (N, B, S, SIZE). initial (N, B, SIZE): state of the first split, zero if
+    not given.
     """
     blocks = tl.cdiv(SIZE, BLOCK)
     sequence = tl.program_id(0) // blocks

@@ -11,8 +11,8 @@ atomics and gradients are bit-identical from run to run. Derivation: kernels/REA
 
 Chunk n holds tokens 16 n to 16 n + 15 in either direction, with rows in scan order. In reverse, a
 ragged chunk comes first and begins with its dead rows, whose keys are zero and leave the state
-unchanged. This file has the scan and its backward pass. ``exact_parts.py`` makes the matrices that all
-channels share, and ``exact_splits.py`` the states that splits start from.
+unchanged. This file has the scan and its backward pass. ``exact_parts.py`` makes the matrices that
+all channels share, and ``exact_splits.py`` the states that splits start from.
 Letters: N directions, B batch, L tokens, S splits, D channels, M state size.
 """
 
@@ -46,7 +46,7 @@ from vil.kernels.triton.scan_plan import LaunchConfig, ScanPlan
 from vil.kernels.triton.tiles import (
     asm_identity,
     columns,
-    decay_and_eps,
+    exp_and_eps,
     from_columns,
     half_silu,
     load_broadcast_rows,
@@ -68,16 +68,17 @@ from vil.kernels.triton.tiles import (
 @triton.jit
 def _forward_direction(
     x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    y_ptr, out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
-    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+    y_ptr, out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits,
+    split_chunks, d, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
     direction: tl.constexpr, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
     dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan one direction of one split of one batch element and block of channels.
 
-    A single direction (no z) stores y. Of two directions, direction 0 leaves y as a partial sum. Direction 1
-    adds its own, gates and stores the result, and also stores the sum if states are saved.
+    A single direction (no z) stores y. Of two directions, direction 0 leaves y as a partial sum.
+    Direction 1 adds its own, gates and stores the result, and also stores the sum if states are
+    saved.
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
@@ -167,7 +168,8 @@ def exact_forward_kernel(
 ):  # fmt: skip
     """Scan one direction, or both: the second adds to the result of the first, gates and stores it.
 
-    Given dt_weight (N, D, RANK), dt has RANK numbers per token, and their products with it are the step sizes.
+    Given dt_weight (N, D, RANK), dt has RANK numbers per token, and their products with it are the
+    step sizes.
     """
     b, split, _, block = place_of_program(num_splits, 1, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -175,20 +177,21 @@ def exact_forward_kernel(
         if direction == 1:
             tl.debug_barrier()  # lets a lane read the sum that it wrote, for any layout
         _forward_direction(
-            x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr, y_ptr,
-            out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits, split_chunks, d,
-            x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
-            direction, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D,
-            BLOCK_M, FAST, PRECISION,
+            x_ptr, dt_ptr, dt_weight_ptr, z_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
+            y_ptr, out_ptr, states_ptr, split_states_ptr, final_ptr, B, L, b, split, num_splits,
+            split_chunks, d, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, z_stride_b,
+            direction, REVERSE or direction == 1, x_stride_l, dt_stride_l, z_stride_l, RANK, D,
+            BLOCK_D, BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def _through_gate(
     dout_row, y_row, z_row, dz_row, divisor_ptr, num_valid, d, channel, z_step: tl.constexpr,
-    step: tl.constexpr, WRITE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr,
+    step: tl.constexpr, WRITE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of a chunk of y, given the gated output's; with WRITE, store the gate's."""
+    """Return the gradient of a chunk of y; with WRITE, store the gradient of the gate."""
     divisor = load_broadcast_rows(divisor_ptr, BLOCK_D)
     z = load_rows(z_row, z_step, channel)
     s = sigmoid(z, divisor, FAST)
@@ -220,8 +223,9 @@ def _store_sums(
 
         [dY | eps W] by [S0 | C] and C by dS,    (blocks, N, B, chunks, 16 (3 BLOCK_M + 32))
 
-    With BLOCK_M 16 the last is dS by C, so that all come from one product: [dY | eps W | dS] by [S0 | C].
-    Addresses are computed here, not passed: otherwise 44 % more spills on sm_90 (one direction).
+    With BLOCK_M 16 the last is dS by C, so that all come from one product, [dY | eps W | dS] by
+    [S0 | C]. Addresses are computed here, not passed: otherwise 44 % more spills on sm_90 (one
+    direction).
     """
     T: tl.constexpr = 16
     t16, m = tl.arange(0, T), tl.arange(0, BLOCK_M)
@@ -254,9 +258,10 @@ def _store_sums(
 @triton.jit
 def _load_ahead(
     n, chunk, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l: tl.constexpr,
-    RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
+    RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """Return what the backward pass of chunk n needs first: keys, Gram matrix, state, low-rank step sizes."""
+    """Return keys, Gram matrix, state and low-rank step sizes of chunk n, which come first."""
     states = (
         states_ptr + chunk * (D * BLOCK_M) + d[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     )
@@ -278,10 +283,11 @@ def _chunk_backward(
     dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Backpropagate through a chunk; return the gradients so far, ``later`` being dstate for products.
+    """Backpropagate through a chunk; return the gradients so far. ``later`` is dstate, rounded.
 
-    x_ptr and dt_ptr point to this direction and batch element. Of two directions, each branches only where it
-    loads and stores. If each had a loop of its own, Triton 3.6 and 3.8 would spill 150 registers on sm_90.
+    x_ptr and dt_ptr point to this direction and batch element. Of two directions, each branches
+    only where it loads and stores. If each had a loop of its own, Triton 3.6 and 3.8 would spill
+    150 registers on sm_90.
     """
     T: tl.constexpr = 16
     sign: tl.constexpr = -1 if REVERSE else 1
@@ -328,7 +334,7 @@ def _chunk_backward(
         dt = to_rows(dt.to(dt_ptr.dtype.element_ty), BLOCK_D).to(tl.float32)
     recalled = to_rows(tl.dot(state, tl.trans(k), input_precision=PRECISION), BLOCK_D)
     kappa = load_broadcast_rows(kappa_ptr + chunk * (2 * T), BLOCK_D)
-    decay, eps = decay_and_eps(dt, bias[None, :], kappa, FAST)
+    exp_minus_v, eps = exp_and_eps(dt, bias[None, :], kappa, FAST)
     dy = round_tf32(dy, PRECISION, FAST)
     dys, xs = columns(tl.trans(dy), 16), columns(tl.trans(x), 16)
     for t in tl.static_range(T):
@@ -341,7 +347,7 @@ def _chunk_backward(
     token = ((direction * B + b) * L + first) * D + d
     w_tile = backward_substitution(to_rows(dc, BLOCK_D), eps, gram, BLOCK_D, PRECISION, FAST)
     c, w = tl.trans(c_tile), tl.trans(w_tile)
-    dx, dv = w + skip[None, :] * dy, w * (c * decay)
+    dx, dv = w + skip[None, :] * dy, w * (c * exp_minus_v)
     if DIRECTIONS == 1:
         _store_gradient(dx_ptr + token, sign * D, dx, num_valid, d, channel, D, BLOCK_D)
         _store_gradient(ddt_ptr + token, sign * D, dv, num_valid, d, channel, D, BLOCK_D)
@@ -363,12 +369,12 @@ def _chunk_backward(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def exact_backward_kernel(
-    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr, bias_ptr,
-    states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
-    B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b,
-    z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr,
-    z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, keys_ptr, gram_ptr, kappa_ptr, skip_ptr,
+    bias_ptr, states_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr, dbias_ptr,
+    dinitial_ptr, B, L, num_splits, split_chunks, x_stride_dir, x_stride_b, dt_stride_dir,
+    dt_stride_b, z_stride_b, REVERSE: tl.constexpr, x_stride_l: tl.constexpr,
+    dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backpropagate through one direction of one split of one batch element and block of channels.
 
@@ -399,16 +405,16 @@ def exact_backward_kernel(
     reverse = direction == 1 or REVERSE
     first_chunk, n = (direction * B + b) * chunks, tl.where(reverse, begin, end - 1)
     loaded = _load_ahead(
-        n, first_chunk + n, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l, RANK, D,
-        BLOCK_D, BLOCK_M, FAST,
+        n, first_chunk + n, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l,
+        RANK, D, BLOCK_D, BLOCK_M, FAST,
     )  # fmt: skip
     for i in range(begin, end):
         n = tl.where(reverse, i, begin + end - 1 - i)
         after = n + tl.where(i + 1 < end, tl.where(reverse, 1, -1), 0)
         ahead = tl.cast(tl.minimum(after * 16, L - 16), tl.int64)
         next_loaded = _load_ahead(
-            after, first_chunk + after, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse, dt_stride_l,
-            RANK, D, BLOCK_D, BLOCK_M, FAST,
+            after, first_chunk + after, dt_ptr, keys_ptr, gram_ptr, states_ptr, L, d, reverse,
+            dt_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST,
         )  # fmt: skip
         token = (b * L + ahead) * D
         rows, steps = (x_ptr + ahead * x_stride_l, dout_ptr + token), (x_stride_l, D)
@@ -417,9 +423,9 @@ def exact_backward_kernel(
             steps += (z_stride_l, D)
         prefetch_rows(rows, steps, d, D, BLOCK_D, FAST)
         dstate, later, dskip, dbias = _chunk_backward(
-            dstate, later, dskip, dbias, loaded, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr, y_ptr,
-            keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B, L, b,
-            n, chunks, d, block, channel, z_stride_b, direction, reverse, DIRECTIONS, REVERSE,
+            dstate, later, dskip, dbias, loaded, bias, skip, weight, x_ptr, dt_ptr, z_ptr, dout_ptr,
+            y_ptr, keys_ptr, gram_ptr, kappa_ptr, states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, B,
+            L, b, n, chunks, d, block, channel, z_stride_b, direction, reverse, DIRECTIONS, REVERSE,
             x_stride_l, dt_stride_l, z_stride_l, RANK, D, BLOCK_D, BLOCK_M, FAST, PRECISION,
         )  # fmt: skip
         loaded = next_loaded

@@ -1,7 +1,7 @@
-"""Building blocks of the exact Longhorn scan in chunks: a program's place, a chunk's substitutions, its keys.
+"""Building blocks of the exact Longhorn scan: places, substitutions, packed keys.
 
-The kernels at the end process data without channels: keys, queries and their Gram matrices, before the scans and
-after the backward scan. Equations and letters are in ``exact.py``.
+The kernels at the end process data without channels: keys, queries and their Gram matrices, before
+the scans and after the backward scan. Equations and letters are in ``exact.py``.
 """
 
 import triton
@@ -16,8 +16,8 @@ from vil.kernels.triton.tiles import (
     round_tf32,
 )
 
-# Arguments that vary between calls but need no separate compilation: sizes, strides, and the alignment of
-# the caller's tensors, which loads of one channel per lane do not use.
+# Arguments that vary between calls but need no separate compilation: sizes, strides, and the
+# alignment of the caller's tensors, which loads of one channel per lane do not use.
 RUN_TIME = (
     *("B", "L", "num_splits", "split_chunks", "zero", "blocks", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b")),
@@ -109,13 +109,14 @@ def forward_substitution(
 def backward_substitution(
     dc, eps, gram, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
-    """Return eps W; W is the gradient of rest: W_t = dC_t minus eps_s W_s k_s.k_t for every later s.
+    """Return eps W, with W_t = dC_t minus eps_s W_s k_s.k_t for every later s.
 
-    dc and eps are chunks. eps W is [BLOCK_D, 16], rounded for products.
+    W is the gradient of rest. dc and eps are chunks. eps W is [BLOCK_D, 16], rounded for products.
     """
     w = ()
     for i in tl.static_range(4):
-        # As if they were others: rows of the forward substitution must not stay in registers until here.
+        # As if they were others: rows of the forward substitution must not stay in registers until
+        # here.
         g = _broadcast(asm_identity(gram[3 - i], FAST))
         for j in tl.static_range(4):
             w_t = round_tf32(one_row(eps * dc, 15 - 4 * i - j), PRECISION, FAST)
@@ -133,13 +134,13 @@ def gram_kernel(
 ):  # fmt: skip
     """Pack one chunk of keys and queries in scan order, with their Gram matrices.
 
-    A short last chunk is filled with dead rows, the last rows of the chunk before it, so that all of its
-    rows can be read. Dead rows have no effect. L must be 16 or more.
+    A short last chunk is filled with dead rows, the last rows of the chunk before it, so that all
+    of its rows can be read. Dead rows have no effect. L must be 16 or more.
 
     keys (N, B, chunks, 16, 2 BLOCK_M): k then q, float32, zero if dead and beyond M.
     gram (N, B, chunks, 2, 16, 16): K K', then k_tau.q_t for tau <= t and else 0, for products.
-    kappa (N, B, chunks, 2, 16): 1 + kappa_scale |k|^2, infinite if dead. Then the divisor of the gate: 2 or,
-    if dead, so large that the quotient vanishes.
+    kappa (N, B, chunks, 2, 16): 1 + kappa_scale |k|^2, infinite if dead. Then the divisor of the
+    gate: 2 or, if dead, so large that the quotient vanishes.
     """
     T: tl.constexpr = 16
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)
@@ -174,8 +175,9 @@ def keys_kernel(
 ):  # fmt: skip
     """Add up one chunk's sums over channels and backpropagate them to its queries and keys.
 
-    Blocks are added in order, so results are bit-identical. dq, dk (N, B, L, M). The diagonal of dgram is
-    the gradient of |k|^2 in the step sizes: no token meets its own key in the substitution.
+    Blocks are added in order, so results are bit-identical. dq, dk (N, B, L, M). The diagonal of
+    dgram is the gradient of |k|^2 in the step sizes: no token meets its own key in the
+    substitution.
     """
     T: tl.constexpr = 16
     chunk, chunks = tl.program_id(0).to(tl.int64), tl.cdiv(L, T)

@@ -1,8 +1,9 @@
 """The exact Longhorn scan in chunks, cut in splits: the states that splits start from.
 
-Sequences too few to fill the device are cut in splits of whole chunks, which run in parallel. Before that, the
-kernel here goes through all chunks in order. It only updates the state, and stores it before every split. The backward
-pass has a kernel of its own, ``exact_splits_backward.py``. Equations and letters are in ``exact.py``.
+Sequences too few to fill the device are cut in splits of whole chunks, which run in parallel.
+Before that, the kernel here goes through all chunks in order. It only updates the state, and stores
+it before every split. The backward pass has a kernel of its own, ``exact_splits_backward.py``.
+Equations and letters are in ``exact.py``.
 """
 
 import triton
@@ -52,9 +53,10 @@ def _load_chunk(
 def _states_direction(
     x_ptr, dt_ptr, dt_weight_ptr, keys_ptr, gram_ptr, kappa_ptr, bias_ptr, start_ptr,
     split_states_ptr, B, L, b, num_splits, split_chunks, d,
-    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, direction: tl.constexpr, REVERSE: tl.constexpr,
-    x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    x_stride_dir, x_stride_b, dt_stride_dir, dt_stride_b, direction: tl.constexpr,
+    REVERSE: tl.constexpr, x_stride_l: tl.constexpr, dt_stride_l: tl.constexpr, RANK: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Carry the state through one direction."""
     T: tl.constexpr = 16
@@ -72,15 +74,15 @@ def _states_direction(
     # The last split on the way is not gone through.
     count = (chunks - split_chunks) if REVERSE else (num_splits - 1) * split_chunks
     chunk = _load_chunk(
-        (chunks - 1) if REVERSE else 0, sequence, x_row, dt_row, keys_ptr, gram_ptr, kappa_ptr, L, d,
-        mask[None, :], REVERSE, x_stride_l, dt_stride_l, RANK, BLOCK_M, FAST,
+        (chunks - 1) if REVERSE else 0, sequence, x_row, dt_row, keys_ptr, gram_ptr, kappa_ptr, L,
+        d, mask[None, :], REVERSE, x_stride_l, dt_stride_l, RANK, BLOCK_M, FAST,
     )  # fmt: skip
     for i in range(count):
         n = (chunks - 1 - i) if REVERSE else i
         # Nothing waits for memory: everything is loaded one chunk ahead.
         ahead = _load_chunk(
-            n + step, sequence, x_row, dt_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :], REVERSE,
-            x_stride_l, dt_stride_l, RANK, BLOCK_M, FAST,
+            n + step, sequence, x_row, dt_row, keys_ptr, gram_ptr, kappa_ptr, L, d, mask[None, :],
+            REVERSE, x_stride_l, dt_stride_l, RANK, BLOCK_M, FAST,
         )  # fmt: skip
         if (i == 0) | (((n + 1) if REVERSE else n) % split_chunks == 0):
             store_states(split_states_ptr, lane + n // split_chunks * D, state, d, D, BLOCK_M)
@@ -108,8 +110,9 @@ def exact_states_kernel(
 ):  # fmt: skip
     """Store the states that splits start from.
 
-    One direction of one batch element and block of channels. split_states (N, B, S, D, BLOCK_M). start
-    (B, D, BLOCK_M), for a single direction: the state before the first split on the way, zeros if not given.
+    One direction of one batch element and block of channels. split_states (N, B, S, D, BLOCK_M).
+    start (B, D, BLOCK_M), for a single direction: the state before the first split on the way,
+    zeros if not given.
     """
     b, _, place, block = place_of_program(1, DIRECTIONS, (D + BLOCK_D - 1) // BLOCK_D)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)

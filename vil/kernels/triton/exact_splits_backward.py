@@ -1,13 +1,15 @@
 """The exact Longhorn scan in chunks, cut in splits: the gradients of the states after splits.
 
-The kernel here goes through all chunks against the scan. With G the gradient of the state, a token does:
+The kernel here goes through all chunks against the scan. With G the gradient of the state, a token
+does:
 
     G <- G + dy_t q_t,   w_t = eps_t k_t.G,   G <- G - w_t k_t
 
-It has few programs, so its time is that of its longest chain of instructions. Matrix products would lengthen it: their
-results take long to come back. So the states of a channel are divided among lanes, four each, in float32. It takes a
-group of eight tokens at a time: all k_t.G first, with one exchange between the lanes of a channel, then the
-substitution, in every lane. Equations and letters are in ``exact.py``.
+It has few programs, so its time is that of its longest chain of instructions. Matrix products would
+lengthen it: their results take long to come back. So the states of a channel are divided among
+lanes, four each, in float32. It takes a group of eight tokens at a time: all k_t.G first, with one
+exchange between the lanes of a channel, then the substitution, in every lane. Equations and letters
+are in ``exact.py``.
 """
 
 import triton
@@ -46,7 +48,8 @@ def _from_lane(values, i: tl.constexpr, LANES: tl.constexpr):
 def _load_keys(keys_row, gram_row, half: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return keys, Gram rows and queries of a group, the last token first.
 
-    A load fetches four numbers for each of four tokens: compile time grows with the number of loads.
+    A load fetches four numbers for each of four tokens: compile time grows with the number of
+    loads.
     """
     t: tl.constexpr = 15 - 8 * half
     step: tl.constexpr = -2 * BLOCK_M
@@ -54,7 +57,8 @@ def _load_keys(keys_row, gram_row, half: tl.constexpr, BLOCK_M: tl.constexpr):
     keys = load_quads(row, step, 16) + load_quads(row + 4 * step, step, 16)
     row += BLOCK_M
     queries = load_quads(row, step, 16) + load_quads(row + 4 * step, step, 16)
-    # The columns of the group's last four tokens in the rows of all, then those of its first four in their own rows.
+    # The columns of the group's last four tokens in the rows of all, then those of its first four
+    # in their own rows.
     row = gram_row + (t * 17 - 3)
     gram = load_quads(row, -16, 16) + load_quads(row - 64, -16, 16)
     return keys, gram + load_quads(row - 68, -16, 16), queries
@@ -62,12 +66,14 @@ def _load_keys(keys_row, gram_row, half: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _load_group(
-    after, n, half: tl.constexpr, sequence, dout_row, dt_row, z_row, keys_row, gram_row, kappa_row, own, L, reverse,
-    mask, OWNERS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, dt_step: tl.constexpr, z_step: tl.constexpr,
+    after, n, half: tl.constexpr, sequence, dout_row, dt_row, z_row, keys_row, gram_row, kappa_row,
+    own, L, reverse, mask, OWNERS: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
+    dt_step: tl.constexpr, z_step: tl.constexpr,
 ):  # fmt: skip
-    """Return what ``_load_keys`` does, and rows of dout, step sizes, kappa and, if there is a gate, z.
+    """Return ``_load_keys``, and rows of dout, step sizes, kappa and, if there is a gate, z.
 
-    A lane has every OWNERS-th token of a group. Nothing is loaded before ``after``, zeros from ``_arrived``.
+    A lane has every OWNERS-th token of a group. Nothing is loaded before ``after``, zeros from
+    ``_arrived``.
     """
     rows, sign, chunk = (), 1 - 2 * reverse, sequence * tl.cdiv(L, 16) + n
     keys_row += chunk * (32 * BLOCK_M) + after * 4
@@ -96,11 +102,13 @@ def _bits(number):
 
 @triton.jit
 def _arrived(group, state, zero):
-    """Return zeros, known once a group and the state are known; the compiler must not know that ``zero`` is 0.
+    """Return zeros that are known once a group and the state are known.
 
-    Loads share six counters on NVIDIA GPUs, and a counter only tells when all of its loads have arrived. If the next
-    group's loads went out before this group is waited for, they would be waited for as well. The state keeps the
-    compiler from waiting before the last group is computed.
+    The compiler must not know that ``zero`` is 0.
+
+    Loads share six counters on NVIDIA GPUs, and a counter only tells when all of its loads have
+    arrived. If the next group's loads went out before this group is waited for, they would be
+    waited for as well. The state keeps the compiler from waiting before the last group is computed.
     """
     keys, rows = group
     after = _bits(state[0])
@@ -123,7 +131,7 @@ def _prefetch(address, LEVEL: tl.constexpr):
 
 @triton.jit
 def _prefetch_keys(keys_ptr, gram_ptr, chunk, place, BLOCK_M: tl.constexpr):
-    """Bring the cache lines of a chunk's keys and of their Gram matrix to the L1 cache, one by each lane."""
+    """Bring a chunk's keys and Gram matrix to the L1 cache, a line by each lane."""
     keys = tl.cast(keys_ptr + chunk * (32 * BLOCK_M), tl.int64)
     gram = tl.cast(gram_ptr + chunk * 512, tl.int64) - BLOCK_M * 128
     for first in tl.static_range(0, BLOCK_M + 8, place.shape[0]):
@@ -182,8 +190,9 @@ def exact_gradients_kernel(
 ):  # fmt: skip
     """Store the gradients of the states after splits.
 
-    One direction of one batch element and block of channels. split_states (N, B, S, D, BLOCK_M). start
-    (B, D, BLOCK_M), for a single direction: the gradient of the last state, zeros if not given.
+    One direction of one batch element and block of channels. split_states (N, B, S, D, BLOCK_M).
+    start (B, D, BLOCK_M), for a single direction: the gradient of the last state, zeros if not
+    given.
     """
     P: tl.constexpr = 4
     LANES: tl.constexpr = BLOCK_M // P
@@ -212,8 +221,8 @@ def exact_gradients_kernel(
     states_row = split_states_ptr + sequence * num_splits * (D * BLOCK_M) + m
     step, n = 2 * reverse - 1, (1 - reverse) * (chunks - 1)
     group = _load_group(
-        place * 0, n, 0, sequence, dout_row, dt_row, z_row, keys_row, gram_row, kappa_ptr, own, L, reverse, mask,
-        OWNERS, BLOCK_M, D, dt_stride_l, z_stride_l,
+        place * 0, n, 0, sequence, dout_row, dt_row, z_row, keys_row, gram_row, kappa_ptr, own, L,
+        reverse, mask, OWNERS, BLOCK_M, D, dt_stride_l, z_stride_l,
     )  # fmt: skip
     # The last split on the way is not gone through, so another chunk always follows.
     for s in range(num_splits - 1):
@@ -229,15 +238,17 @@ def exact_gradients_kernel(
                 if z_row is not None:
                     _prefetch(tl.cast(z_row + token * z_stride_l, tl.int64), "L2")
             later = _load_group(
-                _arrived(group, state, zero), n, 1, sequence, dout_row, dt_row, z_row, keys_row, gram_row, kappa_ptr,
-                own, L, reverse, mask, OWNERS, BLOCK_M, D, dt_stride_l, z_stride_l,
+                _arrived(group, state, zero), n, 1, sequence, dout_row, dt_row, z_row, keys_row,
+                gram_row, kappa_ptr, own, L, reverse, mask, OWNERS, BLOCK_M, D, dt_stride_l,
+                z_stride_l,
             )  # fmt: skip
             tl.debug_barrier()  # keeps the loads from being moved down
             state = _go_back(state, group, bias, LANES, OWNERS, FAST)
             n += step
             group = _load_group(
-                _arrived(later, state, zero), n, 0, sequence, dout_row, dt_row, z_row, keys_row, gram_row, kappa_ptr,
-                own, L, reverse, mask, OWNERS, BLOCK_M, D, dt_stride_l, z_stride_l,
+                _arrived(later, state, zero), n, 0, sequence, dout_row, dt_row, z_row, keys_row,
+                gram_row, kappa_ptr, own, L, reverse, mask, OWNERS, BLOCK_M, D, dt_stride_l,
+                z_stride_l,
             )  # fmt: skip
             tl.debug_barrier()
             state = _go_back(state, later, bias, LANES, OWNERS, FAST)

@@ -1,8 +1,9 @@
 """Launch of Triton kernels: on one axis of programs, on the device of a tensor.
 
-A ``Kernel`` holds everything for a launch except the tensors, so that a plan can keep it. It also keeps what Triton
-compiled: Triton takes longer to find that again from the arguments than to launch it. ``recording`` records the
-launches of a ``with`` block instead of running them; ``compiling`` compiles the kernels at the same time instead.
+A ``Kernel`` holds everything for a launch except the tensors, so that a plan can keep it. It also
+keeps what Triton compiled: Triton takes longer to find that again from the arguments than to launch
+it. ``recording`` records the launches of a ``with`` block instead of running them; ``compiling``
+compiles the kernels at the same time instead.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import MockTensor
 
-_TELL_S = 5.0  # between two lines about a long compilation
-_MOST_TOGETHER = 8  # kernels that are compiled at the same time, up to 0.8 GB each
+_REPORT_S = 5.0  # between two lines about a long compilation
+_MAX_TOGETHER = 8  # kernels that are compiled at the same time, up to 0.8 GB each
 
 _record: "Callable[[Launch], object] | None" = None
 # Other versions may launch in another way.
@@ -47,8 +48,8 @@ class Kernel:
         function: Function under ``triton.jit``.
         programs: Number of programs, all on the first grid axis: the other axes end at 65,535.
         num_warps: Warps per program.
-        enable_fp_fusion: Whether a product and a sum may become one instruction. Set explicitly because
-            the default differs between releases of Triton.
+        enable_fp_fusion: Whether a product and a sum may become one instruction. Set explicitly
+            because the default differs between releases of Triton.
         **constants: Arguments of the function, by name; ``maxnreg`` to limit registers.
     """
 
@@ -77,7 +78,7 @@ class Kernel:
                 self._launch(on.device, tensors)
 
     def _launch(self, device: torch.device, tensors: dict[str, Tensor | None]) -> None:
-        """Launch what Triton compiled for tensors like these, as Triton does; the first time, let it compile them."""
+        """Launch what Triton compiled for tensors like these; at first, let Triton compile it."""
         key, values = [device], self._values.copy()
         for name, tensor in tensors.items():
             values[self._places[name]] = tensor
@@ -94,12 +95,13 @@ class Kernel:
         driver = triton.runtime.driver.active
         stream = driver.get_current_stream(driver.get_current_device())
         compiled.run(
-            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+            None, None, None, *values,
         )  # fmt: skip
 
 
 def _hooked() -> bool:
-    """Return whether a profiler such as Proton must be told of launches, which Triton does."""
+    """Return whether a profiler such as Proton must see launches, which Triton reports to it."""
     runtime = triton.knobs.runtime
     hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
     return any(getattr(hook, "calls", hook) for hook in hooks)
@@ -126,10 +128,11 @@ def recording() -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile the kernels of a ``with`` block together instead of launching them, which leaves results arbitrary.
+    """Compile the kernels of a ``with`` block together instead of launching them.
 
-    Later launches find them in memory, those of other processes in Triton's cache. Without this, a kernel is compiled
-    at its first launch, and all that follow wait.
+    This leaves results arbitrary. Later launches find them in memory, those of other processes in
+    Triton's cache. Without this, a kernel is compiled at its first launch, and all that follow
+    wait.
     """
     launches: dict[Any, Launch] = {}
 
@@ -146,13 +149,14 @@ def compiling() -> Iterator[None]:
 def compile_together(launches: Iterable[Launch]) -> None:
     """Compile the kernels of launches at the same time.
 
-    Dtypes may stand for tensors that are aligned to 16 bytes. A kernel that does not compile raises no error here: its
-    launch does. If compiling takes long, lines on standard error say how far it is.
+    Dtypes may stand for tensors that are aligned to 16 bytes. A kernel that does not compile raises
+    no error here: its launch does. If compiling takes long, lines on standard error say how far it
+    is.
     """
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     # Most of the compiler runs outside Python's lock, so threads suffice.
     with (
-        ThreadPoolExecutor(min(len(usable(0)), _MOST_TOGETHER)) as pool,
+        ThreadPoolExecutor(min(len(usable(0)), _MAX_TOGETHER)) as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
     ):
         for launch in launches:
@@ -160,6 +164,6 @@ def compile_together(launches: Iterable[Launch]) -> None:
             launch.kernel.warmup(**arguments, grid=(1,))
         waiting = set(mode.raw_futures)
         count = len(waiting)
-        while waiting := wait(waiting, _TELL_S).not_done:
+        while waiting := wait(waiting, _REPORT_S).not_done:
             done = count - len(waiting)
             sys.stderr.write(f"compiled {done} of {count} kernels\n")

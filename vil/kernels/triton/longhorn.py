@@ -51,7 +51,8 @@ def advance_backward(
         M: State size.
 
     Returns:
-        Gradient of the state before the token, sum_j k_j G_j, deps, and the terms of dk and dq per channel.
+        Gradient of the state before the token, sum_j k_j G_j, deps, and the terms of dk and dq per
+        channel.
     """
     before, dk, dq, scaled = (), (), (), ()
     recalled, deps = tl.zeros_like(x), tl.zeros_like(x)

@@ -10,8 +10,8 @@ Per channel and state j, with delta = softplus(dt + bias) and a_j = exp(delta A_
                dq_j = sum over channels of dy s_j, s_j after the token
                G_j <- a_j G_j
 
-Rates are A / ln 2, so that an exponential is one instruction. One exponential per token, channel and
-state bounds the speed.
+Rates are A / ln 2, so that an exponential is one instruction. One exponential per token, channel
+and state bounds the speed.
 """
 
 import triton
@@ -94,7 +94,8 @@ def advance_backward(
         FAST: Whether to use PTX.
 
     Returns:
-        Gradients of the state before the token and of A, sum_j k_j G_j, ddelta, and the terms of dk and dq per channel.
+        Gradients of the state before the token and of A, sum_j k_j G_j, ddelta, and the terms of dk
+        and dq per channel.
     """
     before, after, dk, dq = (), (), (), ()
     recalled, slope = tl.zeros_like(x), tl.zeros_like(x)

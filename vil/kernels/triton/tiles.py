@@ -1,22 +1,22 @@
 """Triton building blocks of the scan kernels: chunks of rows, broadcast rows, gates.
 
-A chunk is a tile of rows [16, BLOCK_D], with tokens in registers and one channel per lane. This is Triton's
-default layout for the shape, so nothing moves between lanes except at matrix products. Accesses are whole
-chunks: to choose the layout of one access, Triton's compiler searches the whole kernel, so compile time
-grows with their number. FAST writes the exponentials in PTX without the range guards of tl.exp, for NVIDIA
-GPUs.
+A chunk is a tile of rows [16, BLOCK_D], with tokens in registers and one channel per lane. This is
+Triton's default layout for the shape, so nothing moves between lanes except at matrix products.
+Accesses are whole chunks: to choose the layout of one access, Triton's compiler searches the whole
+kernel, so compile time grows with their number. FAST writes the exponentials in PTX without the
+range guards of tl.exp, for NVIDIA GPUs.
 """
 
 import triton
 import triton.language as tl
 
-# A contiguity hint that puts the channels of an access across the lanes, after its four numbers in a row.
-# It is not true and only orders the axes: which of two equally contiguous axes comes first differs between
-# releases of Triton.
+# A contiguity hint that puts the channels of an access across the lanes, after its four numbers in
+# a row. It is not true and only orders the axes: which of two equally contiguous axes comes first
+# differs between releases of Triton.
 LANES_NEXT = tl.constexpr(2)
 
-# A product of positive float32 numbers by this factor, truncated to TF32, has no bias: over log-uniform mantissas, the
-# mean error is zero. Numbers that TF32 holds stay the same.
+# A product of positive float32 numbers by this factor, truncated to TF32, has no bias: over
+# log-uniform mantissas, the mean error is zero. Numbers that TF32 holds stay the same.
 TF32_SCALE = tl.constexpr(1.0 + 0.7213475 / 2048)  # 1 + c / 2^11, c = 1 / (2 ln 2)
 
 
@@ -54,7 +54,7 @@ def _columns(tile, N: tl.constexpr):
 
 @triton.jit
 def join_columns(c, N: tl.constexpr):
-    """Join a tuple of N columns [BLOCK_D], N a power of two, into a tile: the inverse of ``columns``."""
+    """Join N columns [BLOCK_D], N a power of two, into a tile: the inverse of ``columns``."""
     if N == 2:
         return tl.join(c[0], c[1])
     else:
@@ -85,8 +85,8 @@ def load_quads(pointer, step: tl.constexpr, N: tl.constexpr):
 def from_columns(c, BLOCK_D: tl.constexpr):
     """Join a tuple of 16 columns into a tile [BLOCK_D, 16], the inverse of ``columns``.
 
-    ``join_columns`` is not used, because ``columns`` splits first what it joins last. Triton's compiler would
-    remove the two, and with them the layout that is their purpose.
+    ``join_columns`` is not used, because ``columns`` splits first what it joins last. Triton's
+    compiler would remove the two, and with them the layout that is their purpose.
     """
     x0 = tl.join(tl.join(c[0], c[1]), tl.join(c[2], c[3]))
     x1 = tl.join(tl.join(c[4], c[5]), tl.join(c[6], c[7]))
@@ -101,15 +101,15 @@ def from_columns(c, BLOCK_D: tl.constexpr):
 def to_rows(tile, BLOCK_D: tl.constexpr):
     """Return the result [BLOCK_D, 16] of a matrix product as a chunk.
 
-    Goes through columns, which can only lie one channel per lane. Otherwise Triton's compiler moves the
-    operands that meet the result to the product's layout, or computes them in both layouts.
+    Goes through columns, which can only lie one channel per lane. Otherwise Triton's compiler moves
+    the operands that meet the result to the product's layout, or computes them in both layouts.
     """
     return tl.trans(from_columns(columns(tile, 16), BLOCK_D))
 
 
 @triton.jit
 def one_row(rows, t: tl.constexpr):
-    """Return row t of a float32 tile of rows, [BLOCK_D]. Takes no instruction: all added values are -0.0."""
+    """Return row t of a float32 tile, [BLOCK_D], without instructions: added values are -0.0."""
     # Triton 3.6 and 3.8 make 0.0 of the number -0.0, whose addition takes an instruction.
     nothing = tl.zeros(rows.shape, tl.float32) * -1.0
     return tl.sum(tl.where(tl.arange(0, rows.shape[0])[:, None] == t, rows, nothing), 0)
@@ -126,7 +126,7 @@ def load_broadcast_rows(pointer, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _lines(row, step, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the addresses of the cache lines of 16 rows, int64 [BLOCK_D], as often as they fit in."""
+    """Return the addresses of the cache lines of 16 rows, int64 [BLOCK_D], repeated."""
     BYTES: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
     in_row: tl.constexpr = BLOCK_D * BYTES // 128
     line = tl.arange(0, BLOCK_D) % (16 * in_row)
@@ -136,7 +136,7 @@ def _lines(row, step, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(rows, steps, d, D: tl.constexpr, BLOCK_D: tl.constexpr, FAST: tl.constexpr):
-    """Bring a chunk of up to four tensors, the first of 16 bits, to the L2 cache, a line by each lane."""
+    """Bring a chunk of up to four tensors, the first of 16 bits, to the L2 cache."""
     if FAST and BLOCK_D >= 64 and rows[0].dtype.element_ty.primitive_bitwidth == 16:
         which, first = tl.arange(0, BLOCK_D) // (BLOCK_D // 4), tl.min(d, 0)
         lines = _lines(rows[0], steps[0], first, D, BLOCK_D)
@@ -173,8 +173,8 @@ def load_rows(pointer, step: tl.constexpr, mask, FLOAT: tl.constexpr = True):
     """Load a chunk of 16 rows, zero where masked.
 
     Args:
-        pointer: Channels of the first row, [BLOCK_D]. Triton must not know that the pointer is aligned:
-            a lane would get neighbouring channels rather than the tokens of one channel.
+        pointer: Channels of the first row, [BLOCK_D]. Triton must not know that the pointer is
+            aligned: a lane would get neighbouring channels rather than the tokens of one channel.
         step: Elements from one row to the next.
         mask: Mask, [16 or 1, BLOCK_D].
         FLOAT: Convert to float32.
@@ -199,9 +199,10 @@ def load_row(pointer, mask):
 
 @triton.jit
 def load_ranks(pointer, mask, RANK: tl.constexpr, FAST: tl.constexpr):
-    """Load RANK numbers from each of the pointers [N] as an operand of a product, zero where masked.
+    """Load RANK numbers from each of the pointers [N], zero where masked, for a product.
 
-    The dtype is kept for NVIDIA GPUs, else float32: Triton's interpreter (3.9) multiplies the bits of bfloat16.
+    The dtype is kept for NVIDIA GPUs, else float32: Triton's interpreter (3.9) multiplies the bits
+    of bfloat16.
     """
     r = tl.arange(0, max(16, triton.next_power_of_2(RANK)))
     mask = mask[:, None] & (r < RANK)[None, :]
@@ -239,12 +240,13 @@ def longhorn_eps(v, kappa_1, FAST: tl.constexpr):
 
 
 @triton.jit
-def decay_and_eps(dt, bias, kappa_1, FAST: tl.constexpr):
-    """Return exp(-v) and eps = 1 / (kappa_1 + exp(-v)), v = dt + bias; FAST takes -bias log2(e) as bias.
+def exp_and_eps(dt, bias, kappa_1, FAST: tl.constexpr):
+    """Return exp(-v) and eps = 1 / (kappa_1 + exp(-v)), v = dt + bias.
 
-    Their product is the derivative of log(eps) by v. It equals 1 - eps kappa_1, which cancels for long
-    keys: in float32 its error is 1 % at |k| 400 and 30 % at 4,000. The exponential is bounded so that the
-    product is finite; the bound acts only where eps is below 1e-34.
+    With FAST, bias is -bias log2(e). Their product is the derivative of log(eps) by v. It equals 1
+    - eps kappa_1, which cancels for long keys: in float32 its error is 1 % at |k| 400 and 30 % at
+    4,000. The exponential is bounded so that the product is finite; the bound acts only where eps
+    is below 1e-34.
     """
     if FAST:
         return tl.inline_asm_elementwise(
@@ -262,8 +264,8 @@ def decay_and_eps(dt, bias, kappa_1, FAST: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    decay = tl.exp(tl.minimum(-(dt + bias), 80.0))
-    return decay, 1.0 / (kappa_1 + decay)
+    exp_minus_v = tl.exp(tl.minimum(-(dt + bias), 80.0))
+    return exp_minus_v, 1.0 / (kappa_1 + exp_minus_v)
 
 
 @triton.jit
@@ -297,11 +299,11 @@ def half_silu(z, FAST: tl.constexpr):
 def round_tf32(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
     """Round a float32 operand to TF32, because tensor cores truncate operands to TF32.
 
-    Truncated operands would make every product too small, by 0.03 % each on average. From sm_90 on, one
-    instruction rounds to nearest. Before, that takes three, so two replace it: a multiplication by
-    1 + c / 2^11 and the truncation. It adds between c and 2 c halves of a last place, and c = 1 / (2 ln 2)
-    makes the mean error over log-uniform mantissas zero. NaN, infinity and numbers that TF32 holds are
-    unchanged either way.
+    Truncated operands would make every product too small, by 0.03 % each on average. From sm_90 on,
+    one instruction rounds to nearest. Before, that takes three, so two replace it: a multiplication
+    by 1 + c / 2^11 and the truncation. It adds between c and 2 c halves of a last place, and c = 1
+    / (2 ln 2) makes the mean error over log-uniform mantissas zero. NaN, infinity and numbers that
+    TF32 holds are unchanged either way.
     """
     if PRECISION != "tf32":
         return tile

@@ -1,7 +1,7 @@
 """Block sizes, warps and splits of all Triton kernels.
 
-They were chosen by counting machine instructions ahead of time. Nothing is timed at run time, so they are
-the same on every rank and in every run.
+They were chosen by counting machine instructions ahead of time. Nothing is timed at run time, so
+they are the same on every rank and in every run.
 """
 
 import functools
@@ -14,9 +14,10 @@ import torch
 # tokens, all programs that an H200 runs at a time need 26 MB, which stays in L2.
 CHUNK = 16
 
-# Architecture -> kernel -> (channels per program, warps). Scans have one channel per lane; warps have 32
-# lanes on NVIDIA GPUs and 64 on AMD's gfx9. An architecture without a row uses the first row.
-# `python -m lab.benchmarks.gpu_kernels blocks FILE` times the kernels, with the sizes given here.
+# Architecture -> kernel -> (channels per program, warps). Scans have one channel per lane; warps
+# have 32 lanes on NVIDIA GPUs and 64 on AMD's gfx9. An architecture without a row uses the first
+# row. `python -m lab.benchmarks.gpu_kernels blocks FILE` times the kernels, with the sizes given
+# here.
 _DEFAULT = {
     "exact_forward": (128, 4),
     "exact_backward": (32, 1),  # no barriers, the fewest shared-memory round trips
@@ -25,16 +26,17 @@ _DEFAULT = {
     "exact_gradients": (32, 1),  # lanes, each with four states of a channel
     "diagonal_forward": (128, 4),
     "diagonal_backward": (32, 1),  # sums over channels stay in a warp
-    # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in the
-    # registers.
+    # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in
+    # the registers.
     "conv": (64, 1),
 }
-# Measured on an H200, microseconds of the backward pass and of keys_kernel, which adds up the sums of blocks: (128, 4)
-# 285 + 23, (64, 2) 288 + 38, (32, 1) 310 + 68 at 224 px, batch 128; 459 + 25, 414 + 43, 445 + 76 at 512 px, batch 32.
+# Measured on an H200, microseconds of the backward pass and of keys_kernel, which adds up the sums
+# of blocks: (128, 4) 285 + 23, (64, 2) 288 + 38, (32, 1) 310 + 68 at 224 px, batch 128; 459 + 25,
+# 414 + 43, 445 + 76 at 512 px, batch 32.
 _HOPPER = {**_DEFAULT, "exact_backward": (128, 4)}
-# With four warps, products would use tensor memory there. That is untested, both on a GPU and emulated,
-# so two warps use the products of sm_80. Revisit this with Triton's issues 9871 (with four warps, products differ
-# from run to run; fixed after Triton 3.6) and 10590.
+# With four warps, products would use tensor memory there. That is untested, both on a GPU and
+# emulated, so two warps use the products of sm_80. Revisit this with Triton's issues 9871 (with
+# four warps, products differ from run to run; fixed after Triton 3.6) and 10590.
 _WITHOUT_TENSOR_MEMORY = {**_DEFAULT, "exact_forward": (64, 2)}
 BLOCKS = {
     "default": _DEFAULT,
@@ -52,12 +54,14 @@ BLOCKS = {
     },
 }
 
-# Registers with which three warps fit on every scheduler of an NVIDIA GPU. As a limit, it is also an aim: left
-# alone, ptxas takes fewer. Forward scans then wait for one load after another, 1.2 to 12 times as long (sm_90).
+# Registers with which three warps fit on every scheduler of an NVIDIA GPU. As a limit, it is also
+# an aim: left alone, ptxas takes fewer. Forward scans then wait for one load after another, 1.2 to
+# 12 times as long (sm_90).
 THREE_WARPS = 168
 
 SHORTEST_SPLIT = 4  # fewest chunks of a split
-# Warps of a kernel that run on a multiprocessor at a time, by registers: 168, or 255 in the exact backward pass.
+# Warps of a kernel that run on a multiprocessor at a time, by registers: 168, or 255 in the exact
+# backward pass.
 _RESIDENT = {"exact_backward": 8, "exact_backward_float32": 8}
 _RESIDENT_OTHERS = 12
 
@@ -135,8 +139,8 @@ def fast(device: torch.device) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """Return the precision of matrix products of float32 operands that come from a dtype.
 
-    TF32 holds bfloat16 and float16 inputs exactly, and values computed from them are rounded to TF32.
-    float32 inputs are split in three.
+    TF32 holds bfloat16 and float16 inputs exactly, and values computed from them are rounded to
+    TF32. float32 inputs are split in three.
     """
     if not compiles_for_nvidia():
         return "ieee"
