@@ -556,6 +556,6 @@ class DiagonalPlan(ScanPlan):
         dk, dq = (part[..., : self.key.states] for part in dkq.sum(0).split(self.M, -1))
         dA = None if drates is None else self._from_kernel(drates.sum((1, 2))).to(args.A.dtype)
         return self.gradients(
-            args, dz, dskip, dbias, x=dx, dt=ddt, A=dA, q=dq.to(args.q.dtype),
-            k=dk.to(args.k.dtype), z=own_dz, initial_state=self._from_kernel(dinitial),
+            args, dz, x=dx, dt=ddt, A=dA, q=dq.to(args.q.dtype), k=dk.to(args.k.dtype), D=dskip,
+            bias=dbias, z=own_dz, initial_state=self._from_kernel(dinitial),
         )  # fmt: skip

@@ -584,7 +584,7 @@ class ExactPlan(ScanPlan):
         self._keys(dq, sums_ptr=sums, keys_ptr=packed["keys_ptr"], dq_ptr=dq, dk_ptr=dk)
         dinitial = None if dinitial is None else dinitial[..., : self.key.states].contiguous()
         return self.gradients(
-            args, dz, dskip, dbias, x=dx, dt=ddt, A=None, q=dq, k=dk, z=own_dz,
+            args, dz, x=dx, dt=ddt, A=None, q=dq, k=dk, D=dskip, bias=dbias, z=own_dz,
             initial_state=dinitial,
         )  # fmt: skip
 

@@ -109,31 +109,18 @@ class ScanPlan:
                 dt, weight = dt_proj(dt, weight), None
             own |= {"dt": dt, "dt_weight": weight}
         for name, weight in (("D", args.D), ("bias", args.bias)):
-            own[name] = (
-                self.empty(self.N, self.D).zero_() if weight is None else weight.contiguous()
-            )
+            weight = self.empty(self.N, self.D).zero_() if weight is None else weight
+            own[name] = weight.contiguous()
         return args._replace(**own)
 
-    def gradients(
-        self,
-        args: ScanArgs,
-        dz: Tensor | None,
-        dskip: Tensor,
-        dbias: Tensor,
-        **grads: Tensor | None,
-    ) -> ScanArgs:
-        """Return the gradients for all arguments of a scan.
+    def gradients(self, args: ScanArgs, dz: Tensor | None, **grads: Tensor | None) -> ScanArgs:
+        """Return the gradients for all arguments; the one for z is written to ``dz`` if given.
 
-        Args:
-            args: Arguments before ``prepared``.
-            dz: Tensor for the gradient of z, or None.
-            dskip: Gradient for D of every sequence and split, (N, B, S, D).
-            dbias: Gradient for bias, (N, B, S, D).
-            **grads: Gradients for the other arguments.
+        ``grads`` has sums for D and bias of every sequence and split, (N, B, S, D).
         """
-        # Sums in a fixed order are bit-identical.
-        D = None if args.D is None else dskip.sum((1, 2)).to(args.D.dtype)
-        bias = None if args.bias is None else dbias.sum((1, 2)).to(args.bias.dtype)
+        for name, weight in (("D", args.D), ("bias", args.bias)):
+            # Sums in a fixed order are bit-identical.
+            grads[name] = None if weight is None else grads[name].sum((1, 2)).to(weight.dtype)
         if dz is not None and grads["z"] is not dz:
             grads["z"] = dz.copy_(grads["z"])
-        return ScanArgs(**grads, D=D, bias=bias)
+        return ScanArgs(**grads)
