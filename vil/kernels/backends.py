@@ -72,7 +72,7 @@ def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:
 def operator_saves(
     device: torch.device, shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
 ) -> SavedShapes | None:
-    """Return what an operator saves of a scan on a device, in the form of ``Backend.saved_shapes``.
+    """Return what an operator saves of a scan, given device, shape of x, state size and dtype of x.
 
     A compiled program needs the shapes before its backend is known. So tensors on a GPU have those
     of the Triton backend, whichever backend computes them.

@@ -200,15 +200,3 @@ class Backend(Protocol):
         Raises:
             NotImplementedError: If the backend does not support the arguments.
         """
-
-    def saved_shapes(
-        self, shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
-    ) -> SavedShapes | None:
-        """Return what a scan saves for its backward pass, or None if it saves nothing.
-
-        Args:
-            shape: Shape of x, (N, B, L, D).
-            states: State size M.
-            recurrence: One of ``RECURRENCES``.
-            dtype: Dtype of x.
-        """

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey, ScanResult, compute_dtype
+from vil.kernels.interface import ConvKey, ScanArgs, ScanKey, ScanResult, compute_dtype
 
 RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
 
@@ -323,10 +323,3 @@ class ConvPlan(NamedTuple):
 
 scan_plan, conv_plan = ScanPlan, ConvPlan
 writes_halves, arena = False, contextlib.nullcontext()
-
-
-def saved_shapes(
-    shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
-) -> SavedShapes | None:
-    """Return None: the backward pass scans again."""
-    return None

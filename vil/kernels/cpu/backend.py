@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vil.kernels import workspace
 from vil.kernels.cpu import loops
-from vil.kernels.interface import ConvKey, SavedShapes, ScanArgs, ScanKey, ScanResult
+from vil.kernels.interface import ConvKey, ScanArgs, ScanKey, ScanResult
 from vil.kernels.plan import plans
 
 _TYPES = {
@@ -469,10 +469,3 @@ class ConvPlan:
 
 scan_plan, conv_plan = plans(ScanPlan), plans(ConvPlan)
 writes_halves, arena = True, workspace.arena
-
-
-def saved_shapes(
-    shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
-) -> SavedShapes | None:
-    """Return None: the backward pass scans again."""
-    return None

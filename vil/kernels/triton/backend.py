@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from vil.kernels.interface import ScanKey, ScanPlan
 from vil.kernels.plan import plans
-from vil.kernels.triton import states, tuning
+from vil.kernels.triton import tuning
 from vil.kernels.triton.conv import ConvPlan
 from vil.kernels.triton.diagonal import DiagonalPlan
 from vil.kernels.triton.exact import ExactPlan, ShortPlan
@@ -45,4 +45,3 @@ def scan_plan(key: ScanKey) -> ScanPlan:
 
 conv_plan = plans(ConvPlan)
 writes_halves, arena = True, contextlib.nullcontext()
-saved_shapes = states.saved_shapes
