@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -21,7 +22,6 @@ from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, U
 from vil.training.files import lock_folder, write_atomically, write_text
 from vil.training.model import build
 from vil.training.subject import load_subject
-from vil.weights import archive
 from vil.weights.archive import check_finite
 
 
@@ -141,7 +141,7 @@ def test_flipped_bit_is_detected(saved, run) -> None:
     content[content.index(weight) + 10] ^= 1
     saved.write_bytes(bytes(content))
     torch.load(saved, weights_only=True)  # torch.load does not notice
-    with pytest.raises(OutputError, match=r"last\.pt is damaged: wrong checksum"):
+    with pytest.raises(OutputError, match=r"last\.pt is damaged .*: wrong checksum in "):
         load_checkpoint(saved)
 
 
@@ -215,13 +215,13 @@ def test_archive_that_torch_does_not_write_is_refused(saved) -> None:
     with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, part in parts.items():
             archive.writestr(name, part)
-    with pytest.raises(DamagedError, match="is compressed"):
+    with pytest.raises(DamagedError, match=r"is damaged .* compressed, overlapping or repeated"):
         load_checkpoint(saved)
     with zipfile.ZipFile(saved, "w") as archive:
         for name, part in parts.items():
             archive.writestr(name, part)
         archive.infolist().extend([archive.infolist()[-1]] * 10_000)
-    with pytest.raises(DamagedError, match=r"is damaged: its parts are larger|two of its parts"):
+    with pytest.raises(DamagedError, match=r"is damaged .* compressed, overlapping or repeated"):
         load_checkpoint(saved)
 
 
@@ -274,20 +274,11 @@ def test_what_a_killed_save_left_undone_is_done(saved) -> None:
     assert saved.with_name("best.pt").read_bytes() == saved.read_bytes()
 
 
-@pytest.mark.parametrize("reads", [0, 5, 40])
-def test_checkpoint_that_cannot_be_read_is_not_damaged(reads, saved, monkeypatch) -> None:
-    """Reading may fail at any place, also at the end, where zipfile reports that it is no zip file."""
-    before, left = contents(saved.parent), iter(range(reads))
-    original = archive._Reader._remembering
-
-    def remembering(self: archive._Reader, read: Any, *arguments: object) -> object:
-        def fail(*_: object) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        return original(self, fail if next(left, None) is None else read, *arguments)
-
+def test_checkpoint_that_cannot_be_read_is_not_damaged(saved, monkeypatch) -> None:
+    before = contents(saved.parent)
+    failure = OSError(errno.EIO, os.strerror(errno.EIO))
     with monkeypatch.context() as patch:
-        patch.setattr(archive._Reader, "_remembering", remembering)
+        patch.setattr(Path, "read_bytes", Mock(side_effect=failure))
         with pytest.raises(OutputError, match=r"last\.pt cannot be read: Input/output error"):
             load_newest(saved.parent)
     assert contents(saved.parent) == before

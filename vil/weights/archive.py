@@ -1,14 +1,12 @@
 """Reading what torch.save wrote without executing anything in it, and checking that it is whole."""
 
 import argparse
-import errno
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +14,10 @@ from torch import Tensor
 from vil.messages import one_line
 
 
-def load_archive(path: Path, foreign: bool = False) -> Any:
-    """Read tensors and plain values, and compare the file with its checksums.
+def load_archive(path: Path) -> Any:
+    """Read tensors and plain values, and compare the file with its checksums if it has any.
 
-    Args:
-        path: Path of the file.
-        foreign: Also read files without checksums, and the argparse options that timm's trainer stores.
+    The argparse options that timm's trainer stores are plain values, too.
 
     Returns:
         Content of the file, with tensors on the CPU.
@@ -30,11 +26,43 @@ def load_archive(path: Path, foreign: bool = False) -> Any:
         OSError, MemoryError: The disk or the memory fails; the content may be intact.
         ValueError: The file is damaged, or contains more than tensors and plain values.
     """
-    with _reading(path) as file, torch.serialization.safe_globals([argparse.Namespace] * foreign):
-        if not foreign or file.peek(2)[:2] == b"PK":  # also if it is cut off
-            _check_members(file)
-            file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+    # zipfile and torch.load report a failing disk as damage, so read the bytes before they do.
+    content = io.BytesIO(path.read_bytes())
+    try:
+        if content.getbuffer()[:2] == b"PK":  # also if it is cut off
+            _check_members(content)
+            content.seek(0)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is not a torch.save file, or contains more than tensors and plain values; "
+            f"files that could execute code are not read"
+        ) from error
+    except Exception as error:  # zipfile and torch.load raise many things for a damaged file
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(f"not enough memory for {path}") from error
+        raise ValueError(f"{path} is damaged or not a checkpoint: {one_line(error)}") from error
+
+
+def _check_members(file: io.BytesIO) -> None:
+    """Compare a zip archive with its checksums, which torch.load ignores, and with what torch.save writes.
+
+    Raises:
+        BadZipFile: If it differs. Damaged archives also raise other errors of zipfile.
+    """
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        # Compressed or overlapping parts can unpack to any size.
+        compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+        overlap = sum(member.file_size for member in members) > len(file.getbuffer())
+        repeated = len({member.filename for member in members}) < len(members)
+        if compressed or overlap or repeated:
+            raise zipfile.BadZipFile(
+                "it has compressed, overlapping or repeated parts, which torch.save does not write"
+            )
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"wrong checksum in {damaged}")
 
 
 def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
@@ -69,79 +97,3 @@ def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:
     if names:
         more = f", nor are {len(names) - 1} other tensors" if len(names) > 1 else ""
         raise ValueError(f"{origin}: {names[0]} is not finite{more}")
-
-
-class _FaultError(Exception):
-    """A fault of a file; the file's name goes before the message."""
-
-
-class _Reader(io.FileIO):
-    """A file that records a disk error, even if the reading library hides it."""
-
-    failure: OSError | None = None
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Read, as the base does."""
-        return self._remembering(super().readinto, buffer)
-
-    def readall(self) -> bytes:
-        """Read, as the base does."""
-        return self._remembering(super().readall)
-
-    def _remembering(self, read: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return read(*arguments)
-        except OSError as error:
-            self.failure = error
-            raise
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, and separate errors of the disk and the memory from errors in the content.
-
-    Raises:
-        OSError, MemoryError: If the disk or the memory fails.
-        ValueError: If the content is wrong.
-    """
-    raw = _Reader(path)
-    try:
-        with io.BufferedReader(raw) as file:
-            yield file
-    except _FaultError as error:
-        raise ValueError(f"{path} {error}") from error
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} is not a torch.save file, or contains more than tensors and plain values; "
-            f"files that could execute code are not read"
-        ) from error
-    except Exception as error:  # zipfile and torch.load raise many things for a damaged file
-        if raw.failure is not None:
-            raise raw.failure from error
-        # An offset in the file that points before its beginning raises EINVAL: the file is damaged.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            raise MemoryError(f"not enough memory for {path}") from error
-        raise ValueError(f"{path} is truncated or not a checkpoint: {one_line(error)}") from error
-
-
-def _check_members(file: BinaryIO) -> None:
-    """Compare a zip archive with its checksums and with what torch.save writes.
-
-    Raises:
-        _FaultError: If it differs.
-        Exception: Any error of zipfile, if the file is no archive.
-    """
-    size = file.seek(0, io.SEEK_END)
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise _FaultError("is compressed, so torch.save did not write it")
-        if sum(member.file_size for member in members) > size:
-            raise _FaultError("is damaged: its parts are larger than the whole")
-        if len({member.filename for member in members}) < len(members):
-            raise _FaultError("is damaged: two of its parts have one name")
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise _FaultError(f"is damaged: wrong checksum in {damaged}")

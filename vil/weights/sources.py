@@ -144,7 +144,7 @@ def no_weights(name: str) -> Weights:
 
 def _from_file(path: Path, ema: bool) -> Weights:
     """Read what torch.save wrote, by train_imagenet.py or another program."""
-    content = load_archive(path, foreign=True)
+    content = load_archive(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} contains a {type(content).__name__} instead of a state dict")
     keys = _AVERAGED if ema else _RAW
