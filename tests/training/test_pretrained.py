@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused(
             "model.args patch_drop_rate=0.5 at 24 px: patch_drop_rate and keep need a",
         ),
         ((str(bare),), 2, "model.name is missing: "),
-        ((str(checkpoint.parent),), 5, "is the folder of a run; pass its checkpoint"),
+        ((str(checkpoint.parent),), 2, "it is the folder of a run: pass its checkpoint"),
         (("vil_tiny",), 5, "timm has no weights for vil_tiny"),
     ):
         folder = ("--run.output", str(tmp_path / "new"))

@@ -271,7 +271,7 @@ def test_name_of_a_timm_model_stands_for_its_weights(
     offline = ConnectionError("the hub cannot be reached")
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", Mock(side_effect=offline))
     told_how = (
-        r'cannot be loaded: the hub .*; without a network, .* "Without a network" in docs/fin'
+        r'cannot be read as .*: the hub .*; without a network, .* "Without a network" in docs/fin'
     )
     with pytest.raises(ValueError, match=told_how):
         vil.load("resnet18.a1_in1k")
@@ -528,14 +528,17 @@ def test_what_is_no_source_is_refused(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused(
-        lambda: vil.load(checkpoint.parent), f"{checkpoint.parent} is the folder of a run; pass its"
+        lambda: vil.load(checkpoint.parent),
+        f"{checkpoint.parent} is not",
+        "it is the folder of a run: pass its",
+        kind=FileNotFoundError,
     )
     text = tmp_path / "notes.txt"
     text.write_text("These are my notes.")
     refused(lambda: vil.load(text), f"{text} is not a torch.save file")
     refused(
         lambda: vil.load(tmp_path),
-        f"{tmp_path} is not a folder with config.json and weights",
+        f"{tmp_path} is not a file, a folder with config.json and weights",
         kind=FileNotFoundError,
     )
     for content in ("[]", "{", "{}", '{"architecture": "vil_tiny"}', '{"model_type": "bert"}'):

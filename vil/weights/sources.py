@@ -3,12 +3,12 @@
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 from safetensors.torch import load_file
@@ -17,7 +17,7 @@ from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 from timm.models._hub import load_model_config_from_path, load_state_dict_from_path
 from torch import Tensor
 
-from vil.convert import is_official_vim
+from vil.convert import is_official_vim, with_own_names
 from vil.messages import counted, nfc, one_line, short_repr
 from vil.preprocess import read_note
 from vil.timm_models import NOT_OF_A_MODEL, is_own, similar_model
@@ -79,6 +79,19 @@ class Weights:
         return nfc(names) if isinstance(names, list | tuple) else None
 
 
+class _Form(NamedTuple):
+    """A kind of source."""
+
+    words: str
+    """What it is, for errors."""
+    matches: Callable[[str, Path], bool]
+    """Recognise a source by its name and its path; the first form that matches counts."""
+    read: Callable[[str, Path], tuple[dict[str, Any], dict[Any, Any]]]
+    """Return fields of a checkpoint that describe the model, and a dictionary that is or contains the weights."""
+    hint: str = ""
+    """What to do if it cannot be read."""
+
+
 def read_weights(source: str | Path, ema: bool = False) -> Weights:
     """Read weights from a file, a folder, a hub or timm.
 
@@ -102,25 +115,44 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
             arguments that do not identify a model, or another number of classes than the head.
     """
     name = str(source)
-    scheme, _, place = name.partition(":")
-    path = Path(place if scheme == "local-dir" else name)
-    if path.is_file() and path.suffix != ".safetensors":
-        return _from_file(path, ema)
-    if ema:
-        raise LookupError(f"{name} has no averaged weights (EMA); only checkpoint files have them")
-    if scheme == "hf-hub":
-        return _released(name, "", load_model_config_from_hf, load_state_dict_from_hf, place)
-    if path.is_dir() or scheme == "local-dir":
-        return _from_folder(path, name)
-    if path.is_file():
-        described = (path.parent / "config.json").is_file()
-        read_config = load_model_config_from_path if described else None
-        return _released(name, "as weights: ", read_config, lambda _: load_file(path), path.parent)
-    if is_model_name(name):
-        return _from_timm(name)
-    raise FileNotFoundError(
-        f"{name} is not a file, a folder, hf-hub:NAME or a timm model{similar_model(name)}"
-    )
+    path = Path(name.removeprefix("local-dir:"))
+    form = next((form for form in _FORMS if form.matches(name, path)), None)
+    if form is None:
+        runs = [file for file in (path / "best.pt", path / "last.pt") if file.is_file()]
+        run = f"; it is the folder of a run: pass its checkpoint, {runs[0]}" if runs else ""
+        raise FileNotFoundError(
+            f"{name} is not a file, a folder with config.json and weights, hf-hub:NAME or a timm "
+            f"model{run or similar_model(name)}"
+        )
+    is_torch_file = form.read is _read_torch_file
+    try:  # only files of torch.save have averaged weights, so read no other source in vain
+        described, content = form.read(name, path) if is_torch_file or not ema else ({}, {})
+    except Exception as error:  # errors of JSON, safetensors, the unpickler or a download
+        if is_torch_file:  # load_archive keeps errors of the disk apart
+            raise
+        message = f"{name} cannot be read as {form.words}: {one_line(error)}{form.hint}"
+        raise ValueError(message) from error
+    keys = _AVERAGED if ema else _RAW
+    wrapped = [content[key] for key in keys if isinstance(content.get(key), dict)]
+    if ema and not wrapped:
+        raise LookupError(f"{name} has no averaged weights ({' or '.join(_AVERAGED)})")
+    state_dict = wrapped[0] if wrapped else content
+    if not state_dict or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in state_dict.items()
+    ):
+        names = ", ".join([key[:50] for key in content if isinstance(key, str)][:5]) or "nothing"
+        raise ValueError(
+            f"{name} has no state dict, neither at its top level nor as {' or '.join(keys)}: it has {names}"
+        )
+    check_plain(state_dict, name)
+    check_finite(state_dict, name)
+    try:
+        state_dict, without = _inner_model(state_dict)
+        fields = _description(state_dict, described)
+        state_dict = with_own_names(state_dict) if is_official_vim(state_dict) else state_dict
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return Weights(state_dict=state_dict, origin=name + without, averaged=ema, **fields)
 
 
 def is_model_name(source: str) -> bool:
@@ -142,118 +174,115 @@ def no_weights(name: str) -> Weights:
     )
 
 
-def _from_file(path: Path, ema: bool) -> Weights:
-    """Read what torch.save wrote, by train_imagenet.py or another program."""
+def _read_torch_file(name: str, path: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
     content = load_archive(path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} contains a {type(content).__name__} instead of a state dict")
-    keys = _AVERAGED if ema else _RAW
-    found = next((key for key in keys if isinstance(content.get(key), dict)), None)
-    if ema and found is None:
-        raise LookupError(f"{path} has no averaged weights ({' or '.join(_AVERAGED)})")
-    state_dict = content[found] if found else content
-    if not _is_state_dict(state_dict):
-        names = [key for key in content if isinstance(key, str)]
-        raise ValueError(
-            f"{path} has no state dict, neither at its top level nor as {' or '.join(keys)}: "
-            f"it has {', '.join(key[:50] for key in names[:5]) or 'nothing'}"
-        )
-    described: dict[str, Any] = {}
+        return {}, {type(content).__name__: content}
     if content.keys() >= _CHECKPOINT:
-        described = {
-            key: content[key] for key in ("model_args", "pretrained_cfg", "epoch", "config")
-        }
-        described["architecture"] = content["arch"]
-        run = content["run"]
-        _check_value(run, _NAMED, "run", str(path))
-        described |= {key: run.get(key) for key in ("history", "val_exceptions")}
-        described["steps_after"] = run.get("loss_count")
-    elif isinstance(content.get("arch"), str) and timm.is_model(content["arch"]):
-        described = {"architecture": content["arch"]}  # as timm's trainer leaves it
-    return _weights(state_dict, str(path), described, averaged=ema)
+        return content, content
+    arch = content.get("arch")  # timm's trainer leaves it
+    return {"arch": arch} if isinstance(arch, str) and timm.is_model(arch) else {}, content
 
 
-def _is_state_dict(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) > 0
-        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
-    )
+def _read_timm(name: str, path: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
+    if not timm.is_model_pretrained(name):
+        raise ValueError(f"timm has no weights for {name}")
+    model = timm.create_model(name, pretrained=True)
+    cfg = model.pretrained_cfg | {"label_offset": None}  # timm has applied it
+    return {"arch": name, "pretrained_cfg": cfg}, model.state_dict()
 
 
-def _weights(
-    state_dict: dict[str, Tensor], origin: str, described: dict[str, Any], averaged: bool = False
-) -> Weights:
-    """Check weights and their description, and complete the description.
+def _fields_of_config(
+    cfg: dict[str, Any], architecture: str, model_args: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return what timm reads from a config.json as fields of a checkpoint."""
+    classes = {"num_classes": cfg["num_classes"]} if "num_classes" in cfg else {}
+    model_args = dict(model_args or {}) | classes
+    return {"arch": architecture, "pretrained_cfg": cfg, "model_args": model_args}
 
-    Args:
-        state_dict: State dict as it was read.
-        origin: Source, as it was named.
-        described: Fields of ``Weights`` that the source states.
-        averaged: Whether the weights are averages over training steps.
+
+_NO_NETWORK = '; without a network, pass a file with weights, or see "Without a network" in docs/finetuning.md'
+_FORMS = (
+    _Form(
+        "a torch.save file",
+        lambda name, path: path.is_file() and path.suffix != ".safetensors",
+        _read_torch_file,
+    ),
+    _Form(
+        "a .safetensors file",
+        lambda name, path: path.is_file(),
+        lambda name, path: (
+            _fields_of_config(*load_model_config_from_path(path.parent))
+            if (path.parent / "config.json").is_file()
+            else {},
+            load_file(path),
+        ),
+    ),
+    _Form(
+        "a released model",
+        lambda name, path: (path / "config.json").is_file(),
+        lambda name, path: (
+            _fields_of_config(*load_model_config_from_path(path)),
+            load_state_dict_from_path(path),
+        ),
+    ),
+    _Form(
+        "a model of the hub",
+        lambda name, path: name.startswith("hf-hub:"),
+        lambda name, path: (
+            _fields_of_config(*load_model_config_from_hf(name.removeprefix("hf-hub:"))),
+            load_state_dict_from_hf(name.removeprefix("hf-hub:")),
+        ),
+        _NO_NETWORK,
+    ),
+    _Form("weights of timm", lambda name, path: is_model_name(name), _read_timm, _NO_NETWORK),
+)
+
+
+def _inner_model(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """Remove the names of the modules around the model, such as "model." of a Lightning module.
+
+    A model is where the first layer of one of timm's models is, however many other entries there are. If there is no
+    such layer, it is in the modules that all names share.
+
+    Returns:
+        The weights of the model, with the records that PyTorch has of its modules. And what to say of the removed
+        names, except for those of DDP and torch.compile, and of the entries that are left out.
 
     Raises:
-        ValueError: If a weight is not finite, or the description is wrong.
+        ValueError: If there are several models with the same names, such as a student and a teacher.
     """
-    if not _is_state_dict(state_dict):
-        raise ValueError(f"{origin} has no state dict")
-    check_plain(state_dict, origin)
-    check_finite(state_dict, origin)
-    described = {key: value for key, value in described.items() if value is not None}
-    for key, form in _FORMS.items():
-        if key in described:
-            _check_value(described[key], form, key, origin)
-    cfg = _relevant(described.get("pretrained_cfg", {}))
-    for key, value in cfg.items():
-        _check_value(value, _CFG_FORMS[key], f"pretrained_cfg.{key}", origin)
-    try:
-        read_note(cfg)
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from error
-    for key in NOT_OF_A_MODEL:
-        if key in described.get("model_args", {}):
-            raise ValueError(
-                f"{origin}: model_args must not contain {key}, which does not define a model"
-            )
-    prefix = _prefix(state_dict, origin)
-    names = {name.removeprefix(prefix): name for name in state_dict if name.startswith(prefix)}
-    origin += _describe_prefix(prefix, [name for name in state_dict if not name.startswith(prefix)])
-    renamed = {new: state_dict[old] for new, old in names.items()}
-    state_dict = _with_metadata(renamed, state_dict, names)
-    if is_official_vim(state_dict):
-        shape = tuple(state_dict["pos_embed"].shape) if "pos_embed" in state_dict else ()
-        finer = {"patch_stride": 8} if shape[1:2] == (_FINER_PATCHES + 1,) else {}
-        name = _OFFICIAL_VIM.get(shape[-1]) if shape else None
-        described = described or {"architecture": name, "model_args": finer}
-    described = {"model_args": {}} | described
-    args, (channels, *size) = described["model_args"], cfg.get("input_size", (3, 224, 224))
-    if args.get("img_size") is not None or args.get("in_chans") is not None:
-        size = (args.get("in_chans") or channels, *to_2tuple(args.get("img_size") or size))
-        _check_value(size, _SIZE, "in_chans and img_size of model_args", origin)
-        cfg["input_size"] = size  # the description may lack it
-    described["pretrained_cfg"] = cfg
-    if is_own(described.get("architecture") or ""):
-        # Set fc_norm from the weights: by default, another pooling would move the norm.
-        place = any(key.startswith("fc_norm.") for key in state_dict)
-        described["model_args"] = {"fc_norm": place} | described["model_args"]
-        stated, head = described["model_args"].get("num_classes"), state_dict.get("head.weight")
-        rows = 0 if head is None or not head.ndim else len(head) - cfg.get("label_offset", 0)
-        if stated and rows and stated != rows:  # the head would silently be new
-            raise ValueError(
-                f"{origin}: model_args has num_classes {stated}, but head.weight has {rows} classes"
-            )
-    return Weights(state_dict=state_dict, origin=origin, averaged=averaged, **described)
+    layers = [
+        name.removesuffix(layer)
+        for layer in _first_layers()
+        for name in state_dict
+        if f".{name}".endswith(f".{layer}")
+    ]
+    depth = min((prefix.count(".") for prefix in layers), default=0)
+    outermost = sorted({prefix for prefix in layers if prefix.count(".") == depth})
+    models = [{n.removeprefix(p) for n in state_dict if n.startswith(p)} for p in outermost]
+    if len(models) > 1 and all(names == models[0] for names in models):
+        raise ValueError(
+            f"there are several models, named {' and '.join(outermost)}; save the state dict of one of them"
+        )
+    levels = zip(*(name.split(".")[:-1] for name in state_dict), strict=False)
+    shared = takewhile(lambda modules: len({*modules}) == 1, levels)
+    prefix = outermost[0] if len(models) == 1 else "".join(f"{level[0]}." for level in shared)
 
-
-def _with_metadata(
-    state_dict: dict[str, Tensor], former: dict[str, Tensor], names: dict[str, str]
-) -> dict[str, Tensor]:
-    """Return a state dict with what PyTorch recorded about its modules, by their new names."""
-    places = {old.rpartition(".")[0]: new.rpartition(".")[0] for new, old in names.items()}
-    recorded = getattr(former, "_metadata", {})
-    state_dict = OrderedDict(state_dict)
-    state_dict._metadata = {places[key]: recorded[key] for key in recorded if key in places}
-    return state_dict
+    inner = OrderedDict(
+        (n.removeprefix(prefix), v) for n, v in state_dict.items() if n.startswith(prefix)
+    )
+    inner._metadata = {
+        f"{module}.".removeprefix(prefix).rstrip("."): record
+        for module, record in getattr(state_dict, "_metadata", {}).items()
+        if f"{module}.".startswith(prefix)
+    }
+    named = re.sub(r"^(module\.|_orig_mod\.)+", "", prefix)
+    parts = [f"names without {named[:50]}"] if named else []
+    if left_out := [name[:50] for name in state_dict if not name.startswith(prefix)]:
+        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+        parts.append(f"left out: {', '.join(left_out[:5])}{more}")
+    return inner, f" ({'; '.join(parts)})" if parts else ""
 
 
 @cache
@@ -264,175 +293,118 @@ def _first_layers() -> tuple[str, ...]:
     return tuple({f"{layer}.weight" for layer in layers if isinstance(layer, str)})
 
 
-def _prefix(names: Collection[str], origin: str) -> str:
-    """Return the modules around the model, such as "model." of a Lightning module; "" if there are none.
+def _description(state_dict: dict[str, Tensor], content: dict[str, Any]) -> dict[str, Any]:
+    """Check the description of a model, and complete it by its weights.
 
-    A model is where the first layer of one of timm's models is, however many other entries there are. If there is no
-    such layer, it is the prefix that all names share.
+    Args:
+        state_dict: Weights of the model alone.
+        content: Fields of a checkpoint of train_imagenet.py, or some of them.
+
+    Returns:
+        Fields of ``Weights``.
 
     Raises:
-        ValueError: If there are several models with the same names, such as a student and a teacher.
+        ValueError: If a value has a wrong type or does not fit the weights.
     """
-    found = {
-        name.removesuffix(layer)
-        for layer in _first_layers()
-        for name in names
-        if f".{name}".endswith(f".{layer}")
+    run = _checked(content.get("run", {}), _NAMED, "run")
+    fields = {
+        "architecture": content.get("arch"),
+        **{key: content.get(key) for key in ("model_args", "pretrained_cfg", "epoch", "config")},
+        **{key: run.get(key) for key in ("history", "val_exceptions")},
+        "steps_after": run.get("loss_count"),
     }
-    depth = min((prefix.count(".") for prefix in found), default=0)
-    outermost = [prefix for prefix in sorted(found) if prefix.count(".") == depth]
-    if len(outermost) == 1:
-        return outermost[0]
-    inside = [{n.removeprefix(p) for n in names if n.startswith(p)} for p in outermost]
-    if inside and all(own == inside[0] for own in inside):
-        raise ValueError(
-            f"{origin} has several models, named {' and '.join(outermost)}; save the state dict of one of them"
-        )
-    return _shared_prefix(names)
+    fields = {k: _checked(v, _FIELDS[k], k) for k, v in fields.items() if v is not None}
+    if not fields and is_official_vim(state_dict) and "pos_embed" in state_dict:
+        tokens, width = (*state_dict["pos_embed"].shape[1:], 0, 0)[:2]
+        finer = {"patch_stride": 8} if tokens == _FINER_PATCHES + 1 else {}
+        fields = {"architecture": _OFFICIAL_VIM.get(width), "model_args": finer}
+    cfg = _relevant(fields.get("pretrained_cfg", {}))
+    for key, value in cfg.items():
+        _checked(value, _CFG_FIELDS[key], f"pretrained_cfg.{key}")
+    read_note(cfg)
+    args = dict(fields.get("model_args", {}))
+    if wrong := [key for key in NOT_OF_A_MODEL if key in args]:
+        raise ValueError(f"model_args must not contain {wrong[0]}, which does not define a model")
+    channels, *size = cfg.get("input_size", (3, 224, 224))
+    if args.get("img_size") is not None or args.get("in_chans") is not None:
+        size = (args.get("in_chans") or channels, *to_2tuple(args.get("img_size") or size))
+        # The description may lack it.
+        cfg["input_size"] = _checked(size, _SIZE, "in_chans and img_size of model_args")
+    if is_own(fields.get("architecture") or ""):
+        # Set fc_norm from the weights: by default, another pooling would move the norm.
+        args.setdefault("fc_norm", any(key.startswith("fc_norm.") for key in state_dict))
+        classes, head = args.get("num_classes"), state_dict.get("head.weight")
+        rows = 0 if head is None or not head.ndim else len(head) - cfg.get("label_offset", 0)
+        if classes and rows and classes != rows:  # the head would silently be new
+            raise ValueError(
+                f"model_args has num_classes {classes}, but head.weight has {rows} classes"
+            )
+    return fields | {"pretrained_cfg": cfg, "model_args": args}
 
 
-def _describe_prefix(prefix: str, left_out: list[str]) -> str:
-    """Return what to say of a prefix, except for those of DDP and torch.compile, and of names without it."""
-    named = re.sub(r"^(module\.|_orig_mod\.)+", "", prefix)
-    parts = [f"names without {named[:50]}"] if named else []
-    if left_out:
-        parts.append(f"left out: {', '.join(name[:50] for name in left_out[:5])}")
-        parts[-1] += f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-    return f" ({'; '.join(parts)})" if parts else ""
+_Type = tuple[str, Callable[[Any], bool]]  # description for errors, and check of a value
 
 
-def _shared_prefix(names: Collection[str]) -> str:
-    """Return the modules with which all names start. Without them, some names still have a module.
-
-    So "head." of a mere head is no prefix.
-    """
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    shared = takewhile(lambda modules: len({*modules}) == 1, levels)
-    prefix = "".join(f"{modules[0]}." for modules in shared)
-    return prefix if any("." in name.removeprefix(prefix) for name in names) else ""
-
-
-_Form = tuple[str, Callable[[Any], bool]]  # description for errors, and check of a value
-
-
-def _check_value(value: Any, form: _Form, name: str, origin: str) -> None:
-    words, holds = form
+def _checked(value: Any, kind: _Type, name: str) -> Any:
+    words, holds = kind
     if not holds(value):
-        raise ValueError(f"{origin}: {name} must be {words}, got {short_repr(value)}")
+        raise ValueError(f"{name} must be {words}, got {short_repr(value)}")
+    return value
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _all(kind: _Type, values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(map(kind[1], values))
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value))
-
-
-def _is_row(value: Any) -> bool:
-    numbers = ("val_loss", "top1", "top5", "val_images")
-    averages = (f"ema_{key}" for key in ("loss", "top1", "top5"))
-    return (
-        _is_named(value)
-        and _is_count(value.get("epoch"))
-        and all(_is_number(value.get(key)) for key in numbers)
-        and all(_is_number(value[key]) for key in averages if key in value)
-    )
-
-
-def _are(holds: Callable[[Any], bool], count: int | None = None) -> Callable[[Any], bool]:
-    """Return a check for a list of ``count`` values (any number if None) that all pass ``holds``."""
-    return lambda v: isinstance(v, list | tuple) and count in (None, len(v)) and all(map(holds, v))
-
-
-_NAMED: _Form = ("a dictionary with string keys", _is_named)
-_NUMBERS: _Form = ("a list of finite numbers", _are(_is_number))
-_COUNT: _Form = ("a whole number of at least 0", _is_count)
-_NAMES: _Form = (
-    "a list of strings, or a dictionary from index to string",
-    lambda v: _are(_is_text)(v) or (_is_named(v) and all(map(_is_text, v.values()))),
+_TEXT: _Type = ("a string", lambda v: isinstance(v, str))
+_COUNT: _Type = ("a whole number of at least 0", lambda v: type(v) is int and 0 <= v < 2**31)
+_NUMBER: _Type = ("a finite number", lambda v: type(v) in (int, float) and math.isfinite(v))
+_NUMBERS: _Type = ("a list of finite numbers", lambda v: _all(_NUMBER, v))
+_TEXTS: _Type = ("a list of strings", lambda v: _all(_TEXT, v))
+_NAMED: _Type = (
+    "a dictionary with string keys",
+    lambda v: isinstance(v, dict) and _all(_TEXT, [*v]),
 )
-_SIZE: _Form = ("three whole numbers above 0", lambda v: _are(_is_count, 3)(v) and min(v) > 0)
-_TEXT: _Form = ("a string", _is_text)
-_FORMS: dict[str, _Form] = {
+_SIZE: _Type = (
+    "three whole numbers above 0",
+    lambda v: _all(_COUNT, v) and len(v) == 3 and min(v) > 0,
+)
+_ROW: _Type = (
+    "a row with epoch, val_loss, top1, top5 and val_images",
+    lambda v: (
+        _NAMED[1](v)
+        and _COUNT[1](v.get("epoch"))
+        and _all(_NUMBER, [v.get(key) for key in ("val_loss", "top1", "top5", "val_images")])
+        and _all(_NUMBER, [v[key] for key in ("ema_loss", "ema_top1", "ema_top5") if key in v])
+    ),
+)
+_FIELDS: dict[str, _Type] = {
     "architecture": _TEXT,
     "model_args": _NAMED,
     "pretrained_cfg": _NAMED,
     "epoch": _COUNT,
     "config": _NAMED,
-    "history": ("a list of rows with epoch, val_loss, top1, top5 and val_images", _are(_is_row)),
-    "val_exceptions": ("a list of strings", _are(_is_text)),
+    "history": (f"a list of rows{_ROW[0].removeprefix('a row')}", lambda v: _all(_ROW, v)),
+    "val_exceptions": _TEXTS,
     "steps_after": _COUNT,
 }
-_CFG_FORMS: dict[str, _Form] = {
+_CFG_FIELDS: dict[str, _Type] = {
     "num_classes": _COUNT,
     "input_size": _SIZE,
-    "label_names": _NAMES,
+    "label_names": (
+        "a list of strings, or a dictionary from index to string",
+        lambda v: _all(_TEXT, [*v, *v.values()] if isinstance(v, dict) else v),
+    ),
     "label_offset": _COUNT,
     "mean": _NUMBERS,
     "std": _NUMBERS,
     "interpolation": _TEXT,
-    "crop_pct": ("a finite number", _is_number),
+    "crop_pct": _NUMBER,
     "crop_mode": _TEXT,
     "license": _TEXT,
-    "notes": ("a string or a list of strings", lambda v: _is_text(v) or _are(_is_text)(v)),
+    "notes": ("a string or a list of strings", lambda v: _all(_TEXT, [v] if _TEXT[1](v) else v)),
 }
 
 
-def _from_folder(folder: Path, name: str) -> Weights:
-    """Read a folder in timm's layout: config.json and weights."""
-    for checkpoint in (folder / "best.pt", folder / "last.pt"):
-        if checkpoint.is_file():
-            raise ValueError(f"{name} is the folder of a run; pass its checkpoint, {checkpoint}")
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name} is not a folder with config.json and weights")
-    what = "as a released model: "
-    return _released(name, what, load_model_config_from_path, load_state_dict_from_path, folder)
-
-
-def _released(
-    name: str,
-    what: str,
-    read_config: Callable[[Any], tuple[dict[str, Any], str, dict[str, Any] | None]] | None,
-    read_weights: Callable[[Any], dict[str, Tensor]],
-    place: Any,
-) -> Weights:
-    """Read weights, and the description of their model in timm's config.json."""
-    described: dict[str, Any] = {}
-    try:
-        if read_config is not None:
-            cfg, architecture, model_args = read_config(place)
-            classes = {"num_classes": cfg["num_classes"]} if "num_classes" in cfg else {}
-            described = {"architecture": architecture, "pretrained_cfg": cfg}
-            described["model_args"] = dict(model_args or {}) | classes
-        state_dict = read_weights(place)
-    except Exception as error:  # errors of JSON, safetensors, the unpickler or a download
-        raise ValueError(f"{name} cannot be read {what}{one_line(error)}") from error
-    return _weights(state_dict, name, described)
-
-
-def _from_timm(name: str) -> Weights:
-    """Get the weights that timm has of a model."""
-    if not timm.is_model_pretrained(name):
-        raise ValueError(f"timm has no weights for {name}; pass a file or a folder with weights")
-    try:
-        model = timm.create_model(name, pretrained=True)
-    except Exception as error:  # also errors of a download
-        raise ValueError(
-            f"the weights of {name} cannot be loaded: {one_line(error)}; without a network, pass a file with them, or "
-            f'see "Without a network" in docs/finetuning.md'
-        ) from error
-    cfg = model.pretrained_cfg | {"label_offset": None}  # timm has applied it
-    return _weights(model.state_dict(), name, {"architecture": name, "pretrained_cfg": cfg})
-
-
 def _relevant(pretrained_cfg: dict[str, Any]) -> dict[str, Any]:
-    return {key: pretrained_cfg[key] for key in _CFG_FORMS if pretrained_cfg.get(key) is not None}
+    return {key: pretrained_cfg[key] for key in _CFG_FIELDS if pretrained_cfg.get(key) is not None}
