@@ -137,20 +137,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     return adapted
 
 
-def has_levels(state_dict: Mapping[str, Any], prefix: str = "") -> bool:
-    """Return whether a state dict has parameters of a pyramid's levels."""
-    return any(name.startswith(prefix + "pyramid.") for name in state_dict)
-
-
 def _adapt_levels(state_dict: dict[str, Tensor], model: nn.Module, prefix: str) -> None:
     """Fill in the levels of a pyramid that the weights lack, or remove those that the model lacks."""
     own = {prefix + n: p for n, p in model.named_parameters() if n.startswith("pyramid.")}
-    if own and not has_levels(state_dict, prefix):
+    levels = [name for name in state_dict if name.startswith(prefix + "pyramid.")]
+    if own and not levels:
         _logger.warning("the weights have no pyramid levels (pyramid.*): the model keeps its own")
         state_dict.update(own)
-    elif has_levels(state_dict, prefix) and not own:
+    elif levels and not own:
         _logger.warning("the model has no pyramid levels: ignoring pyramid.* of the weights")
-        for name in [name for name in state_dict if name.startswith(prefix + "pyramid.")]:
+        for name in levels:
             del state_dict[name]
 
 

@@ -28,18 +28,22 @@ NOT_OF_A_MODEL = (
 
 
 def create(name: str, **arguments: Any) -> nn.Module:
-    """Create a timm model; same arguments as ``timm.create_model``. Models without ``img_size`` do not get it.
+    """Create a timm model, and state its images; same arguments as ``timm.create_model``.
+
+    Models without ``img_size`` do not get it.
 
     Raises:
         ValueError: If timm or the model refuses; the message gives the reason in one line.
     """
     try:
-        return timm.create_model(name, **arguments)
+        model = timm.create_model(name, **arguments)
     except Exception as error:  # models raise various errors
-        if "img_size" not in arguments or "'img_size'" not in str(error):
-            hint = _meant(name, str(error))
-            raise ValueError(f"cannot create model {name}: {one_line(error)}{hint}") from error
-    return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
+        if "img_size" in arguments and "'img_size'" in str(error):
+            return create(name, **{k: v for k, v in arguments.items() if k != "img_size"})
+        hint = _meant(name, str(error))
+        raise ValueError(f"cannot create model {name}: {one_line(error)}{hint}") from error
+    state_images(model)
+    return model
 
 
 def state_images(model: nn.Module) -> None:
@@ -83,15 +87,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def is_known(name: str) -> bool:
-    """Return whether timm has a model with this name and tag."""
-    try:
-        timm.get_pretrained_cfg(name)
-    except RuntimeError:  # timm knows the model but not the tag
-        return False
-    return timm.is_model(name)
 
 
 def similar_model(name: str) -> str:

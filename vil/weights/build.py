@@ -8,24 +8,15 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import load_pretrained
+from timm.models import adapt_input_conv
 from timm.models._input import get_model_input_config
-from torch import Tensor, nn
+from torch import nn
 
 from vil.backbone import only_backbone
 from vil.block import BidirectionalMixer
-from vil.convert import has_levels, with_own_names
 from vil.messages import first_line, printable
 from vil.registry import RECURRENCES
-from vil.timm_models import (
-    FEATURES,
-    OTHER_WEIGHTS,
-    create,
-    is_known,
-    is_own,
-    similar_model,
-    state_images,
-)
+from vil.timm_models import FEATURES, OTHER_WEIGHTS, create, similar_model
 from vil.weights.archive import check_finite
 from vil.weights.sources import Weights, read_weights
 
@@ -69,35 +60,24 @@ def load(
             dtype; the message names the first such weight. If a module does not contain exactly one backbone
             of this package, or is given with arguments of timm.
     """
-    if isinstance(model, nn.Module):
-        if timm_arguments:
-            raise ValueError(
-                f"model is already built, so it takes no arguments, got {', '.join(timm_arguments)}"
-            )
-        weights, backbone = read_weights(source, ema), only_backbone(model)
-        if weights.architecture is not None:
-            recurrence = backbone.blocks[0].mixer.recurrence
-            _check_recurrence(weights, type(model).__name__, recurrence)
-        # What timm removed from a backbone to return features takes no weights.
-        modules = backbone.named_modules()
-        removed = [name for name, module in modules if isinstance(module, nn.Identity)]
-        removed += [f"blocks.{i}" for i in range(len(backbone.blocks), backbone.depth)]
-        built, line = model, _load(backbone, weights, True, tuple(f"{n}." for n in removed))
-    else:
-        built, line = model_with(read_weights(source, ema), model, **timm_arguments)
+    built, line = model_with(read_weights(source, ema), model, **timm_arguments)
     warns = "; new " in line or _UNNAMED in line
     _logger.log(logging.WARNING if warns else logging.INFO, "weights %s", line)
     return built
 
 
 def model_with(
-    weights: Weights, name: str | None = None, *, keep_head: bool = True, **arguments: Any
+    weights: Weights,
+    model: str | nn.Module | None = None,
+    *,
+    keep_head: bool = True,
+    **arguments: Any,
 ) -> tuple[nn.Module, str]:
-    """Build a model with given weights.
+    """Build a model with given weights, or load them into a given module.
 
     Args:
         weights: The weights.
-        name: timm's name of the model; the source's name if None.
+        model: Same as in ``load``.
         keep_head: Also take the head, if it has the same number of classes.
         **arguments: Arguments of ``timm.create_model``; by default the source's.
 
@@ -105,218 +85,163 @@ def model_with(
         The model, and one line that lists taken, resampled and new tensors.
 
     Raises:
-        ValueError: If no name is given or known, or timm cannot create the model. Also if an argument of timm
-            names other weights, or the weights do not fit the model.
+        ValueError: Same as in ``load``, except for errors of the source.
     """
-    name = name or weights.architecture
     arguments = {key: value for key, value in arguments.items() if value is not None}  # as in timm
-    if name is None:
+    is_built = isinstance(model, nn.Module)
+    name = type(model).__name__ if is_built else model or weights.architecture
+    refused = [key for key in arguments if is_built or key in OTHER_WEIGHTS]
+    if refused:
+        why = "the model is already built" if is_built else f"weights come from {weights.origin}"
+        raise ValueError(f"{', '.join(refused)} must not be given: {why}")
+    if not is_built and (name is None or not timm.is_model(name)):
+        hint = ", and the source does not name it" if name is None else similar_model(name)
         raise ValueError(
-            f"{weights.origin} does not name the model of its weights; pass it, for example "
-            f'vil.load(source, "vil_tiny")'
+            f"{weights.origin}: model must be the name of a timm model, such as vil_tiny, got "
+            f"{printable(str(name)[:50])}{hint}"
         )
-    if not is_known(name):
-        raise ValueError(
-            f"{weights.origin}: model must be the name of a timm model, got {printable(name[:50])}"
-            f"{similar_model(name)}"
-        )
-    if weights.architecture is not None:
-        arguments = weights.model_args | arguments
-        _check_recurrence(weights, name, _recurrence(name, arguments))
-    arguments = _classes_of_the_head(weights, name) | arguments
-    for key in OTHER_WEIGHTS:
-        if key in arguments:
-            raise ValueError(f"{key} must not be given: the weights come from {weights.origin}")
-    features = {key: arguments.pop(key) for key in FEATURES if key in arguments}
-    if features.get("features_only"):
-        arguments["num_classes"] = 0  # only then a pyramid has its levels
-    model = _created(
-        weights,
-        name,
-        pretrained_cfg_overlay=weights.pretrained_cfg,
-        pretrained_model_args=weights.model_args,
-        **arguments,
-    )
-    line = _load(model, weights, keep_head)
-    state_images(model)
-    if features:  # timm loads these weights unchanged into a new model, and takes it apart
-        own = {"num_classes": model.num_classes, "label_offset": None}
-        overlay = model.pretrained_cfg | own | {"state_dict": model.state_dict()}
-        features |= {"pretrained": True, "pretrained_cfg_overlay": overlay}
-        model = _created(weights, name, **arguments, **features)
-        for module in model.modules():  # timm keeps the weights a second time there
-            getattr(module, "pretrained_cfg", {}).pop("state_dict", None)
-        state_images(model)
-    return model, line
-
-
-def _created(weights: Weights, name: str, **arguments: Any) -> nn.Module:
-    """Create a model; raise a one-line ValueError that names the source if timm or the model refuses."""
     try:
-        return create(name, **arguments)
-    except ValueError as error:
-        raise ValueError(f"{weights.origin}: {error}") from error
+        if is_built:
+            backbone = only_backbone(model)
+            # What timm removed from a backbone to return features takes no weights.
+            removed = [n for n, m in backbone.named_modules() if isinstance(m, nn.Identity)]
+            removed += [f"blocks.{i}" for i in range(len(backbone.blocks), backbone.depth)]
+            return model, _load(backbone, weights, keep_head, tuple(f"{n}." for n in removed))
 
-
-def _classes_of_the_head(weights: Weights, name: str) -> dict[str, int]:
-    """Return num_classes by the rows of the head, or nothing if the source states it."""
-    if "num_classes" in weights.model_args or "num_classes" in weights.pretrained_cfg:
-        return {}
-    cfg = timm.get_pretrained_cfg(name)
-    heads = [] if cfg is None else _heads(cfg.to_dict())
-    rows = [
-        len(weights.state_dict[f"{h}weight"]) for h in heads if f"{h}weight" in weights.state_dict
-    ]
-    offset = weights.pretrained_cfg.get("label_offset", 0)  # rows that timm drops
-    return {"num_classes": rows[0] - offset} if rows else {}
-
-
-def _check_recurrence(weights: Weights, name: str, mine: str | None) -> None:
-    """Raise ValueError for weights of another recurrence, whose names and shapes may all agree."""
-    theirs = _recurrence(weights.architecture, weights.model_args)
-    if mine != theirs:
-        first = next((key for key in weights.state_dict if ".mixer." in key), "the first block")
-        raise ValueError(
-            f"{weights.origin} has weights of {weights.architecture} ({theirs or 'no scan'}), but "
-            f"{name} has another recurrence ({mine or 'no scan'}) from {first} on"
+        if weights.architecture is not None:
+            arguments = weights.model_args | arguments
+        heads = _heads(getattr(timm.get_pretrained_cfg(name), "classifier", None))
+        found = [weights.state_dict.get(f"{head}weight") for head in heads]
+        if "num_classes" not in weights.pretrained_cfg and found and found[0] is not None:
+            offset = weights.pretrained_cfg.get("label_offset", 0)
+            arguments = {"num_classes": len(found[0]) - offset} | arguments
+        features = {key: arguments.pop(key) for key in FEATURES if key in arguments}
+        if features.get("features_only"):
+            arguments["num_classes"] = 0  # only then a pyramid has its levels
+        model = create(
+            name,
+            pretrained_cfg_overlay=weights.pretrained_cfg,
+            pretrained_model_args=weights.model_args,
+            **arguments,
         )
-
-
-def _recurrence(name: str, arguments: dict[str, Any]) -> str | None:
-    """Return the recurrence of one of our models, or None for other models."""
-    if not is_own(name):
-        return None
-    return str(arguments.get("recurrence", RECURRENCES[name.partition(".")[0]]))
+        line = _load(model, weights, keep_head)
+        if features:
+            # timm loads weights before it takes a model apart, and its strict mode tolerates gaps if
+            # the head differs. So a second model takes the weights as the first has checked them.
+            cfg = model.pretrained_cfg | {"num_classes": model.num_classes, "label_offset": None}
+            cfg["state_dict"] = model.state_dict()
+            arguments |= features | {"pretrained": True, "pretrained_cfg_overlay": cfg}
+            model = create(name, **arguments)
+            for module in model.modules():  # timm keeps the weights a second time there
+                getattr(module, "pretrained_cfg", {}).pop("state_dict", None)
+    except Exception as error:  # models and their filters of weights raise various errors
+        message = f"cannot load {weights.origin} into {name}: {printable(first_line(error))}"
+        raise ValueError(message) from error
+    return model, line
 
 
 def _load(
     model: nn.Module, weights: Weights, keep_head: bool, removed: tuple[str, ...] = ()
 ) -> str:
-    """Load the weights into a model, adapted as timm does; return the line of ``_load_report``.
+    """Adapt the weights to a model and load them; return the line of ``_report``.
 
     Weights whose names begin with one of ``removed`` are left out.
     """
-    # The copy keeps the record of grid and recurrence that PyTorch adds to a state dict.
-    adapted = copy.copy(weights.state_dict)
-    # timm names a model's filter of weights to nobody but the model's own file.
-    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    result: list[Any] = []
-    hook = model.register_load_state_dict_post_hook(lambda _, keys: result.append(keys))
-    try:
-        if adapt is not None:
-            adapted = adapt(adapted, model)
-        left_out = [key for key in adapted if key.startswith(removed)]
-        for key in left_out:
-            del adapted[key]
-        _check_dtypes(model, adapted)
-        load_pretrained(
-            model,
-            _cfg_of_weights(model, adapted, weights, keep_head) | {"state_dict": adapted},
-            num_classes=model.num_classes,
-            in_chans=get_model_input_config(model)["input_size"][0],
-            strict=False,
+    cfg, source = model.pretrained_cfg, weights.state_dict
+    mixer = next((m for m in model.modules() if isinstance(m, BidirectionalMixer)), None)
+    recurrence = None if mixer is None else mixer.recurrence
+    trained = RECURRENCES.get((weights.architecture or "").partition(".")[0])
+    trained = trained and weights.model_args.get("recurrence", trained)
+    if trained and trained != recurrence:  # names and shapes may all agree
+        raise ValueError(
+            f"the weights are of {weights.architecture} ({trained}), but {cfg['architecture']} has "
+            f"another recurrence ({recurrence or 'no scan'})"
         )
-    except Exception as error:  # filters of other models raise various errors
-        raise _misfit(weights, model, first_line(error)) from error
-    finally:
-        hook.remove()
-    missing, unexpected = result[0]
-    heads = tuple(_heads(model.pretrained_cfg))
-    lacking = [key for key in missing if not key.startswith(heads)]
-    if lacking or unexpected:
-        key, where = (lacking[0], "weights") if lacking else (unexpected[0], "model")
-        raise _misfit(weights, model, f"{key} is missing in the {where}")
-    if missing:
-        model.pretrained_cfg.pop("label_names", None)  # they belong to the old head
-    if not has_levels(weights.state_dict):
-        missing += [name for name, _ in model.named_parameters() if name.startswith("pyramid.")]
-    return _load_report(model, weights, missing, left_out)
 
-
-def _check_dtypes(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Check that the model can represent the weights.
-
-    Raises:
-        ValueError: If a weight has another kind of number or is too large, or if the model is on device meta.
-    """
-    rounded = {}
-    for name, own in model.state_dict().items():
-        value = state_dict.get(name, own)
+    # The copy keeps the record of grid and recurrence that PyTorch adds to a state dict.
+    adapted = copy.copy(source)
+    # timm keeps no reference to a model's filter of weights. By its convention, the file of the
+    # model's class has it, under this name.
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if adapt is not None:
+        adapted = adapt(adapted, model)
+    left_out = [key for key in adapted if key.startswith(removed)]
+    for key in left_out:
+        del adapted[key]
+    stems, channels = cfg.get("first_conv") or (), get_model_input_config(model)["input_size"][0]
+    for stem in (stems,) if isinstance(stems, str) else stems:
+        weight = adapted.get(f"{stem}.weight")
+        if weight is not None and weight.ndim == 4:
+            own = model.get_submodule(stem).weight
+            base = (
+                weight.shape[1] * channels // own.shape[1]
+            )  # some stems fold pixels into channels
+            adapted[f"{stem}.weight"] = adapt_input_conv(channels, weight, base)
+    heads = _heads(cfg.get("classifier"))
+    offset = weights.pretrained_cfg.get("label_offset", 0)  # rows before the first class
+    for head in heads:
+        keys = [key for key in adapted if key.startswith(head)]
+        rows = len(adapted.get(f"{head}weight", ()))
+        if keys and offset >= rows:
+            raise ValueError(
+                f"label_offset must be below the {rows} rows of the head, got {offset}"
+            )
+        for key in keys:
+            if keep_head and rows - offset == model.num_classes:
+                adapted[key] = adapted[key][offset:]
+            else:
+                del adapted[key]
+    for key, own in model.state_dict().items():
         if own.is_meta:
             raise ValueError("the model is on device meta, which stores no values")
-        if _kind(value) != _kind(own):
-            raise ValueError(f"{name} is {value.dtype} in the weights and {own.dtype} in the model")
-        if _kind(own) == "float" and torch.finfo(value.dtype).max > torch.finfo(own.dtype).max:
-            rounded[name] = value.to(own.dtype)
-    check_finite(rounded, "converted to the model's dtype")
+        value = adapted.get(key, own)
+        dtypes = value.dtype, own.dtype
+        if not (torch.can_cast(*dtypes) and torch.can_cast(*reversed(dtypes))):
+            raise ValueError(f"{key} is {value.dtype} in the weights and {own.dtype} in the model")
+        if key in adapted:
+            adapted[key] = value.to(own.dtype)
+    check_finite(adapted, "converted to the model's dtype")
+
+    missing, unexpected = model.load_state_dict(adapted, strict=False)
+    new = [key for key in missing if key.startswith(heads)]
+    wrong = [f"{key} is missing in the weights" for key in missing if key not in new]
+    wrong += [f"{key} is missing in the model" for key in unexpected]
+    if wrong:
+        raise ValueError(wrong[0])
+    if new:
+        cfg.pop("label_names", None)  # they belong to the old head
+    # Both forms have the same names and shapes; PyTorch's files record the form.
+    recorded = getattr(source, "_metadata", {}).values()
+    is_unnamed = weights.architecture is None and not any("recurrence" in m for m in recorded)
+    end = f"{_UNNAMED}{recurrence}" if is_unnamed and recurrence not in (None, "mamba") else ""
+    return _report(model, weights, new, left_out) + end
 
 
-def _kind(value: Tensor) -> str:
-    if value.is_floating_point() or value.is_complex():
-        return "complex" if value.is_complex() else "float"
-    return "bool" if value.dtype == torch.bool else "int"
-
-
-def _cfg_of_weights(
-    model: nn.Module, source: dict[str, Tensor], weights: Weights, keep_head: bool
-) -> dict[str, Any]:
-    """Return a pretrained_cfg that describes the weights by their tensors, which are always right."""
-    cfg = model.pretrained_cfg
-    rows = [len(source[f"{h}weight"]) for h in _heads(cfg) if f"{h}weight" in source]
-    offset = weights.pretrained_cfg.get("label_offset", 0)
-    if rows and offset >= rows[0]:
-        raise ValueError(f"label_offset must be below the {rows[0]} rows of the head, got {offset}")
-    stem = source.get(f"{cfg.get('first_conv')}.weight")
-    channels = cfg["input_size"][0] if stem is None or stem.ndim != 4 else stem.shape[1]
-    return cfg | {
-        "num_classes": rows[0] - offset if rows and keep_head else -1,
-        "label_offset": offset,
-        "input_size": (channels, *cfg["input_size"][1:]),
-        "custom_load": False,
-        **dict.fromkeys(("source", "file", "url", "hf_hub_id"), ""),
-    }
-
-
-def _misfit(weights: Weights, model: nn.Module, why: str) -> ValueError:
-    name = model.pretrained_cfg["architecture"]
-    return ValueError(f"{weights.origin} does not fit model {name}: {printable(why)}")
-
-
-def _load_report(
-    model: nn.Module, weights: Weights, missing: list[str], left_out: list[str]
-) -> str:
+def _report(model: nn.Module, weights: Weights, new: list[str], left_out: list[str]) -> str:
     """Return one line that lists taken, resampled, new and left-out tensors."""
-    source = with_own_names(weights.state_dict)
-    taken, resampled, new = 0, [], []
-    levels = [key for key in missing if key.startswith("pyramid.")]
+    taken, resampled, levels, fresh = 0, [], 0, []
     for key, value in model.state_dict().items():
-        if key in levels or key == "ref_feat_bits":  # no weight
+        read = weights.state_dict.get(key, value)  # the model's filter may have renamed it
+        if key in new:
+            fresh.append(f"{key} {tuple(value.shape)}")
+        elif key.startswith("pyramid.") and key not in weights.state_dict:
+            levels += 1
+        elif key == "ref_feat_bits":  # no weight
             continue
-        given = source.get(key, value)  # the model's filter may have renamed it
-        if key in missing:
-            new.append(f"{key} {tuple(value.shape)}")
-        elif given.shape == value.shape and torch.equal(given.to(value), value):
+        elif read.shape == value.shape and torch.equal(read.to(value), value):
             taken += 1
         else:
-            resampled.append(f"{key} {tuple(given.shape)} -> {tuple(value.shape)}")
-    new += [f"pyramid, {len(levels)} tensors"] if levels else []
+            resampled.append(f"{key} {tuple(read.shape)} -> {tuple(value.shape)}")
+    fresh += [f"pyramid, {levels} tensors"] if levels else []
+    parts = [f"{taken} tensors taken"]
+    lists = {"resampled": resampled, "new": fresh, "left out": left_out}
+    parts += [f"{words} {', '.join(names)}" for words, names in lists.items() if names]
     kind = ", averaged" if weights.averaged else ""
     epoch = f", {weights.age}" if weights.age else ""
-    parts = [f"{taken} tensors taken"]
-    parts += [f"resampled {', '.join(resampled)}"] if resampled else []
-    parts += [f"new {', '.join(new)}"] if new else []
-    parts += [f"left out {', '.join(left_out)}"] if left_out else []
-    line = f"from {weights.origin}{kind}{epoch}: {'; '.join(parts)}"
-    # Both forms have the same names and shapes.
-    recorded = getattr(weights.state_dict, "_metadata", {}).values()
-    if weights.architecture is None and not any("recurrence" in module for module in recorded):
-        mixer = next((m for m in model.modules() if isinstance(m, BidirectionalMixer)), None)
-        if mixer is not None and mixer.recurrence != "mamba":
-            line += f"{_UNNAMED}{mixer.recurrence}"
-    return line
+    return f"from {weights.origin}{kind}{epoch}: {'; '.join(parts)}"
 
 
-def _heads(cfg: dict[str, Any]) -> list[str]:
-    """Return prefixes of the names of the head's parameters."""
-    heads = cfg.get("classifier") or ()
-    return [f"{head}." for head in ((heads,) if isinstance(heads, str) else heads)]
+def _heads(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return prefixes of the names of the head's parameters, from timm's name of its module or modules."""
+    heads = (classifier,) if isinstance(classifier, str) else classifier or ()
+    return tuple(f"{head}." for head in heads)

@@ -273,7 +273,7 @@ def _inner_model(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]
         (n.removeprefix(prefix), v) for n, v in state_dict.items() if n.startswith(prefix)
     )
     inner._metadata = {
-        f"{module}.".removeprefix(prefix).rstrip("."): record
+        f"{module}.".removeprefix(prefix).removesuffix("."): record
         for module, record in getattr(state_dict, "_metadata", {}).items()
         if f"{module}.".startswith(prefix)
     }
