@@ -115,8 +115,9 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
     if "output_fmt" in kwargs:
         feature_cfg["output_fmt"] = form = kwargs.pop("output_fmt")
         if form not in ("NCHW", "NLC") or not kwargs.get("features_only"):
-            told = 'output_fmt must be "NCHW" or "NLC", with features_only=True'
-            raise ValueError(f"{told}, got {form!r}")
+            raise ValueError(
+                f'output_fmt must be "NCHW" or "NLC", with features_only=True, got {form!r}'
+            )
     model = build_model_with_cfg(
         model_cls,
         variant,

@@ -536,6 +536,8 @@ def test_what_is_no_source_is_refused(
     text = tmp_path / "notes.txt"
     text.write_text("These are my notes.")
     refused(lambda: vil.load(text), f"{text} is not a torch.save file")
+    torch.save([torch.ones(1)], tmp_path / "list.pt")
+    refused(lambda: vil.load(tmp_path / "list.pt"), "list.pt has no state dict", "it has list")
     refused(
         lambda: vil.load(tmp_path),
         f"{tmp_path} is not a file, a folder with config.json and weights",

@@ -111,10 +111,10 @@ def model_with(
         if weights.architecture is not None:
             arguments = weights.model_args | arguments
         heads = _heads(getattr(timm.get_pretrained_cfg(name), "classifier", None))
-        found = [weights.state_dict.get(f"{head}weight") for head in heads]
-        if "num_classes" not in weights.pretrained_cfg and found and found[0] is not None:
+        weight = weights.state_dict.get(f"{heads[0]}weight") if heads else None
+        if weight is not None and "num_classes" not in weights.pretrained_cfg:
             offset = weights.pretrained_cfg.get("label_offset", 0)
-            arguments = {"num_classes": len(found[0]) - offset} | arguments
+            arguments = {"num_classes": len(weight) - offset} | arguments
         features = {key: arguments.pop(key) for key in FEATURES if key in arguments}
         if features.get("features_only"):
             arguments["num_classes"] = 0  # only then a pyramid has its levels

@@ -86,8 +86,8 @@ class _Form(NamedTuple):
     """What it is, for errors."""
     matches: Callable[[str, Path], bool]
     """Recognise a source by its name and its path; the first form that matches counts."""
-    read: Callable[[str, Path], tuple[dict[str, Any], dict[Any, Any]]]
-    """Return fields of a checkpoint that describe the model, and a dictionary that is or contains the weights."""
+    read: Callable[[str, Path], tuple[dict[str, Any], Any]]
+    """Return fields of a checkpoint that describe the model, and what should be or contain its weights."""
     hint: str = ""
     """What to do if it cannot be read."""
 
@@ -96,14 +96,7 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
     """Read weights from a file, a folder, a hub or timm.
 
     Args:
-        source: One of the following.
-
-            - A checkpoint of train_imagenet.py.
-            - A folder from release.py, also as ``local-dir:FOLDER``.
-            - A ``.safetensors`` file, described by a config.json beside it.
-            - A file with a state dict, possibly as "state_dict" or "model", such as official Vision Mamba's.
-            - ``hf-hub:NAME``.
-            - The name of a timm model that has weights.
+        source: Same as in ``vil.load``.
         ema: Read the averaged weights of a training program instead of the last ones.
 
     Raises:
@@ -133,6 +126,7 @@ def read_weights(source: str | Path, ema: bool = False) -> Weights:
         message = f"{name} cannot be read as {form.words}: {one_line(error)}{form.hint}"
         raise ValueError(message) from error
     keys = _AVERAGED if ema else _RAW
+    content = content if isinstance(content, dict) else {type(content).__name__: content}
     wrapped = [content[key] for key in keys if isinstance(content.get(key), dict)]
     if ema and not wrapped:
         raise LookupError(f"{name} has no averaged weights ({' or '.join(_AVERAGED)})")
@@ -174,17 +168,16 @@ def no_weights(name: str) -> Weights:
     )
 
 
-def _read_torch_file(name: str, path: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
+def _read_torch_file(name: str, path: Path) -> tuple[dict[str, Any], Any]:
     content = load_archive(path)
-    if not isinstance(content, dict):
-        return {}, {type(content).__name__: content}
-    if content.keys() >= _CHECKPOINT:
-        return content, content
-    arch = content.get("arch")  # timm's trainer leaves it
+    fields = content if isinstance(content, dict) else {}
+    if fields.keys() >= _CHECKPOINT:
+        return fields, content
+    arch = fields.get("arch")  # timm's trainer leaves it
     return {"arch": arch} if isinstance(arch, str) and timm.is_model(arch) else {}, content
 
 
-def _read_timm(name: str, path: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
+def _read_timm(name: str, path: Path) -> tuple[dict[str, Any], Any]:
     if not timm.is_model_pretrained(name):
         raise ValueError(f"timm has no weights for {name}")
     model = timm.create_model(name, pretrained=True)
